@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
+from cycler import cycler
 from matplotlib.figure import Figure
 
 FIGURES = Path(__file__).resolve().parents[1] / "figures"
@@ -40,7 +41,7 @@ matplotlib.rcParams.update(
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
         "axes.labelsize": 10,
-        "axes.prop_cycle": matplotlib.cycler(color=COLORS),
+        "axes.prop_cycle": cycler(color=COLORS),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
