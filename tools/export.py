@@ -25,7 +25,7 @@ from pathlib import Path
 import jupytext
 
 PACKAGE = "simplellm"
-HEADER = "# Exported from {}; edit there.\n"
+HEADER = "# Exported from {}; edit there."
 MODULE_NAME = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*")
 LINE_COUNT = re.compile(rf"(writes `({PACKAGE}/[\w/]+\.py)` \()\d+( lines?\))")
 
@@ -167,7 +167,7 @@ def build(root: Path, path: Path, cells: list[Cell]) -> str:
                 imports += lines[span]
                 del lines[span]
             elif number == 0 and node is tree.body[0] and ast.get_docstring(tree):
-                docstring = "\n".join(lines[span])
+                docstring = "\n" + "\n".join(lines[span])
                 del lines[span]
         for node in tree.body:
             line = cell.line + node.lineno - 1
@@ -179,8 +179,8 @@ def build(root: Path, path: Path, cells: list[Cell]) -> str:
                     )
                 seen[name] = line
         bodies.append("\n".join(lines).strip("\n"))
-    parts = [HEADER.format(cells[0].chapter) + docstring, "\n".join(imports)]
-    source = "\n\n\n".join(parts + [body for body in bodies if body]) + "\n"
+    parts = [HEADER.format(cells[0].chapter) + docstring, "\n".join(imports), *bodies]
+    source = "\n\n".join(part for part in parts if part) + "\n"
     lint = ("check", "--quiet", "--exit-zero")
     source = ruff(root, path, source, *lint, "--select", "I,F401", "--fix")
     source = ruff(root, path, source, "format")
@@ -241,7 +241,9 @@ def write(root: Path, texts: dict[Path, str]) -> None:
     old = {p: p.read_text(encoding="utf-8") if p.exists() else None for p in texts}
     changed = [path for path in texts if texts[path] != old[path]]
     for path in changed:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".py" and not path.parent.exists():
+            path.parent.mkdir(parents=True)
+            (path.parent / "__init__.py").touch()
         path.write_text(texts[path], encoding="utf-8")
         print(f"wrote {path.relative_to(root)}")
     failed = import_errors(root, [p for p in changed if p.suffix == ".py"])
