@@ -10,8 +10,8 @@ from typing import Any
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
-from cycler import cycler
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 FIGURES = Path(__file__).resolve().parents[1] / "figures"
 WIDTH = 80  # columns a chapter may print

@@ -5,8 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-
-from tools.export import main
+from export import main
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,0 +1,65 @@
+# Each command makes .venv with the versions of requirements.txt when it has to;
+# from then on it starts at once. Another Python: make demo PYTHON=/path/to/python3.12
+
+.PHONY: demo test lab book export check evaluate clean help
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+CANDIDATES := python3.13 python3.12 python3.11 python3 python
+PYTHON = $(shell for name in $(CANDIDATES); do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo "$$name"; break; }; done)
+# The stamp's name holds a checksum, so that a checkout's file times do not matter.
+STAMP := $(VENV)/.installed-$(firstword $(shell cat requirements.txt pyproject.toml | cksum))
+JOBS := 2
+
+help:
+	@echo "make demo      ask the embedded model what 47 + 85 is"
+	@echo "make test      run every test and every chapter"
+	@echo "make lab       open the chapters as notebooks in JupyterLab"
+	@echo "make book      build the course as a web site into book/"
+	@echo "make export    write simplellm/*.py from the chapters"
+	@echo "make check     look for drift, format, lint and type errors"
+	@echo "make evaluate  measure the embedded model on held-out problems"
+	@echo "make clean     remove .venv and everything that was built"
+
+demo: $(STAMP)
+	@$(VENV)/bin/simplellm "What is 47 + 85?"
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+
+lab: $(STAMP)
+	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab chapters/index.md
+
+book: $(STAMP)
+	@$(PY) tools/book.py build
+
+export: $(STAMP)
+	@$(PY) tools/export.py
+
+check: $(STAMP)
+	$(PY) tools/export.py --check
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+evaluate: $(STAMP)
+	$(PY) tools/evaluate.py
+
+clean:
+	rm -rf $(VENV) book build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(STAMP):
+	@test -n "$(PYTHON)" || { \
+		echo "SimpleLLM needs Python 3.11 or newer; found none of: $(CANDIDATES)." >&2; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.12" >&2; \
+		exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON); this downloads about 3 GB, once."
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps \
+		--no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
