@@ -1,0 +1,268 @@
+"""The book: pages from chapters, the checks on its HTML, a small book built whole."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURE = Path(__file__).parent / "book_fixture"
+sys.path.insert(0, str(ROOT / "tools"))
+
+from bookbuild import mdbook, page  # noqa: E402
+from bookbuild.check import check_html, parse  # noqa: E402
+from bookbuild.execute import BookError  # noqa: E402
+
+
+def stream(text: str) -> dict:
+    return {"output_type": "stream", "name": "stdout", "text": text}
+
+
+# --- Prose -----------------------------------------------------------------------
+
+
+def test_maths_becomes_mathml_without_markdown_characters():
+    made = page.prose("p", "The $a_i * b_i$ of a row.")
+    assert made.startswith("The <math") and made.endswith("</math> of a row.")
+    assert "<msub><mi>a</mi><mi>i</mi></msub>" in made
+    assert not set("*_`[]|~$\\") & set(made)
+
+
+def test_line_breaks_of_display_maths_become_rows():
+    aligned = page.prose(
+        "p", "$$\n\\begin{aligned} a &= 1 \\\\ b &= 2 \\end{aligned}\n$$"
+    )
+    plain = page.prose("p", "$$a = 1 \\\\ b = 2$$")
+    for made in (aligned, plain):
+        assert made.count("<mtr>") == 2
+        assert "\n" not in made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`$HOME` and ``a ` $b$``",
+        "```console\n$ make demo\n$ make test\n```",
+        "> ```text\n> $a$ ![x](../figures/a.svg)\n> ```",
+        "a $ b and 3 $",
+    ],
+)
+def test_dollars_that_are_no_maths_stay(text):
+    assert page.prose("p", text) == text
+
+
+def test_escaped_dollars_are_told_apart_from_forgotten_maths():
+    dollar = '<span class="dollar">$</span>'
+    assert page.prose("p", r"\$5 and \$7") == f"{dollar}5 and {dollar}7"
+
+
+def test_unreadable_maths_is_an_error_that_names_page_and_formula():
+    with pytest.raises(BookError, match=r"03-x: unknown \\nosuch"):
+        page.prose("03-x", r"Here $\nosuch{x}$.")
+    with pytest.raises(BookError, match=r"03-x: cannot read the maths 'x\^'"):
+        page.prose("03-x", "Here $x^$.")
+
+
+def test_paths_beside_the_chapters_become_paths_beside_the_pages():
+    text = '![a](../figures/a.svg) [b](02-b.md#c) <img src="../figures/d.svg"> `](../e`'
+    assert page.prose("p", text) == text.replace("../figures", "figures")
+
+
+def test_directives_leave_folded_solutions_but_not_other_fences():
+    solution = "```python\n#| solution 1.1\nf = 1\n```"
+    assert page.prose("p", solution) == "```python\nf = 1\n```"
+    assert page.prose("p", "```text\n#| export\n```") == "```text\n#| export\n```"
+    assert page.prose("p", "```python .noeval\nx\n```") == "```python\nx\n```"
+
+
+# --- Cells and their outputs -------------------------------------------------------
+
+
+def test_outputs_stand_below_their_cells():
+    source = (
+        "```python\n#| export\na = 1\n```\n\nBetween.\n\n```python\nprint(2)\n```\n"
+    )
+    made = page.make("01-x", source, [[stream("one\n")], [stream("two\n")]]).markdown
+    order = ["a = 1", "one", "Between.", "print(2)", "two"]
+    assert [made.index(part) for part in order] == sorted(map(made.index, order))
+    assert "#|" not in made
+
+
+def test_exported_cells_name_the_module():
+    source = (
+        "```python\n#| default_exp a\n#| export\nx = 1\n```\n\n"
+        "```python\n#| export b.c\ny = 1\n```\n\n```python\nz = 1\n```\n"
+    )
+    made = page.make("01-x", source, [[], [], []]).markdown
+    assert re.findall(r"simplellm/[\w/]+\.py", made) == [
+        "simplellm/a.py",
+        "simplellm/b/c.py",
+    ]
+
+
+def test_text_output_loses_colors_and_cannot_close_its_fence():
+    made = page.text_output("\x1b[31mred\x1b[0m\n```\nend\n\n")
+    assert made == '<div class="output">\n\n````text\nred\n```\nend\n````\n\n</div>'
+    assert page.text_output(" \n") == ""
+
+
+def test_expected_exception_is_one_folded_line():
+    source = '```python tags=["raises-exception"]\n1/0\n```\n'
+    error = {
+        "output_type": "error",
+        "ename": "ValueError",
+        "evalue": "<first>\nsecond",
+        "traceback": ["\x1b[31mlong\x1b[0m"] * 20,
+    }
+    made = page.make("01-x", source, [[error]]).markdown
+    assert '<details class="output raised">' in made
+    assert "ValueError: <first>\n```" in made
+    assert "second" not in made and "long" not in made
+
+
+def test_image_without_alt_text_is_an_error():
+    output = {"output_type": "display_data", "data": {"image/png": "AAAA"}}
+    with pytest.raises(BookError, match=r"01-x: .* `#\| alt"):
+        page.make("01-x", "```python\nplot()\n```\n", [[output]])
+    source = "```python\n#| alt A plot of x\nplot()\n```\n"
+    made = page.make("01-x", source, [[output]])
+    assert made.images == {"outputs/01-x-1.png": b"\0\0\0"}
+    assert '<img src="outputs/01-x-1.png" alt="A plot of x">' in made.markdown
+
+
+# --- The checks ---------------------------------------------------------------------
+
+GOOD = f"""<!-- {page.MADE} --><h1 id="top">T</h1><p>a<br>b <code>$x</code></p>
+<a href="#top">here</a> <a href="b.html#end">there</a> <a href="mailto:a@b.c">m</a>
+<img src="a.svg" alt="A line"><pre><code class="language-python">x = "$"</code></pre>"""
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    """A book of two pages without a fault, and its SUMMARY.md beside them."""
+    (tmp_path / "SUMMARY.md").write_text("- [A](a.md)\n- [B](b.md)\n")
+    (tmp_path / "a.html").write_text(GOOD)
+    (tmp_path / "b.html").write_text(f'<!-- {page.MADE} --><h2 id="end">E</h2>')
+    (tmp_path / "a.svg").write_text("<svg/>")
+    return tmp_path
+
+
+def test_good_pages_have_no_problem(pages):
+    assert check_html(pages, pages) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("<p>a", "<p>$a", "a.html: raw $ in '$a'"),
+        ("</p>", "</p></div> 5 $", "a.html: raw $ in '5 $"),
+        ("#top", "#bottom", "a.html: dead anchor #bottom"),
+        ("b.html#end", "b.html#start", "a.html: dead anchor b.html#start"),
+        ("b.html#end", "c.html", "a.html: dead link c.html"),
+        ("b.html#end", "b.md", "a.html: dead link b.md"),
+        ("a.svg", "b.svg", "a.html: image b.svg is missing"),
+        ('alt="A line"', 'alt=" "', "a.html: image a.svg has no alt text"),
+        (' alt="A line"', "", "a.html: image a.svg has no alt text"),
+        ("x = ", "y\n  #| export\nx = ", "a.html: directive line '  #| export'"),
+        (page.MADE, "made", "a.html: the preprocessor did not run"),
+        ("<p>a", "<!-- #region --><p>a", "a.html: a region comment"),
+        ("<p>a", "<p><math><mi>\\foo</mi></math>", "a.html: LaTeX left in"),
+        ("<p>a", '<script src="https://x.org/y.js"></script>', "a.html: loads https"),
+    ],
+)
+def test_each_fault_is_found(pages, old, new, problem):
+    assert GOOD.count(old) >= 1
+    (pages / "a.html").write_text(GOOD.replace(old, new, 1))
+    problems = check_html(pages, pages)
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+
+
+def test_missing_page_is_found(pages):
+    (pages / "b.html").unlink()
+    assert "b.html: the page is missing" in check_html(pages, pages)
+
+
+# --- A small book, built whole ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fixture's pages built with the real book.toml; the folder of the HTML."""
+    if mdbook.find(ROOT / ".cache/mdbook") is None:
+        pytest.skip("mdBook 0.5 is not here and cannot be fetched")
+    root = tmp_path_factory.mktemp("book")
+    shutil.copytree(FIXTURE / "pages", root / "chapters")
+    shutil.copytree(FIXTURE / "figures", root / "figures")
+    shutil.copyfile(ROOT / "book.toml", root / "book.toml")
+    (root / "tools").symlink_to(ROOT / "tools")
+    (root / ".cache").mkdir()
+    (root / ".cache/mdbook").symlink_to(ROOT / ".cache/mdbook")
+    build = subprocess.run(
+        [sys.executable, ROOT / "tools/book.py", "build", "--root", root],
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 0, build.stdout + build.stderr
+    return root / "book"
+
+
+def main_part(path: Path) -> str:
+    match = re.search(r"<main>(.*)</main>", path.read_text("utf-8"), re.DOTALL)
+    assert match
+    return match[1]
+
+
+def test_built_book_has_no_problem(book):
+    assert check_html(book, FIXTURE / "pages") == []
+
+
+def test_built_page_has_everything(book):
+    page = main_part(book / "01-first.html")
+    assert page.count("<math") == 10
+    assert "$5 and 4" in page and "&lt;b&gt;not bold&lt;/b&gt;" in page
+    assert "<td>column 19 of many</td>" in page
+    assert ">42\n" in page
+    assert "AssertionError: first line of the message\n" in page
+    assert "second line\n" not in page and "Traceback" not in page
+    assert "NotImplementedError\n" in page
+    assert page.count("<details") == page.count("</details>") == 4
+    solution = page[page.index("<summary>Solution</summary>") :]
+    assert '<code class="language-python">def half(x):' in solution
+    assert "blockquote-tag-note" in page
+
+
+def test_built_book_brings_its_files_along(book):
+    # mdBook writes an image twice: on the page and enlarged, behind a click.
+    found = dict.fromkeys(source for source, _ in parse(book / "01-first.html").images)
+    images = list(found)
+    assert images == [
+        "outputs/01-first-1.svg",
+        "outputs/01-first-2.png",
+        "figures/01-line.svg",
+    ]
+    assert all((book / image).read_bytes() for image in images)
+
+
+def test_pages_without_number_are_not_executed(book):
+    assert "not executed" in main_part(book / "index.html")
+
+
+def test_page_that_fails_stops_the_build_and_is_named(tmp_path):
+    (tmp_path / "chapters").mkdir()
+    (tmp_path / "chapters/SUMMARY.md").write_text("- [A](01-a.md)\n")
+    (tmp_path / "chapters/01-a.md").write_text("```python\nint('x')\n```\n")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/mdbook").symlink_to(ROOT / ".cache/mdbook")
+    if mdbook.find(ROOT / ".cache/mdbook") is None:
+        pytest.skip("mdBook 0.5 is not here and cannot be fetched")
+    build = subprocess.run(
+        [sys.executable, ROOT / "tools/book.py", "build", "--root", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert build.returncode == 1
+    assert "01-a: ValueError: invalid literal" in build.stderr

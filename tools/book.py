@@ -1,0 +1,134 @@
+"""Build the book: execute the chapters, let mdBook render them, check the pages.
+
+python tools/book.py build          into book/ (exit status 69: no mdBook here)
+python tools/book.py check          check the pages in book/ again
+python tools/book.py preprocess     what mdBook calls, see book.toml
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bookbuild import execute, mdbook, page
+from bookbuild.check import SUMMARY_LINK, check_html, parse
+from bookbuild.execute import BookError
+
+NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
+EXECUTED = re.compile(r"\d\d-")  # names of pages whose code runs
+
+
+def outputs(root: Path, name: str, source: str) -> execute.Outputs:
+    """Outputs of a page's cells; code on pages without a number is only shown."""
+    if EXECUTED.match(name):
+        return execute.outputs(root, name, source)
+    return [[] for _ in execute.code_cells(execute.read(source))]
+
+
+def build(root: Path) -> int:
+    """Build ``root``/book; 0 when every check passed."""
+    # Absolute, because mdBook may have to be started from another folder.
+    root = root.resolve()
+    program = mdbook.find(root / ".cache/mdbook")
+    if program is None:
+        print("the book is not built: mdBook 0.5 is not here and cannot be fetched")
+        return NO_MDBOOK
+    chapters = root / "chapters"
+    summary = (chapters / "SUMMARY.md").read_text(encoding="utf-8")
+    for name in SUMMARY_LINK.findall(summary):
+        source = (chapters / f"{name}.md").read_text(encoding="utf-8")
+        outputs(root, name, source)
+    shutil.rmtree(root / ".cache/book/images", ignore_errors=True)
+    # `python` in book.toml is this one, whatever the shell would find.
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    built = subprocess.run([program, "build", root], env={**os.environ, "PATH": search})
+    if built.returncode:
+        print(f"mdBook failed with exit status {built.returncode}")
+        return 1
+    bring_along(root)
+    return check(root)
+
+
+def bring_along(root: Path) -> None:
+    """Copy what the pages refer to and mdBook leaves behind: images, linked files."""
+    book = root / "book"
+    images = root / ".cache/book/images"
+    if images.exists():
+        shutil.copytree(images, book, dirs_exist_ok=True)
+    for path in book.glob("*.html"):
+        found = parse(path)
+        for link in (*found.links, *(source for source, _ in found.images)):
+            name = link.partition("#")[0]
+            source, target = root / name, book / name
+            if not target.exists() and source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+
+
+def check(root: Path) -> int:
+    problems = check_html(root / "book", root / "chapters")
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"the book has {len(problems)} problems")
+        return 1
+    print(f"the book is in {root / 'book/index.html'}")
+    return 0
+
+
+def chapters_of(items: list[Any]) -> Iterator[dict[str, Any]]:
+    """All chapters of mdBook's tree that have a file."""
+    for item in items:
+        if isinstance(item, dict) and "Chapter" in item:
+            chapter = item["Chapter"]
+            if chapter["path"]:
+                yield chapter
+            yield from chapters_of(chapter["sub_items"])
+
+
+def preprocess() -> None:
+    """mdBook's protocol: [context, book] in JSON on stdin, the book on stdout."""
+    context, book = json.load(sys.stdin)
+    root = Path(context["root"])
+    for chapter in chapters_of(book["items"]):
+        name, source = Path(chapter["path"]).stem, chapter["content"]
+        made = page.make(name, source, outputs(root, name, source))
+        chapter["content"] = made.markdown
+        for path, content in made.images.items():
+            target = root / ".cache/book/images" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    json.dump(book, sys.stdout)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("build", "check"):
+        command = commands.add_parser(name)
+        command.add_argument("--root", type=Path, default=Path(__file__).parents[1])
+    command = commands.add_parser("preprocess")
+    command.add_argument("question", nargs="*", help="supports RENDERER")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "build":
+            return build(arguments.root)
+        if arguments.command == "check":
+            return check(arguments.root)
+        if arguments.question:
+            return 0 if arguments.question == ["supports", "html"] else 1
+        preprocess()
+        return 0
+    except BookError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

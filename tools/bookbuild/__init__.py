@@ -1,0 +1,1 @@
+"""What builds the book: mdBook, the executed chapters, their pages, the checks."""

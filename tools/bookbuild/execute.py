@@ -1,0 +1,109 @@
+"""Execute a chapter as a notebook and keep the outputs of its cells."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+Outputs = list[list[dict[str, Any]]]  # of each code cell, in nbformat's form
+
+SECONDS_PER_CELL = 600
+RAISES = "raises-exception"
+
+
+class BookError(Exception):
+    """One message that names the page and what is wrong with it."""
+
+
+def read(source: str) -> nbformat.NotebookNode:
+    """The notebook that a page of jupytext Markdown is."""
+    return jupytext.reads(source, fmt="md")
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def fingerprint(root: Path, notebook: nbformat.NotebookNode) -> str:
+    """A hash of all that a chapter's outputs depend on; its prose is not among it."""
+    digest = hashlib.sha256(platform.python_version().encode())
+    digest.update(metadata.version("torch").encode())
+    for cell in code_cells(notebook):
+        digest.update(f"\0{cell.metadata.get('tags')}\0{cell.source}".encode())
+    read_by_chapters = [
+        root / "chapters/course.py",
+        *sorted(root.glob("simplellm/**/*")),
+        *sorted(root.glob("figures/*.json")),
+    ]
+    for path in read_by_chapters:
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def outputs(root: Path, name: str, source: str) -> Outputs:
+    """Outputs of each code cell of page ``name``, from the cache where it is current.
+
+    Raises BookError when a cell raises that is not tagged raises-exception.
+    """
+    notebook = read(source)
+    cells = code_cells(notebook)
+    if not cells:
+        return []
+    cached = root / ".cache/book/outputs" / f"{name}.json"
+    key = fingerprint(root, notebook)
+    if cached.exists():
+        kept = json.loads(cached.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            return kept["outputs"]
+    start = time.perf_counter()
+    run(root, name, notebook)
+    seconds = time.perf_counter() - start
+    print(f"\r{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
+    found: Outputs = [cell.outputs for cell in cells]
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    cached.write_text(json.dumps({"key": key, "outputs": found}), encoding="utf-8")
+    return found
+
+
+def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
+    """Execute all cells in one kernel of this Python, in the folder of the chapters."""
+    number = {id(cell): i for i, cell in enumerate(code_cells(notebook), start=1)}
+
+    def progress(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        if sys.stderr.isatty() and id(cell) in number:
+            counted = f"cell {number[id(cell)]} of {len(number)}"
+            print(f"\r{name}: {counted}", end="", file=sys.stderr, flush=True)
+
+    # With no folder to look in, the manager offers the kernel of this Python alone.
+    manager = AsyncKernelManager(
+        kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
+    )
+    client = NotebookClient(
+        notebook,
+        km=manager,
+        timeout=SECONDS_PER_CELL,
+        coalesce_streams=True,
+        on_cell_start=progress,
+        extra_arguments=["--log-level=ERROR"],
+        resources={"metadata": {"path": str(root / "chapters")}},
+    )
+    client.owns_km = True  # so that the kernel ends with the execution
+    # The package is imported from here, installed or not.
+    search = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    try:
+        client.execute(env={**os.environ, "PYTHONPATH": search})
+    except CellExecutionError as error:
+        raise BookError(f"{name}: {error.ename}: {error.evalue}\n{error}") from error

@@ -1,0 +1,187 @@
+"""Turn a chapter and its outputs into the Markdown that mdBook understands."""
+
+import base64
+import html
+import re
+from dataclasses import dataclass, field
+
+from latex2mathml.converter import convert
+
+from bookbuild.execute import RAISES, BookError, Outputs, code_cells, read
+
+MADE = "page made by tools/book.py"  # a comment at the head of each page
+
+# What the text of a page may hold, in the order in which the readings are tried: code
+# of either kind comes first, for what it holds is neither maths nor a path.
+TOKEN = re.compile(
+    r"""
+    ^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)\n
+        (?P<code>(?:.*\n)*?)[ \t>]*(?P=fence)[ \t]*$
+    | (?P<span>(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`))
+    | (?P<comment><!--(?s:.*?)-->)
+    | (?P<dollar>\\\$)
+    | \$\$(?P<display>(?s:.+?))\$\$
+    | \$(?P<inline>(?![\s$])(?:\\.|[^$\\\n]|\n(?!\s*\n))+?(?<!\s))\$(?!\d)
+    | (?P<outside>(?<=\]\()\.\./|(?<=\]:[ ])\.\./|(?<=src=")\.\./|(?<=href=")\.\./)
+    """,
+    re.VERBOSE | re.MULTILINE,
+)
+DIRECTIVE_LINE = re.compile(r"^[ \t]*#\|.*\n?", re.MULTILINE)
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+DOLLAR = '<span class="dollar">$</span>'
+RAISED_CHARACTERS = 160
+
+
+@dataclass
+class Page:
+    """Markdown for mdBook, and the images it shows by their path from the page."""
+
+    markdown: str
+    images: dict[str, bytes] = field(default_factory=dict)
+
+
+def make(name: str, source: str, outputs: Outputs) -> Page:
+    """The page of chapter ``name``; ``outputs`` holds one list for each code cell.
+
+    Raises BookError for maths that cannot be turned into MathML and for an image
+    without alt text.
+    """
+    page = Page("")
+    notebook = read(source)
+    if len(outputs) != len(code_cells(notebook)):
+        raise BookError(f"{name}: {len(outputs)} outputs for another number of cells")
+    remaining = iter(outputs)
+    blocks, module = [f"<!-- {MADE} -->"], ""
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            blocks.append(prose(name, cell.source))
+            continue
+        directives = [line.split() for line in DIRECTIVE_LINE.findall(cell.source)]
+        for words in directives:
+            if words[1:2] == ["default_exp"]:
+                module = words[2]
+            if words[1:2] == ["export"]:
+                written = (words[2:] or [module])[0].replace(".", "/")
+                blocks.append(f'<div class="module">simplellm/{written}.py</div>')
+        if code := without_directives(cell.source):
+            blocks.append(fenced(code, "python"))
+        alt = " ".join(
+            " ".join(words[2:]) for words in directives if words[1:2] == ["alt"]
+        )
+        raises = RAISES in cell.metadata.get("tags", [])
+        for output in next(remaining):
+            blocks.append(shown(name, page, output, alt, raises))
+    page.markdown = "\n\n".join(block for block in blocks if block) + "\n"
+    return page
+
+
+def without_directives(code: str) -> str:
+    return DIRECTIVE_LINE.sub("", code).strip("\n")
+
+
+def fenced(text: str, language: str) -> str:
+    """A fenced block that no run of backticks in ``text`` closes."""
+    ticks = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def prose(name: str, text: str) -> str:
+    """Markdown with MathML for maths, no directive lines, and paths from the book."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match["fence"]:
+            return fence(match)
+        if match["dollar"]:
+            return DOLLAR
+        if match["display"]:
+            maths = mathml(name, match["display"], "block")
+            return f'<span class="maths">{maths}</span>'
+        if match["inline"]:
+            return mathml(name, match["inline"].strip("`"), "inline")
+        if match["outside"]:
+            return ""  # what lies beside chapters/ is copied beside the pages
+        return match[0]
+
+    def fence(match: re.Match[str]) -> str:
+        language = match["info"].split()[:1]
+        if language == ["math"]:
+            return f'<span class="maths">{mathml(name, match["code"], "block")}</span>'
+        if language != ["python"]:
+            return match[0]
+        return match["indent"] + fenced(without_directives(match["code"]), "python")
+
+    return TOKEN.sub(replace, text)
+
+
+def mathml(name: str, latex: str, display: str) -> str:
+    """MathML on one line, in which Markdown finds nothing to interpret."""
+    latex = re.sub(r"\s+", " ", latex).strip()
+    known = re.sub(r"(\\(?:begin|end)){(?:aligned|align)}", r"\1{align*}", latex)
+    if "\\\\" in known and "\\begin" not in known:
+        known = rf"\begin{{align*}} {known} \end{{align*}}"
+    try:
+        made = convert(known, display=display)
+    except Exception as error:
+        raise BookError(f"{name}: cannot read the maths {latex!r}: {error!r}") from None
+    if unknown := re.search(r"\\[A-Za-z]+", made):
+        raise BookError(f"{name}: unknown {unknown[0]} in the maths {latex!r}")
+    # 1{,}000 is one number, not two around a comma.
+    made = re.sub(r"</mn><mrow><mo>&#x0002C;</mo></mrow><mn>", "&#x0002C;", made)
+    return re.sub(r"[*_`\[\]|~$\\]", lambda special: f"&#{ord(special[0])};", made)
+
+
+def shown(name: str, page: Page, output: dict, alt: str, raises: bool) -> str:
+    """One output of a cell; its images are added to ``page``."""
+    if output["output_type"] == "stream":
+        return text_output(output["text"])
+    if output["output_type"] == "error":
+        assert raises, "an unexpected exception stops the execution"
+        return raised(output["ename"], output["evalue"])
+    data = output["data"]
+    for mime, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
+        if mime in data:
+            if not alt:
+                raise BookError(
+                    f"{name}: a cell shows an image without alt text; "
+                    "add a line `#| alt What the image shows` to the cell"
+                )
+            is_text = mime == "image/svg+xml"
+            content = joined(data[mime])
+            path = f"outputs/{name}-{len(page.images) + 1}.{suffix}"
+            page.images[path] = (
+                content.encode() if is_text else base64.b64decode(content)
+            )
+            return f'<p><img src="{path}" alt="{html.escape(alt)}"></p>'
+    if "text/html" in data:
+        # One HTML block: it ends at the first blank line.
+        inside = re.sub(r"\n\s*\n", "\n", joined(data["text/html"]).strip())
+        inside = re.sub(r"\$(?![^<]*>)", DOLLAR, inside)
+        return (
+            f'<div class="output">\n<div class="table-wrapper">{inside}</div>\n</div>'
+        )
+    return text_output(data.get("text/plain", ""))
+
+
+def joined(text: str | list[str]) -> str:
+    return text if isinstance(text, str) else "".join(text)
+
+
+def text_output(text: str | list[str]) -> str:
+    plain = ANSI.sub("", joined(text)).rstrip()
+    if not plain.strip():
+        return ""
+    return f'<div class="output">\n\n{fenced(plain, "text")}\n\n</div>'
+
+
+def raised(kind: str, message: str) -> str:
+    """The exception of a cell that raises on purpose: one folded line."""
+    lines = ANSI.sub("", message).strip().splitlines()
+    line = f"{kind}: {lines[0]}" if lines else kind
+    if len(line) > RAISED_CHARACTERS:
+        line = line[: RAISED_CHARACTERS - 1] + "…"
+    return (
+        '<details class="output raised">\n'
+        f"<summary>This cell raises <code>{html.escape(kind)}</code></summary>\n\n"
+        f"{fenced(line, 'text')}\n\n</details>"
+    )
