@@ -1,7 +1,8 @@
 # Exported from chapters/05-attention.md; edit there.
 """Attention with grouped heads, a sliding window and sinks, in plain PyTorch.
 
-Q queries, S positions, T packed tokens, H query heads, K kv heads, G = H / K, D head_dim.
+Q queries, S positions, T packed tokens, H query heads, K kv heads, G = H / K heads a
+group, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -69,8 +70,8 @@ def attention(
     num_queries, num_keys = q.shape[0], k.shape[0]
     if not 1 <= num_queries <= num_keys or k.shape != v.shape:
         raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected k and "
-            "v of one shape and, of all their positions, the last ones in q"
+            f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; expected k "
+            "and v of one shape, and in q the last of their positions"
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -120,4 +121,5 @@ class NoCache:
                 f"the lengths {self.lengths}"
             )
         sequences = zip(*(x.split(self.lengths) for x in (q, k, v)), strict=True)
-        return torch.cat([attention(*qkv, sinks, window=window) for qkv in sequences])
+        outputs = [attention(q, k, v, sinks, window=window) for q, k, v in sequences]
+        return torch.cat(outputs)
