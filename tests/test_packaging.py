@@ -109,7 +109,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "simplellm", source / "simplellm", ignore=ignored)
     target = tmp_path_factory.mktemp("wheel")
     wheel = [sys.executable, "-m", "pip", "wheel", ".", "--quiet", "--no-deps"]
-    options = ["--no-build-isolation", "--wheel-dir", target]
+    options = ["--no-build-isolation", "--wheel-dir", str(target)]
     subprocess.run([*wheel, *options], cwd=source, check=True)
     (built,) = target.glob("*.whl")
     return built
@@ -139,7 +139,7 @@ def test_the_wheel_works_outside_the_repository(wheel: Path, tmp_path: Path) -> 
     home = tmp_path / "environment"
     venv.create(home, with_pip=False)
     python = home / "bin/python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
     subprocess.run([*pip, "--quiet", "--no-index", wheel], check=True)
     purelib = f"lib/python{sysconfig.get_python_version()}/site-packages"
     dependencies = sysconfig.get_path("purelib")

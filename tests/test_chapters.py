@@ -1,0 +1,256 @@
+"""The form of every chapter, and of the test run that executes the chapters."""
+
+import re
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import jupytext
+import pytest
+from export import LINE_COUNT, collect
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
+PARTS = [
+    "The pain",
+    "The idea",
+    "The naive version",
+    "The version we keep",
+    "The check",
+    "The ledger",
+    "In production",
+    "Exercises",
+    "What we have now",
+]
+LEDGER = [
+    "technique",
+    "invariant it keeps",
+    "wins",
+    "loses",
+    "benchmark trap",
+    "measured here",
+    "measured on an H200",
+]
+DIFFICULTIES = ["easy", "medium", "hard"]
+COLUMNS = 88
+
+FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+IMAGE = re.compile(r"!\[(.*?)\]\((.+?)\)", re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \(chapter (\d+)\)$", re.MULTILINE)
+MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
+
+
+def prose(text: str) -> str:
+    """The chapter without its fenced code."""
+    return FENCE.sub("", text)
+
+
+def section(text: str, title: str) -> str:
+    """The text of one ``##`` part, fences included."""
+    parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    (found,) = [part for part in parts[1:] if part.startswith(title)]
+    return found
+
+
+@pytest.fixture(params=CHAPTERS, ids=lambda path: path.name)
+def path(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def number(path: Path) -> int:
+    return int(path.name[:2])
+
+
+def test_the_title_comes_first(text: str) -> None:
+    """No YAML header, one title."""
+    assert re.match(r"# \S", text)
+    assert len(re.findall(r"^# ", prose(text), re.MULTILINE)) == 1
+
+
+def test_the_parts_are_there_in_order(text: str) -> None:
+    titles = re.findall(r"^## (.+?)(?::.*)?$", prose(text), re.MULTILINE)
+    assert titles == PARTS
+
+
+def test_the_head_tells_minutes_and_modules(path: Path, text: str) -> None:
+    head = text.split("\n## ")[0]
+    assert re.search(r"\d+\s+minutes|minutes.*\d+", head)
+    written = {
+        f"simplellm/{module.replace('.', '/')}.py"
+        for module, cells in collect(ROOT).items()
+        if cells[0].chapter == path.relative_to(ROOT).as_posix()
+    }
+    assert {match[2] for match in LINE_COUNT.finditer(head)} == written
+    for match in LINE_COUNT.finditer(head):
+        lines = (ROOT / match[2]).read_text(encoding="utf-8").count("\n")
+        assert f"({lines} line" in match[0]
+
+
+def test_the_idea_has_a_figure(text: str) -> None:
+    assert IMAGE.search(section(text, "The idea"))
+
+
+def test_every_figure_exists_and_is_described(path: Path, text: str) -> None:
+    for alt, target in IMAGE.findall(prose(text)):
+        assert len(alt) >= 20, f"{target}: the alt text says too little: {alt!r}"
+        assert (path.parent / target).is_file(), target
+        assert Path(target).name.startswith(path.name[:2]), target
+
+
+def test_every_relative_link_resolves(path: Path, text: str) -> None:
+    for target in LINK.findall(prose(text)):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (path.parent / target.split("#")[0]).exists(), target
+
+
+def test_the_ledger_row_is_complete(text: str) -> None:
+    lines = section(text, "The ledger").splitlines()
+    rows = [line.strip().strip("|").split("|") for line in lines if line[:1] == "|"]
+    assert [cell.strip() for cell in rows[0]] == LEDGER
+    assert len(rows) >= 3
+    for row in rows[2:]:
+        assert len(row) == len(LEDGER)
+        assert all(cell.strip() for cell in row), row
+
+
+def test_production_names_a_source(text: str) -> None:
+    part = section(text, "In production")
+    assert re.search(r"vLLM|SGLang|TensorRT-LLM", part)
+    assert "https://github.com/" in part
+
+
+def test_the_exercises_have_their_form(text: str, number: int) -> None:
+    part = section(text, "Exercises")
+    heads = re.findall(r"^### (.+)$", prose(part), re.MULTILINE)
+    assert len(heads) >= 3
+    bodies = re.split(r"^### .+$", part, flags=re.MULTILINE)[1:]
+    difficulties = []
+    for index, (head, body) in enumerate(zip(heads, bodies, strict=True), start=1):
+        name = f"{number}.{index}"
+        assert re.match(rf"Exercise {re.escape(name)}: \S", head), head
+        stated = re.search(r"^\*Difficulty: (\w+)\. \d+ minutes\.\*$", body, re.M)
+        assert stated, f"{name}: no line like *Difficulty: easy. 10 minutes.*"
+        difficulties.append(DIFFICULTIES.index(stated[1]))
+        visible, _, folded = body.partition("<!-- #region -->")
+        cells = FENCE.findall(visible)
+        (stub,) = [c for _, c in cells if c.startswith(f"#| exercise {name}\n")]
+        (check,) = [i for i, c in cells if c.startswith(f"#| check {name}\n")]
+        assert stub.strip()
+        assert check == 'python tags=["raises-exception"]', f"{name}: check's fence"
+        assert "<details><summary>Hint</summary>" in visible, f"{name}: no hint"
+        assert "<details><summary>Solution</summary>" in folded, f"{name}: no solution"
+        assert "<!-- #endregion -->" in folded
+        solutions = [c for i, c in FENCE.findall(folded) if i == "python"]
+        assert any(c.startswith(f"#| solution {name}\n") for c in solutions), name
+        assert body.count("<details>") == body.count("</details>") == 2, name
+    assert all(a <= b for a, b in pairwise(difficulties)), "difficulty rises"
+
+
+def test_only_python_runs(text: str) -> None:
+    """Fences like bash and html turn into cells with a %% magic: keep them out."""
+    for cell in jupytext.reads(text, fmt="md").cells:
+        if cell.cell_type == "code":
+            assert not cell.source.lstrip().startswith("%%"), cell.source
+            assert set(cell.metadata) <= {"tags"}, cell.metadata
+
+
+def test_code_fits_the_page(text: str) -> None:
+    for _, code in FENCE.findall(text):
+        for line in code.splitlines():
+            assert len(line) <= COLUMNS, line
+
+
+def test_no_path_of_a_machine(text: str) -> None:
+    assert not MACHINE_PATH.search(text)
+
+
+def test_the_glossary_terms_of_a_chapter_stand_in_it(text: str, number: int) -> None:
+    glossary = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
+    words = " ".join(text.lower().replace("*", "").split())
+    terms = [term for term, chapter in TERM.findall(glossary) if int(chapter) == number]
+    missing = [term for term in terms if term.lower() not in words]
+    assert terms and not missing, missing
+
+
+def test_the_summary_lists_the_chapter(path: Path) -> None:
+    summary = (ROOT / "chapters/SUMMARY.md").read_text(encoding="utf-8")
+    assert f"({path.name})" in summary
+
+
+EXERCISE = """\
+# {number}
+
+```python
+#| exercise {number}.1
+def double(x):
+    {stub}
+```
+
+```python tags=["raises-exception"]
+#| check {number}.1
+assert double(2) == 4
+```
+
+<!-- #region -->
+```python
+#| solution {number}.1
+def double(x):
+    {solution}
+```
+<!-- #endregion -->
+"""
+STUB = "raise NotImplementedError"
+
+
+def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    chapters = tmp_path / "chapters"
+    chapters.mkdir()
+
+    def write(name: str, stub: str, solution: str, more: str = "") -> None:
+        text = EXERCISE.format(number=int(name[:2]), stub=stub, solution=solution)
+        (chapters / name).write_text(text + more)
+
+    write("01-right.md", STUB, "return 2 * x")
+    write("02-solved-stub.md", "return 2 * x", "return 2 * x")
+    write("03-wrong-solution.md", STUB, "return 3 * x")
+    write("04-slow.md", STUB, "return 2 * x", "\n```python\nimport time\n```\n")
+    with (chapters / "04-slow.md").open("a") as chapter:
+        chapter.write("\n```python\ntime.sleep(2)\n```\n")
+    (chapters / "index.md").write_text("```python\n1 / 0\n```\n")
+
+    command = [sys.executable, "-m", "pytest", "chapters", "--color=no", "-rA"]
+    options = ["-p", "no:cacheprovider", "-o", "chapter_seconds=1.5"]
+    result = subprocess.run(
+        [*command, *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    outcomes = dict(
+        reversed(match)
+        for match in re.findall(
+            r"^(PASSED|FAILED) chapters/(.+?)(?: - .*)?$", result.stdout, re.MULTILINE
+        )
+    )
+    failed = {name for name, outcome in outcomes.items() if outcome == "FAILED"}
+    assert failed == {
+        "02-solved-stub.md::check 2.1 on the stub",
+        "03-wrong-solution.md::check 3.1 on the solution",
+        "04-slow.md::time",
+    }, result.stdout
+    assert {name for name in outcomes if name.startswith("01")} == {
+        "01-right.md::cell 0",
+        "01-right.md::check 1.1 on the stub",
+        "01-right.md::solution 1.1",
+        "01-right.md::check 1.1 on the solution",
+        "01-right.md::time",
+    }
+    assert re.search(r"^chapters/04-slow.md +2\.\d s$", result.stdout, re.MULTILINE)
