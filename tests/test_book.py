@@ -186,7 +186,7 @@ def test_missing_page_is_found(pages):
     assert "b.html: the page is missing" in check_html(pages, pages)
 
 
-# --- A small book, built whole ---------------------------------------------------------
+# --- A small book, built whole -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,10 @@ def build(root: Path) -> int:
     chapters = root / "chapters"
     summary = (chapters / "SUMMARY.md").read_text(encoding="utf-8")
     for name in SUMMARY_LINK.findall(summary):
-        source = (chapters / f"{name}.md").read_text(encoding="utf-8")
-        outputs(root, name, source)
+        chapter = chapters / f"{name}.md"
+        if not chapter.is_file():
+            raise BookError(f"SUMMARY.md lists {name}.md, but there is no such file")
+        outputs(root, name, chapter.read_text(encoding="utf-8"))
     shutil.rmtree(root / ".cache/book/images", ignore_errors=True)
     # `python` in book.toml is this one, whatever the shell would find.
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

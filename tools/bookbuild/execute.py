@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import time
 from importlib import metadata
@@ -19,6 +20,7 @@ from nbclient.exceptions import CellExecutionError
 
 Outputs = list[list[dict[str, Any]]]  # of each code cell, in nbformat's form
 
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a terminal
 SECONDS_PER_CELL = 600
 RAISES = "raises-exception"
 
@@ -106,4 +108,5 @@ def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
     try:
         client.execute(env={**os.environ, "PYTHONPATH": search})
     except CellExecutionError as error:
-        raise BookError(f"{name}: {error.ename}: {error.evalue}\n{error}") from error
+        told = f"{name}: {error.ename}: {error.evalue}\n{error}"
+        raise BookError(ANSI.sub("", told)) from error

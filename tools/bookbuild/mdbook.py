@@ -53,9 +53,9 @@ def debian_archives() -> list[str]:
         return []
     if platform.freedesktop_os_release().get("ID") != "debian":
         return []
+    wanted = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
     listed = subprocess.run(
-        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)"]
-        + ["Created-By: Packages"],
+        ["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"],
         capture_output=True,
         text=True,
     )
@@ -106,7 +106,8 @@ def fetch(source: str, cache: Path) -> bool:
     except (subprocess.SubprocessError, OSError, StopIteration) as error:
         print(f"no mdBook from there: {error}", file=sys.stderr)
         return False
-    shutil.rmtree(cache / "lists")
+    for folder in ("lists", "archives", "packages"):
+        shutil.rmtree(cache / folder)
     return True
 
 

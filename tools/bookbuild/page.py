@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from latex2mathml.converter import convert
 
-from bookbuild.execute import RAISES, BookError, Outputs, code_cells, read
+from bookbuild.execute import ANSI, RAISES, BookError, Outputs, code_cells, read
 
 MADE = "page made by tools/book.py"  # a comment at the head of each page
 
@@ -27,7 +27,6 @@ TOKEN = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 DIRECTIVE_LINE = re.compile(r"^[ \t]*#\|.*\n?", re.MULTILINE)
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
