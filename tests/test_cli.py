@@ -1,0 +1,289 @@
+"""The command line: what goes where, and how it fails."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from simplellm import __version__, cli
+from simplellm.harmony import Delta
+
+
+class ScriptedLLM:
+    """Answers with prepared turns; remembers the messages and options it was given."""
+
+    def __init__(self, *turns: list[Delta]):
+        self.turns = list(turns)
+        self.seen: list[list[dict[str, Any]]] = []
+        self.options: dict[str, Any] = {}
+
+    def __enter__(self) -> "ScriptedLLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], **options: Any
+    ) -> Iterator[Delta]:
+        if messages[-1]["content"] == "too long":
+            raise ValueError("the prompt is too long")
+        self.seen.append([dict(message) for message in messages])
+        self.options = options
+        yield from self.turns.pop(0)
+
+
+THOUGHT = [Delta("analysis", None, "7+5"), Delta("analysis", None, "=12")]
+ANSWER = [*THOUGHT, Delta("final", None, "47 + 85"), Delta("final", None, " = 132")]
+
+
+def call(expression: str, name: str = "functions.calculator") -> list[Delta]:
+    arguments = json.dumps({"expression": expression})
+    return [
+        Delta("analysis", None, "I call it."),
+        Delta("commentary", name, arguments[:5]),
+        Delta("commentary", name, arguments[5:]),
+    ]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch):
+    """Make the commands use a ScriptedLLM of the given turns."""
+
+    def use(*turns: list[Delta]) -> ScriptedLLM:
+        llm = ScriptedLLM(*turns)
+        monkeypatch.setattr(cli, "load", lambda *arguments: llm)
+        return llm
+
+    return use
+
+
+def run(*arguments: str, stdin: bytes = b"", **options: Any):
+    """The command in a process of its own, without a terminal."""
+    return subprocess.run(
+        [sys.executable, "-m", "simplellm.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "80"},
+        **options,
+    )
+
+
+def test_answer_and_reasoning_go_apart(scripted, capsys):
+    llm = scripted(ANSWER)
+    assert cli.main(["What is 47 + 85?", "--temperature", "0", "--seed", "3"]) == 0
+    assert capsys.readouterr() == ("47 + 85 = 132\n", "7+5=12\n")
+    assert llm.seen == [[{"role": "user", "content": "What is 47 + 85?"}]]
+    assert llm.options == {
+        "reasoning_effort": "medium",
+        "tools": None,
+        "temperature": 0.0,
+        "seed": 3,
+    }
+
+
+def test_options_reach_the_model(scripted):
+    llm = scripted(ANSWER)
+    options = "--reasoning-effort low --calculator --max-tokens 9 --developer Brief."
+    assert cli.main([*options.split(), "Hi"]) == 0  # options may come first
+    assert llm.seen[0][0] == {"role": "developer", "content": "Brief."}
+    assert llm.options["reasoning_effort"] == "low"
+    assert llm.options["max_tokens"] == 9
+    assert llm.options["tools"] == [cli.CALCULATOR]
+
+
+@pytest.mark.parametrize("prompt", ["chat", "--help", "-3 + 5"])
+def test_any_text_can_be_a_prompt(scripted, prompt):
+    llm = scripted(ANSWER)
+    assert cli.main(["ask", "--", prompt]) == 0
+    assert llm.seen[0][0]["content"] == prompt
+
+
+def test_prompt_from_standard_input(scripted, monkeypatch):
+    llm = scripted(ANSWER)
+    text = "Größer?\nJa.\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert cli.main(["-"]) == 0
+    assert llm.seen[0][0]["content"] == "Größer?\nJa."
+
+
+def test_tool_is_called_and_answered(scripted, capsys):
+    llm = scripted(call("12 * 34"), [Delta("final", None, "12 * 34 = 408")])
+    assert cli.main(["What is 12 * 34?", "--calculator"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "12 * 34 = 408\n"
+    assert err == 'I call it.\ncalculator {"expression": "12 * 34"}\n= 408\n'
+    _, assistant, tool = llm.seen[1]
+    function = {"name": "calculator", "arguments": '{"expression": "12 * 34"}'}
+    assert assistant["tool_calls"][0]["function"] == function
+    assert assistant["reasoning"] == "I call it."
+    assert tool["content"] == "408"
+    assert tool["tool_call_id"] == assistant["tool_calls"][0]["id"]
+
+
+def test_tool_calls_end(scripted, capsys):
+    turns = [call("1 + 1")] * (cli.MAX_TOOL_CALLS + 1)
+    llm = scripted(*turns)
+    assert cli.main(["What is 1 + 1?", "--calculator"]) == 0
+    assert len(llm.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("12 * 34", 408), ("-(3 - 5) * 2", 4), (" 1.5 + 1 ", 2.5), ("007", None)]
+    + [
+        (text, None)
+        for text in ("2 ** 9", "1 / 2", "", "'a' * 3", "x", "f()", "1\0", "1 +")
+    ]
+    + [("1" + "+1" * 100, None), ("(" * 99, None), ("-" * 99 + "1", -1)],
+)
+def test_calculate(expression, value):
+    if value is None:
+        with pytest.raises(ValueError, match=r"expression is longer|cannot evaluate"):
+            cli.calculate(expression)
+    else:
+        assert cli.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("calculator", '{"expression": "2 ** 3"}', "cannot evaluate '2 ** 3'"),
+        ("calculator", '{"expression": 3}', "error:"),
+        ("calculator", '{"expr": "1"}', "expression"),
+        ("calculator", "[", "error:"),
+        ("calculator", "3", "error:"),
+        ("weather", "{}", "no function 'weather'"),
+    ],
+)
+def test_bad_tool_call_is_reported_to_the_model(name, arguments, part):
+    result = cli.call_tool(name, arguments)
+    assert result.startswith("error: ")
+    assert part in result
+
+
+def test_chat_keeps_history(scripted, monkeypatch, capsys):
+    llm = scripted(ANSWER, ANSWER, ANSWER)
+    lines = "one\n\ntoo long\ntwo\n/reset\nthree\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert cli.main(["chat", "--developer", "Brief."]) == 0
+    texts = [[message["content"] for message in seen] for seen in llm.seen]
+    assert texts == [
+        ["Brief.", "one"],
+        ["Brief.", "one", "47 + 85 = 132", "two"],
+        ["Brief.", "three"],
+    ]
+    out, err = capsys.readouterr()
+    assert out == "47 + 85 = 132\n" * 3
+    assert err.count("error: the prompt is too long") == 1
+
+
+def test_chat_ends_at_exit(scripted, monkeypatch):
+    llm = scripted()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/exit\nmore\n"))
+    assert cli.main(["chat"]) == 0
+    assert llm.seen == []
+
+
+def terminal() -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, color_system="standard", width=80
+    )
+
+
+def test_terminal_shows_reasoning_dim_and_no_escapes():
+    console = terminal()
+    screen = cli.Screen(console, console)
+    turn = cli.show(
+        [Delta("analysis", None, "hm \x1b[2J"), Delta("final", None, "[b]yes\x07")],
+        screen,
+    )
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text == "\x1b[2mhm \N{REPLACEMENT CHARACTER}[2J\x1b[0m\n[b]yes\ufffd\n"
+    assert (turn.reasoning, turn.content) == ("hm \x1b[2J", "[b]yes\x07")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (ValueError("two\nlines"), 2, "error: two lines\n"),
+        (TypeError("not text"), 2, "error: not text\n"),
+        (RuntimeError("out of memory"), 1, "error: RuntimeError: out of memory\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures(monkeypatch, capsys, error, status, line):
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "load", fail)
+    assert cli.main(["Hi"]) == status
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["Hi", "--temprature", "1"], "No such option: --temprature"),
+        (["Hi", "there"], "unexpected extra argument"),
+        (["Hi", "--temperature", "warm"], "--temperature"),
+        (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
+        (["--seed", "1"], "prompt"),
+    ],
+)
+def test_usage_errors(capsys, arguments, part):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert part.lower() in err.lower()
+
+
+def test_standard_input_that_is_not_text(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert cli.main(["-"]) == 2
+    assert "standard input is not text; expected UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(capsys, arguments):
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("ask", "chat", "info"))
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_help_and_version_do_not_import_torch():
+    code = (
+        "import sys; from simplellm.cli import main; status = main(['--version']);"
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, text=True
+    )
+    assert result.returncode == 0
+    assert result.stdout == f"simplellm {__version__}\n"
+
+
+def test_a_closed_pipe_is_quiet():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        result = subprocess.run(
+            [sys.executable, "-m", "simplellm.cli", "What is 47 + 85?"],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=120,
+        )
+    assert result.returncode == 1
+    assert b"Traceback" not in result.stderr
+    assert b"Exception" not in result.stderr

@@ -1,0 +1,84 @@
+"""Fill the tables that are computed: times in chapters/index.md, numbers in README.md.
+
+    python tools/tables.py            write them
+    python tools/tables.py --check    exit 1 if one of them is out of date
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TITLE = re.compile(r"# (.+)")
+READING = re.compile(r"(\d+) minutes? to read")
+EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table, its first column to the left and all others to the right."""
+    lines = [headers, ["---"] + ["--:"] * (len(headers) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def replace(text: str, name: str, content: str) -> str:
+    """``text`` with what stands between the comments of ``name`` replaced."""
+    start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    before, _, rest = text.partition(start)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"no <!-- {name} --> … <!-- /{name} --> in the text")
+    return before + start + content + end + after
+
+
+def times(chapters: Iterable[Path]) -> str:
+    """Minutes to read each chapter and to do its exercises, and their sums."""
+    rows: list[tuple[str, int, int]] = []
+    for path in chapters:
+        text = path.read_text(encoding="utf-8")
+        title, reading = TITLE.match(text), READING.search(text)
+        if not (title and reading):
+            raise ValueError(f"{path.name}: no title or no `N minutes to read`")
+        link = f"[{int(path.name[:2])}. {title[1]}]({path.name})"
+        exercises = sum(map(int, EXERCISE.findall(text)))
+        rows.append((link, int(reading[1]), exercises))
+    total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
+    headers = ("chapter", "minutes to read", "minutes for the exercises")
+    return table(headers, [*rows, total])
+
+
+def evaluation(recorded: dict[str, Any]) -> str:
+    """The share of right answers for each skill at each reasoning effort."""
+    raise NotImplementedError
+
+
+def filled() -> dict[Path, str]:
+    """Each file with its tables computed again."""
+    index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
+    chapters = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
+    texts = {index: replace(index.read_text(encoding="utf-8"), "times", times(chapters))}
+    numbers = ROOT / "figures/evaluation.json"
+    if numbers.exists():
+        recorded = json.loads(numbers.read_text(encoding="utf-8"))
+        text = readme.read_text(encoding="utf-8")
+        texts[readme] = replace(text, "evaluation", evaluation(recorded))
+    return texts
+
+
+def main(arguments: list[str]) -> int:
+    stale = {
+        path: text
+        for path, text in filled().items()
+        if text != path.read_text(encoding="utf-8")
+    }
+    for path, text in stale.items():
+        print(f"{path.relative_to(ROOT)}: its table is out of date")
+        if "--check" not in arguments:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
