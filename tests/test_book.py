@@ -44,7 +44,7 @@ def test_line_breaks_of_display_maths_become_rows():
 @pytest.mark.parametrize(
     "text",
     [
-        "`$HOME` and ``a ` $b$``",
+        "`$HOME` and ``a ` $b$`` and `over $two\nlines$`",
         "```console\n$ make demo\n$ make test\n```",
         "> ```text\n> $a$ ![x](../figures/a.svg)\n> ```",
         "a $ b and 3 $",
@@ -74,6 +74,8 @@ def test_paths_beside_the_chapters_become_paths_beside_the_pages():
 def test_directives_leave_folded_solutions_but_not_other_fences():
     solution = "```python\n#| solution 1.1\nf = 1\n```"
     assert page.prose("p", solution) == "```python\nf = 1\n```"
+    quoted = "> ~~~python\n> #| solution 1.1\n> f = 1\n> ~~~"
+    assert page.prose("p", quoted) == "> ~~~python\n> f = 1\n> ~~~"
     assert page.prose("p", "```text\n#| export\n```") == "```text\n#| export\n```"
     assert page.prose("p", "```python .noeval\nx\n```") == "```python\nx\n```"
 

@@ -16,8 +16,8 @@ MADE = "page made by tools/book.py"  # a comment at the head of each page
 TOKEN = re.compile(
     r"""
     ^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)\n
-        (?P<code>(?:.*\n)*?)[ \t>]*(?P=fence)[ \t]*$
-    | (?P<span>(?<!`)(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`))
+        (?P<code>(?:.*\n)*?)(?P<close>[ \t>]*(?P=fence)[ \t]*)$
+    | (?P<span>(?<!`)(?P<ticks>`+)(?!`)(?:.|\n(?!\s*\n))+?(?<!`)(?P=ticks)(?!`))
     | (?P<comment><!--(?s:.*?)-->)
     | (?P<dollar>\\\$)
     | \$\$(?P<display>(?s:.+?))\$\$
@@ -26,7 +26,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-DIRECTIVE_LINE = re.compile(r"^[ \t]*#\|.*\n?", re.MULTILINE)
+DIRECTIVE_LINE = re.compile(r"^[ \t>]*#\|.*\n?", re.MULTILINE)
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
@@ -108,7 +108,8 @@ def prose(name: str, text: str) -> str:
             return f'<span class="maths">{mathml(name, match["code"], "block")}</span>'
         if language != ["python"]:
             return match[0]
-        return match["indent"] + fenced(without_directives(match["code"]), "python")
+        code = DIRECTIVE_LINE.sub("", match["code"]).lstrip("\n")
+        return f"{match['indent']}{match['fence']}python\n{code}{match['close']}"
 
     return TOKEN.sub(replace, text)
 
