@@ -24,14 +24,14 @@ def stream(text: str) -> dict:
 # --- Prose -----------------------------------------------------------------------
 
 
-def test_maths_becomes_mathml_without_markdown_characters():
+def test_math_becomes_mathml_without_markdown_characters():
     made = page.prose("p", "The $a_i * b_i$ of a row.")
     assert made.startswith("The <math") and made.endswith("</math> of a row.")
     assert "<msub><mi>a</mi><mi>i</mi></msub>" in made
     assert not set("*_`[]|~$\\") & set(made)
 
 
-def test_line_breaks_of_display_maths_become_rows():
+def test_line_breaks_of_display_math_become_rows():
     aligned = page.prose(
         "p", "$$\n\\begin{aligned} a &= 1 \\\\ b &= 2 \\end{aligned}\n$$"
     )
@@ -50,19 +50,19 @@ def test_line_breaks_of_display_maths_become_rows():
         "a $ b and 3 $",
     ],
 )
-def test_dollars_that_are_no_maths_stay(text):
+def test_dollars_that_are_no_math_stay(text):
     assert page.prose("p", text) == text
 
 
-def test_escaped_dollars_are_told_apart_from_forgotten_maths():
+def test_escaped_dollars_are_told_apart_from_forgotten_math():
     dollar = '<span class="dollar">$</span>'
     assert page.prose("p", r"\$5 and \$7") == f"{dollar}5 and {dollar}7"
 
 
-def test_unreadable_maths_is_an_error_that_names_page_and_formula():
+def test_unreadable_math_is_an_error_that_names_page_and_formula():
     with pytest.raises(BookError, match=r"03-x: unknown \\nosuch"):
         page.prose("03-x", r"Here $\nosuch{x}$.")
-    with pytest.raises(BookError, match=r"03-x: cannot read the maths 'x\^'"):
+    with pytest.raises(BookError, match=r"03-x: cannot read the math 'x\^'"):
         page.prose("03-x", "Here $x^$.")
 
 

@@ -64,7 +64,7 @@ class PageParser(HTMLParser):
         if not literal and "dollar" not in classes and "$" in data:
             self.problems.append(f"raw $ in {data.strip()[:60]!r}")
         if "math" in tags and "\\" in data:
-            self.problems.append(f"LaTeX left in the maths {data.strip()!r}")
+            self.problems.append(f"LaTeX left in the math {data.strip()!r}")
 
 
 def parse(path: Path) -> PageParser:

@@ -22,7 +22,6 @@ Outputs = list[list[dict[str, Any]]]  # of each code cell, in nbformat's form
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a terminal
 SECONDS_PER_CELL = 600
-RAISES = "raises-exception"
 
 
 class BookError(Exception):

@@ -4,15 +4,16 @@ import base64
 import html
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from latex2mathml.converter import convert
 
-from bookbuild.execute import ANSI, RAISES, BookError, Outputs, code_cells, read
+from bookbuild.execute import ANSI, BookError, Outputs, code_cells, read
 
 MADE = "page made by tools/book.py"  # a comment at the head of each page
 
 # What the text of a page may hold, in the order in which the readings are tried: code
-# of either kind comes first, for what it holds is neither maths nor a path.
+# of either kind comes first, for what it holds is neither math nor a path.
 TOKEN = re.compile(
     r"""
     ^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)\n
@@ -42,7 +43,7 @@ class Page:
 def make(name: str, source: str, outputs: Outputs) -> Page:
     """The page of chapter ``name``; ``outputs`` holds one list for each code cell.
 
-    Raises BookError for maths that cannot be turned into MathML and for an image
+    Raises BookError for math that cannot be turned into MathML and for an image
     without alt text.
     """
     page = Page("")
@@ -67,9 +68,8 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
         alt = " ".join(
             " ".join(words[2:]) for words in directives if words[1:2] == ["alt"]
         )
-        raises = RAISES in cell.metadata.get("tags", [])
         for output in next(remaining):
-            blocks.append(shown(name, page, output, alt, raises))
+            blocks.append(shown(name, page, output, alt))
     page.markdown = "\n\n".join(block for block in blocks if block) + "\n"
     return page
 
@@ -86,7 +86,7 @@ def fenced(text: str, language: str) -> str:
 
 
 def prose(name: str, text: str) -> str:
-    """Markdown with MathML for maths, no directive lines, and paths from the book."""
+    """Markdown with MathML for math, no directive lines, and paths from the book."""
 
     def replace(match: re.Match[str]) -> str:
         if match["fence"]:
@@ -94,8 +94,7 @@ def prose(name: str, text: str) -> str:
         if match["dollar"]:
             return DOLLAR
         if match["display"]:
-            maths = mathml(name, match["display"], "block")
-            return f'<span class="maths">{maths}</span>'
+            return display_math(name, match["display"])
         if match["inline"]:
             return mathml(name, match["inline"].strip("`"), "inline")
         if match["outside"]:
@@ -105,13 +104,18 @@ def prose(name: str, text: str) -> str:
     def fence(match: re.Match[str]) -> str:
         language = match["info"].split()[:1]
         if language == ["math"]:
-            return f'<span class="maths">{mathml(name, match["code"], "block")}</span>'
+            return display_math(name, match["code"])
         if language != ["python"]:
             return match[0]
         code = DIRECTIVE_LINE.sub("", match["code"]).lstrip("\n")
         return f"{match['indent']}{match['fence']}python\n{code}{match['close']}"
 
     return TOKEN.sub(replace, text)
+
+
+def display_math(name: str, latex: str) -> str:
+    """Math in a line of its own, which scrolls where it is too wide."""
+    return f'<span class="display-math">{mathml(name, latex, "block")}</span>'
 
 
 def mathml(name: str, latex: str, display: str) -> str:
@@ -123,20 +127,19 @@ def mathml(name: str, latex: str, display: str) -> str:
     try:
         made = convert(known, display=display)
     except Exception as error:
-        raise BookError(f"{name}: cannot read the maths {latex!r}: {error!r}") from None
+        raise BookError(f"{name}: cannot read the math {latex!r}: {error!r}") from None
     if unknown := re.search(r"\\[A-Za-z]+", made):
-        raise BookError(f"{name}: unknown {unknown[0]} in the maths {latex!r}")
+        raise BookError(f"{name}: unknown {unknown[0]} in the math {latex!r}")
     # 1{,}000 is one number, not two around a comma.
     made = re.sub(r"</mn><mrow><mo>&#x0002C;</mo></mrow><mn>", "&#x0002C;", made)
     return re.sub(r"[*_`\[\]|~$\\]", lambda special: f"&#{ord(special[0])};", made)
 
 
-def shown(name: str, page: Page, output: dict, alt: str, raises: bool) -> str:
+def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
     """One output of a cell; its images are added to ``page``."""
     if output["output_type"] == "stream":
         return text_output(output["text"])
     if output["output_type"] == "error":
-        assert raises, "an unexpected exception stops the execution"
         return raised(output["ename"], output["evalue"])
     data = output["data"]
     for mime, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
