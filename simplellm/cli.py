@@ -15,15 +15,20 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperGroup
 
 from simplellm import __version__
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
+    from simplellm.checkpoint import TensorInfo
+    from simplellm.config import ModelConfig
     from simplellm.generate import LLM
     from simplellm.harmony import Delta
 
@@ -79,7 +84,12 @@ class PromptGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=PromptGroup, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    cls=PromptGroup,
+    add_completion=False,
+    rich_markup_mode=None,
+    subcommand_metavar="PROMPT | COMMAND",
+)
 
 Model = Annotated[
     str | None,
@@ -341,6 +351,104 @@ def chat(
                 messages = turns
 
 
+def expected_tensors(config: "ModelConfig") -> list["TensorInfo"]:
+    """What OpenAI's checkpoint of this model holds: packed experts, the rest bf16."""
+    from simplellm.checkpoint import ITEMSIZE, TensorInfo, stored_shapes
+
+    infos = []
+    for parts in stored_shapes(config, "huggingface", packed=True).values():
+        for name, shape in parts.items():
+            dtype = "U8" if name.endswith(("_blocks", "_scales")) else "BF16"
+            nbytes = prod(shape) * ITEMSIZE[dtype]
+            infos.append(TensorInfo(name, dtype, shape, nbytes, Path()))
+    return infos
+
+
+def tensors_by_kind(
+    config: "ModelConfig", infos: Iterable["TensorInfo"], layout: str, packed: bool
+) -> dict[str, list["TensorInfo"]]:
+    """The tensors on disk of each part of the model."""
+    from simplellm.checkpoint import kind, stored_shapes
+
+    on_disk = {info.name: info for info in infos}
+    kinds: dict[str, list[TensorInfo]] = {}
+    for ours, names in stored_shapes(config, layout, packed).items():
+        kinds.setdefault(kind(ours), []).extend(on_disk[name] for name in names)
+    return kinds
+
+
+def sizes(config: "ModelConfig", total: int, active: int) -> dict[str, str]:
+    """The model's dimensions in words."""
+    layers = ", ".join(
+        f"{config.layer_types.count(layer_type)} {layer_type.replace('_', ' ')}"
+        for layer_type in dict.fromkeys(config.layer_types)
+    )
+    return {
+        "parameters": f"{total:,}, of which {active:,} active for each token",
+        "layers": f"{config.num_hidden_layers}: {layers}",
+        "window": f"{config.sliding_window} tokens",
+        "hidden size": f"{config.hidden_size:,}",
+        "heads": f"{config.num_attention_heads} for queries, "
+        f"{config.num_key_value_heads} for keys and values, of {config.head_dim} each",
+        "experts": f"{config.num_local_experts} a layer, {config.num_experts_per_tok} "
+        f"for each token, intermediate size {config.intermediate_size:,}",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "context": f"{config.max_position_embeddings:,} tokens",
+    }
+
+
+@app.command()
+def info(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATH]",
+            help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Tabulate a checkpoint from its headers; no tensor is read."""
+    from simplellm.checkpoint import Checkpoint, count_parameters
+    from simplellm.config import MODELS
+
+    if path in MODELS and not Path(path).exists():
+        config, infos = MODELS[path], expected_tensors(MODELS[path])
+        layout, packed, source = "huggingface", True, "no files, the published shapes"
+    else:
+        folder = Path(__file__).with_name("embedded") if path is None else Path(path)
+        checkpoint = Checkpoint(folder)
+        config, infos = checkpoint.config, checkpoint.infos()
+        layout, packed = checkpoint.layout, checkpoint.packed
+        files = len({info.file for info in infos})
+        source = f"safetensors files: {files}, layout: {layout}"
+    total, active, parameters = count_parameters(config)
+    kinds = tensors_by_kind(config, infos, layout, packed)
+    nbytes = sum(info.nbytes for info in infos)
+    table = Table(box=None, padding=(0, 2), pad_edge=False, show_footer=True)
+    table.add_column("part", "total")
+    table.add_column("stored as")
+    table.add_column("parameters", f"{total:,}", justify="right")
+    table.add_column("bytes", f"{nbytes:,}", justify="right")
+    table.add_column("share", "100.0%", justify="right")
+    for kind, tensors in kinds.items():
+        dtypes = ("MXFP4" if info.dtype == "U8" else info.dtype for info in tensors)
+        size = sum(info.nbytes for info in tensors)
+        table.add_row(
+            kind,
+            ", ".join(dict.fromkeys(dtypes)),
+            f"{parameters[kind]:,}",
+            f"{size:,}",
+            f"{size / nbytes:.1%}",
+        )
+    console = Console(highlight=False)
+    console.out(f"{path or 'the embedded model'}: {source}\n", highlight=False)
+    for name, line in sizes(config, total, active).items():
+        console.out(f"{name:<12} {line}", highlight=False)
+    console.print()
+    console.print(table)
+
+
 def version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -356,7 +464,13 @@ def simplellm(
         ),
     ] = False,
 ) -> None:
-    """Run gpt-oss, from the small embedded model up to gpt-oss-120b."""
+    """Run gpt-oss, from the small embedded model up to gpt-oss-120b.
+
+    \b
+    simplellm "What is 47 + 85?"
+    simplellm chat --calculator
+    simplellm info gpt-oss-120b
+    """
 
 
 def main(arguments: list[str] | None = None) -> int:

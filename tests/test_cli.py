@@ -2,10 +2,12 @@
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from rich.console import Console
 
 from simplellm import __version__, cli
+from simplellm.checkpoint import stored_shapes
+from simplellm.config import GPT_OSS_20B
 from simplellm.harmony import Delta
 
 
@@ -246,6 +250,82 @@ def test_usage_errors(capsys, arguments, part):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert part.lower() in err.lower()
+
+
+def sparse_checkpoint(folder: Path, layout: str) -> int:
+    """gpt-oss-20b with real headers over files that are all hole; the bytes of data."""
+    header, end = {}, 0
+    for parts in stored_shapes(GPT_OSS_20B, layout, packed=True).values():
+        for name, shape in parts.items():
+            packed = name.endswith(("blocks", "scales"))
+            start, end = end, end + math.prod(shape) * (1 if packed else 2)
+            header[name] = {
+                "dtype": "U8" if packed else "BF16",
+                "shape": shape,
+                "data_offsets": [start, end],
+            }
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    config = {
+        "model_type": "gpt_oss",
+        "rope_scaling": {
+            "rope_type": "yarn",
+            **asdict(GPT_OSS_20B.rope_scaling),  # type: ignore[arg-type]
+        },
+        **{k: v for k, v in asdict(GPT_OSS_20B).items() if k != "rope_scaling"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return end
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "original"])
+def test_info_reads_headers_only(tmp_path, layout):
+    """13.8 GB of tensors described without touching a page of them."""
+    nbytes = sparse_checkpoint(tmp_path, layout)
+    code = (
+        "import resource, sys; from simplellm.cli import main; status = main();"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        "sys.exit(status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "info", str(tmp_path)],
+        capture_output=True,
+        timeout=120,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"layout: {layout}" in result.stdout
+    assert f"{nbytes:,}" in result.stdout
+    assert "20,914,757,184, of which 3,608,307,264 active" in result.stdout
+    kilobytes = int(result.stderr.split()[-1])
+    assert kilobytes < 2_000_000  # torch itself takes a quarter of it
+    blocks = (tmp_path / "model.safetensors").stat().st_blocks
+    assert blocks * 512 < 1_000_000  # the hole is still one
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [  # parameters in arXiv:2508.10925, table 1; bytes in the published index files
+        ("gpt-oss-20b", ["20,914,757,184", "3,608,307,264", "13,761,264,768"]),
+        ("gpt-oss-120b", ["116,829,156,672", "5,132,849,472", "65,248,815,744"]),
+    ],
+)
+def test_info_of_published_shapes(capsys, name, parts):
+    assert cli.main(["info", name]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in parts)
+    assert "MXFP4, BF16" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_info_of_the_embedded_model(capsys):
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "the embedded model" in out
+    assert "layout: huggingface" in out
+    assert "experts" in out
 
 
 def test_standard_input_that_is_not_text(monkeypatch, capsys):
