@@ -127,7 +127,9 @@ def test_the_window_is_128_keys():
     for query in (0, 126, 127, 128, 299):
         seen = mask[query].nonzero().flatten().tolist()
         assert seen == list(range(max(0, query - 127), query + 1))
-    assert torch.equal(visible(positions, positions, None), torch.ones(300, 300).tril() > 0)
+    assert torch.equal(
+        visible(positions, positions, None), torch.ones(300, 300).tril() > 0
+    )
 
 
 @pytest.mark.parametrize("window", [None, 128])

@@ -21,7 +21,7 @@ SCALINGS = {
     "truncated": RopeScaling(32.0, 4096, 32.0, 1.0, True),
     "short": RopeScaling(4.0, 64, 8.0, 2.0, False),
     "low below zero": RopeScaling(8.0, 128, 64.0, 1.0, False),
-    "ramp of no width": RopeScaling(8.0, 4096, 4.0, 4.0, False),
+    "ramp of no width": RopeScaling(8.0, 6, 4.0, 1.0, True),
     "factor one": RopeScaling(1.0, 4096, 32.0, 1.0, False),
     "none": None,
 }
