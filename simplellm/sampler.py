@@ -253,8 +253,7 @@ class Sampled:
 
     tokens: Tensor  # int64 [B]
     logprobs: Tensor | None = None  # float32 [B], of the chosen tokens
-    top_ids: Tensor | None = None  # int64 [B, N], likeliest first
-    top_logprobs: Tensor | None = None  # float32 [B, N]
+    top: tuple[Tensor, Tensor] | None = None  # ids and logprobs [B, N], best first
 
 
 def sample(
@@ -296,4 +295,4 @@ def sample(
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(columns.logprobs, logits.shape[1]), dim=-1)
     picked = logprobs.gather(1, chosen[:, None])[:, 0]
-    return Sampled(chosen, picked, top.indices, top.values)
+    return Sampled(chosen, picked, (top.indices, top.values))

@@ -1,0 +1,309 @@
+# Exported from chapters/06-model.md; edit there.
+"""The transformer: blocks of attention and experts on a residual stream.
+
+T packed tokens, V vocabulary, H query heads, K kv heads, D head_dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from simplellm.attention import NoCache
+from simplellm.checkpoint import (
+    Checkpoint,
+    Packed,
+    RandomCheckpoint,
+    count_parameters,
+)
+from simplellm.config import MODELS, ModelConfig
+from simplellm.moe import Experts, experts, route
+from simplellm.mxfp4 import MXFP4, Weight, linear
+from simplellm.rope import Rope, apply_rope
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N] divided by its root mean square, times weight [N], in x's dtype.
+
+    Computed in float32, and multiplied by the weight before the cast back.
+    """
+    x32 = x.float()
+    scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (x32 * scale * weight.float()).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The functions that a model computes with; a faster record replaces entries.
+
+    Attention is missing here because the cache, an argument of each forward pass,
+    brings its own. ``prepare`` may bring a layer's experts into another layout.
+    """
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    route: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+    prepare: Callable[[Experts], Experts] = lambda weights: weights
+
+
+TORCH = Backend(rms_norm, linear, apply_rope, route, experts)
+
+
+class Cache(Protocol):
+    """What attention needs of a cache: take a layer's q, k and v, give the output."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+    ) -> Tensor: ...
+
+
+Take = Callable[[str], Weight]  # a weight by its name, on the right device
+
+
+def parameter(weight: Weight) -> nn.Parameter:
+    """A dense weight as a parameter that asks for no gradient."""
+    if isinstance(weight, MXFP4):
+        raise TypeError("this weight is MXFP4; expected only experts to be packed")
+    return nn.Parameter(weight, requires_grad=False)
+
+
+class Norm(nn.Module):
+    def __init__(self, take: Take, name: str, eps: float, backend: Backend) -> None:
+        super().__init__()
+        self.weight = parameter(take(f"{name}.weight"))
+        self.eps = eps
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backend.norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    def __init__(
+        self, take: Take, name: str, backend: Backend, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.weight = parameter(take(f"{name}.weight"))
+        self.bias = parameter(take(f"{name}.bias")) if bias else None
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backend.linear(x, self.weight, self.bias)
+
+
+class Attention(nn.Module):
+    """Project to queries, keys and values, rotate, let the cache attend, project."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, take: Take, backend: Backend
+    ) -> None:
+        super().__init__()
+        name = f"layers.{layer}.attn"
+        self.qkv = Linear(take, f"{name}.qkv", backend)
+        self.o = Linear(take, f"{name}.o", backend)
+        self.sinks = parameter(take(f"{name}.sinks"))
+        self.layer = layer
+        self.window = config.window(layer)
+        kv_heads = config.num_key_value_heads
+        self.heads = [config.num_attention_heads, kv_heads, kv_heads]
+        self.head_dim = config.head_dim
+        self.backend = backend
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [T, H+2K, D]
+        q, k, v = qkv.split(self.heads, dim=1)
+        q, k = self.backend.rope(q, cos, sin), self.backend.rope(k, cos, sin)
+        out = cache.attend(self.layer, q, k, v, self.sinks, self.window)
+        return self.o(out.flatten(1))  # [T, H*D] -> [T, hidden]
+
+
+class MoE(nn.Module):
+    """Send each token to its experts and add up what they return."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, take: Take, backend: Backend
+    ) -> None:
+        super().__init__()
+        router = f"layers.{layer}.router"
+        self.router_weight = parameter(take(f"{router}.weight"))
+        self.router_bias = parameter(take(f"{router}.bias"))
+        name = f"layers.{layer}.experts"
+        weights = Experts(
+            gate_up=take(f"{name}.gate_up"),
+            gate_up_bias=parameter(take(f"{name}.gate_up_bias")),
+            down=take(f"{name}.down"),
+            down_bias=parameter(take(f"{name}.down_bias")),
+            limit=config.swiglu_limit,
+            alpha=config.swiglu_alpha,
+        )
+        self.experts = backend.prepare(weights)
+        self.top_k = config.num_experts_per_tok
+        self.backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, weights = self.backend.route(
+            x, self.router_weight, self.router_bias, self.top_k
+        )
+        return self.backend.experts(x, ids, weights, self.experts)
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, take: Take, backend: Backend
+    ) -> None:
+        super().__init__()
+        name, eps = f"layers.{layer}", config.rms_norm_eps
+        self.attn_norm = Norm(take, f"{name}.attn_norm", eps, backend)
+        self.attn = Attention(config, layer, take, backend)
+        self.mlp_norm = Norm(take, f"{name}.mlp_norm", eps, backend)
+        self.mlp = MoE(config, layer, take, backend)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), cos, sin, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """gpt-oss from token ids to hidden states, with weights that ``take`` delivers."""
+
+    def __init__(
+        self, config: ModelConfig, take: Take, backend: Backend = TORCH
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = parameter(take("embed_tokens.weight"))  # [V, hidden]
+        self.rope = Rope(config, self.device)
+        self.layers = nn.ModuleList(
+            Block(config, layer, take, backend)
+            for layer in range(config.num_hidden_layers)
+        )
+        self.norm = Norm(take, "norm", config.rms_norm_eps, backend)
+        head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.lm_head = Linear(take, head, backend, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """tokens and positions int64 [T] -> hidden states [T, hidden], normed.
+
+        The tokens of several sequences lie one behind the other; ``cache`` knows which
+        belong together. ``lm_head(hidden)`` gives their logits.
+        """
+        x = F.embedding(tokens, self.embed_tokens)
+        cos, sin = self.rope.cos_sin(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, cache)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """float32 logits [T, V] of one sequence: row t scores the token after t.
+
+        Raises ValueError for an empty or too long sequence or an id out of range.
+        """
+        tokens = torch.as_tensor(token_ids, device=self.device)
+        check_tokens(tokens, self.config)
+        positions = torch.arange(len(tokens), device=self.device)
+        return self.lm_head(self(tokens, positions, NoCache([len(tokens)]))).float()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.dtype
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Transformer":
+        # The experts are plain records: Module.to() would leave them behind.
+        raise RuntimeError(
+            "a loaded model cannot be moved or cast; expected dtype and device to be "
+            "given to load_model()"
+        )
+
+
+def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
+    """Raise ValueError unless ``tokens`` is one sequence that the model can read."""
+    if tokens.ndim != 1 or len(tokens) == 0:
+        raise ValueError(
+            f"token_ids has shape {list(tokens.shape)}; expected [T], T > 0"
+        )
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token_ids are {tokens.dtype}; expected integers")
+    if len(tokens) > config.max_position_embeddings:
+        raise ValueError(
+            f"{len(tokens)} tokens; expected at most {config.max_position_embeddings}, "
+            "the model's context"
+        )
+    low, high = (int(value) for value in tokens.aminmax())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(
+            f"token ids run from {low} to {high}; expected 0 to {config.vocab_size - 1}"
+        )
+
+
+EMBEDDED = Path(str(files("simplellm"))) / "embedded"
+BIG = 2**28  # parameters from which on loading shows a progress bar
+
+
+def load_model(
+    path: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    *,
+    random_weights: bool = False,
+    seed: int = 0,
+    backend: Backend = TORCH,
+) -> Transformer:
+    """Load a checkpoint folder, or the model that comes with the package.
+
+    ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
+    which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
+    is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
+    of a known model, whose shapes are then filled with random numbers. Weights that
+    fit as they are stay on the mapped file. Raises CheckpointError or ConfigError for
+    a folder that is no checkpoint.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
+    path = EMBEDDED if path is None else path
+    checkpoint: Checkpoint | RandomCheckpoint
+    if random_weights:
+        config = MODELS.get(str(path)) or ModelConfig.from_file(Path(path))
+        checkpoint = RandomCheckpoint(config, dtype=dtype, device=device, seed=seed)
+    else:
+        checkpoint = Checkpoint(path)
+        config = checkpoint.config
+
+    small = count_parameters(config).total < BIG
+    total = len(checkpoint.names())
+    with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
+
+        def take(name: str) -> Weight:
+            weight = checkpoint[name]
+            progress.update()
+            if isinstance(weight, Packed):
+                return MXFP4(weight.blocks, weight.scales).to(device)
+            exact = name.endswith("norm.weight")
+            return weight.to(device, torch.float32 if exact else dtype)
+
+        return Transformer(config, take, backend)
