@@ -1,5 +1,8 @@
 # Each command makes .venv with the versions of requirements.txt when it has to;
-# from then on it starts at once. Another Python: make demo PYTHON=/path/to/python3.12
+# from then on it starts at once. Variables to set on the command line:
+#   PYTHON=/path/to/python3.12         the Python that .venv is made with
+#   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
+#   JOBS=8                             test processes (default 2)
 
 .PHONY: demo test lab book export check evaluate clean help
 .DEFAULT_GOAL := help
@@ -28,10 +31,11 @@ demo: $(STAMP)
 	@$(VENV)/bin/simplellm "What is 47 + 85?"
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
 
 lab: $(STAMP)
-	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab chapters/index.md
+	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
+		--LabApp.default_url=/lab/tree/chapters $(OPTIONS)
 
 book: $(STAMP)
 	@$(PY) tools/book.py build
@@ -46,7 +50,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 evaluate: $(STAMP)
-	$(PY) tools/evaluate.py
+	$(PY) tools/evaluate.py $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) book build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -61,5 +65,7 @@ $(STAMP):
 	@$(PY) -m pip install --disable-pip-version-check -r requirements.txt
 	@$(PY) -m pip install --disable-pip-version-check --quiet --no-deps \
 		--no-build-isolation --editable .
+	@# jupytext knows a chapter's kernel by its interpreter, so name that in full.
+	@$(PY) -m ipykernel install --sys-prefix >/dev/null
 	@rm -f $(VENV)/.installed-*
 	@touch $@
