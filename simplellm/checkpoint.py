@@ -237,7 +237,7 @@ def _indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     for file in shards:
         if file != Path(file).name or not (folder / file).is_file():
             raise CheckpointError(
-                f"{folder}: shard {short(file)} is missing; expected every file that "
+                f"{folder}: shard {file!r} is missing; expected every file that "
                 f"{INDEX} names"
             )
     return [folder / file for file in shards], index

@@ -1,0 +1,551 @@
+"""Checkpoints in both layouts against safetensors and transformers, and bad ones."""
+
+import itertools
+import json
+import math
+import pickle
+import resource
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import TINY, config_json, random_tensors, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from simplellm.checkpoint import (
+    INDEX,
+    Checkpoint,
+    CheckpointError,
+    Counts,
+    Packed,
+    RandomCheckpoint,
+    count_parameters,
+    kind,
+    packed_shapes,
+    tensor_shapes,
+)
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, ConfigError
+
+ALL = list(itertools.product(["huggingface", "original"], [True, False], [1, 3]))
+
+
+def parts(value: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
+    return tuple(value) if isinstance(value, Packed) else (value,)
+
+
+def same(a: torch.Tensor | Packed, b: torch.Tensor | Packed) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
+
+
+@pytest.mark.parametrize(("layout", "quantized", "shards"), ALL)
+def test_every_kind_of_folder(
+    layout: str, quantized: bool, shards: int, tmp_path: Path
+) -> None:
+    write_checkpoint(
+        tmp_path, layout=layout, quantized=quantized, shards=shards, seed=3
+    )
+    checkpoint = Checkpoint(tmp_path)
+    assert (checkpoint.layout, checkpoint.packed) == (layout, quantized)
+    assert checkpoint.config.hidden_size == TINY.hidden_size
+    shapes = tensor_shapes(TINY)
+    assert checkpoint.names() == list(shapes)
+    for name, shape in shapes.items():
+        assert name in checkpoint
+        value = checkpoint[name]
+        expected = packed_shapes(shape) if isinstance(value, Packed) else (shape,)
+        assert tuple(tuple(part.shape) for part in parts(value)) == expected
+        assert isinstance(value, Packed) == (quantized and len(shape) == 3)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_both_layouts_hold_the_same_model(quantized: bool, tmp_path: Path) -> None:
+    one, other = (
+        Checkpoint(write_checkpoint(tmp_path / name, layout=name, quantized=quantized))
+        for name in ("huggingface", "original")
+    )
+    for name in one.names():
+        assert same(one[name], other[name]), name
+
+
+def test_the_names_on_disk(tmp_path: Path) -> None:
+    """Written out by hand, against openai/gpt-oss and transformers."""
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "a"))
+    disk = load_file(tmp_path / "a" / "model.safetensors")
+    layer = "model.layers.1."
+    qkv = torch.cat([disk[f"{layer}self_attn.{p}_proj.weight"] for p in "qkv"])
+    assert torch.equal(parts(checkpoint["layers.1.attn.qkv.weight"])[0], qkv)
+    down = checkpoint["layers.1.experts.down"]
+    assert isinstance(down, Packed)
+    assert torch.equal(down.blocks, disk[f"{layer}mlp.experts.down_proj_blocks"])
+    assert torch.equal(down.scales, disk[f"{layer}mlp.experts.down_proj_scales"])
+    norm = parts(checkpoint["layers.1.mlp_norm.weight"])[0]
+    assert torch.equal(norm, disk[f"{layer}post_attention_layernorm.weight"])
+
+    checkpoint = Checkpoint(write_checkpoint(tmp_path / "b", layout="original"))
+    disk = load_file(tmp_path / "b" / "model.safetensors")
+    gate_up = checkpoint["layers.0.experts.gate_up"]
+    assert isinstance(gate_up, Packed)
+    assert torch.equal(gate_up.blocks, disk["block.0.mlp.mlp1_weight.blocks"])
+    assert torch.equal(
+        parts(checkpoint["layers.0.router.weight"])[0], disk["block.0.mlp.gate.weight"]
+    )
+    assert torch.equal(
+        parts(checkpoint["lm_head.weight"])[0], disk["unembedding.weight"]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_transformers_saves(dtype: torch.dtype, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**config_json(TINY))
+    model = transformers.GptOssForCausalLM(config).to(dtype)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert (tmp_path / INDEX).exists()
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config == TINY
+    layer = model.model.layers[1]
+    attention, experts = layer.self_attn, layer.mlp.experts
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    expected = {
+        "embed_tokens.weight": model.model.embed_tokens.weight,
+        "layers.1.attn.qkv.weight": torch.cat([p.weight for p in projections]),
+        "layers.1.attn.qkv.bias": torch.cat([p.bias for p in projections]),
+        "layers.1.attn.o.weight": attention.o_proj.weight,
+        "layers.1.attn.sinks": attention.sinks,
+        "layers.1.router.weight": layer.mlp.router.weight,
+        "layers.1.experts.gate_up": experts.gate_up_proj.transpose(1, 2),
+        "layers.1.experts.gate_up_bias": experts.gate_up_proj_bias,
+        "layers.1.experts.down": experts.down_proj.transpose(1, 2),
+        "lm_head.weight": model.lm_head.weight,
+    }
+    for name, tensor in expected.items():
+        value = checkpoint[name]
+        assert isinstance(value, torch.Tensor)
+        assert value.dtype == dtype
+        assert torch.equal(value, tensor), name
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    config = replace(TINY, tie_word_embeddings=True)
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, config))
+    assert "lm_head.weight" not in {info.name for info in checkpoint.infos()}
+    assert same(checkpoint["lm_head.weight"], checkpoint["embed_tokens.weight"])
+    random = RandomCheckpoint(config)
+    assert same(random["lm_head.weight"], random["embed_tokens.weight"])
+
+
+def test_norms_may_have_another_dtype(tmp_path: Path) -> None:
+    tensors = random_tensors(TINY)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    write_checkpoint(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert parts(checkpoint["norm.weight"])[0].dtype == torch.float32
+    assert parts(checkpoint["lm_head.weight"])[0].dtype == torch.bfloat16
+
+
+def test_infos_cover_the_file(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_checkpoint(tmp_path))
+    path = tmp_path / "model.safetensors"
+    (header,) = struct.unpack("<Q", path.read_bytes()[:8])
+    data = path.stat().st_size - 8 - header
+    infos = checkpoint.infos()
+    assert sum(info.nbytes for info in infos) == data
+    assert sum(map(checkpoint.nbytes, checkpoint.names())) == data
+    assert {info.file for info in infos} == {path}
+    assert {info.name: info.shape for info in infos} == {
+        name: tuple(tensor.shape) for name, tensor in load_file(path).items()
+    }
+
+
+def test_reading_does_not_load_the_file(tmp_path: Path) -> None:
+    """A checkpoint of 1.2 GB, sparse on disk, costs a few pages."""
+    config = replace(TINY, vocab_size=3_000_000)
+    save_file(random_tensors(TINY), tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path)
+    sparse_file(tmp_path, config)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpoint = Checkpoint(tmp_path)
+    embedding = parts(checkpoint["embed_tokens.weight"])[0]
+    assert embedding.nbytes == 3_000_000 * 96 * 2
+    assert embedding[2_999_999].abs().sum() == 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 50_000  # kB
+
+
+def sparse_file(folder: Path, config: object) -> None:
+    """Give a folder weights that are all zero and take no room on the disk."""
+    names = random_tensors(TINY)
+    header, offset = {}, 0
+    for name, tensor in names.items():
+        shape = [3_000_000 if n == TINY.vocab_size else n for n in tensor.shape]
+        size = math.prod(shape) * tensor.element_size()
+        dtype = "U8" if tensor.dtype == torch.uint8 else "BF16"
+        entry = {"dtype": dtype, "shape": shape}
+        header[name] = entry | {"data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    data = config_json(TINY) | {"vocab_size": 3_000_000}
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+def test_a_tensor_is_the_file(tmp_path: Path) -> None:
+    """Two reads share memory, and writing to it leaves the file alone."""
+    path = write_checkpoint(tmp_path) / "model.safetensors"
+    before = path.read_bytes()
+    checkpoint = Checkpoint(tmp_path)
+    for name in ("embed_tokens.weight", "layers.0.experts.down"):
+        first, second = (parts(checkpoint[name])[0] for _ in range(2))
+        assert first.data_ptr() == second.data_ptr()
+        first.zero_()
+    assert path.read_bytes() == before
+
+
+def test_subfolders_are_left_alone(tmp_path: Path) -> None:
+    """The hub's folder holds the original files too, and pickles may lie about."""
+    write_checkpoint(tmp_path, shards=2)
+    write_checkpoint(tmp_path / "original", layout="original", seed=1)
+    (tmp_path / "metal").mkdir()
+    (tmp_path / "metal" / "model.bin").write_bytes(b"metal")
+    (tmp_path / "optimizer.pt").write_bytes(b"pickle")
+    assert Checkpoint(tmp_path).layout == "huggingface"
+    assert Checkpoint(tmp_path / "original").layout == "original"
+
+
+def test_an_unknown_name(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_checkpoint(tmp_path))
+    assert "layers.2.attn.o.weight" not in checkpoint
+    with pytest.raises(KeyError, match=r"layers\.2\.attn\.o\.weight"):
+        checkpoint["layers.2.attn.o.weight"]
+
+
+# What is wrong with a folder: each breaks a good one, each has one message.
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def header_of(folder: Path) -> tuple[dict, bytes]:
+    raw = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def put_header(folder: Path, header: dict, data: bytes) -> None:
+    text = json.dumps(header).encode()
+    raw = struct.pack("<Q", len(text)) + text + data
+    (folder / "model.safetensors").write_bytes(raw)
+
+
+def overlap(folder: Path) -> None:
+    header, data = header_of(folder)
+    entry = header["model.layers.0.self_attn.q_proj.bias"]
+    entry["data_offsets"] = [n - 2 for n in entry["data_offsets"]]
+    put_header(folder, header, data)
+
+
+def other_dtype(folder: Path) -> None:
+    header, data = header_of(folder)
+    header["model.norm.weight"]["dtype"] = "I16"
+    put_header(folder, header, data)
+
+
+def dtype_of_another_size(folder: Path) -> None:
+    header, data = header_of(folder)
+    header["model.norm.weight"]["dtype"] = "F32"
+    put_header(folder, header, data)
+
+
+def integer_norm(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(96, dtype=torch.uint8)
+
+
+def float_scales(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name].half()
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def config(**changes: object) -> Callable[[Path], object]:
+    text = json.dumps(config_json(TINY) | changes).encode()
+    return file("config.json", text)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]):
+    return lambda folder: rewrite(folder, change)
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be"),
+    "truncated": (truncate, "not fully covered; expected a safetensors file"),
+    "empty": (file("model.safetensors", b""), "header too small; expected a safe"),
+    "header longer than the file": (
+        file("model.safetensors", struct.pack("<Q", 10**6) + b"{}"),
+        "expected a safetensors file",
+    ),
+    "header of 2^63 bytes": (
+        file("model.safetensors", struct.pack("<Q", 2**63) + b"{}"),
+        "header too large; expected a safetensors file",
+    ),
+    "pickle in disguise": (
+        file("model.safetensors", pickle.dumps({"a": list(range(99))})),
+        "header too large; expected a safetensors file",
+    ),
+    "Git LFS pointer": (
+        file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
+        "is a Git LFS pointer, not the weights; expected a safetensors file",
+    ),
+    "overlap": (overlap, "invalid offset for tensor"),
+    "dtype and shape disagree": (dtype_of_another_size, "expected a safetensors file"),
+    "dtype that no weight has": (
+        other_dtype,
+        "'model.norm.weight' is I16; expected BF16, F16, F32, U8",
+    ),
+    "float tensor stored as bytes": (
+        tensors(integer_norm),
+        "'model.norm.weight' is U8; expected BF16, F16 or F32",
+    ),
+    "scales stored as floats": (tensors(float_scales), "is F16; expected U8"),
+    "missing": (
+        tensors(lambda t: t.pop(Q)),
+        f"lacks {Q!r}; expected the 41 tensors that config.json implies",
+    ),
+    "half of an expert": (
+        tensors(lambda t: t.pop("model.layers.0.mlp.experts.down_proj_scales")),
+        "lacks 'model.layers.0.mlp.experts.down_proj_scales'; expected",
+    ),
+    "extra": (
+        tensors(lambda t: t.update(adapter=torch.zeros(1))),
+        "holds 'adapter' too; expected the 41 tensors",
+    ),
+    "wrong shape": (
+        tensors(lambda t: t.update({Q: t[Q].T.contiguous()[:, :-1].contiguous()})),
+        f"{Q!r} has shape [96, 95]; expected [96, 96]",
+    ),
+    "fewer layers than config.json says": (
+        config(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "and 16 more; expected the 60 tensors",
+    ),
+    "more layers than config.json says": (
+        config(num_hidden_layers=1, layer_types=["full_attention"]),
+        "and 16 more too; expected the 22 tensors",
+    ),
+    "a hidden size that no MXFP4 weight has": (
+        config(hidden_size=97),
+        "97 input columns; expected a multiple of 32",
+    ),
+    "another model": (config(model_type="llama"), "known are gpt_oss"),
+    "index that is no index": (file(INDEX, b"[]"), f"{INDEX}: holds a JSON list"),
+    "index without a map": (file(INDEX, b"{}"), "has no weight_map"),
+    "index with a number": (
+        file(INDEX, b'{"weight_map": {"a": 7}}'),
+        "maps a tensor to 7; expected the name of a .safetensors file",
+    ),
+    "index that points to a pickle": (
+        file(INDEX, b'{"weight_map": {"a": "model.bin"}}'),
+        "maps a tensor to 'model.bin'; expected",
+    ),
+    "index that leads out of the folder": (
+        file(INDEX, b'{"weight_map": {"a": "../model.safetensors"}}'),
+        "shard '../model.safetensors' is missing",
+    ),
+    "index with a shard that is not there": (
+        file(INDEX, b'{"weight_map": {"a": "model-9.safetensors"}}'),
+        "shard 'model-9.safetensors' is missing; expected every file that",
+    ),
+    "index with a tensor that is not there": (
+        file(INDEX, b'{"weight_map": {"a": "model.safetensors"}}'),
+        "places 'a' in 'model.safetensors', which lacks it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_one_message_for_each_fault(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    Checkpoint(tmp_path)
+    break_it, message = BREAKS[name]
+    break_it(tmp_path)
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        Checkpoint(tmp_path)
+    assert message in str(error.value)
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_that_the_index_leaves_out(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shards=3)
+    index = json.loads((tmp_path / INDEX).read_text())
+    gone = "model-00002-of-00003.safetensors"
+    kept = {k: v for k, v in index["weight_map"].items() if v != gone}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": kept}))
+    with pytest.raises(CheckpointError, match=rf"\('{gone}' is not in {INDEX}\)"):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_that_is_gone(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="shard 'model-00002-of-00003"):
+        Checkpoint(tmp_path)
+
+
+def test_an_original_shard_that_is_gone(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, layout="original", shards=3)
+    (tmp_path / "model--00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 'block.*in the original layout"):
+        Checkpoint(tmp_path)
+
+
+def test_the_same_tensor_twice(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, layout="original", shards=2)
+    save_file({"norm.scale": torch.ones(96)}, tmp_path / "model--2.safetensors")
+    with pytest.raises(CheckpointError, match="expected each tensor once"):
+        Checkpoint(tmp_path)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist; expected a checkpoint"):
+        Checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is not a checkpoint, it holds no weigh"):
+        Checkpoint(tmp_path)
+    path = write_checkpoint(tmp_path) / "model.safetensors"
+    with pytest.raises(CheckpointError, match="is a file; expected the folder that"):
+        Checkpoint(path)
+
+
+class Trap:
+    """Unpickling this one creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_pickles_are_named_and_never_loaded(name: str, tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    file("config.json", json.dumps(config_json(TINY)).encode())(tmp_path)
+    torch.save(Trap(sprung), tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        with pytest.raises(CheckpointError, match=r"runs? code when loaded") as error:
+            Checkpoint(path)
+        assert name in str(error.value)
+    assert not sprung.exists()
+    torch.load(tmp_path / name, weights_only=False)
+    assert sprung.exists()  # the trap works
+
+
+# Random weights and counts.
+
+
+def test_random_weights() -> None:
+    source = RandomCheckpoint(TINY)
+    assert source.names() == list(tensor_shapes(TINY))
+    assert "norm.weight" in source
+    for name, shape in tensor_shapes(TINY).items():
+        value = source[name]
+        if isinstance(value, Packed):
+            expected = packed_shapes(shape)
+            assert tuple(tuple(part.shape) for part in value) == expected
+            assert value.blocks.dtype == value.scales.dtype == torch.uint8
+            assert set(value.scales.unique().tolist()) == {119}
+            nibbles = torch.cat([value.blocks & 15, value.blocks >> 4]).flatten()
+            share = nibbles.bincount(minlength=16) / nibbles.numel()
+            assert (share - 1 / 16).abs().max() < 0.005
+            continue
+        assert value.shape == shape
+        assert value.dtype == torch.bfloat16
+        if "norm" in name:
+            assert value.eq(1).all()
+        elif "bias" in name:
+            assert value.eq(0).all()
+        else:
+            std = 1.0 if name.endswith(("embed_tokens.weight", "sinks")) else 0.02
+            bound = 0.8 if value.numel() < 100 else 0.1
+            assert abs(value.float().std().item() / std - 1) < bound, name
+
+
+def test_random_weights_depend_on_seed_and_name_alone() -> None:
+    name, other = "layers.0.attn.qkv.weight", "layers.1.attn.qkv.weight"
+    first, second = RandomCheckpoint(TINY, seed=4), RandomCheckpoint(TINY, seed=4)
+    _ = second[other], torch.rand(3)
+    assert same(first[name], second[name])
+    assert not same(first[name], first[other])
+    assert not same(first[name], RandomCheckpoint(TINY, seed=5)[name])
+
+
+def test_random_weights_come_in_the_dtype_asked_for() -> None:
+    source = RandomCheckpoint(TINY, dtype=torch.float32)
+    assert parts(source["lm_head.weight"])[0].dtype == torch.float32
+    assert isinstance(source["layers.0.experts.down"], Packed)
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active", "experts"),
+    [
+        (GPT_OSS_20B, 20.91, 3.61, 19.12),
+        (GPT_OSS_120B, 116.83, 5.13, 114.71),
+    ],
+)
+def test_parameters_as_in_the_model_card(config, total, active, experts) -> None:
+    """arXiv:2508.10925, table 1, in billions; its MLP row includes the router."""
+    counts = count_parameters(config)
+    assert round(counts.total / 1e9, 2) == total
+    assert round(counts.active / 1e9, 2) == active
+    mlp = counts.by_kind["experts"] + counts.by_kind["router"]
+    assert round(mlp / 1e9, 2) == experts
+
+
+def test_counts_are_the_model_s_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**config_json(TINY))
+    model = transformers.GptOssForCausalLM(config)
+    counts = count_parameters(TINY)
+    assert counts.total == sum(p.numel() for p in model.parameters())
+    assert counts.total == sum(counts.by_kind.values())
+    unused = (TINY.num_local_experts - TINY.num_experts_per_tok) * sum(
+        parameter[0].numel()
+        for name, parameter in model.named_parameters()
+        if "experts" in name
+    )
+    embedding = model.model.embed_tokens.weight.numel()
+    assert counts.active == counts.total - unused - embedding
+
+
+def test_tied_counts() -> None:
+    tied, untied = (
+        count_parameters(replace(TINY, tie_word_embeddings=tie))
+        for tie in (True, False)
+    )
+    assert isinstance(tied, Counts)
+    assert untied.total - tied.total == TINY.vocab_size * TINY.hidden_size
+    assert untied.active == tied.active
+
+
+def test_every_tensor_has_a_kind() -> None:
+    kinds = {kind(name) for name in tensor_shapes(TINY)}
+    assert kinds == set(count_parameters(TINY).by_kind)
+    assert kind("layers.3.attn_norm.weight") == "norms"
+    assert kind("layers.3.experts.down_bias") == "experts"

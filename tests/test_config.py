@@ -1,0 +1,213 @@
+"""config.json in all its spellings, and what is refused."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import TINY, config_json
+
+from simplellm.config import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    MAX_LAYERS,
+    MODELS,
+    ConfigError,
+    ModelConfig,
+    RopeScaling,
+    check_tokenizer,
+)
+
+# What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
+HUB_120B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 201088,
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """The config.json of TINY with these entries; ... removes one."""
+    data = config_json(TINY) | changes
+    return {name: value for name, value in data.items() if value is not ...}
+
+
+def test_the_hub_spelling() -> None:
+    expected = replace(GPT_OSS_120B, eos_token_ids=(200002,))
+    assert ModelConfig.from_dict(HUB_120B) == expected
+
+
+def test_the_original_spelling() -> None:
+    data = config_json(GPT_OSS_120B, "original")
+    assert "model_type" not in data
+    assert "num_local_experts" not in data
+    assert ModelConfig.from_dict(data) == GPT_OSS_120B
+    assert ModelConfig.from_dict(data | {"model_type": "gpt_oss"}) == GPT_OSS_120B
+
+
+@pytest.mark.parametrize("config", [TINY, *MODELS.values()])
+def test_the_transformers_5_spelling(config: ModelConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    written = transformers.GptOssConfig(**config_json(config))
+    written.save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in data  # else this is a test of the older spelling
+    assert "rope_theta" not in data
+    assert ModelConfig.from_file(tmp_path / "config.json") == config
+
+
+def test_plain_rope() -> None:
+    config = ModelConfig.from_dict(changed(rope_scaling={"rope_type": "default"}))
+    assert config.rope_scaling is None
+
+
+def test_yarn_truncates_when_it_does_not_say() -> None:
+    entry = {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+    }
+    scaling = ModelConfig.from_dict(changed(rope_scaling=entry)).rope_scaling
+    assert scaling == RopeScaling(4.0, 64, 32.0, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(7, (7,)), ([7, 9], (7, 9)), (None, ()), (..., ())]
+)
+def test_eos_token_id(written: Any, read: tuple[int, ...]) -> None:
+    config = ModelConfig.from_dict(changed(eos_token_id=written))
+    assert config.eos_token_ids == read
+
+
+def test_window_alternates() -> None:
+    windows = [GPT_OSS_20B.window(layer) for layer in range(24)]
+    assert windows == [128, None] * 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; known are gpt_oss"),
+        ({"model_type": ...}, "model_type is None; known are gpt_oss"),
+        ({"vocab_size": ...}, "vocab_size is missing"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"vocab_size": "97"}, "vocab_size is '97'; expected an integer"),
+        ({"vocab_size": 97.5}, "vocab_size is 97.5; expected an integer"),
+        ({"vocab_size": True}, "vocab_size is True; expected an integer"),
+        ({"vocab_size": 0}, "vocab_size is 0; expected 1 to"),
+        ({"hidden_size": -96}, "hidden_size is -96; expected 1 to"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected 1 to"),
+        ({"head_dim": 15}, "head_dim is 15; expected an even number"),
+        ({"num_key_value_heads": 4}, "expected a multiple of num_key_value_heads, 4"),
+        ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6; expected 1 to 5"),
+        ({"num_hidden_layers": 10**9}, f"expected 1 to {MAX_LAYERS}"),
+        ({"num_hidden_layers": 3}, "layer_types has 2 entries; expected one for each"),
+        ({"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        ({"sliding_window": ...}, "sliding_window is missing"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0; expected more than 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"rope_theta": ...}, "rope_theta is missing"),
+        ({"rope_scaling": ...}, "rope_parameters (rope_scaling in older files)"),
+        ({"rope_scaling": []}, "rope_parameters (rope_scaling in older files)"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "expected one of default, yarn"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"attention_bias": False}, "attention_bias is False; expected True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"eos_token_id": [1.5]}, "eos_token_id is [1.5]"),
+    ],
+)
+def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(changed(**changes))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"factor": 0.0}, "factor is 0.0; expected more than 0"),
+        ({"beta_fast": 1.0}, "beta_fast is 1.0; expected more than beta_slow, 1.0"),
+        ({"truncate": "no"}, "truncate is 'no'; expected true or false"),
+        ({"attention_factor": 1.2}, "attention_factor is set"),
+        ({"mscale": 1.0}, "mscale is set"),
+    ],
+)
+def test_yarn_mistakes(changes: dict[str, Any], message: str) -> None:
+    entry = config_json(TINY)["rope_scaling"] | changes
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(changed(rope_scaling=entry))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"vocab_size": ' + "9" * 5_000 + "}", "is not JSON"),
+        ("[]", "holds a JSON list; expected an object"),
+        ("{}", "model_type is None"),
+    ],
+)
+def test_files_that_are_no_config(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_file(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+
+
+def test_a_config_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        ModelConfig.from_file(tmp_path / "config.json")
+
+
+def test_a_tokenizer_may_be_smaller_than_the_vocabulary_never_larger() -> None:
+    check_tokenizer(TINY, 12)
+    check_tokenizer(TINY, TINY.vocab_size)
+    with pytest.raises(ConfigError, match=r"98 token ids; expected at most .*, 97"):
+        check_tokenizer(TINY, 98)
+
+
+def test_direct_construction_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="num_hidden_layers is 0"):
+        replace(TINY, num_hidden_layers=0, layer_types=())
