@@ -243,11 +243,10 @@ def respond(
 
 
 def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
-    """The engine with its model loaded, a spinner turning on a terminal meanwhile."""
-    with screen.err.status("Loading the model"):
+    """The engine with its model loaded."""
+    with screen.err.status("Starting PyTorch"):  # a spinner, on a terminal only
         from simplellm import LLM
-
-        return LLM(model, device=device)
+    return LLM(model, device=device)
 
 
 def start(developer: str | None) -> list[dict[str, Any]]:

@@ -1,0 +1,48 @@
+"""What the README and the landing page say is what is there."""
+
+import re
+from pathlib import Path
+
+import tables
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+def test_tables_are_up_to_date(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_linked_files_exist():
+    for text, folder in ((README, ROOT), (INDEX, ROOT / "chapters")):
+        links = LINK.findall(text)
+        assert links
+        assert [link for link in links if not (folder / link).exists()] == []
+
+
+def test_every_chapter_is_listed():
+    for chapter in (ROOT / "chapters").glob("[0-9][0-9]-*.md"):
+        assert f"(chapters/{chapter.name})" in README
+        assert f"({chapter.name})" in INDEX
+
+
+def test_commands_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = set(re.findall(r"make (\w+)(?=`|$| +#)", README + INDEX, re.MULTILINE))
+    assert {"demo", "test", "lab", "book", "export", "check"} <= named <= {*targets}
+
+
+def test_python_example_runs(capsys):
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) == 6
+    exec(code, {})
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_demo_picture_loads_nothing():
+    svg = (ROOT / "figures/demo.svg").read_text(encoding="utf-8")
+    assert "What" in svg
+    assert "url(" not in svg.replace("url(#", "")
+    assert "font-face" not in svg
