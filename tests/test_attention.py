@@ -93,9 +93,9 @@ def test_equals_the_definition(
 ):
     queries = min(queries, keys)
     q, k, v, sinks = random_qkv(queries, keys, kv_heads * group, kv_heads, 6, seed)
-    sinks = sinks if with_sinks else None
-    expected = slow_attention(q, k, v, sinks, window).float()
-    result = attention(q, k, v, sinks, window=window)
+    maybe_sinks = sinks if with_sinks else None
+    expected = slow_attention(q, k, v, maybe_sinks, window).float()
+    result = attention(q, k, v, maybe_sinks, window=window)
     torch.testing.assert_close(result, expected, **TOLERANCE)
 
 
