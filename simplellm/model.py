@@ -22,7 +22,7 @@ from simplellm.checkpoint import (
     RandomCheckpoint,
     count_parameters,
 )
-from simplellm.config import MODELS, ModelConfig
+from simplellm.config import MODELS, ConfigError, ModelConfig
 from simplellm.moe import Experts, experts, route
 from simplellm.mxfp4 import MXFP4, Weight, linear
 from simplellm.rope import Rope, apply_rope
@@ -288,7 +288,13 @@ def load_model(
     path = EMBEDDED if path is None else path
     checkpoint: Checkpoint | RandomCheckpoint
     if random_weights:
-        config = MODELS.get(str(path)) or ModelConfig.from_file(Path(path))
+        known = MODELS.get(str(path))
+        if known is None and not Path(path).is_dir():
+            raise ConfigError(
+                f"{path} is neither a checkpoint folder nor a known model; expected "
+                f"one of {', '.join(MODELS)}"
+            )
+        config = known or ModelConfig.from_file(Path(path) / "config.json")
         checkpoint = RandomCheckpoint(config, dtype=dtype, device=device, seed=seed)
     else:
         checkpoint = Checkpoint(path)
