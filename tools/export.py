@@ -15,6 +15,7 @@ import argparse
 import ast
 import difflib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import jupytext
 PACKAGE = "simplellm"
 HEADER = "# Exported from {}; edit there."
 MODULE_NAME = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*")
-LINE_COUNT = re.compile(rf"(writes `({PACKAGE}/[\w/]+\.py)` \()\d+( lines?\))")
+LINE_COUNT = re.compile(rf"(writes\s+`({PACKAGE}/[\w/]+\.py)`\s+\()\d+(\s+lines?\))")
 
 IMPORT_CHECK = """
 import importlib, json, sys
@@ -201,7 +202,7 @@ def count_lines(root: Path, chapter: str, modules: dict[Path, str]) -> str:
         source = modules.get(root / match[2])
         if source is None:
             return match[0]
-        return f"{match[1]}{source.count(chr(10))}{match[3]}"
+        return f"{match[1]}{len(source.splitlines())}{match[3]}"
 
     return LINE_COUNT.sub(phrase, (root / chapter).read_text(encoding="utf-8"))
 
@@ -261,7 +262,7 @@ def write(root: Path, texts: dict[Path, str]) -> None:
 
 def export(root: Path, files: list[Path], check: bool) -> int:
     """Export ``files``, or every chapter; the exit status."""
-    chosen = {file.resolve().relative_to(root).as_posix() for file in files}
+    chosen = {Path(os.path.relpath(file.resolve(), root)).as_posix() for file in files}
     modules: dict[Path, str] = {}
     chapters = set()
     paths = {
