@@ -239,6 +239,8 @@ def respond(
             screen.write(f"= {result}\n", aside=True)
             messages.append({"role": "tool", "tool_call_id": name, "content": result})
         if not turn.calls:
+            if not turn.content:
+                screen.write("(the model stopped without an answer)\n", aside=True)
             return
 
 
