@@ -94,6 +94,8 @@ CALCULATOR = Tool(
 @pytest.fixture(scope="module")
 def openai(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The module openai_harmony, on `vocabulary()`."""
+    if sys.platform != "linux":
+        pytest.skip("elsewhere a changed library may not load")
     spec = find_spec("openai_harmony")
     assert spec is not None and spec.origin is not None
     folder = tmp_path_factory.mktemp("openai")
