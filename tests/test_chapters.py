@@ -160,7 +160,7 @@ def test_only_python_runs(text: str) -> None:
     for cell in jupytext.reads(text, fmt="md").cells:
         if cell.cell_type == "code":
             assert not cell.source.lstrip().startswith("%%"), cell.source
-            assert set(cell.metadata) <= {"tags"}, cell.metadata
+            assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}, cell.metadata
 
 
 def test_code_fits_the_page(text: str) -> None:

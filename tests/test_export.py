@@ -21,6 +21,7 @@ One promise. It writes `simplellm/first.py` (0 lines).
 
 T tokens
 """
+
 import os
 import math
 
@@ -30,18 +31,22 @@ SIZE = 32  # values a scale
 The naive version stays here.
 
 ```python
-def naive(): return os.getcwd()
+def naive():
+    return os.getcwd()
 ```
 
 ```python
 #| export
-from dataclasses import (dataclass,
-                         field)
+from dataclasses import dataclass, field
 import math
+
+
 # Why it is so.
 def area(radius: float) -> float:
     """Area of a circle."""
-    return math.pi*radius**2
+    return math.pi * radius**2
+
+
 @dataclass
 class Circle:
     radius: float
@@ -116,10 +121,19 @@ def test_a_module_reads_as_written_by_hand(repository: Path) -> None:
         "wrote chapters/01-first.md",
     ]
     assert (repository / "simplellm/first.py").read_text() == FIRST_MODULE
-    # Nothing but the line count changes in the chapter.
+    # Nothing but the line count changes in a chapter that is formatted.
     chapter = (repository / "chapters/01-first.md").read_text()
     lines = FIRST_MODULE.count("\n")
     assert chapter == FIRST.replace("(0 lines)", f"({lines} lines)")
+
+
+def test_the_chapter_gets_the_format_of_its_module(repository: Path) -> None:
+    second = add(repository, "02-second.md", cell("#| export second", "N=[1,2]"))
+    status, output, _ = run(repository, second, "--check")
+    assert status == 1
+    assert "-N=[1,2]" in output and output.count("+N = [1, 2]") == 2
+    assert run(repository, second)[0] == 0
+    assert second.read_text() == cell("#| export second", "N = [1, 2]")
 
 
 def test_a_second_export_writes_nothing(repository: Path) -> None:

@@ -3,8 +3,8 @@
 A cell whose leading directive lines hold ``#| export`` goes to the chapter's default
 module, set by ``#| default_exp NAME``; ``#| export NAME`` names another one. Imports
 are hoisted, pruned and sorted; the rest keeps its order. One module is written by
-exactly one chapter. The chapter's own phrase "writes `simplellm/NAME.py` (N lines)"
-is kept up to date.
+exactly one chapter. In the chapter itself all code gets ruff's format, so that both
+read the same, and the phrase "writes `simplellm/NAME.py` (N lines)" gets its number.
 
     python tools/export.py                           every chapter
     python tools/export.py chapters/03-mxfp4.md      only these chapters
@@ -195,8 +195,8 @@ def build(root: Path, path: Path, cells: list[Cell]) -> str:
     return source
 
 
-def count_lines(root: Path, chapter: str, modules: dict[Path, str]) -> str:
-    """The chapter's text with the line counts of the modules it writes."""
+def tidy(root: Path, chapter: str, modules: dict[Path, str]) -> str:
+    """The chapter with its code formatted and its modules' line counts right."""
 
     def phrase(match: re.Match[str]) -> str:
         source = modules.get(root / match[2])
@@ -204,7 +204,9 @@ def count_lines(root: Path, chapter: str, modules: dict[Path, str]) -> str:
             return match[0]
         return f"{match[1]}{len(source.splitlines())}{match[3]}"
 
-    return LINE_COUNT.sub(phrase, (root / chapter).read_text(encoding="utf-8"))
+    path = root / chapter
+    text = ruff(root, path, path.read_text(encoding="utf-8"), "format")
+    return LINE_COUNT.sub(phrase, text)
 
 
 def stale_modules(root: Path, written: set[Path]) -> list[Path]:
@@ -281,7 +283,7 @@ def export(root: Path, files: list[Path], check: bool) -> int:
                 f"{path.relative_to(root)}: no chapter writes it any more; "
                 "expected it to be deleted"
             )
-    texts = modules | {root / c: count_lines(root, c, modules) for c in chapters}
+    texts = modules | {root / c: tidy(root, c, modules) for c in chapters}
     if not check:
         write(root, texts)
         return 0
