@@ -249,8 +249,12 @@ def open_shard(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         with file.open("rb") if file.is_file() else BytesIO() as start:
-            pointer = start.read(11) == b"version htt"
-        fault = "is a Git LFS pointer, not the weights" if pointer else error
+            pointer = start.read(20) == b"version https://git-"
+        fault = (
+            "is a Git LFS pointer, not the weights"
+            if pointer
+            else repr(str(error)[:200])  # which may quote any bytes of the file
+        )
         raise CheckpointError(
             f"{file}: {fault}; expected a safetensors file: 8 bytes of header length, "
             "a JSON header, and as many bytes of data as the header declares"
