@@ -4,24 +4,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simplellm.generate import LLM, RequestOutput
-    from simplellm.model import load_model
+    from simplellm.checkpoint import Checkpoint, CheckpointError
+    from simplellm.config import ConfigError, ModelConfig
+    from simplellm.generate import LLM, ChatOutput, RequestOutput
+    from simplellm.harmony import Delta, Message, Tool, ToolCall
+    from simplellm.model import Transformer, load_model
     from simplellm.sampler import SamplingParams
+    from simplellm.tokenizer import Tokenizer, TokenizerError
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "load_model"]
 __version__ = "0.1.0"
 
-# PyTorch takes seconds to import: names that need it are imported at first use, so
-# that `simplellm --help` and the modules without tensors start at once.
-MODULES = {
-    "LLM": "simplellm.generate",
-    "RequestOutput": "simplellm.generate",
-    "SamplingParams": "simplellm.sampler",
-    "load_model": "simplellm.model",
+__all__ = [
+    "LLM",
+    "ChatOutput",
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "Delta",
+    "Message",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "Tokenizer",
+    "TokenizerError",
+    "Tool",
+    "ToolCall",
+    "Transformer",
+    "load_model",
+]
+
+# Importing torch takes a second or more: a name brings its module when first used.
+_MODULES = {
+    "checkpoint": ("Checkpoint", "CheckpointError"),
+    "config": ("ConfigError", "ModelConfig"),
+    "generate": ("LLM", "ChatOutput", "RequestOutput"),
+    "harmony": ("Delta", "Message", "Tool", "ToolCall"),
+    "model": ("Transformer", "load_model"),
+    "sampler": ("SamplingParams",),
+    "tokenizer": ("Tokenizer", "TokenizerError"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in MODULES:
-        return getattr(import_module(MODULES[name]), name)
-    raise AttributeError(f"module 'simplellm' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
