@@ -99,7 +99,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | None:
-    if file_path.parent.name == "chapters" and file_path.match("[0-9][0-9]-*.md"):
+    chapters = parent.config.rootpath / "chapters"
+    if file_path.parent == chapters and file_path.match("[0-9][0-9]-*.md"):
         return Chapter.from_parent(parent, path=file_path)
     return None
 

@@ -1,0 +1,64 @@
+"""The chapters' helper: figures that stay the same, tables that fit, honest timing."""
+
+import json
+import time
+from pathlib import Path
+
+import course
+import matplotlib.pyplot as plt
+import pytest
+
+
+@pytest.fixture
+def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(course, "FIGURES", tmp_path / "figures")
+    return tmp_path / "figures"
+
+
+def draw() -> plt.Figure:
+    fig, axes = plt.subplots()
+    axes.plot([1, 2, 3], [3, 1, 2], label="a")
+    axes.hist([1, 2, 2, 3])
+    axes.legend()
+    return fig
+
+
+def test_the_same_figure_gives_the_same_bytes(figures: Path) -> None:
+    course.save_figure(draw(), "00-one", alt="A line over a histogram")
+    course.save_figure(draw(), "00-two", alt="A line over a histogram")
+    first, second = (figures / f"00-{name}.svg" for name in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes()
+    assert "<title>A line over a histogram</title>" in first.read_text()
+    assert "fill: #ffffff" in first.read_text()  # readable on a dark page too
+    assert not plt.get_fignums()
+
+
+def test_recorded_numbers_come_from_figures(figures: Path) -> None:
+    figures.mkdir()
+    (figures / "00-speed.json").write_text(json.dumps({"tokens": 3}))
+    assert course.recorded("00-speed") == {"tokens": 3}
+
+
+def test_bench_is_the_median_without_the_warmup() -> None:
+    waits = iter([0.2, 0.0, 0.03, 0.2])
+    seconds = course.bench(lambda: time.sleep(next(waits)), repeat=3, warmup=1)
+    assert 0.03 <= seconds < 0.1
+
+
+def test_a_table_aligns_numbers_to_the_right(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    course.table([["a", 1.5], ["bcd", 22]], ["name", "value"])
+    assert capsys.readouterr().out.splitlines() == [
+        "name  value",
+        "----  -----",
+        "a       1.5",
+        "bcd      22",
+    ]
+
+
+def test_a_table_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="has 1 cells, expected 2"):
+        course.table([["a"]], ["name", "value"])
+    with pytest.raises(ValueError, match="81 columns wide, expected at most 80"):
+        course.table([["x" * 81]], ["name"])
