@@ -75,6 +75,13 @@ class ReasoningEffort(StrEnum):
     high = "high"
 
 
+class Device(StrEnum):
+    """Where the model runs."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class PromptGroup(TyperGroup):
     """Commands of which `ask` is the default: what names no other is its prompt."""
 
@@ -109,8 +116,8 @@ MaxTokens = Annotated[
     int | None, typer.Option(help="Most tokens to generate, reasoning included.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")]
-Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda.  [cuda where there is one]")
+Where = Annotated[
+    Device | None, typer.Option(help="Where to run.  [cuda where there is one]")
 ]
 
 
@@ -244,7 +251,7 @@ def respond(
             return
 
 
-def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
+def load(model: str | None, device: Device | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.err.status("Starting PyTorch"):  # a spinner, on a terminal only
         from simplellm import LLM
@@ -267,14 +274,16 @@ def chat_options(
 
 def read_prompt(prompt: str) -> str:
     """The prompt, from standard input if it is "-"."""
-    if prompt != "-":
-        return prompt
-    try:
-        return sys.stdin.buffer.read().decode().rstrip("\n")
-    except UnicodeDecodeError:
-        raise ValueError(
-            "the prompt on standard input is not text; expected UTF-8"
-        ) from None
+    if prompt == "-":
+        try:
+            prompt = sys.stdin.buffer.read().decode().rstrip("\n")
+        except UnicodeDecodeError:
+            raise ValueError(
+                "the prompt on standard input is not text; expected UTF-8"
+            ) from None
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; expected a question")
+    return prompt
 
 
 @app.command()
@@ -289,7 +298,7 @@ def ask(
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
-    device: Device = None,
+    device: Where = None,
 ) -> None:
     """Answer one question. The word "ask" may be left out."""
     screen = Screen()
@@ -314,7 +323,7 @@ def chat(
     temperature: Temperature = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
-    device: Device = None,
+    device: Where = None,
 ) -> None:
     """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it."""
     with suppress(ImportError):  # gives input() line editing and history, on Unix

@@ -241,6 +241,8 @@ def test_failures(monkeypatch, capsys, error, status, line):
         (["Hi", "--temperature", "warm"], "--temperature"),
         (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
         (["--seed", "1"], "prompt"),
+        (["Hi", "--device", "abacus"], "'cpu', 'cuda'"),
+        ([" "], "the prompt is empty; expected a question"),
     ],
 )
 def test_usage_errors(capsys, arguments, part):
