@@ -58,9 +58,16 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            entries = getattr(self, name)
+            listed = isinstance(entries, list | tuple)
+            if not listed or not all(isinstance(entry, kind) for entry in entries):
+                raise TypeError(
+                    f"{name} is {entries!r}; expected a list of {kind.__name__}"
+                )
+            object.__setattr__(self, name, tuple(entries))
         check_integer("max_tokens", self.max_tokens, 1, 2**31)
         check_number("temperature", self.temperature, 0, 100)
         check_integer("top_k", self.top_k, -1, 2**31)
@@ -71,7 +78,7 @@ class SamplingParams:
         check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        if not all(isinstance(text, str) and text for text in stop):
+        if "" in self.stop:
             raise ValueError(
                 f"stop is {self.stop!r}; expected texts that are not empty"
             )
@@ -81,6 +88,8 @@ class SamplingParams:
             check_integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a dict")
         for token, bias in (self.logit_bias or {}).items():
             check_integer("a logit_bias token id", token, 0, 2**31)
             check_number(f"logit_bias of token {token}", bias, -100, 100)
