@@ -68,7 +68,9 @@ def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
     ``alt`` becomes the SVG's own title, for screen readers that open the file.
     """
     FIGURES.mkdir(exist_ok=True)
-    metadata = {"Date": None, "Creator": None, "Title": alt}
+    metadata: dict[str, str | None] = {"Date": None, "Creator": None}
+    if alt is not None:
+        metadata["Title"] = alt
     fig.savefig(FIGURES / f"{name}.svg", format="svg", metadata=metadata)
     plt.close(fig)
 
