@@ -196,8 +196,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
-        decoder = StreamDecoder(self, skip_special=skip_special)
-        return "".join(decoder.push(id) for id in ids) + decoder.flush()
+        kept = (id for id in ids if not (skip_special and self.is_special(id)))
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
 
 
 def check_text(text: str) -> None:
