@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Queries that are scored at once: bounds the scores at [H, 256, S], and lets a
+# Queries that are scored at once: bounds the scores at [H, 128, S], and lets a
 # sliding layer skip the keys that no query of the chunk can see.
-QUERY_CHUNK = 256
+QUERY_CHUNK = 128
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
