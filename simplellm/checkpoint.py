@@ -116,7 +116,6 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 BLOCK = 32  # neighbors along the input axis that share one scale
-RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
 
 
 class Packed(NamedTuple):
@@ -135,6 +134,11 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
             f"{BLOCK}"
         )
     return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
+
+
+def is_expert_weight(ours: str) -> bool:
+    """Whether our ``ours`` may be stored as MXFP4."""
+    return ours.endswith((".gate_up", ".down"))
 
 
 def stored(
@@ -165,11 +169,6 @@ def stored_shapes(
         ours: stored(name, shapes[ours], config, layout, packed)
         for ours, name in tensor_names(config).items()
     }
-
-
-def is_expert_weight(ours: str) -> bool:
-    """Whether our ``ours`` may be stored as MXFP4."""
-    return ours.endswith((".gate_up", ".down"))
 
 
 ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
@@ -384,6 +383,9 @@ class Checkpoint:
             if self.layout == "huggingface":
                 return parts[0].transpose(1, 2)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
 
 
 class RandomCheckpoint:

@@ -49,6 +49,26 @@ def number(
     return default
 
 
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError if there is none."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"holds a JSON {type(data).__name__}; expected an object")
+    return data
+
+
+def _flag(data: Mapping[str, Any], name: str) -> bool:
+    value = data.get(name) or False
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {short(value)}; expected true or false")
+    return value
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """YaRN's numbers (arXiv:2309.00071); lengths in tokens, betas in rotations."""
@@ -96,6 +116,47 @@ class RopeScaling:
             beta_slow=number(data, float, "beta_slow", default=1.0),
             truncate=truncate,
         )
+
+
+HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
+
+
+def _rope(
+    data: Mapping[str, Any], original: bool
+) -> tuple[float, RopeScaling | None, int]:
+    """Base, scaling and the longest context, from any of the three spellings."""
+    if original:
+        length = number(data, int, "initial_context_length")
+        factor = number(data, float, "rope_scaling_factor")
+        scaling = RopeScaling(
+            factor=factor,
+            original_max_position_embeddings=length,
+            beta_fast=number(data, float, "rope_ntk_beta"),
+            beta_slow=number(data, float, "rope_ntk_alpha"),
+            truncate=False,
+        )
+        context = int(length * factor)
+        return number(data, float, "rope_theta"), scaling, context
+    entry = data.get("rope_parameters") or data.get("rope_scaling")
+    if not isinstance(entry, dict):
+        raise ConfigError(
+            "rope_parameters (rope_scaling in older files) is missing; expected an "
+            "object with rope_type"
+        )
+    context = number(data, int, "max_position_embeddings")
+    theta = number({**data, **entry}, float, "rope_theta")
+    return theta, RopeScaling.from_dict(entry), context
+
+
+def _eos(data: Mapping[str, Any], original: bool) -> tuple[int, ...]:
+    """The ids that end a turn; the original layout leaves them to its tokenizer."""
+    ids = data.get("eos_token_id", HARMONY_EOS if original else None)
+    ids = () if ids is None else (ids,) if isinstance(ids, int) else ids
+    if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+        raise ConfigError(
+            f"eos_token_id is {short(ids)}; expected a token id or a list of them"
+        )
+    return tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -182,6 +243,10 @@ class ModelConfig:
         for name, expected in fixed.items():
             if (value := data.get(name, expected)) != expected:
                 raise ConfigError(f"{name} is {short(value)}; expected {expected!r}")
+        quantization = data.get("quantization_config") or {}
+        method = isinstance(quantization, dict) and quantization.get("quant_method")
+        if quantization and method != "mxfp4":
+            raise ConfigError(f"quant_method is {short(method)}; expected 'mxfp4'")
         layers = number(data, int, "num_hidden_layers")
         if not 1 <= layers <= MAX_LAYERS:  # before a list of that length is made
             raise ConfigError(
@@ -224,66 +289,6 @@ class ModelConfig:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
-
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ConfigError if there is none."""
-    try:
-        data = json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"holds a JSON {type(data).__name__}; expected an object")
-    return data
-
-
-def _rope(
-    data: Mapping[str, Any], original: bool
-) -> tuple[float, RopeScaling | None, int]:
-    """Base, scaling and the longest context, from any of the three spellings."""
-    if original:
-        length = number(data, int, "initial_context_length")
-        factor = number(data, float, "rope_scaling_factor")
-        scaling = RopeScaling(
-            factor=factor,
-            original_max_position_embeddings=length,
-            beta_fast=number(data, float, "rope_ntk_beta"),
-            beta_slow=number(data, float, "rope_ntk_alpha"),
-            truncate=False,
-        )
-        context = int(length * factor)
-        return number(data, float, "rope_theta"), scaling, context
-    entry = data.get("rope_parameters") or data.get("rope_scaling")
-    if not isinstance(entry, dict):
-        raise ConfigError(
-            "rope_parameters (rope_scaling in older files) is missing; expected an "
-            "object with rope_type"
-        )
-    context = number(data, int, "max_position_embeddings")
-    theta = number({**data, **entry}, float, "rope_theta")
-    return theta, RopeScaling.from_dict(entry), context
-
-
-def _flag(data: Mapping[str, Any], name: str) -> bool:
-    value = data.get(name) or False
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {short(value)}; expected true or false")
-    return value
-
-
-def _eos(data: Mapping[str, Any], original: bool) -> tuple[int, ...]:
-    """The ids that end a turn; the original layout leaves them to its tokenizer."""
-    ids = data.get("eos_token_id", HARMONY_EOS if original else None)
-    ids = () if ids is None else (ids,) if isinstance(ids, int) else ids
-    if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
-        raise ConfigError(
-            f"eos_token_id is {short(ids)}; expected a token id or a list of them"
-        )
-    return tuple(ids)
-
-
-HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
 
 GPT_OSS_120B = ModelConfig(
     vocab_size=201088,
