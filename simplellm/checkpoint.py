@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from reprlib import repr as short
 from typing import NamedTuple
@@ -246,18 +245,17 @@ def open_shard(file: Path) -> safe_open:
     """Map one safetensors file. Raises CheckpointError if it is damaged."""
     try:
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        with file.open("rb") if file.is_file() else BytesIO() as start:
-            pointer = start.read(20) == b"version https://git-"
-        fault = (
-            "is a Git LFS pointer, not the weights"
-            if pointer
-            else repr(str(error)[:200])  # which may quote any bytes of the file
-        )
-        raise CheckpointError(
-            f"{file}: {fault}; expected a safetensors file: 8 bytes of header length, "
-            "a JSON header, and as many bytes of data as the header declares"
-        ) from None
+    except OSError as error:
+        fault = str(error)
+    except SafetensorError as error:
+        fault = repr(str(error)[:200])  # which may quote any bytes of the file
+        with file.open("rb") as start:
+            if start.read(20) == b"version https://git-":
+                fault = "is a Git LFS pointer, not the weights"
+    raise CheckpointError(
+        f"{file}: {fault}; expected a safetensors file: 8 bytes of header length, "
+        "a JSON header, and as many bytes of data as the header declares"
+    )
 
 
 def read_headers(shards: Mapping[Path, safe_open]) -> dict[str, TensorInfo]:

@@ -150,7 +150,10 @@ def _rope(
 
 def _eos(data: Mapping[str, Any], original: bool) -> tuple[int, ...]:
     """The ids that end a turn; the original layout leaves them to its tokenizer."""
-    ids = data.get("eos_token_id", HARMONY_EOS if original else None)
+    ids = data.get("eos_token_id")
+    if ids is None and original:
+        vocab_size = number(data, int, "vocab_size")
+        ids = [i for i in HARMONY_EOS if i < vocab_size]
     ids = () if ids is None else (ids,) if isinstance(ids, int) else ids
     if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
         raise ConfigError(
@@ -243,17 +246,19 @@ class ModelConfig:
         for name, expected in fixed.items():
             if (value := data.get(name, expected)) != expected:
                 raise ConfigError(f"{name} is {short(value)}; expected {expected!r}")
-        quantization = data.get("quantization_config") or {}
-        method = isinstance(quantization, dict) and quantization.get("quant_method")
-        if quantization and method != "mxfp4":
+        method = data.get("quantization_config")
+        if isinstance(method, dict):
+            method = method.get("quant_method")
+        if method not in (None, "mxfp4"):
             raise ConfigError(f"quant_method is {short(method)}; expected 'mxfp4'")
         layers = number(data, int, "num_hidden_layers")
         if not 1 <= layers <= MAX_LAYERS:  # before a list of that length is made
             raise ConfigError(
                 f"num_hidden_layers is {layers}; expected 1 to {MAX_LAYERS}"
             )
-        default_types = [LAYER_TYPES[n % 2] for n in range(layers)]
-        layer_types = data.get("layer_types") or default_types
+        layer_types = data.get("layer_types")
+        if layer_types is None:
+            layer_types = [LAYER_TYPES[n % 2] for n in range(layers)]
         if not isinstance(layer_types, list):
             raise ConfigError(f"layer_types is {short(layer_types)}; expected a list")
         rope_theta, rope_scaling, context = _rope(data, original)

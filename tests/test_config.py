@@ -76,6 +76,8 @@ def test_the_original_spelling() -> None:
     assert "num_local_experts" not in data
     assert ModelConfig.from_dict(data) == GPT_OSS_120B
     assert ModelConfig.from_dict(data | {"model_type": "gpt_oss"}) == GPT_OSS_120B
+    small = ModelConfig.from_dict(config_json(TINY, "original"))
+    assert small == TINY  # ids beyond the vocabulary end nothing
 
 
 @pytest.mark.parametrize("config", [TINY, *MODELS.values()])
@@ -146,6 +148,9 @@ def test_window_alternates() -> None:
         ({"rope_scaling": []}, "rope_parameters (rope_scaling in older files)"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "expected one of default, yarn"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
+        ({"layer_types": []}, "layer_types has 0 entries; expected one for each"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        ({"quantization_config": 4}, "quant_method is 4; expected 'mxfp4'"),
         ({"attention_bias": False}, "attention_bias is False; expected True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected 'silu'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
