@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from simplellm.attention import NoCache
-from simplellm.model import Transformer, load_model
+from simplellm.model import EMBEDDED, Transformer, load_model
 
 # Relative error of each position's logits in float32. Correct implementations show up
 # to 1.5e-6: float32 rounding, added up in another order and carried through the
@@ -269,6 +269,16 @@ def test_packed_prompts(tmp_path):
         logits = model.lm_head(hidden).float().split([len(ids) for ids in prompts])
     for ids, rows in zip(prompts, logits, strict=True):
         assert relative_errors(rows, their_logits(oracle, ids)).max() < FP32_TOLERANCE
+
+
+def test_embedded_model():
+    """The checkpoint inside the package, on a prompt beyond its window."""
+    model = load_model(dtype=torch.float32, device="cpu")
+    oracle = load_oracle(EMBEDDED)
+    ids = prompt(oracle.config, 200)
+    errors = relative_errors(model.logits(ids), their_logits(oracle, ids))
+    assert errors.max() < FP32_TOLERANCE
+    assert our_greedy(model, ids, 8) == their_greedy(oracle, ids, 8)
 
 
 @pytest.mark.parametrize("save", [save_dense, save_mxfp4], ids=["dense", "mxfp4"])
