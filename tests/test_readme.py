@@ -15,6 +15,17 @@ def test_tables_are_up_to_date(capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_evaluation_table():
+    right = {"right": 1999, "of": 2000}
+    efforts = {"high": {"addition": right, "sorting": right}, "low": {"sorting": right}}
+    assert tables.evaluation({"efforts": efforts}).splitlines() == [
+        "| skill | effort high | effort low |",
+        "| --- | --: | --: |",
+        "| addition | 1999 of 2000 (99.9 %) |  |",
+        "| sorting | 1999 of 2000 (99.9 %) | 1999 of 2000 (99.9 %) |",
+    ]
+
+
 def test_linked_files_exist():
     for text, folder in ((README, ROOT), (INDEX, ROOT / "chapters")):
         links = LINK.findall(text)

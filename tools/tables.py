@@ -1,7 +1,7 @@
 """Fill the tables that are computed: times in chapters/index.md, numbers in README.md.
 
-    python tools/tables.py            write them
-    python tools/tables.py --check    exit 1 if one of them is out of date
+python tools/tables.py            write them
+python tools/tables.py --check    exit 1 if one of them is out of date
 """
 
 import json
@@ -50,15 +50,35 @@ def times(chapters: Iterable[Path]) -> str:
 
 
 def evaluation(recorded: dict[str, Any]) -> str:
-    """The share of right answers for each skill at each reasoning effort."""
-    raise NotImplementedError
+    """Right answers of each skill at each reasoning effort, from the evaluation's JSON.
+
+    `{"efforts": {"high": {"addition": {"right": 150, "of": 150}, …}, …}}`
+    """
+    efforts = recorded["efforts"]
+    skills = dict.fromkeys(skill for results in efforts.values() for skill in results)
+
+    def cell(effort: str, skill: str) -> str:
+        result = efforts[effort].get(skill)
+        if result is None:
+            return ""
+        return f"{result['right']} of {result['of']} ({percent(**result)})"
+
+    rows = [[skill, *(cell(effort, skill) for effort in efforts)] for skill in skills]
+    return table(["skill", *(f"effort {effort}" for effort in efforts)], rows)
+
+
+def percent(right: int, of: int) -> str:
+    """A share in percent, rounded down, so that 100 % means all."""
+    return f"{right * 1000 // of / 10} %"
 
 
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
     chapters = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
-    texts = {index: replace(index.read_text(encoding="utf-8"), "times", times(chapters))}
+    texts = {
+        index: replace(index.read_text(encoding="utf-8"), "times", times(chapters))
+    }
     numbers = ROOT / "figures/evaluation.json"
     if numbers.exists():
         recorded = json.loads(numbers.read_text(encoding="utf-8"))
