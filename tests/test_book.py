@@ -25,10 +25,17 @@ def stream(text: str) -> dict:
 
 
 def test_math_becomes_mathml_without_markdown_characters():
-    made = page.prose("p", "The $a_i * b_i$ of a row.")
-    assert made.startswith("The <math") and made.endswith("</math> of a row.")
+    made = page.prose("p", "The $a_i * b_i$, of a row.")
+    assert made.startswith('The <span class="inline-math"><math')
+    assert made.endswith("</math>,</span> of a row.")
     assert "<msub><mi>a</mi><mi>i</mi></msub>" in made
     assert not set("*_`[]|~$\\") & set(made)
+
+
+def test_names_of_functions_stand_apart_from_what_they_multiply():
+    made = page.prose("p", r"$D \ln \theta$ and $\max(a)$")
+    assert '<mi>D</mi><mo lspace="0.167em" rspace="0.167em">ln</mo><mi>' in made
+    assert '<mo lspace="0.167em" rspace="0">max</mo><mo' in made
 
 
 def test_line_breaks_of_display_math_become_rows():
@@ -109,6 +116,12 @@ def test_text_output_loses_colors_and_cannot_close_its_fence():
     made = page.text_output("\x1b[31mred\x1b[0m\n```\nend\n\n")
     assert made == '<div class="output">\n\n````text\nred\n```\nend\n````\n\n</div>'
     assert page.text_output(" \n") == ""
+
+
+def test_warnings_stay_out_of_the_page():
+    warning = {**stream("Warning: slow"), "name": "stderr"}
+    made = page.make("01-x", "```python\nf()\n```\n", [[warning]]).markdown
+    assert "Warning" not in made
 
 
 def test_expected_exception_is_one_folded_line():

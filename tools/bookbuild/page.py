@@ -23,11 +23,14 @@ TOKEN = re.compile(
     | (?P<dollar>\\\$)
     | \$\$(?P<display>(?s:.+?))\$\$
     | \$(?P<inline>(?![\s$])(?:\\.|[^$\\\n]|\n(?!\s*\n))+?(?<!\s))\$(?!\d)
+        (?P<after>[.,;:!?)]*)
     | (?P<outside>(?<=\]\()\.\./|(?<=\]:[ ])\.\./|(?<=src=")\.\./|(?<=href=")\.\./)
     """,
     re.VERBOSE | re.MULTILINE,
 )
 DIRECTIVE_LINE = re.compile(r"^[ \t>]*#\|.*\n?", re.MULTILINE)
+# ln, max, softmax: a name of several letters, and what follows if it opens a bracket.
+FUNCTION = re.compile(r"<(m[io])>([A-Za-z]{2,})</\1>(?P<call><mo[^>]*>&#x00028;)?")
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
@@ -96,7 +99,9 @@ def prose(name: str, text: str) -> str:
         if match["display"]:
             return display_math(name, match["display"])
         if match["inline"]:
-            return mathml(name, match["inline"].strip("`"), "inline")
+            # Without the span a line may begin with the comma behind the formula.
+            math = mathml(name, match["inline"].strip("`"), "inline")
+            return f'<span class="inline-math">{math}{match["after"]}</span>'
         if match["outside"]:
             return ""  # what lies beside chapters/ is copied beside the pages
         return match[0]
@@ -132,13 +137,22 @@ def mathml(name: str, latex: str, display: str) -> str:
         raise BookError(f"{name}: unknown {unknown[0]} in the math {latex!r}")
     # 1{,}000 is one number, not two around a comma.
     made = re.sub(r"</mn><mrow><mo>&#x0002C;</mo></mrow><mn>", "&#x0002C;", made)
+    made = FUNCTION.sub(spaced, made)
     return re.sub(r"[*_`\[\]|~$\\]", lambda special: f"&#{ord(special[0])};", made)
+
+
+def spaced(function: re.Match[str]) -> str:
+    """A function's name with TeX's thin space around it, none before a bracket."""
+    call = function["call"] or ""
+    behind = "0" if call else "0.167em"
+    return f'<mo lspace="0.167em" rspace="{behind}">{function[2]}</mo>{call}'
 
 
 def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
     """One output of a cell; its images are added to ``page``."""
     if output["output_type"] == "stream":
-        return text_output(output["text"])
+        # Warnings and progress bars tell of this machine, not of the chapter.
+        return text_output(output["text"]) if output["name"] == "stdout" else ""
     if output["output_type"] == "error":
         return raised(output["ename"], output["evalue"])
     data = output["data"]
