@@ -184,7 +184,7 @@ def show(deltas: Iterable["Delta"], screen: Screen) -> Turn:
         call = (delta.recipient or "").removeprefix("functions.")
         aside = bool(call) or delta.channel == "analysis"
         if before is not None and before != (aside, call):
-            screen.end_line(aside=True)
+            screen.end_line(aside=before[0])
         if call:
             if call not in turn.calls:
                 screen.write(f"{call} ", aside=True)

@@ -121,6 +121,24 @@ def test_tool_is_called_and_answered(scripted, capsys):
     assert tool["tool_call_id"] == assistant["tool_calls"][0]["id"]
 
 
+def test_lines_end_in_the_stream_they_began_in(scripted, capsys):
+    preamble = [Delta("commentary", None, "One moment."), *call("1")]
+    scripted(preamble, [Delta("final", None, "It is 1.")])
+    assert cli.main(["What is 1?", "--calculator"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "One moment.\nIt is 1.\n"
+    assert err == 'I call it.\ncalculator {"expression": "1"}\n= 1\n'
+
+
+def test_no_answer_is_said(scripted, capsys):
+    scripted(THOUGHT)
+    assert cli.main(["What is 47 + 85?"]) == 0
+    assert capsys.readouterr() == (
+        "",
+        "7+5=12\n(the model stopped without an answer)\n",
+    )
+
+
 def test_tool_calls_end(scripted, capsys):
     turns = [call("1 + 1")] * (cli.MAX_TOOL_CALLS + 1)
     llm = scripted(*turns)
