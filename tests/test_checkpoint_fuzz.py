@@ -5,6 +5,7 @@ header or a config merely declares cannot be allocated without the test failing.
 """
 
 import json
+import math
 import resource
 import struct
 import tempfile
@@ -21,8 +22,18 @@ from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from simplellm.checkpoint import INDEX, Checkpoint, CheckpointError, Packed
+from simplellm.checkpoint import (
+    INDEX,
+    Checkpoint,
+    CheckpointError,
+    Packed,
+    packed_shapes,
+    tensor_shapes,
+)
 from simplellm.config import ConfigError
+
+HEADER_DAMAGES = ["dtype", "shape", "reversed", "offsets", "name", "any", "gone"]
+ABSURD = [-1, 0, 1, 3, 10**9, 2**63, 10**30, 0.5, 1e300, math.nan, "x", None, [], {}]
 
 Files = dict[str, bytes]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -99,7 +110,7 @@ def damage_header(draw: Draw, files: Files) -> None:
         begin, end = begin + 0, end + 0
     except (ArithmeticError, LookupError, TypeError, ValueError, struct.error):
         return  # damaged before
-    match draw(st.sampled_from(["dtype", "shape", "offsets", "name", "any", "gone"])):
+    match draw(st.sampled_from(HEADER_DAMAGES)):
         case "dtype":
             entry["dtype"] = draw(DTYPES)
         case "shape":
@@ -107,6 +118,8 @@ def damage_header(draw: Draw, files: Files) -> None:
                 st.lists(INTS, max_size=4)
             )
             entry["shape"] = shape
+        case "reversed":
+            entry["shape"] = shape[::-1]
         case "offsets":
             shift = draw(st.sampled_from([-8, -2, -1, 1, 2, 8, 2**40, 2**63]))
             entry["data_offsets"] = draw(
@@ -167,11 +180,15 @@ def read_everything(folder: Path) -> str:
         assert "\n" not in str(error)
         return type(error).__name__
     assert sum(info.nbytes for info in checkpoint.infos()) <= size
+    shapes = tensor_shapes(checkpoint.config)
     for name in checkpoint.names():
         value = checkpoint[name]
         tensors = value if isinstance(value, Packed) else (value,)
-        for tensor in tensors:
-            assert tensor.dtype == torch.uint8 or tensor.is_floating_point()
+        shape = shapes[name]
+        expected = packed_shapes(shape) if isinstance(value, Packed) else (shape,)
+        for tensor, part in zip(tensors, expected, strict=True):
+            assert tensor.shape == part
+            assert tensor.is_floating_point() != isinstance(value, Packed)
             tensor.double().sum()
     return "opened"
 
@@ -220,6 +237,40 @@ def test_noise(noise: bytes, name: str) -> None:
             (Path(folder) / file).write_bytes(raw)
         with limited_memory():
             read_everything(Path(folder))
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_no_entry_of_config_json_is_trusted(kind: int, tmp_path: Path) -> None:
+    """Each entry takes each absurd value, and is left out."""
+    files = good_folders()[kind]
+    for file, raw in files.items():
+        (tmp_path / file).write_bytes(raw)
+    config = json.loads(files["config.json"])
+    with limited_memory():
+        for name in config:
+            changes = [{**config, name: value} for value in ABSURD]
+            for change in [*changes, {k: v for k, v in config.items() if k != name}]:
+                (tmp_path / "config.json").write_text(json.dumps(change))
+                read_everything(tmp_path)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_no_shape_is_trusted(kind: int, tmp_path: Path) -> None:
+    """Shapes of the right size in the wrong order are refused."""
+    files = good_folders()[kind]
+    for file, raw in files.items():
+        (tmp_path / file).write_bytes(raw)
+    for file in files:
+        if file.endswith(".safetensors"):
+            header, data = split(files[file])
+            for name, entry in header.items():
+                shape = entry.get("shape", [])
+                if shape == shape[::-1]:
+                    continue
+                turned = {**header, name: entry | {"shape": shape[::-1]}}
+                (tmp_path / file).write_bytes(join(turned, data))
+                assert read_everything(tmp_path) == "CheckpointError", name
+            (tmp_path / file).write_bytes(files[file])
 
 
 def test_the_limit_catches_a_declared_size() -> None:
