@@ -510,7 +510,6 @@ class HarmonyParser:
             self.messages.append(replace(self._message, content=content))
         self._message = None
         self._text = []
-        self._utf8.reset()
         self._header = [("", bytearray())]
         return deltas
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import simplellm
 from simplellm.harmony import (
     CHANNELS,
     EFFORTS,
@@ -404,6 +406,24 @@ def test_text_streams_without_replacement_characters(text) -> None:
     assert parser.finish() == []
 
 
+def test_ids_are_those_of_the_text_encoded_at_once() -> None:
+    """Chat templates render text and encode it as a whole; ids agree with that."""
+    messages = [
+        Message("developer", developer_text("Be brief.", [CALCULATOR])),
+        Message("user", "What is 12 * 34?"),
+        Message("assistant", "I multiply.", channel="analysis"),
+        call("calculator", '{"expression": "12 * 34"}'),
+        result("calculator", "408"),
+    ]
+    embedded = Path(simplellm.__file__).parent / "embedded" / "tokenizer.json"
+    theirs = tokenizers.Tokenizer.from_file(str(embedded))
+    for tokenizer in (TOKENIZER, Tokenizer.from_file(embedded)):
+        ids = render(messages, tokenizer)
+        text = tokenizer.decode(ids)
+        assert ids == tokenizer.encode(text, special=True)
+    assert ids == theirs.encode(text).ids
+
+
 def reply(text: str) -> list[int]:
     return TOKENIZER.encode(text, special=True)
 
@@ -487,6 +507,19 @@ def test_malformed_replies_give_their_text(openai, text, expected) -> None:
     ]
 
 
+@pytest.mark.parametrize("end", ["<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"])
+def test_a_message_ends_with_any_end(end) -> None:
+    parser = HarmonyParser(TOKENIZER)
+    for id in reply(f"<|channel|>final<|message|>12{end}"):
+        parser.push(id)
+    assert parser.messages == [Message("assistant", "12", channel="final")]
+
+
+def test_reserved_ids_are_no_text() -> None:
+    ids = [201_087, *reply("<|channel|>final<|message|>1"), 201_000, *reply("2<|end|>")]
+    assert parse(ids, TOKENIZER) == [Message("assistant", "12", channel="final")]
+
+
 def test_a_character_split_over_tokens_comes_whole() -> None:
     parser = HarmonyParser(TOKENIZER)
     for id in reply("<|channel|>final<|message|>"):
@@ -543,6 +576,13 @@ def test_from_openai_takes_a_whole_conversation() -> None:
         Message("assistant", "408.", channel="final"),
     ]
     assert tool_calls(messages) == [ToolCall("calculator", '{"expression": "12 * 34"}')]
+
+
+def test_an_assistant_message_is_empty_only_if_all_of_it_is() -> None:
+    thought = {"role": "assistant", "content": "", "reasoning": "Hm."}
+    assert from_openai([thought]) == [Message("assistant", "Hm.", channel="analysis")]
+    empty = {"role": "assistant", "content": ""}
+    assert from_openai([empty]) == [Message("assistant", "", channel="final")]
 
 
 def test_tools_alone_make_a_developer_message() -> None:

@@ -276,3 +276,12 @@ def test_merges_may_be_strings(tmp_path, tokenizer) -> None:
     config["model"]["merges"] = [" ".join(merge) for merge in merges]
     text = "".join(CORPUS)
     assert load(config, tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def test_controls_may_stand_in_the_vocabulary_too(tmp_path, tokenizer) -> None:
+    config = copy.deepcopy(CONFIGS["split"])
+    config["model"]["vocab"] |= {t["content"]: t["id"] for t in config["added_tokens"]}
+    loaded = load(config, tmp_path)
+    assert loaded.encode("<|end|>") == tokenizer.encode("<|end|>")
+    assert loaded.special == tokenizer.special
+    assert all(loaded.is_special(id) for id in loaded.special.values())
