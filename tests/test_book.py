@@ -38,6 +38,10 @@ def test_names_of_functions_stand_apart_from_what_they_multiply():
     assert '<mo lspace="0.167em" rspace="0">max</mo><mo' in made
 
 
+def test_commands_that_the_converter_lacks_are_spelled_out():
+    assert page.prose("p", r"$\arg\max_i x_i$").count(">arg</mo>") == 1
+
+
 def test_line_breaks_of_display_math_become_rows():
     aligned = page.prose(
         "p", "$$\n\\begin{aligned} a &= 1 \\\\ b &= 2 \\end{aligned}\n$$"

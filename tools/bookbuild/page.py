@@ -127,6 +127,7 @@ def mathml(name: str, latex: str, display: str) -> str:
     """MathML on one line, in which Markdown finds nothing to interpret."""
     latex = re.sub(r"\s+", " ", latex).strip()
     known = re.sub(r"(\\(?:begin|end)){(?:aligned|align)}", r"\1{align*}", latex)
+    known = re.sub(r"\\arg(?![A-Za-z])", r"\\operatorname{arg}", known)
     if "\\\\" in known and "\\begin" not in known:
         known = rf"\begin{{align*}} {known} \end{{align*}}"
     try:
