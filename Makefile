@@ -50,7 +50,7 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 evaluate: $(STAMP)
-	$(PY) tools/evaluate.py $(OPTIONS)
+	$(PY) tools/embedded/evaluate.py $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) book build dist *.egg-info .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

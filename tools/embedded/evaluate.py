@@ -1,0 +1,191 @@
+"""Asks the model held-out problems and counts exact answers.
+
+    python tools/embedded/evaluate.py --json figures/evaluation.json
+
+Greedy, through `LLM.generate` of this repository. An answer counts if the whole
+final message is the expected one, letter for letter; a calculator problem also
+needs the right call first. Effort changes only the system message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from corpus import EFFORTS, TOOL
+from problems import EVALUATED, Problem, evaluation_set
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from simplellm import LLM
+from simplellm.harmony import Message, parse, render
+
+MAX_TOKENS = 300
+
+
+def ask(problem: Problem, effort: str, llm: LLM, earlier: list[Message]) -> list[int]:
+    """The prompt: the question, and the call and its result once they are there."""
+    return render(
+        [Message(role="user", content=problem.question), *earlier],
+        llm.tokenizer,
+        reasoning_effort=effort,
+        tools=[TOOL] if problem.expression else [],
+    )
+
+
+def replies(llm: LLM, prompts: list[list[int]], batch: int, label: str) -> list:
+    """Each prompt's reply as messages, and its number of tokens.
+
+    Prompts of like length run together, so that a batch ends together.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    found: dict[int, tuple[list[Message], int]] = {}
+    with tqdm(total=len(prompts), desc=label, leave=False) as bar:
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            outputs = llm.generate(
+                [prompts[index] for index in part],
+                temperature=0.0,
+                max_tokens=MAX_TOKENS,
+            ).result()
+            for index, output in zip(part, outputs, strict=True):
+                ids = output.token_ids
+                found[index] = (parse(ids, llm.tokenizer), len(ids))
+            bar.update(len(part))
+    return [found[index] for index in range(len(prompts))]
+
+
+def evaluate(
+    llm: LLM, problems: list[Problem], effort: str, batch: int
+) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
+    """Per skill: problems, exact answers, mean tokens. And what went wrong."""
+    prompts = [ask(problem, effort, llm, []) for problem in problems]
+    first = replies(llm, prompts, batch, f"{effort} effort")
+    calling = [i for i, problem in enumerate(problems) if problem.expression]
+    called = {i: first[i][0] for i in calling if right_call(problems[i], first[i][0])}
+    results = {
+        i: [
+            *messages,
+            Message(
+                role="tool",
+                name="functions.calculator",
+                channel="commentary",
+                recipient="assistant",
+                content=problems[i].result or "",
+            ),
+        ]
+        for i, messages in called.items()
+    }
+    prompts = [ask(problems[i], effort, llm, results[i]) for i in results]
+    second = dict(
+        zip(results, replies(llm, prompts, batch, "tool results"), strict=True)
+    )
+    rows: dict[str, list[tuple[bool, int]]] = defaultdict(list)
+    wrong = []
+    for i, problem in enumerate(problems):
+        messages, length = first[i]
+        if problem.expression:
+            messages, more = second.get(i, ([], 0))
+            length += more
+        answer = "".join(m.content for m in messages if m.channel == "final")
+        rows[problem.skill].append((answer == problem.answer, length))
+        if answer != problem.answer:
+            wrong.append(
+                {
+                    "effort": effort,
+                    "question": problem.question,
+                    "expected": problem.answer,
+                    "answer": answer,
+                }
+            )
+    table = {
+        skill: {
+            "problems": len(pairs),
+            "exact": sum(good for good, _ in pairs),
+            "tokens": round(sum(length for _, length in pairs) / len(pairs), 1),
+        }
+        for skill, pairs in rows.items()
+    }
+    return table, wrong
+
+
+def right_call(problem: Problem, messages: list[Message]) -> bool:
+    """Whether the reply ends in the expected call with valid JSON arguments."""
+    if not messages or messages[-1].recipient != "functions.calculator":
+        return False
+    try:
+        arguments = json.loads(messages[-1].content)
+    except json.JSONDecodeError:
+        return False
+    return arguments == {"expression": problem.expression}
+
+
+def show(results: dict[str, dict]) -> None:
+    table = Table(title="exact answers to held-out problems, greedy")
+    table.add_column("skill")
+    table.add_column("problems", justify="right")
+    for effort in results:
+        table.add_column(f"{effort} %", justify="right")
+        table.add_column("tokens", justify="right")
+    for skill in EVALUATED:
+        rows = [rows[skill] for rows in results.values() if skill in rows]
+        if rows:
+            cells = [
+                text
+                for row in rows
+                for text in (
+                    f"{100 * row['exact'] / row['problems']:.1f}",
+                    f"{row['tokens']:.0f}",
+                )
+            ]
+            table.add_row(skill, str(rows[0]["problems"]), *cells)
+    Console(width=80).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None, help="default: the embedded model")
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
+    parser.add_argument("--batch", type=int, default=250)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
+    parser.add_argument("--json", default=None, help="where to write the figures")
+    args = parser.parse_args()
+    problems = evaluation_set(args.problems)
+    began = time.time()
+    results, wrong = {}, []
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    with LLM(args.model, device=args.device, dtype=dtype) as llm:
+        device, dtype = llm.model.device, llm.model.dtype
+        for effort in args.efforts.split(","):
+            results[effort], mistakes = evaluate(llm, problems, effort, args.batch)
+            wrong += mistakes
+    show(results)
+    if args.json:
+        gpu = device.type == "cuda"
+        record = {
+            "date": datetime.date.today().isoformat(),
+            "command": "python " + " ".join(sys.argv),
+            "device": torch.cuda.get_device_name() if gpu else platform.machine(),
+            "dtype": str(dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "seconds": round(time.time() - began, 1),
+            "results": results,
+            "wrong": wrong,
+        }
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        Path(args.json).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
