@@ -172,7 +172,6 @@ def filter_tokens(
     before = probs.cumsum(dim=-1) - probs  # mass of the tokens ranked higher
     # Rounding may carry the sum to 1 early: a row without top_p must lose nothing.
     keep &= (before < top_p) | (top_p >= 1)
-    keep[:, 0] = True
     last = keep.sum(dim=-1, keepdim=True) - 1
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
 

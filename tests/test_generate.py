@@ -4,6 +4,7 @@ Most tests use a small random model, or script what the model will say: the engi
 `run` is replaced by one whose logits favor the next scripted token.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,18 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     assert second.logprobs is None
 
 
+def test_each_request_gets_the_logprobs_it_asked_for(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=1, seed=0, logprobs=n) for n in (0, 3, 1)]
+    outputs = llm.generate([[5], [6], [7]], params).result()
+    assert [len(o.logprobs[0].top) for o in outputs if o.logprobs] == [0, 3, 1]
+
+
+def test_every_step_draws_anew(llm: LLM) -> None:
+    flat: dict[str, Any] = {"temperature": 100.0, "max_tokens": 10, "ignore_eos": True}
+    tokens = llm.generate([5, 6, 7], seed=1, **flat).result()[0].token_ids
+    assert len(set(tokens)) > 5
+
+
 def test_penalties_and_bias_reach_the_sampler(llm: LLM) -> None:
     def tokens(**options: Any) -> list[int]:
         options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, **options}
@@ -175,8 +188,9 @@ def test_stops_at_end_tokens(llm: LLM, say: Any) -> None:
     output = llm.generate("47 + 85").result()[0]
     assert output.text == "The sum is 132." and output.finish_reason == "stop"
     assert output.token_ids[-1] == llm.tokenizer.special["<|return|>"]
-    output = llm.generate("47 + 85", ignore_eos=True, max_tokens=8).result()[0]
-    assert output.finish_reason == "length" and len(output.token_ids) == 8
+    beyond = len(output.token_ids) + 1
+    output = llm.generate("47 + 85", ignore_eos=True, max_tokens=beyond).result()[0]
+    assert output.finish_reason == "length" and len(output.token_ids) == beyond
 
 
 def test_stops_at_stop_tokens(llm: LLM, say: Any) -> None:
@@ -348,6 +362,18 @@ def test_chat_that_runs_out_of_tokens(llm: LLM, say: Any) -> None:
     assert reply.reasoning.startswith("hm")
 
 
+def test_chat_cut_off_keeps_what_was_under_way(llm: LLM, say: Any) -> None:
+    header = llm.tokenizer.encode("<|channel|>final<|message|>", special=True)
+    say([*header, *spelled("ok \u4e16")])
+    reply = llm.chat([{"role": "user", "content": "?"}], max_tokens=len(header) + 4)
+    assert reply.content == "ok \ufffd" and reply.finish_reason == "length"
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+    header = llm.tokenizer.encode(call, special=True)
+    say([*header, *spelled('{"a": 1}')])
+    reply = llm.chat([{"role": "user", "content": "?"}], max_tokens=len(header) + 4)
+    assert reply.tool_calls == [ToolCall("f", '{"a"')]
+
+
 def test_control_tokens_in_a_users_text_are_text(llm: LLM, say: Any) -> None:
     engine = say("<|return|>")
     prompts = []
@@ -439,6 +465,21 @@ def test_defaults_come_from_generation_config(
     generation: dict[str, Any], params: SamplingParams
 ) -> None:
     assert default_params(generation) == params
+
+
+def test_a_turn_ends_by_config_generation_config_and_harmony(
+    folder: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, replace(CONFIG, eos_token_ids=(11,)))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    for recommended in (12, [12, 13]):
+        generation = json.dumps({"eos_token_id": recommended})
+        (tmp_path / "generation_config.json").write_text(generation)
+        with LLM(tmp_path, device="cpu") as model:
+            names = ("<|return|>", "<|call|>", "<|endoftext|>")
+            harmony = {model.tokenizer.special[name] for name in names}
+            listed = {recommended} if recommended == 12 else {12, 13}
+            assert model.eos_token_ids == {11} | listed | harmony
 
 
 def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
