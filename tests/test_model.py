@@ -280,3 +280,12 @@ def test_a_loaded_model_cannot_be_moved_or_cast() -> None:
         model.to(torch.bfloat16)
     with pytest.raises(ValueError, match="expected a floating-point dtype"):
         load_model(dtype=torch.int8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_computes_the_same_logits() -> None:
+    model = load_model(device="cuda", dtype=torch.float32)
+    assert load_model(device="cuda").dtype == torch.bfloat16
+    tokens = token_ids(200, model.config.vocab_size)
+    ours = model.logits(tokens).cpu()
+    assert relative(ours, load_model(device="cpu").logits(tokens)) < 1e-4

@@ -373,3 +373,24 @@ def test_bad_parameters_are_named(field: str, value: object, message: str) -> No
 def test_stop_is_normalised() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_the_same_tokens() -> None:
+    params = [
+        SamplingParams(**{**vars(case), "seed": seed})
+        for seed, case in enumerate(CASES.values())
+    ]
+    logits = logits_rows(len(params), vocab=5000)
+    steps = torch.arange(len(params))
+    chosen = []
+    for device in (CPU, torch.device("cuda")):
+        columns = Columns.of(params, 5000, device)
+        counts = [
+            count_tokens([seen] * len(params), 5000, device)
+            for seen in (PROMPT, OUTPUT)
+        ]
+        sampled = sample(logits.to(device), columns, steps.to(device), *counts)
+        chosen.append(sampled.tokens.cpu())
+    assert torch.equal(*chosen)
+    assert torch.equal(mix(steps), mix(steps.cuda()).cpu())
