@@ -240,6 +240,7 @@ class Plan:
     places: Tensor  # [kept * K] rows of a layer's memory, seen as [slots * K * S, D]
     spans: list[Span]
     prefills: list[Prefill]
+    order: Tensor | None  # brings the outputs of both into the packed order; None: is
 
 
 def decode_attention(
@@ -247,19 +248,20 @@ def decode_attention(
 ) -> Tensor:
     """One query a sequence: q [B, H, D], k and v [B, K, S, D] -> [B, H, D].
 
-    The output has q's dtype. ``hidden`` is a bool tensor that broadcasts to [B, K, G, S], sinks are [H]. Scores,
-    softmax and the weighted sum are float32.
+    The output has q's dtype; scores, softmax and the weighted sum are float32. The bool
+    tensor ``hidden`` broadcasts to [B, K, G, S], sinks are [H].
     """
-    (batch, _, dim), kv_heads = q.shape, k.shape[1]
-    grouped = (q.float() * dim**-0.5).view(batch, kv_heads, -1, dim)  # [B, K, G, D]
-    scores = grouped @ k.float().transpose(2, 3)  # [B, K, G, S]
+    (batch, _, dim), (_, kv_heads, num_keys, _) = q.shape, k.shape
+    grouped = (q.float() * dim**-0.5).view(batch * kv_heads, -1, dim)  # [B*K, G, D]
+    k, v = k.float().flatten(0, 1), v.float().flatten(0, 1)  # [B*K, S, D], no copies
+    scores = torch.bmm(grouped, k.transpose(1, 2))  # [B*K, G, S]
     if hidden is not None:
-        scores = scores.masked_fill_(hidden, -torch.inf)
+        scores.view(batch, kv_heads, -1, num_keys).masked_fill_(hidden, -torch.inf)
     if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
+        sink = sinks.float().view(kv_heads, -1, 1).repeat(batch, 1, 1)  # [B*K, G, 1]
         scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : k.shape[2]]
-    return (weights @ v.float()).view(q.shape).to(q.dtype)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
+    return torch.bmm(weights, v).view(q.shape).to(q.dtype)
 
 
 class SlotStep:
@@ -307,16 +309,18 @@ class SlotStep:
             rows = new.reshape(-1, new.shape[-1]).to(memory.dtype)
             memory.view(-1, memory.shape[-1]).index_copy_(0, plan.places, rows)
 
-        out = torch.empty_like(q)
+        outputs = []
         for span in plan.spans:
             queries = q[span.tokens]
             if span.rows is not None:
                 slots = span.slots.stop - span.slots.start
                 spread = queries.new_zeros(slots, *queries.shape[1:])
                 queries = spread.index_copy_(0, span.rows, queries)
-            seen = [m[span.slots, :, : span.longest] for m in (keys, values)]
-            found = decode_attention(queries, *seen, sinks, span.hidden)
-            out[span.tokens] = found if span.rows is None else found[span.rows]
+            seen = (span.slots, slice(None), slice(span.longest))
+            found = decode_attention(
+                queries, keys[seen], values[seen], sinks, span.hidden
+            )
+            outputs.append(found if span.rows is None else found[span.rows])
         for p, past in zip(plan.prefills, pasts, strict=True):
             new_k, new_v = k[p.tokens], v[p.tokens]
             if past is not None:
@@ -327,8 +331,9 @@ class SlotStep:
                 new_k, new_v = (
                     m[p.slot, :, :end].transpose(0, 1) for m in (keys, values)
                 )
-            out[p.tokens] = attention(q[p.tokens], new_k, new_v, sinks, window=window)
-        return out
+            outputs.append(attention(q[p.tokens], new_k, new_v, sinks, window=window))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out if plan.order is None else out[plan.order]
 
 
 class SlotCache:
@@ -414,18 +419,22 @@ class SlotCache:
                 past = (torch.arange(oldest, start) % size).to(self.device)
             prefills.append(Prefill(tokens, slot, start, past))
         every = torch.cat(kept)
+        decodes.sort()
+        ids = torch.arange(first)
+        computed = [torch.tensor([t for _, t, _ in decodes], dtype=torch.int64)]
+        order = torch.cat(computed + [ids[p.tokens] for p in prefills])
         return Plan(
             kept=None if len(every) == first else every.to(self.device),
             places=torch.cat(places).flatten().to(self.device),
             spans=self._spans(decodes),
             prefills=prefills,
+            order=None if order.equal(ids) else order.argsort().to(self.device),
         )
 
     def _spans(self, decodes: list[tuple[int, int, int]]) -> list[Span]:
         """All decodes as one batch, or each for itself where that reads much less."""
         if not decodes:
             return []
-        decodes = sorted(decodes)
         slots, tokens, lengths = (list(column) for column in zip(*decodes, strict=True))
         first, last, longest = slots[0], slots[-1], max(lengths)
         count = last + 1 - first
