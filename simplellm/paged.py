@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from simplellm.attention import attention, visible
-from simplellm.cache import Chunk
+from simplellm.cache import Chunk, decode_attention
 from simplellm.config import ModelConfig
 
 NULL = -1  # stands in a table where a page fell behind the window
@@ -80,7 +80,8 @@ class PageManager:
         self.tables: dict[int, PageTable] = {}
         self.references = [0] * num_pages
         self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
-        self.cached: OrderedDict[int, None] = OrderedDict()  # unused, oldest first
+        self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
+        self.found: set[int] = set()  # pages that some sequence was given by `add`
         self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
         self.pages: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
@@ -101,6 +102,7 @@ class PageManager:
             live = [self.pages[group, digest] for digest in digests[first:]]
             for page in live:
                 self._hold(page)
+            self.found.update(live)
             groups.append(array("i", [NULL] * first + live))
             firsts.append(first)
         count, last = len(digests), digests[-1] if digests else b""
@@ -157,7 +159,7 @@ class PageManager:
         for group, window in enumerate(self.windows):
             pages, first = table.groups[group], self._first_page(length, window)
             for index in range(table.first[group], first):
-                self._release(pages[index])
+                self._release(pages[index], behind=True)
                 pages[index] = NULL
             table.first[group] = first
 
@@ -253,6 +255,7 @@ class PageManager:
         assert unused == [page for page, count in enumerate(held) if count == 0]
         assert all(page in self.names for page in self.cached)
         assert not any(page in self.names for page in self.free)
+        assert self.found <= set(self.names)
         assert self.pages == {name: page for page, name in self.names.items()}
 
     def _check_length(self, sequence: int, length: int) -> None:
@@ -307,6 +310,7 @@ class PageManager:
         else:
             page, _ = self.cached.popitem(last=False)
             del self.pages[self.names.pop(page)]
+            self.found.discard(page)
         self.references[page] = 1
         return page
 
@@ -315,39 +319,18 @@ class PageManager:
             del self.cached[page]
         self.references[page] += 1
 
-    def _release(self, page: int) -> None:
+    def _release(self, page: int, behind: bool = False) -> None:
         self.references[page] -= 1
-        if self.references[page] == 0:
-            if page in self.names:
-                self.cached[page] = None
-            else:
-                self.free.append(page)
-
-
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None
-) -> Tensor:
-    """One query of each sequence over its own keys, which are padded to one length.
-
-    q [B, H, D], k and v [B, S, K, D], mask bool [B, S] -> [B, H, D] in q's dtype;
-    scores, softmax and the weighted sum are float32.
-    """
-    batch, num_heads, dim = q.shape
-    kv_heads = k.shape[2]
-    group = num_heads // kv_heads
-    # What is masked may be anything, and nothing times NaN is NaN.
-    v = v.float().masked_fill(~mask[:, :, None, None], 0)
-    out = torch.empty(batch, kv_heads, group, dim, device=q.device)
-    # One kv head at a time, its keys can be multiplied where they lie.
-    for head, queries in enumerate((q.float() * dim**-0.5).split(group, dim=1)):
-        scores = queries @ k[:, :, head].float().transpose(1, 2)  # [B, G, S]
-        scores = scores.masked_fill_(~mask[:, None], -torch.inf)
-        if sinks is not None:
-            sink = sinks[head * group : (head + 1) * group].float().view(1, group, 1)
-            scores = torch.cat([scores, sink.expand(batch, -1, -1)], dim=-1)
-        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
-        out[:, head] = weights @ v[:, :, head]  # [B, G, D]
-    return out.flatten(1, 2).to(q.dtype)
+        if self.references[page] > 0:
+            return
+        if page not in self.names:
+            self.free.append(page)
+            return
+        self.cached[page] = None
+        # Behind the window, a page is of use only to a prefix that ends near by. Unless
+        # there was one before, it must not crowd out pages that any prefix needs.
+        if behind and page not in self.found:
+            self.cached.move_to_end(page, last=False)
 
 
 PADDED = 256  # positions up to which decoding sequences are padded to one batch
@@ -369,9 +352,9 @@ class Rows:
     tables: Tensor  # int32 [B, P], pages from the first one in use, padded with 0
     offsets: Tensor  # int32 [B], the position where the first of them begins
     slots: Tensor  # int64 [T], page * page_size + place in it of each new token
-    batch: Tensor  # int64, the sequences that are attended to in one batch
-    queries: Tensor  # int64, their only new tokens
-    mask: Tensor  # bool [batch, S], what these may see
+    queries: Tensor  # int64, the only new tokens of sequences that form one batch
+    pages: Tensor  # int32 [queries, P], the rows of these sequences in ``tables``
+    hidden: Tensor  # bool [queries, S], what they must not see
     alone: list[Alone]
 
 
@@ -386,6 +369,7 @@ class PagedStep:
         self.chunks = chunks
         self.starts = torch.tensor([c.start for c in chunks], dtype=torch.int32)
         self.lengths = torch.tensor([c.length for c in chunks], dtype=torch.int32)
+        self.num_tokens = sum(c.length for c in chunks)
         windows = enumerate(cache.manager.windows)
         self.rows = [self._rows(group, window) for group, window in windows]
 
@@ -398,28 +382,40 @@ class PagedStep:
         sinks: Tensor | None,
         window: int | None,
     ) -> Tensor:
-        """q [T, H, D], k and v [T, K, D] of the chunks in their order -> [T, H, D]."""
+        """q [T, H, D], k and v [T, K, D] of the chunks in their order -> [T, H, D].
+
+        Raises ValueError if T is not the sum of the chunks' lengths.
+        """
+        if q.shape[0] != self.num_tokens:
+            raise ValueError(
+                f"{q.shape[0]} packed tokens; expected {self.num_tokens}, the sum of "
+                "the chunks' lengths"
+            )
         group, place = self.cache.places[layer]
         rows = self.rows[group]
         keys, values = self.cache.k[place], self.cache.v[place]
         keys.flatten(0, 1).index_copy_(0, rows.slots, k.to(keys.dtype))
         values.flatten(0, 1).index_copy_(0, rows.slots, v.to(values.dtype))
         out = torch.empty_like(q)
-        if len(rows.batch):
-            count = rows.mask.shape[1] // self.cache.manager.page_size
-            pages = rows.tables[rows.batch, :count]
-            old_and_new = gather(keys, pages), gather(values, pages)
+        if len(rows.queries):
+            k_all = gather(keys, rows.pages)  # [queries, S, K, D]
+            v_all = gather(values, rows.pages)
+            # A page's rest may hold anything, and nothing times NaN is NaN.
+            v_all.masked_fill_(rows.hidden[..., None, None], 0)
             out[rows.queries] = decode_attention(
-                q[rows.queries], *old_and_new, rows.mask, sinks
+                q[rows.queries],
+                k_all.transpose(1, 2),
+                v_all.transpose(1, 2),
+                sinks,
+                rows.hidden[:, None, None],
             )
         for chunk in rows.alone:
-            if chunk.pages is None:
-                old_and_new = k[chunk.span], v[chunk.span]
-            else:
-                k_all, v_all = gather(keys, chunk.pages), gather(values, chunk.pages)
-                old_and_new = k_all[: chunk.length], v_all[: chunk.length]
+            k_all, v_all = k[chunk.span], v[chunk.span]
+            if chunk.pages is not None:
+                k_all = gather(keys, chunk.pages)[: chunk.length]
+                v_all = gather(values, chunk.pages)[: chunk.length]
             out[chunk.span] = attention(
-                q[chunk.span], *old_and_new, sinks, window=window
+                q[chunk.span], k_all, v_all, sinks, window=window
             )
         return out
 
@@ -454,15 +450,15 @@ class PagedStep:
             live = None if chunk.start == 0 else tables[number].to(device)
             alone.append(Alone(span, live, length))
         rows = torch.tensor(batch, dtype=torch.int64)
-        width = max((len(tables[number]) for number in batch), default=0) * size
-        positions = offset[rows, None] + torch.arange(width)
+        width = max((len(tables[number]) for number in batch), default=0)
+        positions = offset[rows, None] + torch.arange(width * size)
         return Rows(
             tables=padded.to(device),
             offsets=offset.to(device),
             slots=slots.to(device),
-            batch=rows.to(device),
             queries=(ends[rows] - 1).to(device),
-            mask=visible(self.starts[rows], positions, window).to(device),
+            pages=padded[rows, :width].to(device),
+            hidden=~visible(self.starts[rows], positions, window).to(device),
             alone=alone,
         )
 
