@@ -459,6 +459,54 @@ def info(
     console.print(table)
 
 
+@app.command()
+def batch(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl",
+            help="Requests: objects with prompt or messages, id, temperature, …",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="Results, each with its request's id, as they are finished.",
+            dir_okay=False,
+        ),
+    ],
+    model: Model = None,
+    device: Where = None,
+) -> int:
+    """Answer a file of requests. What was stopped goes on where it was."""
+    from simplellm import batch
+
+    screen = Screen()
+    if target.exists() and source.samefile(target):
+        raise ValueError(f"{target} is both input and output; expected two files")
+    ids = batch.read_ids(source)
+    with batch.open_results(target, ids) as (file, done):
+        totals = batch.count(done)
+        if len(done) < len(ids):
+            with load(model, device, screen) as llm:
+                try:
+                    totals = batch.run(llm, source, file, done)
+                except KeyboardInterrupt:
+                    screen.write("stopped; the same command goes on\n", aside=True)
+                    raise
+    summary = f"{totals.answered} answered, {totals.rejected} errors"
+    screen.write(f"{len(ids)} requests: {summary}\n", aside=True)
+    if totals.failed:
+        screen.error(
+            f"{totals.failed} requests failed, the last one with {totals.cause!r}; the "
+            "same command tries them again"
+        )
+    return int(totals.failed + totals.rejected > 0)
+
+
 def version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -479,6 +527,7 @@ def simplellm(
     \b
     simplellm "What is 47 + 85?"
     simplellm chat --calculator
+    simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     """
 

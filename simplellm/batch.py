@@ -1,0 +1,306 @@
+"""Answer a file of requests: JSON lines in, JSON lines out, resumable.
+
+The output is the record of what is done. Each answer is one write at its end, so that
+whatever stops the run leaves finished lines and at most one torn line, which the next
+run removes. The next run then does what is missing, and nothing twice.
+"""
+
+import json
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:  # importing torch takes seconds; files are checked before
+    from simplellm.generate import LLM, RequestOutput
+    from simplellm.sampler import SamplingParams
+
+IN_FLIGHT = 256  # requests that the engine has at a time
+
+Id = str | int
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of the input, or what is wrong with it."""
+
+    number: int  # the first line is 1
+    id: Id
+    request: dict[str, Any]
+    error: str | None = None
+
+
+def read_line(number: int, raw: bytes) -> Line:
+    """One line of the input. Without an "id", its id is "line-" and its number."""
+    unnamed = f"line-{number}"
+    try:
+        request = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        return Line(number, unnamed, {}, f"not JSON: {error}")
+    if not isinstance(request, dict):
+        kind = type(request).__name__
+        return Line(number, unnamed, {}, f"the line is a {kind}; expected an object")
+    name = request.pop("id", unnamed)
+    if type(name) not in (str, int):
+        wrong = f"id is {name!r}; expected a text or an integer"
+        return Line(number, unnamed, {}, wrong)
+    return Line(number, name, request)
+
+
+def read_requests(path: Path) -> Iterator[Line]:
+    """The lines of the input that are not blank."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield read_line(number, raw)
+
+
+def read_ids(path: Path) -> set[Id]:
+    """The ids of the input. Raises ValueError if two lines have the same."""
+    seen: dict[Id, int] = {}
+    for line in read_requests(path):
+        if line.id in seen:
+            raise ValueError(
+                f"{path}: lines {seen[line.id]} and {line.number} both have the id "
+                f"{line.id!r}; expected each id once"
+            )
+        seen[line.id] = line.number
+    return set(seen)
+
+
+HEAD = b'{"id": '  # how every line of the output begins
+
+
+def read_results(path: Path, ids: Set[Id]) -> tuple[dict[Id, bool], int]:
+    """The ids that have a result and whether it is an error; where whole lines end.
+
+    A torn last line does not count. Raises ValueError for a file that is not the
+    output of an earlier run on requests with these ``ids``.
+    """
+    done: dict[Id, bool] = {}
+    end = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n") and raw[: len(HEAD)] == HEAD[: len(raw)]:
+                break
+            try:
+                result = json.loads(raw)
+                name = result["id"]
+                known = name in ids and name not in done
+            except (ValueError, RecursionError, TypeError, KeyError):
+                known = False
+            if not known:
+                raise ValueError(
+                    f"{path}: line {number} is not the only result of a request of the "
+                    "input; expected a new file or what an earlier run on the same "
+                    "input wrote"
+                )
+            done[name] = "error" in result
+            end += len(raw)
+    return done, end
+
+
+def lock(file: IO[bytes], path: Path) -> None:
+    """Raise ValueError if another process writes to this file."""
+    with suppress(ImportError):  # there is no fcntl on Windows
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another run is writing to it") from None
+
+
+@contextmanager
+def open_results(
+    path: Path, ids: Set[Id]
+) -> Iterator[tuple[IO[bytes], dict[Id, bool]]]:
+    """The output, open for more lines, and what `read_results` found in it."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    with path.open("ab") as file:
+        lock(file, path)
+        done, end = read_results(path, ids)
+        file.truncate(end)
+        yield file, done
+
+
+CHAT_FIELDS = ("messages", "tools", "reasoning_effort")
+
+
+def prepare(llm: "LLM", line: Line) -> "tuple[Any, SamplingParams]":
+    """The prompt of a request, and how it is to be continued. Raises ValueError."""
+    if line.error:
+        raise ValueError(line.error)
+    request = line.request
+    if ("messages" in request) == ("prompt" in request):
+        raise ValueError(
+            f"the fields are {', '.join(request) or 'none'}; expected either prompt or "
+            "messages"
+        )
+    try:
+        if "messages" in request:
+            return prepare_chat(llm, request)
+        options = sampling_options(request, ["prompt"])
+        return request["prompt"], replace(llm.default_params, **options)
+    except Exception as error:  # JSON can go wrong in more ways than one can list
+        raise ValueError(str(error) or repr(error)) from error
+
+
+def sampling_options(request: dict[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """The fields of `SamplingParams` among a request's; ``others`` may be there."""
+    from simplellm.sampler import SamplingParams
+
+    sampling = [field.name for field in fields(SamplingParams)]
+    for name in request:
+        if name not in (*others, *sampling):
+            known = ", ".join(["id", *others, *sampling])
+            raise ValueError(f"unknown field {name!r}; expected {known}")
+    options = {name: request[name] for name in sampling if name in request}
+    bias = options.get("logit_bias")
+    if isinstance(bias, dict):  # in JSON its keys can only be text
+        options["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return options
+
+
+def prepare_chat(
+    llm: "LLM", request: dict[str, Any]
+) -> "tuple[list[int], SamplingParams]":
+    from simplellm.generate import CHAT_MAX_TOKENS
+    from simplellm.harmony import from_openai, render
+
+    options = sampling_options(request, CHAT_FIELDS)
+    messages, tools = request["messages"], request.get("tools") or ()
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(
+            f"messages is {messages!r}; expected a list of at least one message"
+        )
+    ids = render(
+        from_openai(messages, tools),
+        llm.tokenizer,
+        reasoning_effort=request.get("reasoning_effort", "medium"),
+        tools=tools,
+    )
+    default = replace(llm.default_params, max_tokens=CHAT_MAX_TOKENS)
+    # Stop strings count in the final answer only: `chat_result` looks for them.
+    return ids, replace(replace(default, **options), stop=())
+
+
+def result_of(
+    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
+) -> dict[str, Any]:
+    """What the output file says of a finished request, its id aside."""
+    result: dict[str, Any]
+    if "messages" in request:
+        result = chat_result(llm, request, output)
+    else:
+        result = {"text": output.text, "finish_reason": output.finish_reason}
+    result["prompt_tokens"] = len(output.prompt_token_ids)
+    result["completion_tokens"] = len(output.token_ids)
+    if output.logprobs is not None:
+        result["logprobs"] = [asdict(entry) for entry in output.logprobs]
+    return result
+
+
+def chat_result(
+    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
+) -> dict[str, Any]:
+    """The parts of an assistant's turn, as `LLM.chat` gives them."""
+    from simplellm.generate import StopStrings
+    from simplellm.harmony import parse, tool_calls
+
+    stop = request.get("stop", ())
+    stops = StopStrings([stop] if isinstance(stop, str) else stop)
+    messages = parse(output.token_ids, llm.tokenizer)
+    reasoning = content = ""
+    for message in messages:
+        if message.recipient or stops.found:
+            continue
+        if message.channel == "analysis":
+            reasoning += message.content
+        elif message.channel == "final":
+            content += stops.push(message.content)
+        else:
+            content += message.content
+    return {
+        "content": content + stops.flush(),
+        "reasoning": reasoning,
+        "tool_calls": [asdict(call) for call in tool_calls(messages)],
+        "finish_reason": "stop" if stops.found else output.finish_reason,
+    }
+
+
+@dataclass
+class Totals:
+    """How a run went; the lines of earlier runs count, too."""
+
+    answered: int
+    rejected: int  # requests whose result is an error object
+    failed: int = 0  # requests without a result; the next run tries them again
+    cause: BaseException | None = None  # of the last failure
+
+
+def count(done: dict[Id, bool]) -> Totals:
+    """The totals of what is done already."""
+    rejected = sum(done.values())
+    return Totals(answered=len(done) - rejected, rejected=rejected)
+
+
+def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Totals:
+    """Append a line to ``file`` for every request of ``source`` not in ``done``.
+
+    A request that the engine refuses gets an error object. One that fails gets
+    nothing. If the engine itself is lost, its exception ends the run.
+    """
+    totals = count(done)
+    pending: dict[Future[list[RequestOutput]], Line] = {}
+    lines = [line for line in read_requests(source) if line.id not in done]
+    tokens, start = 0, perf_counter()
+
+    def write(line: Line, result: dict[str, Any]) -> None:
+        file.write(json.dumps({"id": line.id, **result}).encode() + b"\n")
+        file.flush()
+        totals.rejected += "error" in result
+        totals.answered += "error" not in result
+        bar.update()
+
+    def collect() -> None:
+        nonlocal tokens
+        for future in wait(pending, return_when=FIRST_COMPLETED).done:
+            line = pending.pop(future)
+            try:
+                (output,) = future.result()
+            except Exception as error:
+                totals.failed += 1
+                totals.cause = error
+                bar.update()
+                continue
+            write(line, result_of(llm, line.request, output))
+            tokens += len(output.token_ids)
+            bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tokens/s")
+
+    with tqdm(
+        total=len(done) + len(lines), initial=len(done), unit="req", disable=None
+    ) as bar:
+        try:
+            for line in lines:
+                while len(pending) >= IN_FLIGHT:
+                    collect()
+                try:
+                    prompt, params = prepare(llm, line)
+                    future = llm.generate([prompt], params)
+                except (TypeError, ValueError) as error:
+                    write(line, {"error": f"line {line.number}: {error}"})
+                else:
+                    pending[future] = line
+            while pending:
+                collect()
+        finally:
+            for future in pending:
+                future.cancel()
+    return totals

@@ -1,0 +1,352 @@
+"""`simplellm batch`: every request answered once, whatever stops the run."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simplellm import LLM, SamplingParams, batch, cli
+from simplellm.generate import RequestOutput, as_prompts
+
+
+class EchoLLM:
+    """Answers a text with itself, after a moment and out of order."""
+
+    default_params = SamplingParams(temperature=0.0)
+
+    def __init__(self, *, delay: float = 0.0, log: Path | None = None) -> None:
+        self.delay = delay
+        self.log = log
+        self.pool = ThreadPoolExecutor(8)
+        self.random = random.Random(os.getpid())
+
+    def __enter__(self) -> "EchoLLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.pool.shutdown()
+
+    def generate(
+        self, prompts: Any, params: SamplingParams
+    ) -> Future[list[RequestOutput]]:
+        (prompt,) = as_prompts(prompts)
+        if prompt == "refuse":
+            raise ValueError("the engine refuses this")
+        if prompt == "dead":
+            raise RuntimeError("the engine is dead")
+        if self.log:
+            with self.log.open("a") as file:
+                file.write(f"{prompt}\n")
+        return self.pool.submit(self.answer, prompt, self.random.uniform(0, self.delay))
+
+    def answer(self, prompt: str, delay: float) -> list[RequestOutput]:
+        time.sleep(delay)
+        if prompt == "fail":
+            raise RuntimeError("out of memory")
+        return [RequestOutput(f"{prompt}!", [1, 2], "length", None, [0])]
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load", lambda *arguments: EchoLLM())
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM() as llm:
+        yield llm
+
+
+def write(path: Path, *lines: object) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def results(path: Path) -> dict[Any, dict[str, Any]]:
+    """The lines of an output by id, each id at most once."""
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    found = {line.pop("id"): line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def call(source: Path, target: Path) -> int:
+    return cli.main(["batch", str(source), str(target)])
+
+
+def test_results_have_the_ids_of_their_requests(echo, tmp_path, capsys):
+    source = write(
+        tmp_path / "in.jsonl",
+        {"id": "größer", "prompt": "a"},
+        {"prompt": "b"},
+        "",
+        {"id": 3, "prompt": "c"},
+        {"id": "3", "prompt": "d"},
+    )
+    target = tmp_path / "out.jsonl"
+    assert call(source, target) == 0
+    texts = {name: result["text"] for name, result in results(target).items()}
+    assert texts == {"größer": "a!", "line-2": "b!", 3: "c!", "3": "d!"}
+    result = results(target)[3]
+    assert (result["finish_reason"], result["prompt_tokens"]) == ("length", 1)
+    assert result["completion_tokens"] == 2
+    assert "4 requests: 4 answered, 0 errors" in capsys.readouterr().err
+
+
+def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
+    bad = [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("\ud800".encode("utf-8", "surrogatepass").decode("latin-1"), "not JSON"),
+        ("[1]", "the line is a list"),
+        ({"id": None, "prompt": "x"}, "id is None; expected a text or an integer"),
+        ({"id": True, "prompt": "x"}, "id is True"),
+        ({"id": 1.5, "prompt": "x"}, "id is 1.5"),
+        ({"id": "empty"}, "the fields are none; expected either prompt or messages"),
+        ({"id": "both", "prompt": "x", "messages": []}, "expected either"),
+        ({"id": "typo", "prompt": "x", "temprature": 1}, "unknown field 'temprature'"),
+        ({"id": "hot", "prompt": "x", "temperature": 1e9}, "temperature is"),
+        ({"id": "bias", "prompt": "x", "logit_bias": {"a": 1}}, "'a'"),
+        ({"id": "refused", "prompt": "refuse"}, "the engine refuses this"),
+    ]
+    source = write(
+        tmp_path / "in.jsonl", *(line for line, _ in bad), {"id": "good", "prompt": "x"}
+    )
+    target = tmp_path / "out.jsonl"
+    assert call(source, target) == 1
+    found = results(target)
+    assert found.pop("good")["text"] == "x!"
+    assert len(found) == len(bad)
+    errors = {result["error"].split(":")[0]: result for result in found.values()}
+    for number, (_, part) in enumerate(bad, start=1):
+        assert part in errors[f"line {number}"]["error"]
+    assert f"1 answered, {len(bad)} errors" in capsys.readouterr().err
+    before = target.read_bytes()
+    assert call(source, target) == 1  # and no line of it is tried again
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"messages": bad} for bad in ((), {}, "Hi", (1,), ({},), None)),
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "assistant", "tool_calls": ["x"]}]},
+        {"messages": [{"role": "assistant", "tool_calls": 5}]},
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": 5},
+        {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "max"},
+        {"prompt": ["a", "b"]},
+        {"prompt": []},
+        {"prompt": [10**9]},
+        {"prompt": {"a": 1}},
+        {"prompt": "x", "max_tokens": 0},
+        {"prompt": "x", "stop": 5},
+        {"prompt": "x", "n": "many"},
+    ],
+)
+def test_bad_requests_get_an_error(llm, tmp_path, message):
+    source = write(tmp_path / "in.jsonl", message)
+    with batch.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
+        totals = batch.run(llm, source, file, done)
+    assert (totals.answered, totals.rejected, totals.failed) == (0, 1, 0)
+    assert results(tmp_path / "out.jsonl")["line-1"]["error"].startswith("line 1: ")
+
+
+def test_answers_are_those_of_the_engine(llm, tmp_path):
+    question = [{"role": "user", "content": "What is 47 + 85?"}]
+    source = write(
+        tmp_path / "in.jsonl",
+        {"id": "text", "prompt": "What is 3 + 4?", "max_tokens": 20},
+        {"id": "ids", "prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 2},
+        {"id": "stop", "prompt": "What is 3 + 4?", "stop": "by"},
+        {"id": "chat", "messages": question, "reasoning_effort": "high"},
+        {"id": "cut", "messages": question, "stop": ["1", " ="]},
+        {
+            "id": "call",
+            "messages": [{"role": "user", "content": "What is 12 * 34?"}],
+            "tools": [cli.CALCULATOR],
+        },
+        {"id": "seed", "prompt": "A", "temperature": 2, "seed": 1, "max_tokens": 9}
+        | {"logit_bias": {"7": 5}},
+    )
+    target = tmp_path / "out.jsonl"
+    with batch.open_results(target, batch.read_ids(source)) as (file, done):
+        totals = batch.run(llm, source, file, done)
+    assert (totals.answered, totals.rejected, totals.failed) == (7, 0, 0)
+    found = results(target)
+
+    def text(prompt: Any, **options: Any) -> str:
+        return llm.generate([prompt], **options).result()[0].text
+
+    assert found["text"]["text"] == text("What is 3 + 4?", max_tokens=20)
+    assert found["ids"]["text"] == text([5, 6, 7], max_tokens=3)
+    assert [len(entry["top"]) for entry in found["ids"]["logprobs"]] == [2, 2, 2]
+    assert found["stop"]["text"] == text("What is 3 + 4?", stop="by")
+    assert found["stop"]["finish_reason"] == "stop"
+    options = {"temperature": 2, "seed": 1, "max_tokens": 9, "logit_bias": {7: 5}}
+    assert found["seed"]["text"] == text("A", **options)
+    chat = llm.chat(question, reasoning_effort="high")
+    assert chat.reasoning
+    assert found["chat"] == {
+        "content": chat.content,
+        "reasoning": chat.reasoning,
+        "tool_calls": [],
+        "finish_reason": chat.finish_reason,
+        "prompt_tokens": found["chat"]["prompt_tokens"],
+        "completion_tokens": len(chat.token_ids),
+    }
+    chat = llm.chat(question, stop=["1", " ="])
+    assert (found["cut"]["content"], found["cut"]["reasoning"]) == (
+        chat.content,
+        chat.reasoning,
+    )
+    assert found["cut"]["content"] == "47 + 85"
+    (tool_call,) = found["call"]["tool_calls"]
+    assert tool_call["name"] == "calculator"
+    assert json.loads(tool_call["arguments"]) == {"expression": "12 * 34"}
+
+
+def test_failed_requests_are_tried_again(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "fail"}, {"prompt": "x"})
+    target = tmp_path / "out.jsonl"
+    assert call(source, target) == 1
+    assert "1 requests failed, the last one with RuntimeError('out of memory')" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    assert set(results(target)) == {"line-2"}
+    write(source, {"prompt": "works"}, {"prompt": "x"})
+    assert call(source, target) == 0
+    assert results(target)["line-1"]["text"] == "works!"
+
+
+def test_a_dead_engine_ends_the_run(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "dead"}, {"prompt": "x"})
+    assert call(source, tmp_path / "out.jsonl") == 1
+    assert "RuntimeError: the engine is dead" in capsys.readouterr().err
+    assert results(tmp_path / "out.jsonl") == {}
+
+
+def test_duplicate_ids_are_refused(echo, tmp_path, capsys):
+    source = write(
+        tmp_path / "in.jsonl", *({"id": name, "prompt": "x"} for name in (1, 2, "1", 2))
+    )
+    assert call(source, tmp_path / "out.jsonl") == 2
+    assert "lines 2 and 4 both have the id 2" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_are_not_results_stay_as_they_are(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"id": 1, "prompt": "x"})
+    for text in (
+        "My notes",
+        "My notes\n",
+        '{"id": 2, "text": "of another input"}\n',
+        '{"id": 1, "text": "x"}\n{"id": 1, "text": "x"}\n',
+        '{"id": 1, "text": "x"}\n\n',
+        '{"id": [1]}\n',
+        "[" * 100_000 + "\n",
+    ):
+        target = tmp_path / "out.jsonl"
+        target.write_text(text)
+        assert call(source, target) == 2
+        assert "is not the only result of a request" in capsys.readouterr().err
+        assert target.read_text() == text
+    assert call(source, source) == 2
+    assert "both input and output" in capsys.readouterr().err
+    assert call(tmp_path / "missing.jsonl", target) == 2
+    assert call(source, tmp_path / "missing" / "out.jsonl") == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_torn_line_is_done_again(echo, tmp_path):
+    source = write(tmp_path / "in.jsonl", *({"prompt": text} for text in "abc"))
+    target = tmp_path / "out.jsonl"
+    assert call(source, target) == 0
+    whole = target.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in (*range(last, last + 12), len(whole) - 1):
+        target.write_bytes(whole[:end])
+        assert call(source, target) == 0
+        assert target.read_bytes().startswith(whole[:last])
+        assert set(results(target)) == {"line-1", "line-2", "line-3"}
+
+
+def test_two_runs_at_once_are_refused(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    target = tmp_path / "out.jsonl"
+    with batch.open_results(target, {"line-1"}):
+        assert call(source, target) == 2
+    assert "another run is writing to it" in capsys.readouterr().err
+
+
+def run_slowly(source: Path, target: Path, log: Path) -> None:
+    ids = batch.read_ids(source)
+    with EchoLLM(delay=0.03, log=log) as llm, batch.open_results(target, ids) as opened:
+        batch.run(llm, source, *opened)
+    os._exit(0)
+
+
+def test_killed_at_random_moments(tmp_path):
+    chance = random.Random(0)
+    texts = [f"text {number}" for number in range(400)]
+    source = write(tmp_path / "in.jsonl", *({"prompt": text} for text in texts))
+    target, log = tmp_path / "out.jsonl", tmp_path / "log"
+    context = multiprocessing.get_context("fork")
+    finished: set[str] = set()
+    for kills in range(100):  # noqa: B007
+        log.unlink(missing_ok=True)
+        process = context.Process(target=run_slowly, args=(source, target, log))
+        process.start()
+        process.join(timeout=chance.uniform(0.02, 0.3))
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        if log.exists():
+            assert finished.isdisjoint(log.read_text().splitlines())
+        if process.exitcode == 0:
+            break
+        if target.exists() and chance.random() < 0.5:  # the disk lost the end, too
+            size = target.stat().st_size
+            os.truncate(target, max(0, size - chance.randrange(100)))
+        whole = target.read_bytes() if target.exists() else b""
+        done = whole[: whole.rindex(b"\n") + 1] if b"\n" in whole else b""
+        finished = {json.loads(line)["text"][:-1] for line in done.splitlines()}
+    assert process.exitcode == 0
+    assert kills >= 3
+    found = results(target)
+    assert {found[f"line-{n + 1}"]["text"] for n in range(400)} == {
+        f"{text}!" for text in texts
+    }
+
+
+def test_control_c_leaves_a_resumable_file(tmp_path):
+    requests = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(24)]
+    source = write(tmp_path / "in.jsonl", *requests)
+    target = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "simplellm.cli", "batch", source, target]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (target.exists() and target.stat().st_size):
+        time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped; the same command goes on" in stderr
+    assert "Traceback" not in stderr
+    before = target.read_bytes()
+    assert 1 <= len(results(target)) < len(requests)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0
+    assert "24 requests: 24 answered, 0 errors" in result.stderr
+    assert target.read_bytes().startswith(before)
+    assert len(results(target)) == 24
