@@ -61,7 +61,8 @@ def evaluation(recorded: dict[str, Any]) -> str:
         result = efforts[effort].get(skill)
         if result is None:
             return ""
-        return f"{result['right']} of {result['of']} ({percent(**result)})"
+        right, of = result["right"], result["of"]
+        return f"{right} of {of} ({percent(right, of)})"
 
     rows = [[skill, *(cell(effort, skill) for effort in efforts)] for skill in skills]
     return table(["skill", *(f"effort {effort}" for effort in efforts)], rows)

@@ -66,7 +66,7 @@ def replies(llm: LLM, prompts: list[list[int]], batch: int, label: str) -> list:
 def evaluate(
     llm: LLM, problems: list[Problem], effort: str, batch: int
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
-    """Per skill: problems, exact answers, mean tokens. And what went wrong."""
+    """Per skill: right answers, of how many, mean tokens. And what went wrong."""
     prompts = [ask(problem, effort, llm, []) for problem in problems]
     first = replies(llm, prompts, batch, f"{effort} effort")
     calling = [i for i, problem in enumerate(problems) if problem.expression]
@@ -108,8 +108,8 @@ def evaluate(
             )
     table = {
         skill: {
-            "problems": len(pairs),
-            "exact": sum(good for good, _ in pairs),
+            "right": sum(good for good, _ in pairs),
+            "of": len(pairs),
             "tokens": round(sum(length for _, length in pairs) / len(pairs), 1),
         }
         for skill, pairs in rows.items()
@@ -142,11 +142,11 @@ def show(results: dict[str, dict]) -> None:
                 text
                 for row in rows
                 for text in (
-                    f"{100 * row['exact'] / row['problems']:.1f}",
+                    f"{100 * row['right'] / row['of']:.1f}",
                     f"{row['tokens']:.0f}",
                 )
             ]
-            table.add_row(skill, str(rows[0]["problems"]), *cells)
+            table.add_row(skill, str(rows[0]["of"]), *cells)
     Console(width=80).print(table)
 
 
@@ -174,13 +174,14 @@ def main() -> None:
         gpu = device.type == "cuda"
         record = {
             "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join(sys.argv),
+            "command": "python "
+            + " ".join(Path(a).name if a == args.json else a for a in sys.argv),
             "device": torch.cuda.get_device_name() if gpu else platform.machine(),
             "dtype": str(dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "seconds": round(time.time() - began, 1),
-            "results": results,
+            "efforts": results,
             "wrong": wrong,
         }
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
