@@ -27,15 +27,18 @@ from tqdm import tqdm
 
 from simplellm import LLM
 from simplellm.harmony import Message, parse, render
+from simplellm.tokenizer import Tokenizer
 
 MAX_TOKENS = 300
 
 
-def ask(problem: Problem, effort: str, llm: LLM, earlier: list[Message]) -> list[int]:
+def ask(
+    problem: Problem, effort: str, tokenizer: Tokenizer, earlier: list[Message]
+) -> list[int]:
     """The prompt: the question, and the call and its result once they are there."""
     return render(
         [Message(role="user", content=problem.question), *earlier],
-        llm.tokenizer,
+        tokenizer,
         reasoning_effort=effort,
         tools=[TOOL] if problem.expression else [],
     )
@@ -67,7 +70,7 @@ def evaluate(
     llm: LLM, problems: list[Problem], effort: str, batch: int
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
     """Per skill: right answers, of how many, mean tokens. And what went wrong."""
-    prompts = [ask(problem, effort, llm, []) for problem in problems]
+    prompts = [ask(problem, effort, llm.tokenizer, []) for problem in problems]
     first = replies(llm, prompts, batch, f"{effort} effort")
     calling = [i for i, problem in enumerate(problems) if problem.expression]
     called = {i: first[i][0] for i in calling if right_call(problems[i], first[i][0])}
@@ -84,7 +87,7 @@ def evaluate(
         ]
         for i, messages in called.items()
     }
-    prompts = [ask(problems[i], effort, llm, results[i]) for i in results]
+    prompts = [ask(problems[i], effort, llm.tokenizer, results[i]) for i in results]
     second = dict(
         zip(results, replies(llm, prompts, batch, "tool results"), strict=True)
     )
