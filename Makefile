@@ -28,7 +28,7 @@ help:
 	@echo "make clean     remove .venv and everything that was built"
 
 demo: $(STAMP)
-	@$(VENV)/bin/simplellm "What is 47 + 85?"
+	@$(VENV)/bin/simplellm "What is 47 + 85?" --reasoning-effort high
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)

@@ -54,7 +54,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot be read: {error.strerror}; expected a JSON file"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"is not JSON: {error}") from None
     if not isinstance(data, dict):

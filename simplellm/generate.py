@@ -521,6 +521,12 @@ class LLM:
             raise TypeError(
                 f"sampling_params is {type(params).__name__}; expected SamplingParams"
             )
+        unknown = sorted(overrides.keys() - SamplingParams.__dataclass_fields__.keys())
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} is no sampling parameter; expected one of "
+                f"{', '.join(SamplingParams.__dataclass_fields__)}"
+            )
         params = replace(params, **overrides)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))

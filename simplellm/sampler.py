@@ -45,9 +45,7 @@ class SamplingParams:
     top_k: int = 0  # the k most likely tokens; 0 or -1 keeps all
     top_p: float = 1.0  # the fewest tokens that hold this much probability
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
-    repetition_penalty: float = (
-        1.0  # of tokens in prompt or output (Keskar et al. 2019)
-    )
+    repetition_penalty: float = 1.0  # of tokens seen so far (Keskar et al. 2019)
     presence_penalty: float = 0.0  # subtracted once from tokens in the output
     frequency_penalty: float = 0.0  # subtracted for each time in the output
     stop: str | Sequence[str] = ()  # text that ends the output, left out of it

@@ -129,6 +129,8 @@ def load_oracle(path: Path, dtype: torch.dtype = torch.float32) -> GptOssForCaus
         experts_implementation="eager",
         **options,
     )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)  # some versions leave experts bf16
     return model.eval()
 
 

@@ -305,7 +305,7 @@ SAMPLING: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"logprobs": 21}, ValueError, ["logprobs is 21", "expected 0 to 20"]),
     ({"logit_bias": {1: math.inf}}, ValueError, ["logit_bias of token 1 is inf"]),
     ({"logit_bias": {10**6: 1.0}}, ValueError, ["logit_bias", "1000000", "expected"]),
-    ({"temprature": 1.0}, TypeError, ["temprature"]),
+    ({"temprature": 1.0}, TypeError, ["temprature", "temperature"]),
 ]
 
 

@@ -362,6 +362,21 @@ def test_help_and_version_do_not_import_torch():
     assert result.stdout == f"simplellm {__version__}\n"
 
 
+def test_the_embedded_model_thinks_and_answers(capsys):
+    question = "What is 47 + 85?"
+    assert cli.main([question, "--reasoning-effort", "high"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "47 + 85 = 132\n"
+    assert "ones: 7+5=12, write 2, carry 1\n" in err
+
+
+def test_the_embedded_model_calls_the_calculator(capsys):
+    assert cli.main(["What is 12 * 34?", "--calculator"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "12 * 34 = 408\n"
+    assert 'calculator {"expression": "12 * 34"}\n= 408\n' in err
+
+
 def test_a_closed_pipe_is_quiet():
     reader, writer = os.pipe()
     os.close(reader)

@@ -18,11 +18,14 @@ def test_tables_are_up_to_date(capsys):
 def test_evaluation_table():
     right = {"right": 1999, "of": 2000}
     efforts = {"high": {"addition": right, "sorting": right}, "low": {"sorting": right}}
-    assert tables.evaluation({"efforts": efforts}).splitlines() == [
+    run = {"date": "D", "device": "X", "dtype": "float32", "torch": "2", "seconds": 9.4}
+    assert tables.evaluation(run | {"efforts": efforts}).splitlines() == [
         "| skill | effort high | effort low |",
         "| --- | --: | --: |",
         "| addition | 1999 of 2000 (99.9 %) |  |",
         "| sorting | 1999 of 2000 (99.9 %) | 1999 of 2000 (99.9 %) |",
+        "",
+        "Recorded D on one X in float32 with torch 2, in 9 seconds.",
     ]
 
 
@@ -54,6 +57,6 @@ def test_python_example_runs(capsys):
 
 def test_demo_picture_loads_nothing():
     svg = (ROOT / "figures/demo.svg").read_text(encoding="utf-8")
-    assert "What" in svg
+    assert "47&#160;+&#160;85&#160;=&#160;132" in svg
     assert "url(" not in svg.replace("url(#", "")
     assert "font-face" not in svg

@@ -159,9 +159,10 @@ def test_long_runs_take_no_quadratic_time(tokenizer, text) -> None:
         assert tokenizer.decode(tokenizer.encode(part)) == part
         return time.perf_counter() - start
 
-    tenth = min(seconds(text[: len(text) // 10]) for _ in range(3))
-    # Linear is 10 times as long, quadratic 100 times; both ends are well away from 40.
-    assert seconds(text) < 40 * max(tenth, 0.002)
+    tenth = min(seconds(text[: len(text) // 10]) for _ in range(5))
+    # Linear is 10 times as long, quadratic 100 times. The best of several runs leaves
+    # out what a busy machine adds.
+    assert min(seconds(text) for _ in range(5)) < 40 * max(tenth, 0.002)
 
 
 @pytest.mark.parametrize("text", [" " * 1_000_000, "\t " * 500_000, "a" * 1_000_000])

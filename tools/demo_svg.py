@@ -20,6 +20,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 80
 COMMANDS = (
+    ("simplellm", "What is 47 + 85?"),
     ("simplellm", "What is 47 + 85?", "--reasoning-effort", "high"),
     ("simplellm", "What is 12 * 34?", "--calculator"),
 )
@@ -60,11 +61,12 @@ def picture(commands: tuple[tuple[str, ...], ...]) -> str:
         force_terminal=True,
         color_system="truecolor",
     )
-    for arguments in commands:
+    for number, arguments in enumerate(commands):
+        if number:
+            console.print()
         line = Text("$ ", style="green").append(quoted(arguments), style="bold default")
         console.print(line)
-        console.print(Text.from_ansi(terminal_output(arguments)))
-        console.print()
+        console.print(Text.from_ansi(terminal_output(arguments).rstrip("\n")))
     svg = console.export_svg(title="SimpleLLM", unique_id="demo")
     return FONT_FACE.sub("", svg)
 

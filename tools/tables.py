@@ -61,10 +61,16 @@ def evaluation(recorded: dict[str, Any]) -> str:
         result = efforts[effort].get(skill)
         if result is None:
             return ""
-        return f"{result['right']} of {result['of']} ({percent(**result)})"
+        right, of = result["right"], result["of"]
+        return f"{right} of {of} ({percent(right, of)})"
 
     rows = [[skill, *(cell(effort, skill) for effort in efforts)] for skill in skills]
-    return table(["skill", *(f"effort {effort}" for effort in efforts)], rows)
+    filled = table(["skill", *(f"effort {effort}" for effort in efforts)], rows)
+    return (
+        f"{filled}\n\nRecorded {recorded['date']} on one {recorded['device']} in "
+        f"{recorded['dtype']} with torch {recorded['torch']}, in "
+        f"{recorded['seconds']:.0f} seconds."
+    )
 
 
 def percent(right: int, of: int) -> str:
@@ -72,19 +78,70 @@ def percent(right: int, of: int) -> str:
     return f"{right * 1000 // of / 10} %"
 
 
+def measurements(figures: Path) -> str:
+    """One line for each measurement that a chapter records, from its JSON."""
+
+    def read(name: str) -> dict[str, Any]:
+        return json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
+
+    encode, opening, decode = read("01-encode"), read("02-open"), read("03-decode")
+    dispatch, attention = read("04-dispatch"), read("05-attention")
+    step = read("06-recompute")
+    text = encode["seconds"][-1]
+    size, copied, mapped = opening["rows"][-1]
+    number = decode["ns_per_element"]
+    tokens = max(dispatch["kept_ms"], key=int)
+    kept, naive = dispatch["kept_ms"][tokens], dispatch["naive_ms"][tokens]
+    full, sliding = attention["full_ms"][-1], attention["sliding_ms"][-1]
+    first, last = (1e3 * step["seconds"][i] for i in (0, -1))
+    rows = [
+        (
+            f"encode {text['characters']:,} characters in one piece",
+            f"{1e3 * text['tiktoken']:.2f} ms; naive {1e3 * text['naive']:.0f} ms",
+        ),
+        (
+            f"map {size:,} MB of weights",
+            f"{mapped:.1f} ms; read them {copied:,.0f} ms",
+        ),
+        (
+            "dequantize one MXFP4 number",
+            f"{number['table']:.2f} ns; by two gathers {number['gathers']:.1f} ns",
+        ),
+        (
+            f"one layer of experts, {tokens} tokens",
+            f"{kept:.1f} ms; every expert on every token {naive:.1f} ms",
+        ),
+        (
+            f"one layer of attention, {attention['lengths'][-1]:,} tokens",
+            f"sliding {sliding:,.0f} ms; full {full:,.0f} ms",
+        ),
+        (
+            "one more token, everything computed again",
+            f"{first:.0f} ms after {step['lengths'][0]:,} tokens; "
+            f"{last:.0f} ms after {step['lengths'][-1]:,}",
+        ),
+    ]
+    records = (encode, opening, decode, dispatch, attention, step)
+    return table(
+        ["measured", "result", "chapter", "date"],
+        [
+            (*row, chapter, record["date"])
+            for chapter, (row, record) in enumerate(zip(rows, records, strict=True), 1)
+        ],
+    )
+
+
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
     chapters = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
-    texts = {
-        index: replace(index.read_text(encoding="utf-8"), "times", times(chapters))
-    }
-    numbers = ROOT / "figures/evaluation.json"
-    if numbers.exists():
-        recorded = json.loads(numbers.read_text(encoding="utf-8"))
-        text = readme.read_text(encoding="utf-8")
-        texts[readme] = replace(text, "evaluation", evaluation(recorded))
-    return texts
+    landing = replace(index.read_text(encoding="utf-8"), "times", times(chapters))
+    figures = ROOT / "figures"
+    recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))
+    text = readme.read_text(encoding="utf-8")
+    text = replace(text, "evaluation", evaluation(recorded))
+    text = replace(text, "measurements", measurements(figures))
+    return {index: landing, readme: text}
 
 
 def main(arguments: list[str]) -> int:

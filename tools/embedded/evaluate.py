@@ -27,15 +27,18 @@ from tqdm import tqdm
 
 from simplellm import LLM
 from simplellm.harmony import Message, parse, render
+from simplellm.tokenizer import Tokenizer
 
 MAX_TOKENS = 300
 
 
-def ask(problem: Problem, effort: str, llm: LLM, earlier: list[Message]) -> list[int]:
+def ask(
+    problem: Problem, effort: str, tokenizer: Tokenizer, earlier: list[Message]
+) -> list[int]:
     """The prompt: the question, and the call and its result once they are there."""
     return render(
         [Message(role="user", content=problem.question), *earlier],
-        llm.tokenizer,
+        tokenizer,
         reasoning_effort=effort,
         tools=[TOOL] if problem.expression else [],
     )
@@ -66,8 +69,8 @@ def replies(llm: LLM, prompts: list[list[int]], batch: int, label: str) -> list:
 def evaluate(
     llm: LLM, problems: list[Problem], effort: str, batch: int
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
-    """Per skill: problems, exact answers, mean tokens. And what went wrong."""
-    prompts = [ask(problem, effort, llm, []) for problem in problems]
+    """Per skill: right answers, of how many, mean tokens. And what went wrong."""
+    prompts = [ask(problem, effort, llm.tokenizer, []) for problem in problems]
     first = replies(llm, prompts, batch, f"{effort} effort")
     calling = [i for i, problem in enumerate(problems) if problem.expression]
     called = {i: first[i][0] for i in calling if right_call(problems[i], first[i][0])}
@@ -84,7 +87,7 @@ def evaluate(
         ]
         for i, messages in called.items()
     }
-    prompts = [ask(problems[i], effort, llm, results[i]) for i in results]
+    prompts = [ask(problems[i], effort, llm.tokenizer, results[i]) for i in results]
     second = dict(
         zip(results, replies(llm, prompts, batch, "tool results"), strict=True)
     )
@@ -108,8 +111,8 @@ def evaluate(
             )
     table = {
         skill: {
-            "problems": len(pairs),
-            "exact": sum(good for good, _ in pairs),
+            "right": sum(good for good, _ in pairs),
+            "of": len(pairs),
             "tokens": round(sum(length for _, length in pairs) / len(pairs), 1),
         }
         for skill, pairs in rows.items()
@@ -142,11 +145,11 @@ def show(results: dict[str, dict]) -> None:
                 text
                 for row in rows
                 for text in (
-                    f"{100 * row['exact'] / row['problems']:.1f}",
+                    f"{100 * row['right'] / row['of']:.1f}",
                     f"{row['tokens']:.0f}",
                 )
             ]
-            table.add_row(skill, str(rows[0]["problems"]), *cells)
+            table.add_row(skill, str(rows[0]["of"]), *cells)
     Console(width=80).print(table)
 
 
@@ -174,13 +177,14 @@ def main() -> None:
         gpu = device.type == "cuda"
         record = {
             "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join(sys.argv),
+            "command": "python "
+            + " ".join(Path(a).name if a == args.json else a for a in sys.argv),
             "device": torch.cuda.get_device_name() if gpu else platform.machine(),
             "dtype": str(dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "seconds": round(time.time() - began, 1),
-            "results": results,
+            "efforts": results,
             "wrong": wrong,
         }
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
