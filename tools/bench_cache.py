@@ -4,7 +4,8 @@ One prompt is continued greedily by the embedded model, in float32 on the CPU, w
 cache, with one that concatenates, and with slots. All three must say the same. Then
 transformers' generate() continues it with the same checkpoint and threads, in turns
 with our decode: transformers in float32 and in bfloat16, which is what it loads unless
-told otherwise; we in float32, with our experts packed as on disk, and unpacked.
+told otherwise; we in float32, with our experts packed as on disk, and unpacked. All
+run on one thread, and CPU time is measured, which other programs disturb least.
 
     python tools/bench_cache.py                      1,000 tokens, a few minutes
     python tools/bench_cache.py --new-tokens 100     quicker
@@ -37,7 +38,7 @@ from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "<|start|>user<|message|>What is 478 + 856?<|end|><|start|>assistant"
-ROUNDS = 5  # of the comparison with transformers
+ROUNDS = 5  # of all but recomputing, which takes minutes; medians count
 
 
 class ConcatCache:
@@ -142,9 +143,9 @@ def timed(step: Step, prompt: list[int], new: int) -> tuple[list[int], list[floa
     """The new tokens and the seconds that each one took."""
     tokens, seconds = list(prompt), []
     for _ in range(new):
-        begin = time.perf_counter()
+        begin = time.process_time()
         token = step(tokens)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
         tokens.append(token)
     return tokens[len(prompt) :], seconds
 
@@ -153,12 +154,19 @@ def against_recompute(
     model: Transformer, prompt: list[int], new: int
 ) -> dict[str, Any]:
     """Milliseconds of every token, and how many times as long the others take."""
-    steps = {
-        "slot": slot(model, len(prompt) + new),
-        "concat": concat(model),
-        "recompute": recompute(model),
+
+    def rounds(make: Callable[[], Step], count: int) -> tuple[list[int], list[float]]:
+        """The tokens, and for each one the median of its seconds."""
+        said, seconds = zip(
+            *(timed(make(), prompt, new) for _ in range(count)), strict=True
+        )
+        return said[0], [statistics.median(s) for s in zip(*seconds, strict=True)]
+
+    runs = {
+        "slot": rounds(lambda: slot(model, len(prompt) + new), ROUNDS),
+        "concat": rounds(lambda: concat(model), ROUNDS),
+        "recompute": rounds(lambda: recompute(model), 1),
     }
-    runs = {name: timed(step, prompt, new) for name, step in steps.items()}
     assert runs["slot"][0] == runs["concat"][0] == runs["recompute"][0]
     total = {name: sum(seconds) for name, (_, seconds) in runs.items()}
     return {
@@ -202,9 +210,9 @@ def against_transformers(prompt: list[int], new: int) -> dict[str, Any]:
     said = {}
     for _ in range(ROUNDS + 1):
         for name, engine in engines.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             said[name] = engine()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(time.process_time() - begin)
     median = {n: statistics.median(times[1:]) for n, times in seconds.items()}
     return {
         "new_tokens": new,
@@ -221,14 +229,14 @@ def against_transformers(prompt: list[int], new: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=1000)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
     prompt = tokenizer.encode(QUESTION, special=True)
     record = {
         "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {options.threads} thread(s) of a CPU",
+        "machine": f"{platform.machine()}, 1 thread of a CPU",
+        "clock": "CPU time of the process",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
