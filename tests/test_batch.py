@@ -139,7 +139,12 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
 @pytest.mark.parametrize(
     "message",
     [
-        *({"messages": bad} for bad in ((), {}, "Hi", (1,), ({},), None)),
+        {"messages": []},
+        {"messages": {}},
+        {"messages": "Hi"},
+        {"messages": [1]},
+        {"messages": [{}]},
+        {"messages": None},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "assistant", "tool_calls": ["x"]}]},
         {"messages": [{"role": "assistant", "tool_calls": 5}]},
