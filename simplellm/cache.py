@@ -398,50 +398,57 @@ class SlotCache:
         window: int | None,
         size: int,
     ) -> Plan:
-        kept, places, prefills = [], [], []
-        decodes: list[tuple[int, int, int]] = []  # slot, packed token, positions read
         heads = torch.arange(self.kv_heads) * size
+
+        def rows(slot: int | Tensor, positions: Tensor) -> Tensor:
+            return (slot * self.kv_heads * size + positions % size)[:, None] + heads
+
+        decodes: list[tuple[int, int, int]] = []  # slot, packed token, position
+        kept, places, prefills = [], [], []
         first = 0
         for chunk, slot in zip(chunks, slots, strict=True):
             start, end = chunk.start, chunk.start + chunk.length
             tokens = slice(first, first + chunk.length)
             first = tokens.stop
+            if chunk.length == 1:
+                decodes.append((slot, tokens.start, start))
+                continue
             # Of a long chunk only the last `size` tokens stay in a ring.
             stored = torch.arange(max(start, end - size), end)
             kept.append(stored + (tokens.start - start))
-            places.append(slot * self.kv_heads * size + stored[:, None] % size + heads)
-            if chunk.length == 1:
-                decodes.append((slot, tokens.start, min(end, size)))
-                continue
+            places.append(rows(slot, stored))
             past = None
             if window is not None and start:
                 oldest = max(0, start + 1 - window)
                 past = (torch.arange(oldest, start) % size).to(self.device)
             prefills.append(Prefill(tokens, slot, start, past))
-        every = torch.cat(kept)
         decodes.sort()
-        ids = torch.arange(first)
-        computed = [torch.tensor([t for _, t, _ in decodes], dtype=torch.int64)]
-        order = torch.cat(computed + [ids[p.tokens] for p in prefills])
+        columns = torch.tensor(decodes, dtype=torch.int64).view(-1, 3)
+        slot_ids, packed, positions = columns.unbind(1)
+        kept.append(packed)
+        places.append(rows(slot_ids, positions))
+        every, ids = torch.cat(kept), torch.arange(first)
+        order = torch.cat([packed, *(ids[p.tokens] for p in prefills)])
         return Plan(
-            kept=None if len(every) == first else every.to(self.device),
+            kept=None if every.equal(ids) else every.to(self.device),
             places=torch.cat(places).flatten().to(self.device),
-            spans=self._spans(decodes),
+            spans=self._spans(decodes, size),
             prefills=prefills,
             order=None if order.equal(ids) else order.argsort().to(self.device),
         )
 
-    def _spans(self, decodes: list[tuple[int, int, int]]) -> list[Span]:
+    def _spans(self, decodes: list[tuple[int, int, int]], size: int) -> list[Span]:
         """All decodes as one batch, or each for itself where that reads much less."""
         if not decodes:
             return []
-        slots, tokens, lengths = (list(column) for column in zip(*decodes, strict=True))
+        slots, tokens, positions = map(list, zip(*decodes, strict=True))
+        lengths = [min(position + 1, size) for position in positions]
         first, last, longest = slots[0], slots[-1], max(lengths)
         count = last + 1 - first
         if count * longest > 2 * sum(lengths):
             return [
                 Span(slice(token, token + 1), slice(slot, slot + 1), None, length, None)
-                for slot, token, length in decodes
+                for slot, token, length in zip(slots, tokens, lengths, strict=True)
             ]
         rows = torch.tensor(slots) - first
         read = torch.zeros(count, dtype=torch.int64).index_copy_(

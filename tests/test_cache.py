@@ -78,7 +78,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(CONFIGS)), slots=st.integers(1, 4))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_schedule_gives_the_recomputed_logits(
     models: dict[str, Transformer], data: st.DataObject, name: str, slots: int
 ) -> None:
