@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ NULL = -1  # stands in a table where a page fell behind the window
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Names a full page by its tokens and, through ``parent``, all before them."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+    return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 @dataclass
@@ -120,17 +120,13 @@ class PageManager:
         self._check_length(sequence, length)
         count = -(-length // self.page_size)
         open_page, filled = divmod(table.computed, self.page_size)
-        split = [
-            group
-            for group, pages in enumerate(table.groups)
-            if filled and length > table.computed
-            if self.references[pages[open_page]] > 1
-        ]
+        split = []
+        if filled and length > table.computed:
+            split = [p for p in table.groups if self.references[p[open_page]] > 1]
         missing = sum(max(0, count - len(pages)) for pages in table.groups)
         if missing + len(split) > self.free_pages:
             return False
-        for group in split:
-            pages = table.groups[group]
+        for pages in split:
             copy = self._take()
             self._copies.append((pages[open_page], copy))
             self._release(pages[open_page])
@@ -512,8 +508,8 @@ class PagedCache:
             num_pages = max_bytes // self.page_nbytes
         if not num_pages:
             raise ValueError(
-                f"max_bytes is {max_bytes}; expected at least {self.page_nbytes}, the "
-                "bytes of one page"
+                f"num_pages is {num_pages} and max_bytes {max_bytes}; expected room "
+                f"for at least one page of {self.page_nbytes} bytes"
             )
         window = config.sliding_window if counts[1] else None
         self.manager = PageManager(

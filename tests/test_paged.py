@@ -678,8 +678,9 @@ def test_bytes() -> None:
     many = PagedCache(GPT_OSS_20B, max_bytes=2**31, **options)
     assert many.manager.num_pages == 5461
     assert 2**31 - many.page_nbytes < many.nbytes <= 2**31
-    with pytest.raises(ValueError, match=f"at least {one.page_nbytes}, the bytes of"):
-        PagedCache(GPT_OSS_20B, max_bytes=1000, **options)
+    for size in ({"max_bytes": 1000}, {"num_pages": 0}):
+        with pytest.raises(ValueError, match=f"one page of {one.page_nbytes} bytes"):
+            PagedCache(GPT_OSS_20B, **size, **options)
     with pytest.raises(ValueError, match="expected one of them"):
         PagedCache(GPT_OSS_20B, num_pages=9, max_bytes=2**31, **options)
 
