@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simplellm.checkpoint import Checkpoint, CheckpointError
     from simplellm.config import ConfigError, ModelConfig
-    from simplellm.generate import LLM, ChatOutput, RequestOutput
+    from simplellm.engine import LLM, EngineConfig, EngineError, Stats
+    from simplellm.generate import ChatOutput, RequestOutput
     from simplellm.harmony import Delta, Message, Tool, ToolCall
     from simplellm.model import Transformer, load_model
     from simplellm.sampler import SamplingParams
+    from simplellm.scheduler import QueueFullError
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
@@ -21,10 +23,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Delta",
+    "EngineConfig",
+    "EngineError",
     "Message",
     "ModelConfig",
+    "QueueFullError",
     "RequestOutput",
     "SamplingParams",
+    "Stats",
     "Tokenizer",
     "TokenizerError",
     "Tool",
@@ -37,10 +43,12 @@ __all__ = [
 _MODULES = {
     "checkpoint": ("Checkpoint", "CheckpointError"),
     "config": ("ConfigError", "ModelConfig"),
-    "generate": ("LLM", "ChatOutput", "RequestOutput"),
+    "engine": ("LLM", "EngineConfig", "EngineError", "Stats"),
+    "generate": ("ChatOutput", "RequestOutput"),
     "harmony": ("Delta", "Message", "Tool", "ToolCall"),
     "model": ("Transformer", "load_model"),
     "sampler": ("SamplingParams",),
+    "scheduler": ("QueueFullError",),
     "tokenizer": ("Tokenizer", "TokenizerError"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

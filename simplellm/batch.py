@@ -17,7 +17,8 @@ from typing import IO, TYPE_CHECKING, Any
 from tqdm import tqdm
 
 if TYPE_CHECKING:  # importing torch takes seconds; files are checked before
-    from simplellm.generate import LLM, RequestOutput
+    from simplellm.engine import LLM
+    from simplellm.generate import RequestOutput
     from simplellm.sampler import SamplingParams
 
 IN_FLIGHT = 256  # requests that the engine has at a time
@@ -158,8 +159,8 @@ def sampling_options(request: dict[str, Any], others: Sequence[str]) -> dict[str
 
     sampling = [field.name for field in fields(SamplingParams)]
     for name in request:
-        if name not in (*others, *sampling):
-            known = ", ".join(["id", *others, *sampling])
+        if name not in (*others, "n", *sampling):
+            known = ", ".join(["id", *others, "n", *sampling])
             raise ValueError(f"unknown field {name!r}; expected {known}")
     options = {name: request[name] for name in sampling if name in request}
     bias = options.get("logit_bias")
@@ -192,19 +193,27 @@ def prepare_chat(
 
 
 def result_of(
-    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
+    llm: "LLM", request: dict[str, Any], outputs: "Sequence[RequestOutput]"
 ) -> dict[str, Any]:
     """What the output file says of a finished request, its id aside."""
-    result: dict[str, Any]
+    choices = [choice_of(llm, request, output) for output in outputs]
+    return {"choices": choices} if "n" in request else choices[0]
+
+
+def choice_of(
+    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
+) -> dict[str, Any]:
+    """What one of a request's samples gave."""
+    choice: dict[str, Any]
     if "messages" in request:
-        result = chat_result(llm, request, output)
+        choice = chat_result(llm, request, output)
     else:
-        result = {"text": output.text, "finish_reason": output.finish_reason}
-    result["prompt_tokens"] = len(output.prompt_token_ids)
-    result["completion_tokens"] = len(output.token_ids)
+        choice = {"text": output.text, "finish_reason": output.finish_reason}
+    choice["prompt_tokens"] = len(output.prompt_token_ids)
+    choice["completion_tokens"] = len(output.token_ids)
     if output.logprobs is not None:
-        result["logprobs"] = [asdict(entry) for entry in output.logprobs]
-    return result
+        choice["logprobs"] = [asdict(entry) for entry in output.logprobs]
+    return choice
 
 
 def chat_result(
@@ -257,6 +266,8 @@ def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Tota
     A request that the engine refuses gets an error object. One that fails gets
     nothing. If the engine itself is lost, its exception ends the run.
     """
+    from simplellm.scheduler import QueueFullError
+
     totals = count(done)
     pending: dict[Future[list[RequestOutput]], Line] = {}
     lines = [line for line in read_requests(source) if line.id not in done]
@@ -274,15 +285,26 @@ def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Tota
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
             line = pending.pop(future)
             try:
-                (output,) = future.result()
+                outputs = future.result()
             except Exception as error:
                 totals.failed += 1
                 totals.cause = error
                 bar.update()
                 continue
-            write(line, result_of(llm, line.request, output))
-            tokens += len(output.token_ids)
+            write(line, result_of(llm, line.request, outputs))
+            tokens += sum(len(output.token_ids) for output in outputs)
             bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tokens/s")
+
+    def submit(
+        prompt: Any, params: "SamplingParams", n: int
+    ) -> "Future[list[RequestOutput]]":
+        while True:
+            try:
+                return llm.generate([prompt], params, n=n)
+            except QueueFullError:  # with many samples each, fewer requests fit
+                if not pending:
+                    raise
+                collect()
 
     with tqdm(
         total=len(done) + len(lines), initial=len(done), unit="req", disable=None
@@ -293,11 +315,9 @@ def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Tota
                     collect()
                 try:
                     prompt, params = prepare(llm, line)
-                    future = llm.generate([prompt], params)
+                    pending[submit(prompt, params, line.request.get("n", 1))] = line
                 except (TypeError, ValueError) as error:
                     write(line, {"error": f"line {line.number}: {error}"})
-                else:
-                    pending[future] = line
             while pending:
                 collect()
         finally:

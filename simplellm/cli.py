@@ -29,7 +29,7 @@ from simplellm import __version__
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.checkpoint import TensorInfo
     from simplellm.config import ModelConfig
-    from simplellm.generate import LLM
+    from simplellm.engine import LLM
     from simplellm.harmony import Delta
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here

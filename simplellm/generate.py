@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -361,23 +361,7 @@ class LLM:
         checkpoint's generation_config.json recommends; ``overrides`` replace fields of
         it. Raises TypeError or ValueError at once for what cannot run.
         """
-        every = as_prompts(prompts)
-        if isinstance(sampling_params, SamplingParams | None):
-            sampling_params = [sampling_params or self.default_params] * len(every)
-        elif not isinstance(sampling_params, list | tuple):
-            raise TypeError(
-                f"sampling_params is {type(sampling_params).__name__}; expected "
-                "SamplingParams or a list of them"
-            )
-        if len(sampling_params) != len(every):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(every)} prompts; "
-                "expected one for all or one each"
-            )
-        requests = [
-            self._request(prompt, params, overrides)
-            for prompt, params in zip(every, sampling_params, strict=True)
-        ]
+        requests = self._requests(prompts, sampling_params, overrides)
         return self._worker.submit(self._complete, requests)
 
     def stream(
@@ -391,7 +375,8 @@ class LLM:
         Texts are whole characters and never part of a stop string; the last output
         has the finish_reason. Closing the iterator ends the request.
         """
-        return self._outputs(self._request(prompt, sampling_params, overrides))
+        request = self._request(prompt, sampling_params, overrides)
+        return self._outputs(request, self._tokens([request]))
 
     def chat(
         self,
@@ -413,7 +398,7 @@ class LLM:
         )
         parser = HarmonyParser(self.tokenizer)
         reasoning, content = "", ""
-        for delta in self._deltas(request, parser):
+        for delta in self._deltas(request, parser, self._tokens([request])):
             if delta.recipient is None and delta.channel == "analysis":
                 reasoning += delta.text
             elif delta.recipient is None:
@@ -439,13 +424,14 @@ class LLM:
         request = self._chat_request(
             messages, tools, reasoning_effort, sampling_params, overrides
         )
-        return self._deltas(request, HarmonyParser(self.tokenizer))
+        parser = HarmonyParser(self.tokenizer)
+        return self._deltas(request, parser, self._tokens([request]))
 
     def close(self) -> None:
         """Finish what was asked for and accept no more."""
         self._worker.shutdown()
 
-    def __enter__(self) -> "LLM":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -465,14 +451,18 @@ class LLM:
             parts[new.request].append(sides[new.request].push(new))
         return [join(parts[request]) for request in requests]
 
-    def _outputs(self, request: Request) -> Iterator[RequestOutput]:
+    def _outputs(
+        self, request: Request, tokens: Iterator[NewToken]
+    ) -> Iterator[RequestOutput]:
         side = TextSide(request, self._tokenizer)
-        for new in self._tokens([request]):
+        for new in tokens:
             yield side.push(new)
 
-    def _deltas(self, request: Request, parser: HarmonyParser) -> Iterator[Delta]:
+    def _deltas(
+        self, request: Request, parser: HarmonyParser, tokens: Iterator[NewToken]
+    ) -> Iterator[Delta]:
         stops = StopStrings(request.params.stop)
-        for new in self._tokens([request]):
+        for new in tokens:
             deltas = parser.push(new.token_id)
             if request.finish_reason:
                 deltas += parser.finish()
@@ -508,6 +498,31 @@ class LLM:
         )
         default = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
         return self._request(ids, sampling_params or default, overrides)
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        overrides: Mapping[str, Any],
+    ) -> list[Request]:
+        """A checked request for each prompt. Raises TypeError or ValueError."""
+        every = as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams | None):
+            sampling_params = [sampling_params or self.default_params] * len(every)
+        elif not isinstance(sampling_params, list | tuple):
+            raise TypeError(
+                f"sampling_params is {type(sampling_params).__name__}; expected "
+                "SamplingParams or a list of them"
+            )
+        if len(sampling_params) != len(every):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(every)} prompts; "
+                "expected one for all or one each"
+            )
+        return [
+            self._request(prompt, params, overrides)
+            for prompt, params in zip(every, sampling_params, strict=True)
+        ]
 
     def _request(
         self,

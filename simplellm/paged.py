@@ -85,6 +85,7 @@ class PageManager:
         self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
         self.pages: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
+        self.max_tokens = self._longest()
 
     def add(self, sequence: int, tokens: Sequence[int]) -> int:
         """Register a sequence; returns how many of its first tokens are cached.
@@ -123,8 +124,10 @@ class PageManager:
         split = []
         if filled and length > table.computed:
             split = [p for p in table.groups if self.references[p[open_page]] > 1]
-        missing = sum(max(0, count - len(pages)) for pages in table.groups)
-        if missing + len(split) > self.free_pages:
+        missing = (count - len(table.groups[0])) * len(self.windows)
+        if not split and missing <= 0:  # as in most decodes
+            return True
+        if max(0, missing) + len(split) > self.free_pages:
             return False
         for pages in split:
             copy = self._take()
@@ -142,18 +145,21 @@ class PageManager:
         Full pages become shareable, pages behind the window are given back.
         """
         table = self.table(sequence)
-        room = len(table.groups[0]) * self.page_size
-        if not table.computed <= length <= min(room, len(tokens)):
+        most = min(len(table.groups[0]) * self.page_size, len(tokens))
+        if not table.computed <= length <= most:
             raise ValueError(
                 f"sequence {sequence}: commit of {length} tokens; expected at least "
-                f"{table.computed}, which were computed before, and at most "
-                f"{min(room, len(tokens))}, for which there is room"
+                f"{table.computed}, which were computed before, and at most {most}, "
+                "for which there is room"
             )
         table.computed = length
-        if self.share:
+        if self.share and length // self.page_size > table.hashed:
             self._name_full_pages(table, tokens)
         for group, window in enumerate(self.windows):
-            pages, first = table.groups[group], self._first_page(length, window)
+            first = self._first_page(length, window)
+            if first == table.first[group]:
+                continue
+            pages = table.groups[group]
             for index in range(table.first[group], first):
                 self._release(pages[index], behind=True)
                 pages[index] = NULL
@@ -195,9 +201,8 @@ class PageManager:
             raise ValueError(f"sequence {sequence} is unknown; expected an added one")
         return self.tables[sequence]
 
-    @property
-    def max_tokens(self) -> int:
-        """The longest that a sequence can get if it is alone."""
+    def _longest(self) -> int:
+        """The most tokens that a sequence can have if it is alone."""
         count = self.num_pages // len(self.windows)
         if self.windows[-1] is not None and self.max_chunk is not None:
             # At worst the oldest position in view is the last one of its page.

@@ -88,6 +88,8 @@ class SamplingParams:
             check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if not isinstance(self.logit_bias, Mapping | None):
             raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a dict")
+        if self.logit_bias is not None:  # a copy: nobody changes what was checked
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in (self.logit_bias or {}).items():
             check_integer("a logit_bias token id", token, 0, 2**31)
             check_number(f"logit_bias of token {token}", bias, -100, 100)
@@ -170,7 +172,8 @@ def filter_tokens(
     before = probs.cumsum(dim=-1) - probs  # mass of the tokens ranked higher
     # Rounding may carry the sum to 1 early: a row without top_p must lose nothing.
     keep &= (before < top_p) | (top_p >= 1)
-    last = keep.sum(dim=-1, keepdim=True) - 1
+    # In float32 a tiny top_p is 0 and keeps none; the likeliest token stays.
+    last = (keep.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
 
 

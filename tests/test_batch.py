@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from simplellm import LLM, SamplingParams, batch, cli
+from simplellm import LLM, QueueFullError, SamplingParams, batch, cli
 from simplellm.generate import RequestOutput, as_prompts
 
 
@@ -26,6 +27,7 @@ class EchoLLM:
     def __init__(self, *, delay: float = 0.0, log: Path | None = None) -> None:
         self.delay = delay
         self.log = log
+        self.crowd = threading.Semaphore(1)
         self.pool = ThreadPoolExecutor(8)
         self.random = random.Random(os.getpid())
 
@@ -36,11 +38,14 @@ class EchoLLM:
         self.pool.shutdown()
 
     def generate(
-        self, prompts: Any, params: SamplingParams
+        self, prompts: Any, params: SamplingParams, n: int = 1
     ) -> Future[list[RequestOutput]]:
         (prompt,) = as_prompts(prompts)
         if prompt == "refuse":
             raise ValueError("the engine refuses this")
+        # Of a crowd the engine takes only one at a time.
+        if prompt == "crowd" and not self.crowd.acquire(blocking=False):
+            raise QueueFullError("too many requests wait")
         if prompt == "dead":
             raise RuntimeError("the engine is dead")
         if self.log:
@@ -50,6 +55,8 @@ class EchoLLM:
 
     def answer(self, prompt: str, delay: float) -> list[RequestOutput]:
         time.sleep(delay)
+        if prompt == "crowd":
+            self.crowd.release()
         if prompt == "fail":
             raise RuntimeError("out of memory")
         return [RequestOutput(f"{prompt}!", [1, 2], "length", None, [0])]
@@ -183,11 +190,12 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
         },
         {"id": "seed", "prompt": "A", "temperature": 2, "seed": 1, "max_tokens": 9}
         | {"logit_bias": {"7": 5}},
+        {"id": "n", "messages": question, "n": 3, "reasoning_effort": "low"},
     )
     target = tmp_path / "out.jsonl"
     with batch.open_results(target, batch.read_ids(source)) as (file, done):
         totals = batch.run(llm, source, file, done)
-    assert (totals.answered, totals.rejected, totals.failed) == (7, 0, 0)
+    assert (totals.answered, totals.rejected, totals.failed) == (8, 0, 0)
     found = results(target)
 
     def text(prompt: Any, **options: Any) -> str:
@@ -216,6 +224,9 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
         chat.reasoning,
     )
     assert found["cut"]["content"] == "47 + 85"
+    chat = llm.chat(question, reasoning_effort="low")
+    contents = [choice["content"] for choice in found["n"]["choices"]]
+    assert contents == [chat.content] * 3
     (tool_call,) = found["call"]["tool_calls"]
     assert tool_call["name"] == "calculator"
     assert json.loads(tool_call["arguments"]) == {"expression": "12 * 34"}
@@ -232,6 +243,12 @@ def test_failed_requests_are_tried_again(echo, tmp_path, capsys):
     write(source, {"prompt": "works"}, {"prompt": "x"})
     assert call(source, target) == 0
     assert results(target)["line-1"]["text"] == "works!"
+
+
+def test_a_full_queue_is_waited_for(echo, tmp_path):
+    source = write(tmp_path / "in.jsonl", *[{"prompt": "crowd"}] * 9)
+    assert call(source, tmp_path / "out.jsonl") == 0
+    assert len(results(tmp_path / "out.jsonl")) == 9
 
 
 def test_a_dead_engine_ends_the_run(echo, tmp_path, capsys):
@@ -335,7 +352,8 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_control_c_leaves_a_resumable_file(tmp_path):
-    requests = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(24)]
+    # More than run at once, so that the first ones end long before the last ones.
+    requests = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(200)]
     source = write(tmp_path / "in.jsonl", *requests)
     target = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "simplellm.cli", "batch", source, target]
@@ -352,6 +370,6 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
     assert 1 <= len(results(target)) < len(requests)
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0
-    assert "24 requests: 24 answered, 0 errors" in result.stderr
+    assert "200 requests: 200 answered, 0 errors" in result.stderr
     assert target.read_bytes().startswith(before)
-    assert len(results(target)) == 24
+    assert len(results(target)) == 200

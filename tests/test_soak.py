@@ -1,0 +1,69 @@
+"""A short soak; `python tools/soak.py` runs the long one."""
+
+import pytest
+import soak
+
+from simplellm.engine import Engine
+from simplellm.scheduler import Job, Scheduler
+
+
+def test_nothing_is_left_after_a_crowd_of_clients():
+    found = soak.soak(seconds=5, threads=24, seed=1, fault_every=10)
+    assert found["wrong"] == []
+    ends = found["ends"]
+    assert found["asked"] == sum(ends.values())
+    assert found["accepted"] == sum(found["engine_ends"].values())
+    assert found["steps"] > 20
+    assert ends.get("length", 0) + ends.get("stop", 0) > 0, ends
+    for reason in ("error", "refused: bad request", "refused: queue full"):
+        assert ends.get(reason, 0) > 0, ends
+
+
+def test_what_is_left_behind_is_found():
+    """The soak's own checks fail when a page is lost and a client never answered."""
+    ledger = soak.Ledger(asked=2, accepted=1)
+    ledger.end("length")
+    llm = soak.LLM(device="cpu", config=soak.CONFIG)
+    manager = llm.engine.scheduler.manager
+    manager.add(-1, [1] * 20)
+    assert manager.grow(-1, 20)
+    wrong = soak.find_leaks(llm, ledger, soak.threading.active_count() - 2)
+    assert "pages in use: 6" in wrong
+    assert "sequences in the cache: 1" in wrong
+    assert "requests without an end: 1" in wrong
+    assert "requests the engine ended twice or never: -1" in wrong
+    ledger.compare([1], [2, 3])
+    ledger.compare([1], [2, 3, 4])
+    assert not ledger.wrong
+    ledger.compare([1], [2, 4])
+    assert len(ledger.wrong) == 1
+
+
+def test_a_leak_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch):
+    """An engine that keeps the pages of one aborted request in two."""
+    finish, aborts = Scheduler.finish, []
+
+    def leaking(self: Scheduler, job: Job, reason: str) -> None:
+        if reason == "abort" and job in self.running:
+            aborts.append(job)
+            if len(aborts) % 2:
+                self.manager.fork(job.number, -len(aborts))
+        finish(self, job, reason)
+
+    monkeypatch.setattr(Scheduler, "finish", leaking)
+    llm = soak.LLM(device="cpu", config=soak.CONFIG)
+    ledger = soak.Ledger(asked=4, accepted=4)
+    threads = soak.threading.active_count() - 2
+    for _ in range(4):
+        next(llm.stream([1] * 20, max_tokens=200, ignore_eos=True))
+        ledger.end("stream dropped by its client")
+    wrong = soak.find_leaks(llm, ledger, threads)
+    assert any(line.startswith("pages in use") for line in wrong), wrong
+    assert "sequences in the cache: 2" in wrong
+
+
+def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
+    """An engine that fails all requests of a step for one of them."""
+    monkeypatch.setattr(Engine, "repeatable", lambda self, work: False)
+    found = soak.soak(seconds=2, threads=6, fault_every=4)
+    assert any("requests that others made fail" in line for line in found["wrong"])
