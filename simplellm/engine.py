@@ -310,6 +310,8 @@ class Meter:
 
 LOGGER = logging.getLogger("simplellm")
 
+Flight = Callable[[], Sampled]  # waits for what a step has sampled
+
 
 class Engine:
     """Runs many requests at once, a step at a time.
@@ -349,21 +351,26 @@ class Engine:
         self.outbox: queue.SimpleQueue[Callable[[], object] | None]
         self.outbox = queue.SimpleQueue()  # work for the thread that makes text
         self.threads: list[threading.Thread] = []
+        self.depth = 0  # steps that are still computed while the next one is scheduled
+        self.flights: deque[tuple[Sequence[Work], Sequence[Ticket], Flight]] = deque()
         self._columns: tuple[list[int], Columns] | None = None
 
     def step(self) -> None:
-        """One forward pass over the next tokens of whoever can take part."""
+        """Begin the next forward pass, and book those that are over."""
         with self.lock:
             works = self.scheduler.schedule()
-        if not works:
+        if works:
+            self.advance(works)
+        elif not self.flights:
             raise RuntimeError("requests wait, but none of them can run")
-        self.advance(works)
+        while len(self.flights) > (self.depth if works else 0):
+            self.land(*self.flights.popleft())
 
     def advance(self, works: Sequence[Work]) -> None:
-        """Compute works and book them; should that fail, each of them by itself."""
+        """Begin to compute works; should that fail, each of them by itself."""
+        tickets = [self.tickets[work.job] for work in works if work.samples]
         try:
-            sampled = self.sample(works, self.run(works))
-            tokens = sampled.tokens.tolist()  # waits for the GPU, and without the lock
+            flight = self.launch(works)
         except Exception as error:
             self._columns = None
             for work in works:
@@ -373,9 +380,24 @@ class Engine:
                     self.fail(work.job, error)
             return
         with self.lock:
+            self.scheduler.begin(works)
+        self.flights.append((works, tickets, flight))
+
+    def launch(self, works: Sequence[Work]) -> Flight:
+        """Compute works. A faster engine only starts this and does not wait."""
+        sampled = self.sample(works, self.run(works))
+        return lambda: sampled
+
+    def land(
+        self, works: Sequence[Work], tickets: Sequence[Ticket], flight: Flight
+    ) -> None:
+        """Book the results of a step and tell the readers."""
+        sampled = flight()
+        tokens = sampled.tokens.tolist()  # waits for the GPU, and without the lock
+        with self.lock:
             new = self.scheduler.commit(works, tokens)
             self.meter.step([self.tickets[job] for job, _ in new])
-        self.deliver(works, sampled, new)
+        self.deliver(tickets, sampled, new)
 
     def repeatable(self, work: Work) -> bool:
         """Whether a work can be computed again: a ring forgets what a chunk reads."""
@@ -426,14 +448,16 @@ class Engine:
         return sample(logits, columns, steps, *counts)
 
     def deliver(
-        self, works: Sequence[Work], sampled: Sampled, new: Sequence[tuple[Job, int]]
+        self,
+        tickets: Sequence[Ticket],
+        sampled: Sampled,
+        new: Sequence[tuple[Job, int]],
     ) -> None:
         """Tell the readers of their new tokens."""
-        jobs = [work.job for work in works if work.samples]
         logprobs: Mapping[Job, TokenLogprobs | None] = {}
         if sampled.logprobs is not None:
-            requests = [self.tickets[job].request for job in jobs]
-            found = token_logprobs(requests, sampled)
+            found = token_logprobs([ticket.request for ticket in tickets], sampled)
+            jobs = [ticket.job for ticket in tickets]
             logprobs = dict(zip(jobs, found, strict=True))
         for job, token in new:
             self.send(job, Event(token, logprobs.get(job), job.finish_reason))
@@ -533,7 +557,7 @@ class Engine:
             while self._obey():
                 for job in self._expired():
                     self.end(job, "timeout")
-                if self.scheduler.jobs:
+                if self.scheduler.jobs or self.flights:
                     self.step()
         except BaseException as error:
             LOGGER.exception("the engine died")

@@ -142,7 +142,8 @@ class PageManager:
     def commit(self, sequence: int, tokens: Sequence[int], length: int) -> None:
         """The keys and values of the first ``length`` of ``tokens`` are computed now.
 
-        Full pages become shareable, pages behind the window are given back.
+        Full pages become shareable, pages behind the window are given back. The last
+        token may be negative, which means that it is not known yet.
         """
         table = self.table(sequence)
         most = min(len(table.groups[0]) * self.page_size, len(tokens))
@@ -250,7 +251,9 @@ class PageManager:
                         assert page not in self.names, (
                             f"page {page} has a name too soon"
                         )
-            assert table.hashed == self.share * (table.computed // self.page_size)
+            full = self.share * (table.computed // self.page_size)
+            # The last token of the last full page may not be known yet.
+            assert full - 1 <= table.hashed <= full, f"{sequence}: pages without names"
         assert held == self.references, "reference counts differ from the tables"
         unused = sorted([*self.free, *self.cached])
         assert unused == [page for page, count in enumerate(held) if count == 0]
@@ -295,12 +298,14 @@ class PageManager:
         size = self.page_size
         for index in range(table.hashed, table.computed // size):
             part = tokens[index * size : (index + 1) * size]
+            if part[-1] < 0:  # not known yet: the page gets its name the next time
+                return
             table.digest = page_digest(table.digest, part)
             table.hashed += 1
             for group, pages in enumerate(table.groups):
                 name = (group, table.digest)
                 # Whoever computed the same page first has the name.
-                if name not in self.pages:
+                if name not in self.pages and pages[index] != NULL:
                     self.pages[name] = pages[index]
                     self.names[pages[index]] = name
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from simplellm.cache import Manager
 
+UNKNOWN = -1  # stands for a token that is being computed
+
 
 class QueueFullError(RuntimeError):
     """More requests wait than the queue may hold; try again later."""
@@ -49,6 +51,11 @@ class Job:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def complete(self) -> bool:
+        """Its last token is there, or at least being computed."""
+        return self.num_output >= self.max_tokens
 
 
 class Work(NamedTuple):
@@ -153,7 +160,7 @@ class Scheduler:
             while place < len(self.running) and budget > 0:
                 job = self.running[place]
                 place += 1
-                if (job.missing == 1) != decodes or job.number in busy:
+                if (job.missing == 1) != decodes or job.number in busy or job.complete:
                     continue
                 length = self._chunk(job, budget)
                 if length and self._make_room(job, length, busy):
@@ -166,30 +173,40 @@ class Scheduler:
             self._admit(works, budget)
         return works
 
-    def commit(
-        self, works: Sequence[Work], tokens: Sequence[int]
-    ) -> list[tuple[Job, int]]:
-        """Book a step that was computed: one of ``tokens`` for each work that samples.
+    def begin(self, works: Sequence[Work]) -> None:
+        """Book a step whose results will come: what it computes counts as there.
 
-        Returns the jobs that got a token, and ends those that it was the last of.
+        The tokens that it samples are UNKNOWN until `commit`. The next step can be
+        scheduled meanwhile, since it takes their number and not their names.
         """
-        sampled = iter(tokens)
-        new = []
         for job, start, length, samples in works:
-            token = next(sampled) if samples else None
             if job.finish_reason is not None:  # it was aborted meanwhile
                 continue
             job.computed = start + length
             self.manager.commit(job.number, job.tokens, job.computed)
-            if token is None:
-                if job.siblings and job.missing == 1:
-                    self._release_siblings(job)
+            if samples:
+                job.tokens.append(UNKNOWN)
+            elif job.siblings and job.missing == 1:
+                self._release_siblings(job)
+
+    def commit(
+        self, works: Sequence[Work], tokens: Sequence[int]
+    ) -> list[tuple[Job, int]]:
+        """Book the results of a step: one of ``tokens`` for each work that samples.
+
+        Returns the jobs that got a token, and ends those that it was the last of.
+        """
+        sampling = [work for work in works if work.samples]
+        new = []
+        for (job, start, length, _), token in zip(sampling, tokens, strict=True):
+            if job.finish_reason is not None:
                 continue
-            job.tokens.append(token)
+            place = start + length
+            job.tokens[place] = token
             new.append((job, token))
             if token in job.stop_ids:
                 self.finish(job, "stop")
-            elif job.num_output >= job.max_tokens:
+            elif place + 1 - job.num_prompt == job.max_tokens:
                 self.finish(job, "length")
         return new
 
@@ -251,6 +268,8 @@ class Scheduler:
         promised -= sum(work.length for work in works)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             job, free = self.waiting[0], self.manager.free_tokens
+            if job.tokens[-1] == UNKNOWN:
+                return  # preempted just now; its pages cannot be looked up yet
             refused, room = self._refused
             if self.running and refused == job.number and free <= room:
                 return  # as little room as the last time

@@ -94,6 +94,7 @@ class Run:
     def commit(self, works: list[Work]) -> None:
         tokens = [1000 + len(work.job.tokens) for work in works if work.samples]
         before = set(self.scheduler.jobs.values())
+        self.scheduler.begin(works)
         new = self.scheduler.commit(works, tokens)
         assert all(job.tokens[-1] == token for job, token in new)
         self.ended += before - set(self.scheduler.jobs.values())

@@ -417,6 +417,7 @@ def scheduler_cost() -> dict[str, Any]:
         middle = time.perf_counter()
         tokens = [rng.randrange(1000) for work in works if work.samples]
         end = time.perf_counter()
+        scheduler.begin(works)
         scheduler.commit(works, tokens)
         return middle - begin + time.perf_counter() - end
 

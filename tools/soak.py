@@ -119,11 +119,12 @@ class Client:
         self.chance = random.Random(seed)
         self.parked: list[tuple[Iterator[RequestOutput], list[int]]] = []
 
-    def run(self, until: float) -> None:
+    def run(self, until: float, least: int) -> None:
+        """Go on until that time, and until ``least`` requests were accepted."""
         actions: list[Callable[[], None]] = [self.future, self.stream]
         rare = [self.bad, self.coroutine, self.park, self.chat]
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < until or self.ledger.accepted < least:
                 some = rare if self.chance.random() < 0.3 else actions
                 try:
                     self.chance.choice(some)()
@@ -363,7 +364,11 @@ def flatness(samples: list[float]) -> dict[str, float]:
 
 
 def soak(
-    seconds: float, threads: int, seed: int = 0, fault_every: int = 50
+    seconds: float,
+    threads: int,
+    seed: int = 0,
+    fault_every: int = 50,
+    least: int = 0,
 ) -> dict[str, Any]:
     """Run it; what happened, and under "wrong" whatever should not have."""
     logging.getLogger("simplellm").setLevel(logging.CRITICAL + 1)
@@ -377,7 +382,7 @@ def soak(
     clients = [
         threading.Thread(
             target=Client(llm, ledger, seed * threads + number).run,
-            args=[until],
+            args=[until, least],
             daemon=True,
         )
         for number in range(threads)
