@@ -431,21 +431,33 @@ class Engine:
     def sample(self, works: Sequence[Work], logits: Tensor) -> Sampled:
         """The next token of each work that samples."""
         jobs = [work.job for work in works if work.samples]
-        device, vocab_size = logits.device, logits.shape[1]
         if not jobs:
             return Sampled(torch.empty(0, dtype=torch.int64))
-        params = [self.tickets[job].request.params for job in jobs]
+        columns = self.columns(jobs)
+        steps = torch.tensor([job.num_output for job in jobs], device=logits.device)
+        return sample(logits, columns, steps, *self.counts(jobs, columns))
+
+    def columns(self, jobs: Sequence[Job]) -> Columns:
+        """The sampling parameters of ``jobs``, kept for as long as these stay."""
         numbers = [job.number for job in jobs]
         if self._columns is None or self._columns[0] != numbers:
-            self._columns = numbers, Columns.of(params, vocab_size, device)
-        columns = self._columns[1]
-        steps = torch.tensor([job.num_output for job in jobs], device=device)
-        counts: list[Tensor] = []
-        if columns.penalties:
-            prompts = [job.tokens[: job.num_prompt] for job in jobs]
-            outputs = [job.tokens[job.num_prompt :] for job in jobs]
-            counts = [count_tokens(x, vocab_size, device) for x in (prompts, outputs)]
-        return sample(logits, columns, steps, *counts)
+            params = [self.tickets[job].request.params for job in jobs]
+            config, device = self.model.config, self.model.device
+            self._columns = numbers, Columns.of(params, config.vocab_size, device)
+        return self._columns[1]
+
+    def counts(self, jobs: Sequence[Job], columns: Columns) -> list[Tensor]:
+        """How often each token was in the prompts and the outputs, if that matters."""
+        if not columns.penalties:
+            return []
+        parts: tuple[list[list[int]], list[list[int]]] = [], []
+        for job in jobs:
+            matters = self.tickets[job].request.params.penalizes
+            tokens = job.tokens if matters else []
+            parts[0].append(tokens[: job.num_prompt])
+            parts[1].append(tokens[job.num_prompt :])
+        config, device = self.model.config, self.model.device
+        return [count_tokens(part, config.vocab_size, device) for part in parts]
 
     def deliver(
         self,

@@ -28,7 +28,7 @@ from simplellm.harmony import (
     render,
     tool_calls,
 )
-from simplellm.model import EMBEDDED, Transformer, load_model
+from simplellm.model import EMBEDDED, TORCH, Backend, Transformer, load_model
 from simplellm.sampler import (
     Columns,
     Sampled,
@@ -308,9 +308,10 @@ class LLM:
     """A model and all that is needed to give it text and get text back.
 
     ``path`` is a checkpoint folder in either layout; without it, the model that comes
-    with the package. ``dtype``, ``device``, ``random_weights`` and ``seed`` are those
-    of `load_model`. Without a tokenizer.json prompts are token ids. Any number of
-    threads may share one LLM. Raises ConfigError, CheckpointError or TokenizerError.
+    with the package. ``dtype``, ``device``, ``random_weights``, ``seed`` and
+    ``backend`` are those of `load_model`. Without a tokenizer.json prompts are token
+    ids. Any number of threads may share one LLM. Raises ConfigError, CheckpointError or
+    TokenizerError.
     """
 
     def __init__(
@@ -321,13 +322,19 @@ class LLM:
         device: str | torch.device | None = None,
         random_weights: bool = False,
         seed: int = 0,
+        backend: Backend = TORCH,
     ) -> None:
         folder = EMBEDDED if path is None else Path(path)
         file = find_file(folder, "tokenizer.json")
         self._tokenizer = Tokenizer.from_file(file) if file else None
         generation = read_generation_config(folder)
         self.model = load_model(
-            path, dtype, device, random_weights=random_weights, seed=seed
+            path,
+            dtype,
+            device,
+            random_weights=random_weights,
+            seed=seed,
+            backend=backend,
         )
         self.config = self.model.config
         if self._tokenizer:

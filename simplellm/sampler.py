@@ -94,6 +94,12 @@ class SamplingParams:
             check_integer("a logit_bias token id", token, 0, 2**31)
             check_number(f"logit_bias of token {token}", bias, -100, 100)
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether it matters which tokens there were."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or any(penalties)
+
 
 def mix(x: Tensor) -> Tensor:
     """Hash 32-bit values held in int64; a bijection in which each bit flips each.
@@ -248,10 +254,7 @@ class Columns:
                 and (0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0)
                 for p in params
             ),
-            penalties=any(
-                p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
-                for p in params
-            ),
+            penalties=any(p.penalizes for p in params),
             logprobs=max(wanted) if wanted else None,
         )
 
