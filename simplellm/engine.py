@@ -368,12 +368,16 @@ class Engine:
 
     def advance(self, works: Sequence[Work]) -> None:
         """Begin to compute works; should that fail, each of them by itself."""
+        while len(self.flights) > self.depth:
+            self.land(*self.flights.popleft())
         tickets = [self.tickets[work.job] for work in works if work.samples]
         try:
             flight = self.launch(works)
         except Exception as error:
             self._columns = None
             for work in works:
+                if work.job.finish_reason is not None:  # since a flight has landed
+                    continue
                 if len(works) > 1 and self.repeatable(work):
                     self.advance([work])
                 else:
@@ -794,10 +798,13 @@ class LLM(PlainLLM):
         **options: Any,
     ) -> None:
         super().__init__(path, **options)
-        self.engine: Engine = Engine(self.model, config)  # type: ignore[assignment]
+        self.engine: Engine = self._make_engine(config)  # type: ignore[assignment]
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self.engine.shutdown, True, 60.0)
         self.engine.start()
+
+    def _make_engine(self, config: EngineConfig | None) -> Engine:
+        return Engine(self.model, config)
 
     def generate(
         self,

@@ -552,7 +552,11 @@ class PagedCache:
                     f"{chunk}: expected one that starts at {table.computed}, where its "
                     f"sequence ends, and stops by {room}, up to where it has room"
                 )
+        self.copy_pages()
+        return PagedStep(self, chunks)
+
+    def copy_pages(self) -> None:
+        """Make the copies that the manager has promised, before anything is written."""
         for source, target in self.manager.take_copies():
             self.k[:, target] = self.k[:, source]
             self.v[:, target] = self.v[:, source]
-        return PagedStep(self, chunks)

@@ -183,6 +183,16 @@ def filter_tokens(
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
 
 
+def upload(
+    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """A list as a tensor on ``device``, without waiting for what the device does."""
+    tensor = torch.tensor(values, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Columns:
     """A batch's parameters as columns [B, 1], and what no row needs as booleans.
@@ -212,7 +222,7 @@ class Columns:
         """The columns of ``params``; every seed that a drawing row uses must be set."""
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return upload(values, torch.float32, device)[:, None]
 
         for number, p in enumerate(params):
             if p.temperature > 0 and p.seed is None:
@@ -233,15 +243,15 @@ class Columns:
         if biases:
             rows, tokens, values = zip(*biases, strict=True)
             bias = (
-                torch.tensor(rows, device=device),
-                torch.tensor(tokens, device=device),
-                torch.tensor(values, dtype=torch.float32, device=device),
+                upload(rows, torch.int64, device),
+                upload(tokens, torch.int64, device),
+                upload(values, torch.float32, device),
             )
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
-            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            seeds=upload(seeds, torch.int64, device),
             temperature=column([p.temperature for p in params]),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device)[:, None],
+            top_k=upload(top_k, torch.int64, device)[:, None],
             top_p=column([p.top_p for p in params]),
             min_p=column([p.min_p for p in params]),
             repetition=column([p.repetition_penalty for p in params]),
