@@ -1,0 +1,793 @@
+"""Attention over the pages of a cache, with grouped heads, a window and sinks.
+
+T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K
+heads a group, D head_dim. Logits are in units of log2: a softmax is then made of exp2.
+A place is a position counted from the first page that a table still names.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.attention import masked_attention, visible
+from simplellm.kernels import supports_pdl
+from simplellm.paged import gather
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel runs: keys in a tile, and what Triton makes of a program."""
+
+    block: int
+    warps: int
+    stages: int
+    least: int = 128  # keys that are worth a program of their own, of a decode
+    chunk: int = 8  # splits that are joined at once
+    depth: int = 1  # such chunks under way
+    tokens: int = 1  # queries that a program takes, of a prefill
+    edge: int = 0  # keys in a tile of those that not all of its queries see; 0: block
+
+
+# By the least number of sequences, as timed on an H200 on 2026-11-21. Alone, a sequence
+# of 1,000 took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
+# with 256 and 35.6 us unsplit.
+DECODE = {
+    1: Tiles(block=64, warps=4, stages=4, least=128),
+    16: Tiles(block=64, warps=4, stages=4, least=256),
+    32: Tiles(block=64, warps=4, stages=4, least=512),
+    64: Tiles(block=64, warps=4, stages=4, least=1024),
+    128: Tiles(block=64, warps=4, stages=2, least=1024),
+}
+# 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
+DECODE_WINDOW = Tiles(block=128, warps=4, stages=1)
+# Up to 128 registers a thread, two programs of 8 warps share a processor.
+PREFILL = Tiles(block=64, warps=8, stages=3, tokens=16)
+PREFILL_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=8)
+
+LOG2E = tl.constexpr(math.log2(math.e))
+# Stands for "no key yet". Unlike -inf it can be subtracted from itself.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def find_rows(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    """Where the rows of ``places`` begin; those from ``stop`` on in page 0."""
+    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
+    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
+
+
+@triton.jit
+def load_rows(pages_ptr, rows, there, D: tl.constexpr, DIMS: tl.constexpr):
+    """[N, DIMS] of one kv head; 0 where nothing is ``there``."""
+    d = tl.arange(0, DIMS)[None, :]
+    mask = there[:, None] & (d < D)
+    return tl.load(pages_ptr + rows[:, None] + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def hide(logits, keys, queries, WINDOW: tl.constexpr):
+    """-inf where a query, its place [M, 1], does not see a key, its place [1, N]."""
+    seen = keys <= queries
+    if WINDOW:
+        seen &= keys > queries - WINDOW
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def fold(
+    logits,  # [M, N], not yet scaled
+    v,  # [N, D]
+    top,  # float32 [M], the largest logit so far
+    total,  # float32 [M], the sum of exp2(logit - top)
+    acc,  # float32 [M, D], the sum of exp2(logit - top) * v
+    scale,
+):
+    """One step of an online softmax: take the keys of one tile in."""
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def initial(sinks_ptr, heads, counted, HAS_SINKS: tl.constexpr):
+    """The top and the total that a softmax starts with: of its sink, or of nothing."""
+    top = tl.full(heads.shape, LOWEST, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
+        top = tl.where(counted, sinks * LOG2E, top)
+        total = tl.where(counted, 1.0, total)
+    return top, total
+
+
+@triton.jit(
+    do_not_specialize=["least", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "offsets_ptr", "lengths_ptr"],
+)
+def decode_kernel(
+    # Pointers
+    q_ptr,  # [B, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    sinks_ptr,  # [H]
+    out_ptr,  # [B, H, D]
+    parts_ptr,  # float32 [B, K, splits, G, D]
+    sums_ptr,  # float32 [B, K, splits, G]
+    counters_ptr,  # int32 [B, K], all 0 before and after
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    least,  # keys that are worth a split
+    stride_q,
+    stride_page,
+    stride_table,
+    # Sizes and switches
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    JOINS: tl.constexpr,  # whether there is more than one split
+    ROWS: tl.constexpr,  # G, rounded up to a power of two
+    DIMS: tl.constexpr,  # D, likewise
+    BLOCK: tl.constexpr,  # keys in a tile
+    CHUNK: tl.constexpr,  # splits that are joined at once
+    DEPTH: tl.constexpr,  # such chunks under way
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For the G query heads of a kv head, and one of the splits of their keys:
+
+    weights = exp2(q @ k.T * scale), and one more, exp2(sink), in the first split
+    part, sum = weights @ v / sum(weights), log2(sum(weights))
+
+    The last program of a sequence and kv head to get here joins the splits, in order:
+    out = sum over splits of exp2(sum) * part / sum over splits of exp2(sum)
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1).to(tl.int64)
+    end = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    lowest = tl.maximum(end - WINDOW, 0) if WINDOW else 0
+    # How a sequence is split depends on its own length alone.
+    splits = tl.num_programs(2)
+    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(end - lowest, share), 1)
+    if split >= used:
+        return
+    start = lowest + split * share
+    stop = tl.minimum(start + share, end)
+
+    group, d, n = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    inside = group < G
+    heads = head * G + group
+    cell = inside[:, None] & (d < D)[None, :]
+    table_ptr = tables_ptr + row * stride_table
+    rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
+    # The sinks are counted once, in the first split.
+    counted = group < tl.where(split == 0, G, 0)
+    top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q_at = row * stride_q + (heads * D)[:, None] + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=cell, other=0.0)
+    keys_ptr += head * D
+    values_ptr += head * D
+    for first in range(start, stop, BLOCK):
+        at = first + n
+        there = at < stop
+        k = load_rows(keys_ptr, rows, there, D, DIMS)
+        v = load_rows(values_ptr, rows, there, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = tl.where(there[None, :], logits, float("-inf"))
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    # Without keys there is the sink alone, or nothing at all.
+    part = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+    if (not JOINS) | (used == 1):
+        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cell)
+        return
+    first_sum = (row * K + head) * (splits * G)
+    mine = first_sum + split * G + group
+    tl.store(sums_ptr + mine, top + tl.log2(total), mask=inside)
+    tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], part, mask=cell)
+    # All threads have stored before one of them counts this program in.
+    tl.debug_barrier()
+    counter_ptr = counters_ptr + row * K + head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used - 1:
+        sums_ptr += first_sum
+        parts_ptr += first_sum * D
+        joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK, DEPTH)
+        tl.store(out_ptr + out_at, joined.to(out_ptr.dtype.element_ty), mask=cell)
+        tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def join(
+    sums_ptr,  # [splits, G]
+    parts_ptr,  # [splits, G, D]
+    used,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The mean [ROWS, DIMS] of the first ``used`` parts, weighted by exp2(sum)."""
+    group, d = tl.arange(0, ROWS), tl.arange(0, DIMS)[None, :]
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for first in tl.range(0, used, CHUNK, num_stages=DEPTH):
+        # Not from the L1 cache: other processors have written all this just now.
+        # All loads of a chunk come first, to be under way at once.
+        sums, parts, new_top = (), (), top
+        for step in tl.static_range(CHUNK):
+            at = (first + step) * G + group
+            there = group < tl.where(first + step < used, G, 0)
+            x = tl.load(sums_ptr + at, there, LOWEST, cache_modifier=".cg")
+            cell = there[:, None] & (d < D)
+            part_at = parts_ptr + (at * D)[:, None] + d
+            part = tl.load(part_at, cell, 0.0, cache_modifier=".cg")
+            sums += (x,)  # type: ignore[assignment]
+            parts += (part,)  # type: ignore[assignment]
+        for step in tl.static_range(CHUNK):
+            new_top = tl.maximum(new_top, sums[step])
+        shrink = tl.exp2(top - new_top)
+        total, acc, top = total * shrink, acc * shrink[:, None], new_top
+        for step in tl.static_range(CHUNK):
+            weights = tl.exp2(sums[step] - top)
+            total += weights
+            acc += weights[:, None] * parts[step]
+    return acc / total[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
+    do_not_specialize_on_alignment=[
+        "tables_ptr",
+        "offsets_ptr",
+        "lengths_ptr",
+        "queries_ptr",
+    ],
+)
+def prefill_kernel(
+    # Pointers
+    q_ptr,  # [T, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    queries_ptr,  # int32 [B + 1]
+    sinks_ptr,  # [H]
+    out_ptr,  # [T, H, D]
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    num_tokens,
+    num_sequences,
+    stride_q,
+    stride_page,
+    stride_table,
+    # Sizes and switches
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    TOKENS: tl.constexpr,  # of one sequence that a program takes
+    ROWS: tl.constexpr,  # G, rounded up to a power of two
+    DIMS: tl.constexpr,  # D, likewise
+    BLOCK: tl.constexpr,  # keys in a tile
+    EDGE: tl.constexpr,  # keys in a tile of those that not all of the queries see
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For TOKENS queries in a row of a sequence, and the G query heads of a kv head:
+
+    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp2(sink)
+    out = weights @ v / sum(weights)
+
+    The rows of all matrices are (query, head) pairs, the heads of a query together.
+    Tokens behind the last sequence get zeros.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    # The last queries of a sequence see the most keys: they are begun with.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, begin, end, base = find_sequence(
+        queries_ptr, tile, num_tokens, num_sequences, TOKENS
+    )
+    if (base < begin) | (base >= end):
+        return
+    pair = tl.arange(0, TOKENS * ROWS)
+    token, group = base + pair // ROWS, pair % ROWS
+    d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    inside = (token < end) & (group < G)
+    cell = inside[:, None] & (d < D)[None, :]
+    heads = head * G + group
+    row = token.to(tl.int64)
+    out_at = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    if sequence == num_sequences:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        nothing = tl.zeros([TOKENS * ROWS, DIMS], out_ptr.dtype.element_ty)
+        tl.store(out_at, nothing, mask=cell)
+        return
+
+    # From a token's number among all to its place in the sequence.
+    shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
+    table_ptr = tables_ptr + sequence * stride_table
+    first_query, place = base + shift, (token + shift)[:, None]
+    stop = tl.minimum(base + TOKENS, end) + shift
+    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
+    # The first query sees all keys up to here, and the others see at least these.
+    clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
+    rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
+    top, total = initial(sinks_ptr, heads, inside, HAS_SINKS)
+    acc = tl.zeros([TOKENS * ROWS, DIMS], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q_at = q_ptr + (row * stride_q + heads * D)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=cell, other=0.0)
+    keys_ptr += head * D
+    values_ptr += head * D
+    for first in range(lowest, clear if EDGE else stop, BLOCK):
+        at = first + n
+        k = load_rows(keys_ptr, rows, at < stop, D, DIMS)
+        v = load_rows(values_ptr, rows, at < stop, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        # Most tiles are seen whole, and the masks would be a fifth of its work.
+        partly = first >= clear
+        if WINDOW:
+            partly |= first + WINDOW < stop
+        if partly:
+            logits = hide(logits, at[None, :], place, WINDOW)
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    if EDGE:
+        m = tl.arange(0, EDGE)
+        for first in range(clear, stop, EDGE):
+            edge_at = first + m
+            edge_rows = find_rows(table_ptr, edge_at, stop, stride_page, K * D, PAGE)
+            edge_k = load_rows(keys_ptr, edge_rows, edge_at < stop, D, DIMS)
+            edge_v = load_rows(values_ptr, edge_rows, edge_at < stop, D, DIMS)
+            edge_logits = tl.dot(q, tl.trans(edge_k), input_precision="ieee")
+            edge_logits = hide(edge_logits, edge_at[None, :], place, WINDOW)
+            top, total, acc = fold(edge_logits, edge_v, top, total, acc, scale)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
+
+
+@triton.jit
+def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr):
+    """Whose tile this is, where its tokens begin and end, and where the tile begins.
+
+    The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
+    that any number of tokens fits in before the next one's. Some of these tiles begin
+    outside their sequence and are nobody's. What is behind the last sequence counts as
+    one more.
+    """
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(queries_ptr + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    begin = tl.load(queries_ptr + low)
+    end = num_tokens
+    if low < num_sequences:
+        end = tl.load(queries_ptr + low + 1)
+    return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where programs that share a sequence leave their parts for the last of them.
+
+    Launches that use the same scratch must not overlap. With ``splits``, a sequence is
+    split in the same way in any batch, so that its output does not depend on the
+    others; without, a large batch has fewer splits.
+    """
+
+    parts: Tensor  # float32, room for [B, K, splits, G, D]
+    sums: Tensor  # float32, room for [B, K, splits, G]
+    counters: Tensor  # int32, room for [B, K]; 0 between launches
+    splits: int | None
+
+    @classmethod
+    def create(
+        cls,
+        max_batch: int,
+        num_heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device | str,
+        splits: int | None = None,
+    ) -> "Scratch":
+        """Enough for batches of up to ``max_batch`` sequences."""
+        rows = num_heads * max(
+            batch * (splits or choose_splits(batch, kv_heads))
+            for batch in range(1, max_batch + 1)
+        )
+        return cls(
+            parts=torch.empty(rows * dim, dtype=torch.float32, device=device),
+            sums=torch.empty(rows, dtype=torch.float32, device=device),
+            counters=torch.zeros(
+                max_batch * kv_heads, dtype=torch.int32, device=device
+            ),
+            splits=splits,
+        )
+
+
+def choose_splits(batch: int, kv_heads: int) -> int:
+    """Most programs that share the keys of one sequence and kv head.
+
+    About four programs for each of 132 processors, but always some, for one long
+    sequence among short ones.
+    """
+    return max(4, min(64, 512 // (batch * kv_heads)))
+
+
+def decode_tiles(batch: int, window: int | None, scratch: Scratch) -> Tiles:
+    """What `paged_decode` runs with: with fixed splits the same in any batch."""
+    if window is not None and window <= DECODE_WINDOW.block:
+        return DECODE_WINDOW
+    if scratch.splits:
+        return DECODE[1]
+    return DECODE[max(least for least in DECODE if least <= max(batch, 1))]
+
+
+def paged_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    scratch: Scratch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention [B, H, D] of the newest token of each of B sequences.
+
+    q [B, H, D]; keys and values are one layer's pages [pages, page_size, K, D], with
+    the new tokens' in them. A sequence has ``lengths`` int32 [B] tokens, the new one
+    counted; 0 makes a row of zeros. Its row in ``tables`` int32 [B, P] names the pages
+    from position ``offsets`` int32 [B] on. ``sinks`` [H] are logits; ``window`` counts
+    the query itself. Scores are scaled by 1/sqrt(D), and float32. ``scratch`` has room
+    for B sequences; it is created for this call if not given. ``out``, if given, takes
+    the result. Raises ValueError for shapes that do not fit.
+    """
+    check(q, keys, values, tables, offsets, lengths, sinks, window)
+    if len(q) != len(tables):
+        raise ValueError(
+            f"q is {list(q.shape)}; expected one query for each of the {len(tables)} "
+            "sequences"
+        )
+    if scratch is None:
+        scratch = Scratch.create(len(q), *head_counts(q, keys), q.device)
+    tiles = decode_tiles(len(q), window, scratch)
+    return launch_decode(
+        q, keys, values, tables, offsets, lengths, sinks, window, scratch, out, tiles
+    )
+
+
+def launch_decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    scratch: Scratch,
+    out: Tensor | None,
+    tiles: Tiles,
+) -> Tensor:
+    (batch, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
+    out = torch.empty_like(q) if out is None else out
+    if not batch:
+        return out
+    splits = scratch.splits or choose_splits(batch, kv_heads)
+    longest = tables.shape[1] * page_size
+    longest = longest if window is None else min(longest, window)
+    splits = min(splits, -(-longest // tiles.least))
+    pdl = supports_pdl(q.device)
+    decode_kernel[kv_heads, batch, splits](
+        q,
+        keys,
+        values,
+        tables,
+        offsets,
+        lengths,
+        sinks,
+        out,
+        scratch.parts,
+        scratch.sums,
+        scratch.counters,
+        LOG2E.value * dim**-0.5,
+        tiles.least,
+        q.stride(0),
+        keys.stride(0),
+        tables.stride(0),
+        K=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        JOINS=splits > 1,
+        ROWS=triton.next_power_of_2(heads // kv_heads),
+        DIMS=max(16, triton.next_power_of_2(dim)),
+        BLOCK=tiles.block,
+        CHUNK=min(tiles.chunk, triton.next_power_of_2(splits)),
+        DEPTH=tiles.depth,
+        HAS_SINKS=sinks is not None,
+        PDL=pdl,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def paged_decode_torch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    scratch: Scratch | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The same in plain PyTorch."""
+    queries = torch.arange(len(q) + 1)
+    return paged_prefill_torch(
+        q, keys, values, tables, offsets, lengths, queries, sinks, window, out=out
+    )
+
+
+def paged_prefill(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention [T, H, D] of the newest tokens, one or more, of each of B sequences.
+
+    As `paged_decode`, but sequence i has the tokens from ``queries[i]`` up to
+    ``queries[i + 1]``, int32 [B + 1], of q [T, H, D]: the last of its ``lengths[i]``.
+    Tokens before the first sequence are left alone in ``out``, those behind the last
+    one become zeros.
+    """
+    check(q, keys, values, tables, offsets, lengths, sinks, window)
+    if queries.shape != (len(tables) + 1,):
+        raise ValueError(
+            f"queries is {list(queries.shape)}; expected [{len(tables) + 1}]"
+        )
+    tiles = PREFILL if window is None else PREFILL_WINDOW
+    return launch_prefill(
+        q, keys, values, tables, offsets, lengths, queries, sinks, window, out, tiles
+    )
+
+
+def launch_prefill(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    out: Tensor | None,
+    tiles: Tiles,
+) -> Tensor:
+    (num_tokens, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
+    out = torch.empty_like(q) if out is None else out
+    if not num_tokens:
+        return out
+    pdl = supports_pdl(q.device)
+    # No chunks need more tiles, whatever their lengths; see `find_sequence`.
+    count = num_tokens // tiles.tokens + len(tables) + 1
+    prefill_kernel[kv_heads, count](
+        q,
+        keys,
+        values,
+        tables,
+        offsets,
+        lengths,
+        queries,
+        sinks,
+        out,
+        LOG2E.value * dim**-0.5,
+        num_tokens,
+        len(tables),
+        q.stride(0),
+        keys.stride(0),
+        tables.stride(0),
+        K=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        TOKENS=tiles.tokens,
+        ROWS=triton.next_power_of_2(heads // kv_heads),
+        DIMS=max(16, triton.next_power_of_2(dim)),
+        BLOCK=tiles.block,
+        EDGE=tiles.edge,
+        HAS_SINKS=sinks is not None,
+        PDL=pdl,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def paged_prefill_torch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The same in plain PyTorch."""
+    out = torch.empty_like(q) if out is None else out
+    out[int(queries[0]) :] = 0
+    rows = zip(tables, offsets.tolist(), lengths.tolist(), strict=True)
+    chunks = zip(queries.tolist(), queries[1:].tolist(), strict=False)
+    for (table, offset, length), (begin, end) in zip(rows, chunks, strict=True):
+        if length == 0 or begin == end:
+            continue
+        start = length - (end - begin)
+        lowest = 0 if window is None else max(0, start - window + 1)
+        # What is outside of this may hold anything, and nothing times NaN is NaN.
+        k, v = (
+            gather(x, table)[lowest - offset : length - offset] for x in (keys, values)
+        )
+        positions = torch.arange(lowest, length, device=q.device)
+        mask = visible(positions[start - lowest :], positions, window)
+        out[begin:end] = masked_attention(
+            q[begin:end], k, v, mask, sinks, q.shape[2] ** -0.5
+        )
+    return out
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    decodes: int,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """`paged_prefill` of sequences of which the first ``decodes`` have one token each.
+
+    These are the first ``decodes`` tokens, and go through `paged_decode`.
+    """
+    out = torch.empty_like(q)
+    if decodes:
+        paged_decode(
+            q[:decodes],
+            keys,
+            values,
+            tables[:decodes],
+            offsets[:decodes],
+            lengths[:decodes],
+            sinks,
+            window,
+            scratch=scratch,
+            out=out[:decodes],
+        )
+    if decodes < len(q):
+        paged_prefill(
+            q,
+            keys,
+            values,
+            tables[decodes:],
+            offsets[decodes:],
+            lengths[decodes:],
+            queries[decodes:],
+            sinks,
+            window,
+            out=out,
+        )
+    return out
+
+
+def head_counts(q: Tensor, keys: Tensor) -> tuple[int, int, int]:
+    """H, K and D."""
+    return q.shape[1], keys.shape[2], q.shape[2]
+
+
+def check(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+) -> None:
+    """Raise ValueError for tensors that do not fit each other."""
+    if keys.ndim != 4 or keys.shape != values.shape:
+        raise ValueError(
+            f"keys is {list(keys.shape)} and values {list(values.shape)}; expected one "
+            "shape [pages, page_size, K, D]"
+        )
+    if not (keys[0].is_contiguous() and values[0].is_contiguous()):
+        raise ValueError("keys and values are strided; expected contiguous pages")
+    if keys.stride(0) != values.stride(0):
+        raise ValueError(
+            f"a page of keys has the stride {keys.stride(0)} and one of values "
+            f"{values.stride(0)}; expected the same"
+        )
+    kv_heads, dim = keys.shape[2:]
+    if q.ndim != 3 or q.shape[2] != dim or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"q is {list(q.shape)}; expected [tokens, a multiple of {kv_heads}, {dim}]"
+        )
+    if not q[:1].is_contiguous():
+        raise ValueError(f"q has strides {list(q.stride())}; expected contiguous rows")
+    if tables.ndim != 2 or tables.stride(1) != 1:
+        raise ValueError(f"tables is {list(tables.shape)}; expected rows [B, P]")
+    for name, tensor, size in (
+        ("offsets", offsets, len(tables)),
+        ("lengths", lengths, len(tables)),
+        ("sinks", sinks, q.shape[1]),
+    ):
+        if tensor is not None and tensor.shape != (size,):
+            raise ValueError(f"{name} is {list(tensor.shape)}; expected [{size}]")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected at least 1")

@@ -1,0 +1,715 @@
+"""The experts' MXFP4 matmuls for one token, when reading weights is all.
+
+A warp multiplies 16 rows by 64 columns of a weight, 16 bytes a thread as `repack` has
+ordered them: the fragments of four mma.m16n8k16 instructions are what its threads load,
+so nothing passes through shared memory on the way. An mma has room for eight tokens.
+With one, each of its eight columns takes the part of x that belongs to another block of
+32 weights. The scales, one a block, are then applied to the sums, of which every thread
+has two a row, and not to the weights.
+
+A program has the fragments of x in registers and goes through many rows.
+
+E experts, k of them chosen, N rows and K columns of a weight, I intermediate size.
+Thread 4 * g + t of a warp.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.kernels import supports_pdl
+from simplellm.kernels.experts import (
+    EXPONENTS,
+    FIRST,
+    NUMBERS,
+    SECOND,
+    SHIFT,
+    Packed,
+    check_weight,
+)
+from simplellm.kernels.linear import prefetch
+from simplellm.moe import swiglu
+
+# Weights are read as bfloat16 numbers 2^-126 times too small. With x as much larger,
+# products are in the middle of what float32 can say, and no x of less than 2^63 is lost.
+ENLARGED = tl.constexpr(0x5F805F80)  # twice 2^64 in bfloat16
+UNSHIFT = tl.constexpr(2.0 ** (SHIFT - 64))
+
+
+@triton.jit
+def low(bits):
+    """The lower of two bfloat16 numbers as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(bits):
+    """The upper of two bfloat16 numbers as float32."""
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def enlarge(bits, PTX: tl.constexpr):
+    """Two bfloat16 numbers in 32 bits, times 2^64."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;",
+            "=r,r,r",
+            [bits, tl.full([], ENLARGED, tl.uint32)],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    lower = (low(bits) * low(tl.full([], ENLARGED, tl.uint32))).to(
+        tl.uint32, bitcast=True
+    )
+    upper = (high(bits) * high(tl.full([], ENLARGED, tl.uint32))).to(
+        tl.uint32, bitcast=True
+    )
+    return upper | (lower >> 16)
+
+
+@triton.jit
+def rotate(bits, RIGHT: tl.constexpr):
+    return (bits >> RIGHT) | (bits << (32 - RIGHT))
+
+
+@triton.jit
+def registers(a, b):
+    """One row's 16 weights of a thread, unscaled, times 2^-126, from its words a and b.
+
+    Register r holds columns 8 * r + 2 * t and the one after it.
+    """
+    u = (a & FIRST) | ((b >> 2) & SECOND)
+    return (
+        a & NUMBERS,
+        (a << 6) & NUMBERS,
+        rotate(a, 4) & NUMBERS,
+        (u << 4) & NUMBERS,
+        b & NUMBERS,
+        (b << 6) & NUMBERS,
+        rotate(b, 4) & NUMBERS,
+        rotate(u, 6) & NUMBERS,
+    )
+
+
+@triton.jit
+def products(a, b):
+    """What a register of weights and one of x add to an mma's accumulators.
+
+    sum over t of a[g, t] * b[column, t], for columns 2 * t and 2 * t + 1
+    """
+    WARPS: tl.constexpr = a.shape[0] // 32
+    a = tl.reshape(a, (WARPS, 8, 1, 4))
+    b = tl.reshape(b, (WARPS, 1, 8, 4))
+    c = tl.sum(low(a) * low(b) + high(a) * high(b), 3)
+    return tl.split(tl.reshape(c, (WARPS * 32, 2)))
+
+
+@triton.jit
+def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, PTX: tl.constexpr):
+    """mma.m16n8k16: 16 rows of weights times 8 columns, added to c.
+
+    Each element is one thread's; a warp's are neighbours in the last axis.
+    a: rows g, g + 8, g, g + 8; b: column g; c: rows g, g, g + 8, g + 8 and columns
+    2 * t, 2 * t + 1, 2 * t, 2 * t + 1.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, "
+            "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+            dtype=(tl.float32,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+    p0, p1 = products(a0, b0)
+    q0, q1 = products(a2, b1)
+    p2, p3 = products(a1, b0)
+    q2, q3 = products(a3, b1)
+    return c0 + p0 + q0, c1 + p1 + q1, c2 + p2 + q2, c3 + p3 + q3
+
+
+@triton.jit
+def after_loads(bits, PTX: tl.constexpr):
+    """``bits``. The loads before it are issued before what is computed from them."""
+    if PTX:
+        # The assembler would move loads down to where their results are used.
+        return tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+            "=r,r",
+            [bits],
+            dtype=tl.uint32,
+            is_pure=False,
+            pack=1,
+        )
+    return bits
+
+
+@triton.jit
+def enlarge_all(raw, PTX: tl.constexpr):
+    x: tl.tuple = ()
+    for r in tl.static_range(len(raw)):
+        x += (enlarge(raw[r], PTX),)
+    return x
+
+
+@triton.jit
+def load_x(x_ptr, K: tl.constexpr, WARPS: tl.constexpr):
+    """The fragments of x for each warp's tiles: 8 tensors [WARPS * 32] a tile.
+
+    Column c of the mmas has what belongs to block c of every 8, else zeros.
+    """
+    TILES: tl.constexpr = ((K + 63) // 64 + WARPS - 1) // WARPS
+    thread = tl.arange(0, WARPS * 32)
+    g = thread % 32 // 4
+    pairs = thread // 32 * (TILES * 32) + thread % 4  # of columns
+    x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + pairs
+    x: tl.tuple = ()
+    for r in tl.static_range(8 * TILES):
+        # Threads would otherwise load for their neighbours, and exchange.
+        ptrs = tl.max_contiguous(x_ptrs + 4 * r, (1,))
+        inside = (pairs + 4 * r < K // 2) & (g == r // 4 % 8)
+        x += (tl.load(ptrs, inside, 0).to(tl.uint32, bitcast=True),)
+    return x
+
+
+@triton.jit
+def load_row(
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """One row of tiles, zeros if there are not so many.
+
+    TILES tensors of words [WARPS * 128], one of scales [WARPS * 32] for every 4 tiles,
+    thread 4 * g + t having those of tile t, and the bias of rows g and g + 8 where g is
+    a thread of the first warp with t = 0.
+    """
+    G: tl.constexpr = (K + 63) // 64
+    TILES: tl.constexpr = (G + WARPS - 1) // WARPS
+    element = tl.arange(0, WARPS * 128)
+    thread = tl.arange(0, WARPS * 32)
+    first = element // 128 * TILES
+    words_ptrs = words_ptr + row * (G * 128) + (first * 128 + element % 128)
+    g, t = thread % 32 // 4, thread % 4
+    tile = thread // 32 * TILES + t
+    scales_ptrs = scales_ptr + row * (G * 8) + (tile * 8 + g)
+    exists = row < N // 16
+    out: tl.tuple = ()
+    for i in tl.static_range(TILES):
+        words = tl.load(words_ptrs + i * 128, exists & (first < G - i), 0)
+        out += (words.to(tl.uint32, bitcast=True),)
+    for i in tl.static_range(0, TILES, 4):
+        scales = tl.load(
+            scales_ptrs + i * 8, exists & (tile < G - i) & (t < TILES - i), 0
+        )
+        out += (scales.to(tl.uint32, bitcast=True),)
+    here = exists & (thread < 32) & (t == 0)
+    if PAIRED:
+        pairs_ptr = bias_ptr.to(tl.pointer_type(tl.int32)) + row * 8
+        both = tl.load(pairs_ptr + g, here, 0).to(tl.uint32, bitcast=True)
+        out += (low(both), high(both))
+    else:
+        upper = tl.load(bias_ptr + row * 16 + g, here, 0)
+        lower = tl.load(bias_ptr + row * 16 + 8 + g, here, 0)
+        out += (upper.to(tl.float32), lower.to(tl.float32))
+    return out
+
+
+@triton.jit
+def multiply_row(loaded, x, PTX: tl.constexpr):
+    """What each thread has of rows g and g + 8: two tensors float32 [THREADS]."""
+    TILES: tl.constexpr = len(x) // 8
+    THREADS: tl.constexpr = x[0].shape[0]
+    upper, lower = loaded[-2], loaded[-1]
+    for group in tl.static_range(0, TILES, 4):
+        c0 = tl.zeros((THREADS,), tl.float32)
+        c1, c2, c3 = c0, c0, c0
+        for i in tl.static_range(group, group + 4 if group + 4 < TILES else TILES):
+            first, second = tl.split(tl.reshape(loaded[i], (THREADS, 2, 2)))
+            upper_first, lower_first = tl.split(first)
+            upper_second, lower_second = tl.split(second)
+            p = registers(upper_first, upper_second)
+            q = registers(lower_first, lower_second)
+            for r in tl.static_range(0, 8, 2):
+                c0, c1, c2, c3 = mma(
+                    *(p[r], q[r], p[r + 1], q[r + 1]),
+                    *(x[8 * i + r], x[8 * i + r + 1], c0, c1, c2, c3, PTX),
+                )
+        s = loaded[TILES + group // 4]
+        upper_scales, lower_scales = s & EXPONENTS, rotate(s, 24) & EXPONENTS
+        upper_sum = c0 * low(upper_scales) + c1 * high(upper_scales)
+        lower_sum = c2 * low(lower_scales) + c3 * high(lower_scales)
+        upper += upper_sum * UNSHIFT
+        lower += lower_sum * UNSHIFT
+    return upper, lower
+
+
+@triton.jit
+def add_up(sums):
+    """R pairs of tensors [THREADS] -> the sums over warps and t, two tensors [8, R]."""
+    R: tl.constexpr = len(sums)
+    WARPS: tl.constexpr = sums[0][0].shape[0] // 32
+    if R == 1:
+        upper, lower = sums[0]
+    elif R == 2:
+        upper = tl.join(sums[0][0], sums[1][0])
+        lower = tl.join(sums[0][1], sums[1][1])
+    else:
+        tl.static_assert(R == 4)
+        upper = tl.join(
+            tl.join(sums[0][0], sums[2][0]), tl.join(sums[1][0], sums[3][0])
+        )
+        lower = tl.join(
+            tl.join(sums[0][1], sums[2][1]), tl.join(sums[1][1], sums[3][1])
+        )
+    all = tl.reshape(tl.join(upper, lower), (WARPS, 8, 4, 2 * R))
+    all = tl.reshape(tl.permute(all, (1, 3, 0, 2)), (8, 2 * R, WARPS * 4))
+    return tl.split(tl.reshape(tl.sum(all, 2), (8, R, 2)))
+
+
+@triton.jit
+def load_rows(
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """R times `load_row`, PROGRAMS apart."""
+    out: tl.tuple = ()
+    for r in tl.static_range(R):
+        out += (
+            load_row(
+                *(words_ptr, scales_ptr, bias_ptr, row + r * PROGRAMS),
+                *(N, K, WARPS, PAIRED),
+            ),
+        )
+    return out
+
+
+@triton.jit
+def prefetch_rows(
+    words_ptr,
+    scales_ptr,
+    row,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    THREADS: tl.constexpr,
+):
+    """Bring rows of tiles, from ``row`` on and PROGRAMS apart, to the L2 cache."""
+    G: tl.constexpr = (K + 63) // 64
+    thread = tl.arange(0, THREADS)
+    # Threads of a warp would take turns: one row to each warp, then another to each.
+    rows = row + (thread // 32 + thread % 32 * (THREADS // 32)) * PROGRAMS
+    exists = rows < N // 16
+    prefetch(words_ptr + rows * (G * 128), tl.where(exists, G * 512, 0))
+    prefetch(scales_ptr + rows * (G * 8), tl.where(exists, G * 32, 0))
+
+
+@triton.jit
+def start(
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    """Load the first R * AHEAD rows of tiles of this program's."""
+    row = tl.program_id(0)
+    queue: tl.tuple = ()
+    for step in tl.static_range(AHEAD):
+        queue += (
+            load_rows(
+                *(words_ptr, scales_ptr, bias_ptr, row + step * R * PROGRAMS),
+                *(N, K, R, PROGRAMS, WARPS, PAIRED),
+            ),
+        )
+    if PREFETCH:
+        row += R * AHEAD * PROGRAMS
+        prefetch_rows(words_ptr, scales_ptr, row, N, K, PROGRAMS, WARPS * 32)
+    return queue
+
+
+@triton.jit
+def store(upper, lower, out_ptr, row, factor, N: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Two tensors [8, R], of rows g and g + 8 of R tiles, times ``factor``."""
+    R: tl.constexpr = upper.shape[1]
+    rows = row + tl.arange(0, R)[None, :] * PROGRAMS
+    ptrs = out_ptr + rows * 16 + tl.arange(0, 8)[:, None]
+    ptrs, exists = tl.broadcast(ptrs, rows < N // 16)
+    tl.store(ptrs, (upper * factor).to(out_ptr.dtype.element_ty), exists)
+    tl.store(ptrs + 8, (lower * factor).to(out_ptr.dtype.element_ty), exists)
+
+
+@triton.jit
+def store_activations(
+    gate,
+    up,
+    hidden_ptr,
+    row,
+    N: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """The activations of two tensors [8, R], gates and ups of R tiles."""
+    R: tl.constexpr = gate.shape[1]
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    hidden = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    rows = row + tl.arange(0, R)[None, :] * PROGRAMS
+    ptrs = hidden_ptr + rows * 8 + tl.arange(0, 8)[:, None]
+    ptrs, exists = tl.broadcast(ptrs, rows < N // 16)
+    tl.store(ptrs, hidden.to(hidden_ptr.dtype.element_ty), exists)
+
+
+@triton.jit
+def finish(
+    queue,
+    x,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    factor,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """All rows of this program's times x; with PAIRED, their activations."""
+    AHEAD: tl.constexpr = len(queue)
+    R: tl.constexpr = len(queue[0])
+    for row in tl.range(tl.program_id(0), N // 16, R * PROGRAMS, num_stages=1):
+        later = load_rows(
+            *(words_ptr, scales_ptr, bias_ptr, row + R * AHEAD * PROGRAMS),
+            *(N, K, R, PROGRAMS, WARPS, PAIRED),
+        )
+        x = (after_loads(x[0], PTX),) + x[1:]  # noqa: RUF005
+        sums: tl.tuple = ()
+        for r in tl.static_range(R):
+            sums += (multiply_row(queue[0][r], x, PTX),)
+        upper, lower = add_up(sums)
+        if PAIRED:
+            store_activations(
+                upper, lower, out_ptr, row, N, PROGRAMS, LIMIT, ALPHA
+            )
+        else:
+            store(upper, lower, out_ptr, row, factor, N, PROGRAMS)
+        if AHEAD == 1:
+            queue = (later,)
+        else:
+            queue = queue[1:] + (later,)  # noqa: RUF005, Triton knows no stars here
+
+
+@triton.jit
+def gate_up_few_kernel(
+    x_ptr,
+    ids_ptr,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    hidden_ptr,
+    next_words_ptr,
+    next_scales_ptr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NEXT_N: tl.constexpr,
+    NEXT_K: tl.constexpr,
+    R: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every PROGRAMS-th row of tiles for one choice, from program_id(0) on.
+
+    gate, up = weight[expert] @ x + bias[expert]
+    hidden[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
+
+    The next kernel may start when no ids are awaited any more: it may rely on them. If
+    NEXT_N is not 0, the weight that it is going to read is brought to the L2 cache.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    choice = tl.program_id(1)
+    expert = tl.load(ids_ptr + choice).to(tl.int64)
+    raw = load_x(x_ptr, K, WARPS)
+    G: tl.constexpr = (K + 63) // 64
+    words_ptr += expert * (N // 16 * G * 128)
+    scales_ptr += expert * (N // 16 * G * 8)
+    bias_ptr += expert * N
+    queue = start(
+        *(words_ptr, scales_ptr, bias_ptr),
+        *(N, K, R, AHEAD, PROGRAMS, WARPS, True, PREFETCH),
+    )
+    if NEXT_N > 0:
+        NEXT_G: tl.constexpr = (NEXT_K + 63) // 64
+        next_words_ptr += expert * (NEXT_N // 16 * NEXT_G * 128)
+        next_scales_ptr += expert * (NEXT_N // 16 * NEXT_G * 8)
+        prefetch_rows(
+            *(next_words_ptr, next_scales_ptr, tl.program_id(0)),
+            *(NEXT_N, NEXT_K, PROGRAMS, WARPS * 32),
+        )
+    finish(
+        *(queue, enlarge_all(raw, PTX), words_ptr, scales_ptr, bias_ptr),
+        *(hidden_ptr + choice * (N // 2), 1.0, LIMIT, ALPHA),
+        *(N, K, PROGRAMS, WARPS, True, PTX),
+    )
+
+
+@triton.jit
+def down_few_kernel(
+    hidden_ptr,
+    ids_ptr,
+    weights_ptr,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every PROGRAMS-th row of tiles for one choice, from program_id(0) on.
+
+    out[choice] = (weight[expert] @ hidden[choice] + bias[expert]) * weights[choice]
+
+    The ids are read without waiting: the kernel before, `gate_up_few_kernel`, lets this
+    one start only when it has them.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    choice = tl.program_id(1)
+    expert = tl.load(ids_ptr + choice).to(tl.int64)
+    factor = tl.load(weights_ptr + choice).to(tl.float32)
+    G: tl.constexpr = (K + 63) // 64
+    words_ptr += expert * (N // 16 * G * 128)
+    scales_ptr += expert * (N // 16 * G * 8)
+    bias_ptr += expert * N
+    queue = start(
+        *(words_ptr, scales_ptr, bias_ptr),
+        *(N, K, R, AHEAD, PROGRAMS, WARPS, False, PREFETCH),
+    )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    raw = load_x(hidden_ptr + choice * K, K, WARPS)
+    finish(
+        *(queue, enlarge_all(raw, PTX), words_ptr, scales_ptr, bias_ptr),
+        *(out_ptr + choice * N, factor, 0.0, 0.0),
+        *(N, K, PROGRAMS, WARPS, False, PTX),
+    )
+
+
+class FewTiling(NamedTuple):
+    """How a kernel divides its work. None of it changes what is computed."""
+
+    programs: int = 33  # for each chosen expert
+    rows: int = 1  # tiles of 16 rows multiplied at once
+    ahead: int = 1  # times as many that are loaded before they are needed
+    warps: int = 16  # of a program, on different columns
+    prefetch: bool = False  # bring all later rows to the L2 cache at once
+
+
+USUAL = FewTiling()
+
+
+def gate_up_few(
+    x: Tensor,
+    ids: Tensor,
+    weight: Packed,
+    bias: Tensor,
+    limit: float,
+    alpha: float,
+    following: Packed | None = None,
+    tiling: FewTiling = USUAL,
+    pdl: bool = True,
+) -> Tensor:
+    """The activations of each chosen expert: the first half of its network.
+
+    x bfloat16 [1, K], ids int32 [1, k], ``weight`` paired [E, 2I, K], bias bfloat16
+    [E, 2I] -> hidden bfloat16 [k, I]. What `down_few` is going to read of ``following``
+    is brought to the L2 cache.
+
+    Raises ValueError for other shapes.
+    """
+    check_few("x", x, 1, ids, weight, bias, paired=True)
+    _, rows, _ = weight.shape
+    hidden = x.new_empty(ids.numel(), rows // 2)
+    coming = weight if following is None else following
+    pdl = pdl and supports_pdl(x.device)
+    gate_up_few_kernel[(tiling.programs, ids.numel())](
+        x,
+        ids,
+        weight.words,
+        weight.scales,
+        bias,
+        hidden,
+        coming.words,
+        coming.scales,
+        LIMIT=limit,
+        ALPHA=alpha,
+        NEXT_N=0 if following is None or not x.is_cuda else following.shape[1],
+        NEXT_K=coming.columns,
+        **options(tiling, x, weight, pdl),
+    )
+    return hidden
+
+
+def gate_up_few_torch(
+    x: Tensor,
+    ids: Tensor,
+    weight: Packed,
+    bias: Tensor,
+    limit: float,
+    alpha: float,
+    following: Packed | None = None,
+    tiling: FewTiling = USUAL,
+    pdl: bool = True,
+) -> Tensor:
+    check_few("x", x, 1, ids, weight, bias, paired=True)
+    rows = x.expand(ids.numel(), -1)
+    return swiglu(linear_each(rows, ids, weight, bias), limit, alpha).to(x.dtype)
+
+
+def down_few(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    weight: Packed,
+    bias: Tensor,
+    tiling: FewTiling = USUAL,
+    pdl: bool = True,
+) -> Tensor:
+    """What each expert adds to the token: the other half, times the router's weight.
+
+    hidden bfloat16 [k, I] from `gate_up_few`, launched just before, ids int32 and
+    weights [1, k], ``weight`` [E, N, I], bias bfloat16 [E, N] -> float32 [1, k, N]; the
+    sum is the caller's to take.
+
+    Raises ValueError for other shapes.
+    """
+    check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
+    _, rows, _ = weight.shape
+    out = hidden.new_empty(*ids.shape, rows, dtype=torch.float32)
+    pdl = pdl and supports_pdl(hidden.device)
+    down_few_kernel[(tiling.programs, ids.numel())](
+        hidden,
+        ids,
+        weights,
+        weight.words,
+        weight.scales,
+        bias,
+        out,
+        **options(tiling, hidden, weight, pdl),
+    )
+    return out
+
+
+def down_few_torch(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    weight: Packed,
+    bias: Tensor,
+    tiling: FewTiling = USUAL,
+    pdl: bool = True,
+) -> Tensor:
+    check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
+    out = linear_each(hidden, ids, weight, bias).view(*ids.shape, -1)
+    return out * weights[..., None].float()
+
+
+def linear_each(x: Tensor, ids: Tensor, weight: Packed, bias: Tensor) -> Tensor:
+    """float32 [k, N]: each row of x [k, K] through the matrix of its expert."""
+    chosen = ids.flatten().long()
+    picked = Packed(
+        weight.words[chosen], weight.scales[chosen], weight.columns, weight.paired
+    )
+    matrices = picked.dequantize(torch.float32)
+    return torch.einsum("enk,ek->en", matrices, x.float()) + bias[chosen].float()
+
+
+def options(tiling: FewTiling, x: Tensor, weight: Packed, pdl: bool) -> dict:
+    """What both kernels are launched with."""
+    _, rows, columns = weight.shape
+    return dict(
+        N=rows,
+        K=columns,
+        R=tiling.rows,
+        AHEAD=tiling.ahead,
+        PROGRAMS=tiling.programs,
+        WARPS=tiling.warps,
+        PREFETCH=tiling.prefetch and x.is_cuda,
+        PTX=x.is_cuda,
+        PDL=pdl,
+        num_warps=tiling.warps,
+        launch_pdl=pdl,
+    )
+
+
+def check_few(
+    name: str,
+    x: Tensor,
+    count: int,
+    ids: Tensor,
+    weight: Packed,
+    bias: Tensor,
+    paired: bool,
+) -> None:
+    """Raise ValueError unless these belong together."""
+    check_weight(weight, bias, paired)
+    if len(ids) != 1:
+        raise ValueError(f"there are {len(ids)} tokens; expected 1")
+    if ids.dtype != torch.int32:
+        raise ValueError(f"ids are {ids.dtype}; expected torch.int32")
+    if bias.dtype != torch.bfloat16:
+        raise ValueError(f"bias is {bias.dtype}; expected torch.bfloat16")
+    if x.dtype != torch.bfloat16 or x.shape != (count, weight.columns):
+        raise ValueError(
+            f"{name} is {x.dtype} {list(x.shape)}; expected torch.bfloat16 "
+            f"[{count}, {weight.columns}]"
+        )
+    for other, tensor in ((name, x), ("ids", ids)):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{other} has strides {list(tensor.stride())}; expected contiguous"
+            )

@@ -1,0 +1,175 @@
+"""The whole forward pass on fused kernels, from token ids to hidden states.
+
+T packed tokens, B sequences, S of them sampling, P pages in a row of a table, H query
+heads, K kv heads, D head_dim.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.graphs import Step
+from simplellm.kernels.attention import Scratch, attend
+from simplellm.kernels.experts import down, gate_up, repack, tiling
+from simplellm.kernels.head import head
+from simplellm.kernels.linear import Dot, choose, linear, linear_parts
+from simplellm.kernels.norm import add_norm
+from simplellm.kernels.rope import rope_and_cache
+from simplellm.kernels.routing import route_and_dispatch
+from simplellm.kernels.sampling import draw
+from simplellm.model import TORCH, Attention, MoE, Transformer
+from simplellm.moe import Experts
+from simplellm.mxfp4 import MXFP4
+from simplellm.paged import PagedCache
+from simplellm.sampler import Columns
+
+
+@triton.jit
+def embed_kernel(
+    tokens_ptr, previous_ptr, table_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = table[token], where token -1 - i is previous[i]."""
+    row = tl.program_id(0)
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        token = tl.load(previous_ptr - 1 - token)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
+    tl.store(out_ptr + row * N + columns, x, inside)
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i stands for previous[i]."""
+    out = table.new_empty(len(tokens), table.shape[1])
+    block = triton.next_power_of_2(table.shape[1])
+    embed_kernel[(len(tokens),)](
+        tokens, previous, table, out, N=table.shape[1], BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def embed_torch(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    known = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
+    return table[known]
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, or its parts [T, S, N], which the next kernel adds up."""
+    config = choose(x.shape[0], *weight.shape)
+    if isinstance(config, Dot) and config.parts > 1:
+        return linear_parts(x, weight, bias, config)
+    return linear(x, weight, bias)
+
+
+class Fused:
+    """The weights of a loaded `Transformer`, computed with in fused kernels.
+
+    Its experts must have been repacked.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, max_num_seqs: int
+    ) -> None:
+        config = model.config
+        self.vocab_size = config.vocab_size
+        self.model, self.cache = model, cache
+        self.device = model.device
+        positions = torch.arange(config.max_position_embeddings, device=model.device)
+        self.cos, self.sin = model.rope.cos_sin(positions)  # float32 [positions, D/2]
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scratch = Scratch.create(
+            max_num_seqs, heads, kv_heads, config.head_dim, model.device
+        )
+
+    def __call__(self, step: Step, previous: Tensor) -> Tensor:
+        """Hidden states [T, hidden], normed, of the tokens of ``step``.
+
+        ``previous`` int32 holds the tokens that the step before has sampled.
+        """
+        model, eps = self.model, self.model.config.rms_norm_eps
+        x = embed(step.tokens, previous, model.embed_tokens)
+        update = None
+        for index, layer in enumerate(model.layers):
+            x, h = add_norm(x, update, layer.attn_norm.weight, eps)
+            update = self.attention(layer.attn, h, step, index)
+            x, h = add_norm(x, update, layer.mlp_norm.weight, eps)
+            update = self.experts(layer.mlp, h)
+        return add_norm(x, update, model.norm.weight, eps)[1]
+
+    def attention(self, attn: Attention, h: Tensor, step: Step, layer: int) -> Tensor:
+        group, place = self.cache.places[layer]
+        where = step.groups[group]
+        keys, values = self.cache.k[place], self.cache.v[place]
+        qkv = project(h, attn.qkv.weight, None)  # [T, (H+2K)*D], or parts
+        q = rope_and_cache(
+            qkv,
+            attn.qkv.bias,
+            step.positions,
+            self.cos,
+            self.sin,
+            keys,
+            values,
+            where.slots,
+        )  # [T, H, D]
+        out = attend(
+            q,
+            keys,
+            values,
+            where.tables,
+            where.offsets,
+            step.lengths,
+            step.queries,
+            step.decodes,
+            attn.sinks,
+            attn.window,
+            scratch=self.scratch,
+        )
+        return project(out.flatten(1), attn.o.weight, attn.o.bias)
+
+    def experts(self, mlp: MoE, h: Tensor) -> Tensor:
+        """What each chosen expert adds to each token: [T, k, hidden]."""
+        weights = mlp.experts
+        count = len(weights.gate_up_bias)
+        how = tiling(len(h), count, mlp.top_k)
+        _, scores, pairs = route_and_dispatch(
+            h, mlp.router_weight, mlp.router_bias, mlp.top_k, how.tokens
+        )
+        hidden = gate_up(
+            h,
+            weights.gate_up,
+            weights.gate_up_bias,
+            pairs,
+            weights.limit,
+            weights.alpha,
+            how,
+        )
+        return down(hidden, weights.down, weights.down_bias, scores, pairs, how)
+
+    def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """The likeliest next token of each row, int32; fills ``logits`` as well."""
+        return head(hidden, self.model.lm_head.weight, logits)
+
+    def draw(
+        self, logits: Tensor, best: Tensor, columns: Columns, steps: Tensor
+    ) -> Tensor:
+        """A token drawn from each row, int32; ``best`` are the likeliest ones."""
+        return draw(logits, best, columns.temperature[:, 0], columns.seeds, steps)
+
+
+def prepare(weights: Experts) -> Experts:
+    """The experts in the order that the kernels read; nothing of the original stays."""
+    if not isinstance(weights.gate_up, MXFP4) or not isinstance(weights.down, MXFP4):
+        raise TypeError("the experts are dense; expected MXFP4")
+    return replace(
+        weights,
+        gate_up=repack(weights.gate_up, paired=True),
+        down=repack(weights.down, paired=False),
+    )
+
+
+# The model's own forward pass does not know repacked experts; `Fused` does.
+FUSED = replace(TORCH, prepare=prepare)

@@ -1,0 +1,77 @@
+"""The LLM that picks the fastest way to compute that a machine has."""
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simplellm.engine import LLM as PlainLLM
+from simplellm.engine import Engine, EngineConfig
+from simplellm.graphs import GPUConfig, GraphEngine
+from simplellm.model import TORCH, Backend
+
+LOGGER = logging.getLogger("simplellm")
+OLDEST = (8, 0)  # compute capability: the first with bfloat16
+
+
+def why_not_fused(device: torch.device, config: EngineConfig) -> str | None:
+    """What keeps the kernels from running on ``device``; None if nothing does."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if config.cache != "paged":
+        return f"cache is {config.cache!r}, and the kernels read pages"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        have, need = (".".join(map(str, c)) for c in (capability, OLDEST))
+        return f"the GPU's compute capability is {have}, below {need}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed"
+    return None
+
+
+class LLM(PlainLLM):
+    """A model that answers any number of threads, as fast as this machine can.
+
+    On an NVIDIA GPU with bfloat16 it runs the Triton kernels in CUDA graphs, elsewhere
+    PyTorch; one line of the log "simplellm" says which, and why. ``config`` is a
+    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. All else
+    is as in `simplellm.engine.LLM`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        device: str | torch.device | None = None,
+        **options: Any,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if config is None:
+            config = GPUConfig() if device.type == "cuda" else EngineConfig()
+        reason = why_not_fused(device, config)
+        backend: Backend = TORCH
+        if reason is None:
+            from simplellm.kernels.forward import FUSED
+
+            backend = FUSED
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        how = f"PyTorch, since {reason}" if reason else "Triton kernels"
+        LOGGER.info("computing on %s with %s", name, how)
+        super().__init__(path, config, device=device, backend=backend, **options)
+
+    def _make_engine(self, config: EngineConfig | None) -> Engine:
+        config = config or EngineConfig()
+        if why_not_fused(self.model.device, config) is not None:
+            return super()._make_engine(config)
+        from simplellm.kernels.forward import Fused
+
+        if not isinstance(config, GPUConfig):
+            config = GPUConfig(**asdict(config))
+        return GraphEngine(self.model, config, Fused)

@@ -1,0 +1,32 @@
+"""What tests share: the device that kernels are tested on."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+collect_ignore_glob = [] if find_spec("triton") else ["test_kernels_*.py"]
+
+
+def release(package: str) -> tuple[int, ...]:
+    """Major and minor number of the installed ``package``."""
+    return tuple(int(number) for number in version(package).split(".")[:2])
+
+
+@pytest.fixture
+def kernel_device() -> Iterator[str]:
+    """ "cuda" if there is a GPU, else "cpu", where kernels are then interpreted."""
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    if release("triton") < (3, 7) and release("numpy") >= (2, 4):
+        pytest.skip(
+            "the interpreter of Triton before 3.7 makes integers of arrays of one "
+            "element, which NumPy refuses from 2.4 on"
+        )
+    from kernels_interpreter import interpreted
+
+    with interpreted():
+        yield "cpu"

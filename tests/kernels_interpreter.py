@@ -1,0 +1,85 @@
+"""Run the package's Triton kernels on a CPU, in Triton's interpreter.
+
+Triton chooses between compiling and interpreting when `@triton.jit` decorates a
+function, and does so from the variable TRITON_INTERPRET. Its own library (`tl.sum` and
+the like) is decorated too, when Triton is imported. Setting the variable for a whole
+test process would therefore take the compiler away from every other test in it.
+`interpreted` instead swaps every jitted function, ours and Triton's, for an interpreted
+one, and undoes this at its end. Tests need only the fixture `kernel_device` of
+tests/conftest.py: it is "cuda" where there is a GPU, else "cpu" inside `interpreted`.
+
+The interpreter is silently wrong for arithmetic on bfloat16 (loads and stores are
+right) and raises on inline assembly.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import simplellm.kernels
+
+# What the interpreter patches while it runs, and does not always restore.
+LANGUAGE = (
+    tl,
+    tl.core,
+    tl.math,
+    tl.standard,
+    tl.tensor,
+    tl.dtype,
+    tl.condition,
+    tl.core.tensor_descriptor_base,
+)
+
+
+def kernel_modules() -> list[ModuleType]:
+    """All modules of `simplellm.kernels`, imported."""
+    names = [module.name for module in pkgutil.iter_modules(simplellm.kernels.__path__)]
+    return [importlib.import_module(f"simplellm.kernels.{name}") for name in names]
+
+
+def interpret(jitted: JITFunction) -> InterpretedFunction:
+    """The same function for the interpreter."""
+    return InterpretedFunction(jitted.fn)
+
+
+def method(function: InterpretedFunction):
+    """A plain function, so that `x.sum()` passes x along as `tl.sum(x)` does."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Within it, launching a kernel of the package interprets it, on CPU tensors."""
+    modules = kernel_modules()
+    saved = [(owner, dict(vars(owner))) for owner in (*LANGUAGE, *modules)]
+    swapped: dict[int, InterpretedFunction] = {}
+    try:
+        for owner, members in saved:
+            for name, member in members.items():
+                if isinstance(member, JITFunction):
+                    new = swapped.setdefault(id(member), interpret(member))
+                    setattr(owner, name, method(new) if owner is tl.tensor else new)
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            yield
+    finally:
+        for owner, members in saved:
+            restore(owner, members)
+
+
+def restore(owner: object, members: dict[str, object]) -> None:
+    """Put ``members`` of ``owner`` back; what was added to a class goes."""
+    for name, member in list(vars(owner).items()):
+        if name in members:
+            if member is not members[name]:
+                setattr(owner, name, members[name])
+        elif isinstance(owner, type):
+            # Additions to a module stay: interpreted functions are cached and use them.
+            delattr(owner, name)

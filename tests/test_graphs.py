@@ -1,0 +1,224 @@
+"""The engine whose steps overlap, with a forward pass of plain PyTorch.
+
+Without a GPU nothing is captured and nothing truly overlaps, but steps are scheduled
+before the tokens of the ones before them are known, which is what can go wrong.
+"""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.engine import Engine, EngineConfig, Event, Submission, Ticket
+from simplellm.graphs import GPUConfig, GraphEngine, Group, Step, bucket_sizes
+from simplellm.kernels.attention import paged_prefill_torch
+from simplellm.model import Transformer, load_model
+from simplellm.paged import PagedCache
+from simplellm.sampler import Columns, SamplingParams, gumbel_noise
+
+
+class Pages:
+    """A cache as the model wants it, over the arrays of a step."""
+
+    def __init__(self, step: Step, cache: PagedCache) -> None:
+        self.step, self.cache = step, cache
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        window: int | None,
+    ) -> Tensor:
+        group, place = self.cache.places[layer]
+        where = self.step.groups[group]
+        keys, values = self.cache.k[place], self.cache.v[place]
+        real = where.slots >= 0
+        for pages, new in ((keys, k), (values, v)):
+            pages.flatten(0, 1)[where.slots[real].long()] = new[real]
+        return paged_prefill_torch(
+            q,
+            keys,
+            values,
+            where.tables,
+            where.offsets,
+            self.step.lengths,
+            self.step.queries,
+            sinks,
+            window,
+        )
+
+
+class PlainForward:
+    def __init__(self, model: Transformer, cache: PagedCache, max_num_seqs: int) -> None:
+        self.model, self.cache = model, cache
+        self.vocab_size = model.config.vocab_size
+
+    def __call__(self, step: Step, previous: Tensor) -> Tensor:
+        unseen = previous[(-1 - step.tokens).clamp(min=0)]
+        tokens = torch.where(step.tokens < 0, unseen, step.tokens)
+        return self.model(tokens.long(), step.positions, Pages(step, self.cache))
+
+    def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        logits.copy_(self.model.lm_head(hidden))
+        return logits.argmax(-1).int()
+
+    def draw(
+        self, logits: Tensor, best: Tensor, columns: Columns, steps: Tensor
+    ) -> Tensor:
+        scores = logits - logits.gather(1, best.long()[:, None])
+        scores = scores / columns.temperature
+        noise = gumbel_noise(columns.seeds, steps, self.vocab_size)
+        drawn = (scores + noise).argmax(-1)
+        return torch.where(columns.temperature[:, 0] > 0, drawn.int(), best)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return load_model(device="cpu")
+
+
+def make(model: Transformer, **options: Any) -> GraphEngine:
+    config = GPUConfig(**{"cuda_graphs": False, "page_size": 16} | options)
+    return GraphEngine(model, config, PlainForward)
+
+
+def submit(
+    engine: Engine, prompt: list[int], params: SamplingParams, n: int = 1
+) -> list[tuple[Ticket, list[Event]]]:
+    group = []
+    for sample in range(n):
+        events: list[Event] = []
+        own = params if not sample else SamplingParams(**vars(params) | {"seed": 77})
+        request = Submission(prompt, own, frozenset(own.stop_token_ids), own.max_tokens)
+        group.append((Ticket(request, events.append), events))
+    engine.submit([[ticket for ticket, _ in group]])
+    return group
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    return [event.token_id for event in events if event.token_id is not None]
+
+
+KINDS = [
+    dict(temperature=0),
+    dict(temperature=0, stop_token_ids=tuple(range(0, 1000, 20))),
+    dict(temperature=0.8, seed=3),
+    dict(temperature=1.0, seed=4, top_p=0.9),
+    dict(temperature=0.7, seed=5, repetition_penalty=1.3, frequency_penalty=0.2),
+    dict(temperature=0, logprobs=2),
+    dict(temperature=0, logit_bias={5: 100.0}),
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_overlapping_steps_give_the_same_tokens(model: Transformer, seed: int) -> None:
+    chance = random.Random(seed)
+    sizes = dict(
+        max_num_seqs=chance.choice([3, 8]),
+        max_num_batched_tokens=chance.choice([20, 64]),
+        prefill_chunk=chance.choice([5, 33]),
+        num_pages=chance.choice([40, 200]),
+        page_size=chance.choice([4, 16]),
+    )
+    engines = [make(model, **sizes), Engine(model, EngineConfig(**sizes))]
+    asked = []
+    for number in range(12):
+        prompt = [chance.randrange(900) for _ in range(chance.randint(1, 60))]
+        kind = chance.choice(KINDS) | {"max_tokens": chance.randint(1, 24)}
+        kind.setdefault("seed", number)
+        n = chance.choice([1, 1, 3])
+        when = chance.randint(0, 20)
+        abort = chance.randint(1, 30) if chance.random() < 0.2 else None
+        asked.append((when, prompt, SamplingParams(**kind), n, abort))
+    found = []
+    for engine in engines:
+        answers: dict[int, list] = {}
+        steps = 0
+        while len(answers) < len(asked) or engine.scheduler.jobs or engine.flights:
+            for number, (when, prompt, params, n, _) in enumerate(asked):
+                if when <= steps and number not in answers:
+                    answers[number] = submit(engine, prompt, params, n)
+            if engine.scheduler.jobs or engine.flights:
+                engine.step()
+                engine.scheduler.manager.check_integrity()
+            steps += 1
+        assert engine.scheduler.manager.usage == 0
+        found.append(
+            [
+                [
+                    (tokens_of(events), events[-1].finish_reason)
+                    for _, events in answers[number]
+                ]
+                for number in range(len(asked))
+            ]
+        )
+    assert found[0] == found[1]
+
+
+def test_a_step_is_scheduled_before_the_tokens_of_the_last_one_are_read(
+    model: Transformer,
+) -> None:
+    engine = make(model)
+    ((_, events),) = submit(engine, [1, 2, 3], SamplingParams(max_tokens=3, temperature=0))
+    engine.step()
+    assert len(engine.flights) == 1 and not events
+    engine.step()
+    assert len(engine.flights) == 1 and len(events) == 1
+    engine.step()
+    engine.step()
+    assert not engine.flights and len(events) == 3
+
+
+def test_without_overlap_each_step_is_read_at_once(model: Transformer) -> None:
+    engine = make(model, overlap=False)
+    ((_, events),) = submit(engine, [1, 2, 3], SamplingParams(max_tokens=3, temperature=0))
+    engine.step()
+    assert not engine.flights and len(events) == 1
+
+
+def test_an_abort_while_a_step_is_under_way(model: Transformer) -> None:
+    engine = make(model, num_pages=40)
+    first, second = (
+        submit(engine, [5] * 20, SamplingParams(max_tokens=9, temperature=0))[0]
+        for _ in range(2)
+    )
+    engine.step()
+    engine.end(first[0].job, "abort")
+    while engine.scheduler.jobs or engine.flights:
+        engine.step()
+    assert first[1][-1].finish_reason == "abort" and len(first[1]) == 1
+    assert len(second[1]) == 9
+    assert engine.scheduler.manager.usage == 0
+
+
+def test_the_arrays_of_a_step_do_not_overlap() -> None:
+    flat = torch.arange(Step.size(5, 3, 4), dtype=torch.int32)
+    step = Step.of(flat, 5, 3, 4, 1)
+    parts = [step.tokens, step.positions, step.lengths, step.queries, step.samples]
+    for group in step.groups:
+        assert isinstance(group, Group)
+        parts += [group.slots, group.tables, group.offsets]
+    every = torch.cat([part.flatten() for part in parts])
+    assert sorted(every.tolist()) == flat.tolist()
+    assert step.groups[1].tables.shape == (3, 4) and len(step.queries) == 4
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64, 200, 256, 300, 1000])
+def test_bucket_sizes_reach_the_largest_batch(most: int) -> None:
+    sizes = bucket_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+
+
+def test_a_cache_without_pages_is_refused(model: Transformer) -> None:
+    with pytest.raises(ValueError, match="cache is 'slot'; expected 'paged'"):
+        make(model, cache="slot")
+
+
+def test_a_switch_that_is_no_bool_is_refused() -> None:
+    with pytest.raises(TypeError, match="overlap is 1; expected True or False"):
+        GPUConfig(overlap=1)  # type: ignore[arg-type]

@@ -1,0 +1,340 @@
+"""Attention over pages: kernels against twins, twins against plain attention."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from simplellm.attention import attention
+from simplellm.kernels.attention import (
+    DECODE,
+    Scratch,
+    attend,
+    paged_decode,
+    paged_decode_torch,
+    paged_prefill,
+    paged_prefill_torch,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Case:
+    """Sequences whose keys and values lie in shuffled pages, among NaN."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    queries: Tensor
+    sinks: Tensor | None
+    window: int | None
+    parts: list[tuple[Tensor, Tensor, Tensor]]  # q, k, v of each sequence
+
+    def decode(self, function, **options) -> Tensor:
+        return function(
+            self.q,
+            self.keys,
+            self.values,
+            self.tables,
+            self.offsets,
+            self.lengths,
+            self.sinks,
+            self.window,
+            **options,
+        )
+
+    def prefill(self, function, **options) -> Tensor:
+        return function(
+            self.q,
+            self.keys,
+            self.values,
+            self.tables,
+            self.offsets,
+            self.lengths,
+            self.queries,
+            self.sinks,
+            self.window,
+            **options,
+        )
+
+    def expected(self) -> Tensor:
+        """What chapter 5's attention makes of each sequence."""
+        outputs = []
+        for q, k, v in self.parts:
+            if len(k) == 0:
+                outputs.append(torch.zeros_like(q))
+            else:
+                q, k, v = q.double(), k.double(), v.double()
+                outputs.append(attention(q, k, v, self.sinks, window=self.window))
+        return torch.cat(outputs)
+
+
+def make_case(
+    device: str,
+    lengths: list[int],
+    chunks: list[int] | None = None,
+    *,
+    window: int | None = None,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 16,
+    page_size: int = 16,
+    dtype: torch.dtype | None = None,
+    sinks: Tensor | str | None = "random",
+    seed: int = 0,
+) -> Case:
+    """``chunks`` are the numbers of new tokens of each sequence, 1 if not given."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    chunks = chunks or [1] * len(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    offsets = [
+        0 if window is None else max(0, n - c + 1 - window) // page_size * page_size
+        for n, c in zip(lengths, chunks, strict=True)
+    ]
+    counts = [-(-(n - o) // page_size) for n, o in zip(lengths, offsets, strict=True)]
+    pages = torch.randperm(sum(counts) + 2, generator=generator)[: sum(counts)]
+    width = max([1, *counts])
+    keys = torch.full(
+        (sum(counts) + 2, page_size, heads[1], dim),
+        math.nan,
+        device=device,
+        dtype=dtype,
+    )
+    values = keys.clone()
+    tables = torch.zeros(len(lengths), width, dtype=torch.int32)
+    parts = []
+    rows = zip(lengths, chunks, offsets, pages.split(counts), strict=True)
+    for number, (length, chunk, offset, mine) in enumerate(rows):
+        k, v = normal(length, heads[1], dim), normal(length, heads[1], dim)
+        parts.append((normal(chunk, heads[0], dim), k, v))
+        tables[number, : len(mine)] = mine
+        places = torch.arange(length - offset)
+        where = mine[places // page_size].to(device), (places % page_size).to(device)
+        keys[where], values[where] = k[offset:], v[offset:]
+    if isinstance(sinks, str):
+        sinks = normal(heads[0])
+    return Case(
+        q=torch.cat([q for q, _, _ in parts]),
+        keys=keys,
+        values=values,
+        tables=tables.to(device),
+        offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+        queries=torch.tensor([0, *chunks], device=device).cumsum(0).int(),
+        sinks=sinks,
+        window=window,
+        parts=parts,
+    )
+
+
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(
+        got.double(), expected.double(), rtol=tolerance, atol=tolerance
+    )
+
+
+EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 0, 144]
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 128])
+@pytest.mark.parametrize("sinks", ["random", None])
+def test_decode_at_edges(kernel_device, window, sinks):
+    case = make_case(kernel_device, EDGES, window=window, sinks=sinks)
+    expected = case.expected()
+    assert_near(case.decode(paged_decode_torch), expected)
+    assert_near(case.decode(paged_decode), expected)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_decode_joins_splits(kernel_device, window):
+    lengths = [
+        DECODE[1].least,
+        DECODE[1].least + 1,
+        2 * DECODE[1].least,
+        2 * DECODE[1].least + 1,
+        1500,
+        3,
+    ]
+    case = make_case(kernel_device, lengths, window=window)
+    scratch = Scratch.create(len(lengths), 8, 2, 16, kernel_device)
+    # Poison shows what is read without having been written.
+    scratch.parts.fill_(math.nan)
+    scratch.sums.fill_(math.nan)
+    expected = case.expected()
+    assert_near(case.decode(paged_decode, scratch=scratch), expected)
+    assert not scratch.counters.any()
+    assert_near(case.decode(paged_decode, scratch=scratch), expected)
+
+
+def test_decode_is_deterministic_and_batch_invariant(kernel_device):
+    case = make_case(kernel_device, [1100, 700, 5])
+    scratch = Scratch.create(3, 8, 2, 16, kernel_device, splits=8)
+    together = case.decode(paged_decode, scratch=scratch)
+    assert torch.equal(case.decode(paged_decode, scratch=scratch), together)
+    for row in range(3):
+        single = paged_decode(
+            case.q[row : row + 1],
+            case.keys,
+            case.values,
+            case.tables[row : row + 1],
+            case.offsets[row : row + 1],
+            case.lengths[row : row + 1],
+            case.sinks,
+            None,
+            scratch=scratch,
+        )
+        assert torch.equal(single[0], together[row])
+
+
+@pytest.mark.parametrize("level", [-1e4, 30.0])
+@pytest.mark.parametrize("window", [None, 128])
+def test_sinks_at_extremes(kernel_device, level, window):
+    case = make_case(kernel_device, [1, 40, 600], window=window)
+    case.sinks = torch.full_like(case.sinks, level)
+    got = case.decode(paged_decode)
+    assert_near(got, case.expected())
+    if level > 0:
+        assert got.abs().max() < 1e-3  # nearly all weight is on the sink
+    assert_near(case.prefill(paged_prefill), case.expected())
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+@pytest.mark.parametrize(
+    "heads, dim", [((8, 2), 16), ((4, 4), 32), ((6, 2), 64), ((8, 1), 64)]
+)
+def test_sizes(kernel_device, page_size, heads, dim):
+    options = {"page_size": page_size, "heads": heads, "dim": dim}
+    case = make_case(kernel_device, [5, 70], **options)
+    assert_near(case.decode(paged_decode), case.expected())
+    case = make_case(kernel_device, [5, 70], [5, 33], window=20, **options)
+    assert_near(case.prefill(paged_prefill), case.expected())
+
+
+def test_half_precision(kernel_device):
+    case = make_case(kernel_device, [3, 300], [3, 20], dtype=torch.float16)
+    assert_near(case.prefill(paged_prefill), case.expected())
+    case = make_case(kernel_device, [3, 300], dtype=torch.float16)
+    assert_near(case.decode(paged_decode), case.expected())
+
+
+CHUNKS = {
+    "whole": ([1, 15, 16, 17, 129], [1, 15, 16, 17, 129]),
+    "later": ([200, 131, 65, 17], [60, 1, 64, 16]),
+    "absent": ([0, 40, 0, 33], [0, 40, 0, 2]),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 128])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_prefill_of_chunks(kernel_device, name, window):
+    lengths, chunks = CHUNKS[name]
+    case = make_case(kernel_device, lengths, chunks, window=window)
+    expected = case.expected()
+    assert_near(case.prefill(paged_prefill_torch), expected)
+    assert_near(case.prefill(paged_prefill), expected)
+
+
+def test_prefill_without_sinks(kernel_device):
+    case = make_case(kernel_device, [90], [70], sinks=None, window=33)
+    assert_near(case.prefill(paged_prefill), case.expected())
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_beyond_4096(kernel_device, window):
+    case = make_case(kernel_device, [4096, 4097], window=window, heads=(2, 1))
+    assert_near(case.decode(paged_decode), case.expected())
+    case = make_case(kernel_device, [4110], [20], window=window, heads=(2, 1))
+    assert_near(case.prefill(paged_prefill), case.expected())
+
+
+def test_padding_tokens_become_zeros(kernel_device):
+    case = make_case(kernel_device, [40], [20])
+    expected = case.expected()
+    case.q = torch.cat([case.q, torch.full_like(case.q, math.nan)])
+    out = torch.full_like(case.q, math.nan)
+    assert case.prefill(paged_prefill, out=out) is out
+    assert_near(out[:20], expected)
+    assert not out[20:].any()
+
+
+def test_empty_batches(kernel_device):
+    case = make_case(kernel_device, [40], [20])
+    case.q, case.queries = case.q[:0], torch.zeros_like(case.queries)
+    assert case.prefill(paged_prefill).shape == (0, 8, 16)
+
+
+@pytest.mark.parametrize("decodes", [0, 2, 4])
+def test_attend_splits_the_batch(kernel_device, decodes):
+    chunks = [1, 1, 30, 50] if decodes < 4 else [1] * 4
+    case = make_case(kernel_device, [20, 300, 100, 50], chunks, window=64)
+    got = attend(
+        case.q,
+        case.keys,
+        case.values,
+        case.tables,
+        case.offsets,
+        case.lengths,
+        case.queries,
+        decodes,
+        case.sinks,
+        case.window,
+    )
+    assert_near(got, case.expected())
+
+
+def test_strided_pages(kernel_device):
+    """Layers may share pages: only the inside of a page must be contiguous."""
+    case = make_case(kernel_device, [100, 20])
+    both = torch.stack([case.keys, case.values], dim=1)
+    case.keys, case.values = both[:, 0], both[:, 1]
+    assert_near(case.decode(paged_decode), case.expected())
+    assert_near(case.prefill(paged_prefill), case.expected())
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("q", lambda x: x[:, :3], r"q is .*multiple of 2"),
+        ("values", lambda x: x[:1], "keys is .* and values"),
+        ("keys", lambda x: x.transpose(1, 2), "keys is"),
+        ("sinks", lambda x: x[:2], r"sinks is \[2\]; expected \[8\]"),
+        ("offsets", lambda x: x[:1], r"offsets is \[1\]; expected \[2\]"),
+        ("lengths", lambda x: x[:1], r"lengths is \[1\]; expected \[2\]"),
+        ("window", lambda x: 0, "window is 0; expected at least 1"),
+    ],
+)
+def test_bad_input(name, change, message):
+    case = make_case("cpu", [5, 7])
+    setattr(case, name, change(getattr(case, name)))
+    with pytest.raises(ValueError, match=message):
+        case.decode(paged_decode)
+
+
+def test_pages_of_keys_and_values_have_one_stride():
+    case = make_case("cpu", [5, 7])
+    case.values = torch.stack([case.values] * 2, dim=1)[:, 0]
+    with pytest.raises(ValueError, match="a page of keys has the stride 512 and one"):
+        case.decode(paged_decode)
+
+
+def test_decode_wants_one_query_a_sequence():
+    case = make_case("cpu", [5, 7], [2, 1])
+    with pytest.raises(ValueError, match="one query for each of the 2"):
+        case.decode(paged_decode)
+
+
+def test_prefill_wants_an_end_for_each_sequence():
+    case = make_case("cpu", [5, 7])
+    case.queries = case.queries[:-1]
+    with pytest.raises(ValueError, match=r"queries is \[2\]; expected \[3\]"):
+        case.prefill(paged_prefill)

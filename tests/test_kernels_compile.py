@@ -1,0 +1,287 @@
+"""Every kernel compiles for Hopper, on a machine without a GPU as well."""
+
+import importlib
+import inspect
+import pkgutil
+from dataclasses import dataclass, field
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import simplellm.kernels
+from simplellm.kernels import (
+    attention,
+    experts,
+    experts_few,
+    forward,
+    head,
+    linear,
+    norm,
+    rope,
+    routing,
+    sampling,
+)
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, the types of its ordinary arguments, and its constants.
+
+    Pointers, and what ``aligned`` names, are multiples of 16, as in real launches.
+    """
+
+    kernel: JITFunction
+    types: str  # "*bf16 *fp32 i32", in the order of the arguments
+    constants: dict[str, object]
+    warps: int = 4
+    stages: int = 3
+    aligned: tuple[str, ...] = field(default=())
+
+
+def projection(rows=4, tokens=1):
+    sizes = {"N": 5120, "K": 2880, "HAS_BIAS": True, "PDL": True}
+    return {**sizes, "TOKENS": tokens, "ROWS": rows}
+
+
+def top_choices(rows):
+    sizes = {"E": 128, "PARTS": 5, "HAS_BIAS": True, "TOP_K": 4, "ROWS": rows}
+    return {**sizes, "BLOCK_E": 128, "BLOCK_K": 4, "PDL": True}
+
+
+def sorting(step):
+    return {"E": 128, "BLOCK_E": 128, "BLOCK": 16, "STEP": step, "PDL": True}
+
+
+def expert_blocks(rows=128, tokens=64):
+    sizes = {"K": 2880, "BLOCK_N": rows, "BLOCK_T": tokens, "WIDTHS": 3, "STEP": 1}
+    return {**sizes, "UNROLL": 3, "STAGES": 3, "PTX": True, "PDL": True}
+
+
+def few_tokens(one=True, rows=1):
+    sizes = {"ONE": one, "K": 2880, "SIZE": 4 if one else 32, "R": rows, "AHEAD": 3}
+    return {**sizes, "WARPS": 8, "CACHE": "", "PTX": True, "PDL": True}
+
+
+def attention_sizes(tiles, window=0):
+    sizes = {"K": 8, "G": 8, "D": 64, "PAGE": 64, "WINDOW": window, "ROWS": 8}
+    return {**sizes, "DIMS": 64, "BLOCK": tiles.block, "HAS_SINKS": True, "PDL": True}
+
+
+def decode_case(tiles, window=0):
+    joins = {"JOINS": not window, "CHUNK": tiles.chunk, "DEPTH": tiles.depth}
+    return Case(
+        attention.decode_kernel,
+        "*bf16 *bf16 *bf16 *i32 *i32 *i32 *bf16 *bf16 *fp32 *fp32 *i32 fp32 i32 i32"
+        " i32 i32",
+        attention_sizes(tiles, window) | joins,
+        warps=tiles.warps,
+        stages=tiles.stages,
+        aligned=("stride_q", "stride_page"),
+    )
+
+
+def prefill_case(tiles, window=0):
+    return Case(
+        attention.prefill_kernel,
+        "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32 i32 i32",
+        attention_sizes(tiles, window) | {"TOKENS": tiles.tokens, "EDGE": tiles.edge},
+        warps=tiles.warps,
+        stages=tiles.stages,
+        aligned=("stride_q", "stride_page"),
+    )
+
+
+CASES = [
+    *(decode_case(tiles) for tiles in attention.DECODE.values()),
+    decode_case(attention.DECODE_WINDOW, 128),
+    prefill_case(attention.PREFILL),
+    prefill_case(attention.PREFILL_WINDOW, 128),
+    Case(
+        rope.rope_kernel,
+        "*bf16 *bf16 *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 i32 i32 i32 i32",
+        {"H": 64, "K": 8, "D": 64, "PAGE": 64, "PARTS": 1, "HEADS": 16}
+        | {"HALF": 32, "HAS_BIAS": True, "PDL": True},
+        warps=2,
+        aligned=("stride_token", "stride_page_keys", "stride_page_values"),
+    ),
+    Case(
+        norm.add_norm_kernel,
+        "*bf16 *bf16 *fp32 *bf16 i32 i32 fp32",
+        {"N": 2880, "PARTS": 4, "BLOCK": 4096, "PDL": True},
+        warps=8,
+        aligned=("stride_token", "stride_part"),
+    ),
+    Case(
+        norm.add_norm_linear_kernel,
+        "*bf16 *bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 fp32",
+        {"M": 128, "N": 2880, "TOKENS": 2, "PARTS": 1, "HAS_BIAS": True}
+        | {"ROWS": 1, "BLOCK": 4096, "PDL": True},
+        aligned=("stride_token", "stride_part"),
+    ),
+    Case(
+        linear.gemv_kernel,
+        "*bf16 *bf16 *bf16 *bf16 i32",
+        projection() | {"BLOCK": 2048, "REST": 1024, "AHEAD": 660},
+        aligned=("stride_x",),
+    ),
+    Case(
+        linear.dot_kernel,
+        "*bf16 *bf16 *bf16 *fp32 i32 i32",
+        projection(rows=64, tokens=16) | {"DEPTH": 128, "PARTS": 3, "AHEAD": 2},
+        stages=4,
+        aligned=("stride_x",),
+    ),
+    Case(
+        linear.add_parts_kernel,
+        "*fp32 *bf16",
+        {"N": 5120, "PARTS": 3, "BLOCK": 512, "PDL": True},
+    ),
+    Case(
+        routing.top_k_kernel,
+        "*fp32 *bf16 *i32 *fp32 i32",
+        top_choices(rows=1),
+        warps=1,
+    ),
+    Case(
+        routing.route_kernel,
+        "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 i32 i32",
+        top_choices(rows=64) | {"BLOCK": 16, "STEP": 256},
+        warps=32,
+    ),
+    Case(
+        routing.sort_small_kernel,
+        "*i32 *i32 *i32 *i32 i32 i32",
+        sorting(step=32) | {"ROWS": 32, "CHUNK": 512},
+        warps=8,
+    ),
+    Case(
+        routing.count_kernel,
+        "*i32 *i32 i32",
+        {"CHUNK": 512, "BLOCK_E": 128, "PDL": True},
+        warps=16,
+    ),
+    Case(
+        routing.place_kernel,
+        "*i32 *i32 *i32 *i32 *i32 i32 i32",
+        sorting(step=16) | {"CHUNK": 512, "TILE": 32},
+        warps=16,
+    ),
+    Case(
+        sampling.draw_kernel,
+        "*fp32 *i32 *fp32 *i64 *i64 *i64 i32",
+        {"BLOCK": 2048, "LIBRARY": True, "PDL": True},
+        warps=8,
+    ),
+    Case(
+        sampling.drawn_kernel,
+        "*i64 *i32 *fp32 *i32 i32",
+        {"BLOCK": 128, "PDL": True},
+    ),
+    Case(
+        head.head_gemv_kernel,
+        "*bf16 *bf16 *fp32 *i64 i32",
+        {"V": 201088, "N": 2880, "TOKENS": 1, "WRITE": True}
+        | {"ROWS": 8, "BLOCK": 2048, "REST": 1024, "AHEAD": 528, "PDL": True},
+        warps=8,
+        aligned=("stride_x",),
+    ),
+    Case(
+        head.head_dot_kernel,
+        "*bf16 *bf16 *fp32 *i64 i32 i32",
+        {"V": 201088, "N": 2880, "TOKENS": 64, "WRITE": True}
+        | {"ROWS": 128, "DEPTH": 64, "AHEAD": 2, "PDL": True},
+        stages=4,
+        aligned=("stride_x",),
+    ),
+    Case(
+        experts.gate_up_kernel,
+        "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16",
+        {"LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4, "N": 5760} | expert_blocks(),
+    ),
+    Case(
+        experts.down_kernel,
+        "*bf16 *i32 *i32 *bf16 *fp32 *i32 *i32 *i32 *bf16",
+        {"N": 2880} | expert_blocks(),
+    ),
+    Case(
+        experts_few.gate_up_few_kernel,
+        "*bf16 *i32 *i32 *i32 *bf16 *bf16 i32",
+        {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4} | few_tokens(),
+        warps=8,
+    ),
+    Case(
+        experts_few.gate_up_few_kernel,
+        "*bf16 *i32 *i32 *i32 *bf16 *bf16 i32",
+        {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4} | few_tokens(False, 2),
+        warps=8,
+    ),
+    Case(
+        experts_few.down_few_kernel,
+        "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32 i32",
+        {"N": 2880} | few_tokens(),
+        warps=8,
+    ),
+    Case(
+        experts_few.down_few_kernel,
+        "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32 i32",
+        {"N": 2880} | few_tokens(False),
+        warps=8,
+    ),
+    Case(forward.embed_kernel, "*i32 *i32 *bf16 *bf16", {"N": 2880, "BLOCK": 4096}),
+    Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": 2048, "PDL": True}, warps=8),
+]
+
+
+def compile_case(case: Case):
+    """The kernel's machine code for an H100 or H200."""
+    names = case.kernel.arg_names
+    ordinary = [name for name in names if name not in case.constants]
+    types = dict(zip(ordinary, case.types.split(), strict=True))
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name in case.aligned
+    }
+    options: dict[str, object] = {"num_warps": case.warps, "num_stages": case.stages}
+    if "PDL" in case.constants:
+        options["launch_pdl"] = case.constants["PDL"]
+    source = ASTSource(case.kernel, signature, case.constants, aligned)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kernel.__name__)
+def test_it_compiles_and_fits(case):
+    compiled = compile_case(case)
+    assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= 227 * 1024
+    if case.constants.get("PDL"):
+        assert "griddepcontrol.wait" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kernel.__name__)
+def test_nothing_is_read_or_written_too_early(case):
+    """Before the wait only weights may be read, and nothing written."""
+    if not case.constants.get("PDL"):
+        pytest.skip("no PDL")
+    before, _ = compile_case(case).asm["ptx"].split("griddepcontrol.wait", 1)
+    assert "st.global" not in before
+    assert "atom." not in before
+
+
+def test_every_kernel_is_in_the_list():
+    listed = {case.kernel.fn for case in CASES}
+    missing = []
+    for module in pkgutil.iter_modules(simplellm.kernels.__path__):
+        members = vars(importlib.import_module(f"simplellm.kernels.{module.name}"))
+        for name, member in members.items():
+            if isinstance(member, JITFunction) and name.endswith("_kernel"):
+                source = inspect.getmodule(member.fn).__name__
+                if member.fn not in listed:
+                    missing.append(f"{source}.{name}")
+    assert not missing

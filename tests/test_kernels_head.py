@@ -1,0 +1,74 @@
+"""The LM head with its argmax: every way of computing it against the twin."""
+
+import pytest
+import torch
+
+from simplellm.kernels.head import TUNED, best_of, choose, head, head_torch
+from simplellm.kernels.linear import Dot, Gemv
+
+CONFIGS = [Gemv(8, 4), Dot(64, 64, 1, 4, 2)]
+
+
+def inputs(device, tokens, vocabulary=1088, size=96):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, size, generator=generator)
+    weight = torch.randn(vocabulary, size, generator=generator)
+    return x.to(device), weight.to(device)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 1088), (3, 1001)])
+def test_head_is_its_twin(kernel_device, tokens, vocabulary, config):
+    x, weight = inputs(kernel_device, tokens, vocabulary)
+    expected = torch.empty(tokens, vocabulary, device=kernel_device)
+    ids = head_torch(x, weight, expected)
+    got = torch.full_like(expected, torch.nan)
+    assert torch.equal(best_of(x, weight, got, config), ids)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(best_of(x, weight, None, config), ids)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_of_equal_logits_the_lowest_id_wins(kernel_device, config):
+    """Near each other and in different programs; negative and zero ones as well."""
+    x, weight = inputs(kernel_device, 1)
+    weight[[3, 5, 700, 1087]] = x[0]
+    assert best_of(x, weight, None, config).tolist() == [3]
+    assert best_of(x, -x.expand(1088, -1).contiguous(), None, config).tolist() == [0]
+    assert best_of(x, torch.zeros_like(weight), None, config).tolist() == [0]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_nan_wins(kernel_device, config):
+    x, weight = inputs(kernel_device, 3)
+    weight[900] = torch.nan
+    assert best_of(x, weight, None, config).tolist() == [900] * 3
+    x[1, 0] = torch.nan
+    assert best_of(x, weight, None, config).tolist() == [900, 0, 900]
+    assert head_torch(x, weight).tolist() == [900, 0, 900]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_head_takes_any_number_of_tokens(kernel_device, tokens):
+    x, weight = inputs(kernel_device, tokens)
+    logits = torch.full((tokens, 1088), torch.nan, device=kernel_device)
+    ids = head(x, weight, logits)
+    assert ids.dtype == torch.int32
+    assert torch.equal(ids, head_torch(x, weight))
+    assert torch.equal(ids, logits.argmax(-1).int())
+    assert head(x[:0], weight).shape == (0,)
+
+
+def test_more_tokens_go_to_pytorch():
+    limits = [most for most, _ in TUNED]
+    assert limits == sorted(limits)
+    assert choose(limits[-1]) == TUNED[-1][1]
+    assert choose(limits[-1] + 1) is None
+
+
+def test_logits_of_another_shape_raise():
+    x, weight = inputs("cpu", 2)
+    with pytest.raises(ValueError, match=r"logits are .*expected torch.float32 \[2, "):
+        head(x, weight, torch.empty(2, 7))
+    with pytest.raises(ValueError, match=r"logits are torch.float16"):
+        head(x, weight, torch.empty(2, 1088, dtype=torch.float16))
