@@ -1,4 +1,4 @@
-"""The `simplellm` command: ask one question, hold a chat, describe a checkpoint.
+"""The `simplellm` command: ask, chat, run files of requests, describe, measure.
 
 The answer goes to standard output; reasoning, tool calls and errors go to standard
 error, so that `simplellm "What is 47 + 85?" | wc` counts the answer alone. Colors
@@ -10,6 +10,7 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import ast
 import json
 import operator
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -507,6 +508,100 @@ def batch(
     return int(totals.failed + totals.rejected > 0)
 
 
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """The integers of an option such as "1,8,64"; none of an empty text."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(
+            f"--{name} is {text}; expected integers such as 1,8,64"
+        ) from None
+
+
+def pairs(name: str, text: str) -> tuple[tuple[int, int], ...]:
+    """The pairs of an option such as "32x2048,1x2048"."""
+    try:
+        parts = [part.split("x") for part in text.split(",")] if text else []
+        return tuple((int(count), int(length)) for count, length in parts)
+    except ValueError:
+        raise ValueError(
+            f"--{name} is {text}; expected prompts x tokens such as 32x2048,1x2048"
+        ) from None
+
+
+@app.command()
+def bench(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint folder; with --random-weights also gpt-oss-20b or "
+            "gpt-oss-120b.  [embedded]",
+            show_default=False,
+        ),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Only the shapes of the model.")
+    ] = False,
+    batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    prefill: Annotated[
+        str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")
+    ] = "",
+    context: Annotated[
+        str, typer.Option(help="Tokens in the cache, as in 32768,131072.")
+    ] = "",
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write all numbers.", dir_okay=False
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the limit (.svg).", dir_okay=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
+    device: Where = None,
+) -> None:
+    """Measure a model's speed, and what this machine allows."""
+    screen = Screen()
+    with screen.err.status("Starting PyTorch"):
+        from simplellm import bench
+    plan = bench.Plan(
+        batches=numbers("batch", batch),
+        input_len=input_len,
+        output_len=output_len,
+        prefills=pairs("prefill", prefill),
+        contexts=numbers("context", context),
+        seed=seed,
+    )
+    for file in (json_file, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
+    if plot is not None:
+        bench.check_plot(plot)
+    report = bench.measure(
+        plan,
+        model,
+        random_weights=random_weights,
+        device=device,
+        command=shlex.join(["simplellm", *ctx.obj]),
+    )
+    if json_file is not None:
+        bench.write_json(report, json_file)
+    if plot is not None:
+        bench.plot(report, plot)
+    console = Console(highlight=False)
+    for line in bench.summary(report):
+        console.out(line, highlight=False)
+    for table in bench.tables(report):
+        console.print()
+        console.print(table)
+
+
 def version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -529,6 +624,7 @@ def simplellm(
     simplellm chat --calculator
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
+    simplellm bench --batch 1,4
     """
 
 
@@ -539,7 +635,10 @@ def main(arguments: list[str] | None = None) -> int:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         status = app(
-            args=arguments or ["--help"], prog_name="simplellm", standalone_mode=False
+            args=arguments or ["--help"],
+            prog_name="simplellm",
+            standalone_mode=False,
+            obj=arguments,
         )
         return status or 0
     except (KeyboardInterrupt, typer.Abort):

@@ -20,6 +20,7 @@ from simplellm.kernels import (
     head,
     linear,
     norm,
+    read,
     rope,
     routing,
     sampling,
@@ -233,6 +234,7 @@ CASES = [
         warps=8,
     ),
     Case(forward.embed_kernel, "*i32 *i32 *bf16 *bf16", {"N": 2880, "BLOCK": 4096}),
+    Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": 2048, "PDL": True}, warps=8),
 ]
 

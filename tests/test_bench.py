@@ -1,0 +1,326 @@
+"""Measuring: the bytes that a step must read, what a run counts, what is refused."""
+
+import io
+import json
+import math
+import sys
+from dataclasses import asdict, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from simplellm import bench, cli
+from simplellm.bench import TimedLLM
+from simplellm.cache import kv_bytes
+from simplellm.checkpoint import Checkpoint
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, MODELS, ModelConfig
+from simplellm.engine import EngineConfig
+from simplellm.model import EMBEDDED, load_model
+
+REFERENCE = json.loads(
+    (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()
+)
+TINY = ModelConfig.from_file(EMBEDDED / "config.json")
+
+
+@pytest.fixture(scope="module")
+def report() -> bench.Report:
+    """Every kind of row, of the embedded model."""
+    plan = bench.Plan(
+        batches=(1, 3),
+        input_len=20,
+        output_len=6,
+        prefills=((2, 40),),
+        contexts=(100,),
+        context_batches=(2,),
+    )
+    return bench.measure(plan, device="cpu", command="simplellm bench")
+
+
+@pytest.fixture
+def known_machine(monkeypatch):
+    """Nothing is measured of the machine, which would take a second or more."""
+    machine = bench.Machine(bytes_per_second=1e10, flops_per_second=1e11)
+    monkeypatch.setattr(bench, "measure_machine", lambda device: machine)
+
+
+@pytest.mark.parametrize(
+    "row", REFERENCE["decode"], ids=lambda row: f"{row['model']}-{row['batch']}"
+)
+def test_bytes_and_limit_are_those_of_the_recorded_table(row):
+    config, batch = MODELS[row["model"]], row["batch"]
+    machine = bench.Machine(1e9 * REFERENCE["read_gigabytes_per_second"], 790e12)
+    found = bench.step_bytes(config, batch)
+    assert found.kv == 0
+    assert bench.distinct_experts(config, batch) == pytest.approx(
+        row["distinct_experts"], abs=0.06
+    )
+    assert found.total / 1e9 == pytest.approx(row["gigabytes"], rel=0.01)
+    flops = bench.step_flops(config, batch, batch)
+    limit = batch / machine.least_seconds(found.total, flops)
+    assert limit == pytest.approx(row["limit"], rel=0.01)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_distinct_experts_as_counted(tokens):
+    """Draw the choices of many steps and count."""
+    config = TINY
+    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    generator = torch.Generator().manual_seed(tokens)
+    scores = torch.rand(4000, tokens, experts, generator=generator)
+    hit = torch.zeros(4000, experts)
+    hit.scatter_(1, scores.topk(chosen).indices.flatten(1), 1)
+    counted = hit.sum(1).mean().item()
+    assert bench.distinct_experts(config, tokens) == pytest.approx(counted, rel=0.02)
+
+
+def test_the_context_adds_its_keys_and_values():
+    without = bench.step_bytes(GPT_OSS_20B, 8)
+    found = bench.step_bytes(GPT_OSS_20B, 8, 5000)
+    assert found.kv == 8 * kv_bytes(GPT_OSS_20B, 5000)
+    assert replace(found, kv=0) == without
+
+
+def test_weight_bytes_are_those_of_the_loaded_model():
+    model = load_model(device="cpu")
+    taken: int = sum(p.nbytes for p in model.parameters())
+    for layer in model.layers:
+        experts: Any = layer.mlp.experts  # type: ignore[union-attr]
+        taken += experts.gate_up.nbytes + experts.down.nbytes
+        taken += experts.gate_up_bias.nbytes + experts.down_bias.nbytes
+    packed = Checkpoint(EMBEDDED).packed
+    assert sum(bench.weight_bytes(model.config, 4, packed).values()) == taken
+
+
+def test_dense_experts_take_more():
+    dense = bench.weight_bytes(GPT_OSS_20B, packed=False)["experts"]
+    packed = bench.weight_bytes(GPT_OSS_20B)["experts"]
+    assert dense / packed == pytest.approx(32 / 8.5, rel=0.01)
+
+
+def test_a_tied_head_is_read_once():
+    tied = replace(GPT_OSS_20B, tie_word_embeddings=True)
+    apart, together = bench.weight_bytes(GPT_OSS_20B), bench.weight_bytes(tied)
+    assert sum(apart.values()) - sum(together.values()) == apart["embedding"]
+    assert bench.step_bytes(tied, 1) == bench.step_bytes(GPT_OSS_20B, 1)
+
+
+def test_prefill_does_not_compute_the_head_for_every_token():
+    head = 2 * GPT_OSS_120B.vocab_size * GPT_OSS_120B.hidden_size
+    whole = bench.step_flops(GPT_OSS_120B, 10, 10)
+    assert whole / 10 == pytest.approx(2 * 5.13e9, rel=0.01)
+    assert whole - bench.step_flops(GPT_OSS_120B, 10, 1) == 9 * head
+
+
+def test_the_roof_is_the_slower_of_reading_and_computing():
+    machine = bench.Machine(bytes_per_second=10.0, flops_per_second=100.0)
+    assert machine.least_seconds(50, 100) == 5
+    assert machine.least_seconds(5, 100) == 1
+
+
+def test_rows_are_what_was_asked_for(report):
+    assert [(r.batch, r.input_len, r.output_len) for r in report.decode] == [
+        (1, 20, 6),
+        (3, 20, 6),
+    ]
+    (context,) = report.context
+    assert context.batch == 2
+    assert context.input_len + context.output_len == 100
+    (prefill,) = report.prefill
+    assert (prefill.batch, prefill.input_len) == (2, 40)
+    assert report.config.max_num_seqs == 3
+    assert report.config.max_model_len == 100
+
+
+def test_a_row_agrees_with_itself(report):
+    for row in [*report.decode, *report.context]:
+        seconds = row.step_ms / 1e3
+        assert row.tokens_per_second == pytest.approx(row.batch / seconds)
+        assert row.share == pytest.approx(row.tokens_per_second / row.limit)
+        assert row.end_to_end > 0
+        assert 0 < row.itl_ms <= row.itl_p99_ms
+        assert 0 < row.ttft_ms <= row.ttft_p99_ms
+        read = row.dense_bytes + row.expert_bytes + row.kv_bytes
+        bandwidth = report.machine.bytes_per_second
+        assert row.limit <= row.batch * bandwidth / read * 1.0001
+        assert row.distinct_outputs == row.batch
+    # Each of 6 tokens but the first follows a step that gave all requests a token.
+    assert [row.steps for row in report.decode] == [5, 5]
+    (row,) = report.prefill
+    assert row.tokens_per_second == pytest.approx(80 / row.seconds)
+    assert row.ttft_ms <= 1e3 * row.seconds * 1.5
+
+
+def test_the_roof_goes_through_the_limit_of_a_decode(report):
+    """But for keys and values, which the roof leaves out."""
+    row = report.decode[0]
+    read = row.dense_bytes + row.expert_bytes
+    tokens, limit = report.roof[0]
+    assert tokens == 1
+    assert limit == pytest.approx(report.machine.bytes_per_second / read)
+    assert limit > row.limit
+
+
+def test_a_full_step_has_every_request_before_and_after():
+    meter = bench.Recorder()
+    meter.recent.extend([(0, 1), (1, 2), (3, 2), (7, 2), (8, 1), (9, 2), (9.5, 0)])
+    run = bench.Run([], 0.0, meter, began=0.0)
+    assert run.full_steps(2) == [2, 4]
+    assert run.last_token == 9
+
+
+def test_a_recorder_keeps_more_than_a_meter():
+    meter = bench.Recorder()
+    for _ in range(5000):
+        meter.step([])
+    assert len(meter.recent) == 5000
+
+
+def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatch):
+    def prompts(seed):
+        seen: list[tuple[int, ...]] = []
+
+        class Probe(TimedLLM):
+            def generate(self, prompts, *arguments, **options):
+                seen.extend(map(tuple, prompts))
+                return super().generate(prompts, *arguments, **options)
+
+        monkeypatch.setattr(bench, "TimedLLM", Probe)
+        plan = bench.Plan(batches=(2,), input_len=9, output_len=4, seed=seed)
+        bench.measure(plan, device="cpu")
+        return seen
+
+    first, again, other = prompts(1), prompts(1), prompts(2)
+    assert first == again
+    assert not set(first) & set(other)
+    assert len(set(first)) == len(first) == 4  # two runs, one of them to warm up
+
+
+def test_switches_of_the_engine_reach_it(known_machine):
+    plan = bench.Plan(batches=(2,), input_len=9, output_len=4)
+    config = EngineConfig(cache="slot", max_num_seqs=7)
+    report = bench.measure(plan, device="cpu", config=config)
+    assert report.config.cache == "slot"
+    assert report.config.max_num_seqs == 2
+    assert report.memory["cache"] == 2 * kv_bytes(TINY, 13, itemsize=4)
+
+
+def test_json_holds_the_report(report, tmp_path):
+    file = tmp_path / "bench.json"
+    bench.write_json(report, file)
+    found = json.loads(file.read_text())
+    assert found == json.loads(json.dumps(asdict(report)))
+    assert set(found) >= {"date", "command", "model", "device", "versions", "machine"}
+    assert found["weights"] == "checkpoint"
+    assert found["decode"][1]["batch"] == 3
+    assert "NaN" not in file.read_text()
+
+
+def test_the_tables_fit_a_terminal(report):
+    wide = replace(
+        report.context[0],
+        batch=256,
+        input_len=130816,
+        output_len=1024,
+        step_ms=1234.56,
+        tokens_per_second=22222.2,
+        end_to_end=22222.2,
+        limit=94444.4,
+        share=0.987,
+        ttft_ms=123456.7,
+        itl_p99_ms=1234.5,
+    )
+    report = replace(report, context=[wide])
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in bench.tables(report):
+        console.print(table)
+    lines = [*console.export_text().splitlines(), *bench.summary(report)]
+    assert max(map(len, lines)) <= 80
+    assert any("130816" in line for line in lines)
+
+
+def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
+    json_file, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    options = "bench --batch 1 --input-len 8 --output-len 4 --prefill 1x8".split()
+    options += ["--json", str(json_file), "--plot", str(plot), "--device", "cpu"]
+    assert cli.main(options) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("embedded, checkpoint weights, ")
+    assert max(map(len, out.splitlines())) <= 80
+    found = json.loads(json_file.read_text())
+    assert found["command"].startswith("simplellm bench --batch 1 --input-len 8")
+    assert f"{found['decode'][0]['tokens_per_second']:.0f}" in out
+    assert "<svg" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("gpt-oss-12b", "model is 'gpt-oss-12b'; expected a checkpoint folder or one"),
+        ("gpt-oss-20b", "there is no folder 'gpt-oss-20b'; expected"),
+        ("--batch 1,x", "--batch is 1,x; expected integers such as 1,8,64"),
+        ("--batch 0", "batch is 0; expected 1 to"),
+        ("--prefill 32", "--prefill is 32; expected prompts x tokens"),
+        ("--input-len 0", "input_len is 0; expected 1 to"),
+        ("--batch=", "nothing is to be measured"),
+        ("--batch 64 --output-len 4", "output_len is 4; expected at least 7"),
+        ("--context 60", "context is 60; expected more than 64"),
+        ("--input-len 131072", "expected at most 131,072, the model's context"),
+        ("--batch 400 --input-len 2000 --output-len 900", "GB for keys and values"),
+        ("--plot x.jpeg", "the plot is 'x.jpeg'; expected .svg, .png or .pdf"),
+        ("--json nowhere/x.json", "there is no folder"),
+    ],
+)
+def test_what_cannot_run_is_refused(known_machine, capsys, options, message):
+    assert cli.main(["bench", "--device", "cpu", *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "free_memory", lambda device: 12_300_000_000)
+    options = "bench gpt-oss-120b --random-weights --device cpu".split()
+    assert cli.main(options) == 2
+    message = capsys.readouterr().err
+    assert "gpt-oss-120b needs 69.6 GB for its weights" in message
+    assert "the CPU has 12.3 GB free" in message
+
+
+def test_a_gpu_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench", "--device", "cuda"]) == 2
+    assert "PyTorch finds no GPU; expected cpu" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib(monkeypatch, capsys):
+    find = PathFinder.find_spec
+    monkeypatch.setattr(
+        PathFinder,
+        "find_spec",
+        lambda name, *rest: None if name == "matplotlib" else find(name, *rest),
+    )
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    assert cli.main(["bench", "--device", "cpu", "--plot", "x.svg"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_memory_that_is_free():
+    free = bench.free_memory(torch.device("cpu"))
+    assert free is None or 0 < free < 2**50
+
+
+@pytest.mark.parametrize("batch", [1, 40])
+def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, batch):
+    plan = bench.Plan(batches=(batch,), input_len=50, output_len=70)
+    config = bench.engine_config(plan, EngineConfig())
+    (case,) = bench.plan_cases(plan, config)
+    need = bench.cache_bytes(TINY, config, 4, case)
+    assert need >= batch * kv_bytes(TINY, 120, itemsize=4)
+    config = EngineConfig(cache_bytes=need + 100_000)  # less than a page goes unused
+    row = bench.measure(plan, device="cpu", config=config).decode[0]
+    assert math.isfinite(row.step_ms)
+    with pytest.raises(ValueError, match="for which the cache has room"):
+        bench.measure(plan, device="cpu", config=EngineConfig(cache_bytes=need // 2))
