@@ -1,13 +1,15 @@
-"""Steps on a GPU that the host only starts: static buffers, captured graphs, no waiting.
+# Exported from chapters/10-cuda-graphs.md; edit there.
+"""Steps that the host only starts: static buffers, captured graphs, no waiting.
 
 T packed tokens, B sequences, S of them sampling, P pages in a row of a table, V
 vocabulary.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,15 +53,20 @@ class Step:
         return 4 * tokens + sequences * (5 + 2 * pages) + 1
 
     @classmethod
-    def of(cls, flat, tokens: int, sequences: int, pages: int, decodes: int) -> "Step":
+    def of(
+        cls, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+    ) -> "Step":
         """The views of one flat int32 array or tensor that make up a step."""
         place = 0
 
-        def take(*shape: int):
+        def take(*shape: int) -> Any:
             nonlocal place
-            count = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            count = math.prod(shape)
             place += count
             return flat[place - count : place].reshape(shape)
+
+        def group() -> Group:
+            return Group(take(tokens), take(sequences, pages), take(sequences))
 
         return cls(
             tokens=take(tokens),
@@ -67,10 +74,7 @@ class Step:
             lengths=take(sequences),
             queries=take(sequences + 1),
             samples=take(sequences),
-            groups=tuple(
-                Group(take(tokens), take(sequences, pages), take(sequences))
-                for _ in range(2)
-            ),
+            groups=(group(), group()),
             decodes=decodes,
         )
 
@@ -174,12 +178,13 @@ class Runner:
         self.output[: len(hidden)] = self.forward.head(hidden, logits)
         return logits
 
-    def _view(self, flat, tokens: int, sequences: int, decodes: int) -> Step:
+    def _view(self, flat: Any, tokens: int, sequences: int, decodes: int) -> Step:
         return Step.of(flat, tokens, sequences, self.pages, decodes)
 
     def _pad(self, step: Step) -> None:
         """Make every row a padding row: of no length, and written nowhere."""
         step.tokens[:] = step.positions[:] = step.lengths[:] = 0
+        step.queries[:] = step.samples[:] = 0
         for group in step.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0
@@ -237,8 +242,8 @@ class Runner:
         place = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
         return self.captured[place] if place < len(self.captured) else None
 
-    def _fill(self, step: Step, works: Sequence[Work]) -> None:
-        """Write the tokens and pages of ``works`` into ``step``, numpy arrays."""
+    def _fill(self, step: Any, works: Sequence[Work]) -> None:
+        """Write ``works`` into ``step``, a `Step` of numpy arrays."""
         manager, page_size = self.cache.manager, self.cache.manager.page_size
         self._pad(step)
         begin = sampling = 0
@@ -256,7 +261,8 @@ class Runner:
                 step.samples[sampling] = end - 1
                 sampling += 1
             table = manager.table(job.number)
-            for group, pages, first in zip(step.groups, table.groups, table.first):
+            places = zip(step.groups, table.groups, table.first, strict=False)
+            for group, pages, first in places:
                 live = np.frombuffer(pages, dtype=np.int32)
                 group.tables[row, : len(live) - first] = live[first:]
                 group.offsets[row] = first * page_size
