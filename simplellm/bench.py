@@ -1,3 +1,4 @@
+# Exported from chapters/12-full-speed.md; edit there.
 """What a model does on this machine, and the least time that the machine needs.
 
 Decode, prefill and long contexts are timed through the whole engine, `LLM.generate`
@@ -235,7 +236,11 @@ class Plan:
 
 
 Kind = Literal["decode", "prefill", "context"]
+
+
 CONTEXT_STEPS = 64  # decodes at a long context, once all prompts are computed
+
+
 PREFILL_RUNS = 3
 
 

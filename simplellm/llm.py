@@ -1,3 +1,4 @@
+# Exported from chapters/12-full-speed.md; edit there.
 """The LLM that picks the fastest way to compute that a machine has."""
 
 import logging
@@ -16,10 +17,14 @@ LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
 
 
-def why_not_fused(device: torch.device, config: EngineConfig) -> str | None:
+def why_not_fused(
+    device: torch.device, dtype: torch.dtype | None, config: EngineConfig
+) -> str | None:
     """What keeps the kernels from running on ``device``; None if nothing does."""
     if device.type != "cuda":
         return f"the device is {device.type}"
+    if dtype not in (None, torch.bfloat16):
+        return f"dtype is {dtype}, and the kernels compute with bfloat16"
     if config.cache != "paged":
         return f"cache is {config.cache!r}, and the kernels read pages"
     capability = torch.cuda.get_device_capability(device)
@@ -47,15 +52,18 @@ class LLM(PlainLLM):
         path: str | Path | None = None,
         config: EngineConfig | None = None,
         *,
+        dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         **options: Any,
     ) -> None:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(device)
+        if not isinstance(config, EngineConfig | None):
+            raise TypeError(f"config is {config!r}; expected an EngineConfig")
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
-        reason = why_not_fused(device, config)
+        reason = why_not_fused(device, dtype, config)
         backend: Backend = TORCH
         if reason is None:
             from simplellm.kernels.forward import FUSED
@@ -64,11 +72,14 @@ class LLM(PlainLLM):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, how)
-        super().__init__(path, config, device=device, backend=backend, **options)
+        super().__init__(
+            path, config, dtype=dtype, device=device, backend=backend, **options
+        )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
         config = config or EngineConfig()
-        if why_not_fused(self.model.device, config) is not None:
+        device, dtype = self.model.device, self.model.dtype
+        if why_not_fused(device, dtype, config) is not None:
             return super()._make_engine(config)
         from simplellm.kernels.forward import Fused
 
