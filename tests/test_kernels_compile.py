@@ -74,7 +74,7 @@ def attention_sizes(tiles, window=0):
 
 
 def decode_case(tiles, window=0):
-    joins = {"JOINS": not window, "CHUNK": tiles.chunk, "DEPTH": tiles.depth}
+    joins = {"JOINS": not window, "CHUNK": tiles.chunk}
     return Case(
         attention.decode_kernel,
         "*bf16 *bf16 *bf16 *i32 *i32 *i32 *bf16 *bf16 *fp32 *fp32 *i32 fp32 i32 i32"
@@ -90,7 +90,7 @@ def prefill_case(tiles, window=0):
     return Case(
         attention.prefill_kernel,
         "*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 *bf16 *bf16 fp32 i32 i32 i32 i32 i32",
-        attention_sizes(tiles, window) | {"TOKENS": tiles.tokens, "EDGE": tiles.edge},
+        attention_sizes(tiles, window) | {"TOKENS": tiles.tokens},
         warps=tiles.warps,
         stages=tiles.stages,
         aligned=("stride_q", "stride_page"),
@@ -115,13 +115,6 @@ CASES = [
         "*bf16 *bf16 *fp32 *bf16 i32 i32 fp32",
         {"N": 2880, "PARTS": 4, "BLOCK": 4096, "PDL": True},
         warps=8,
-        aligned=("stride_token", "stride_part"),
-    ),
-    Case(
-        norm.add_norm_linear_kernel,
-        "*bf16 *bf16 *fp32 *bf16 *bf16 *bf16 *bf16 *bf16 i32 i32 fp32",
-        {"M": 128, "N": 2880, "TOKENS": 2, "PARTS": 1, "HAS_BIAS": True}
-        | {"ROWS": 1, "BLOCK": 4096, "PDL": True},
         aligned=("stride_token", "stride_part"),
     ),
     Case(

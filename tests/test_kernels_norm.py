@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from simplellm.kernels.norm import (
-    add_norm,
-    add_norm_linear,
-    add_norm_linear_torch,
-    add_norm_torch,
-)
+from simplellm.kernels.norm import add_norm, add_norm_torch
 
 EPS = 1e-5
 
@@ -83,17 +78,3 @@ def test_shapes_that_do_not_fit_raise(residual, update, weight, message):
     update = None if update is None else torch.ones(update)
     with pytest.raises(ValueError, match=message):
         add_norm(torch.ones(residual), update, torch.ones(weight), EPS)
-
-
-@pytest.mark.parametrize("parts", [0, None, 3])
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 37)])
-def test_add_norm_linear_is_its_twin(kernel_device, tokens, rows, parts):
-    arguments = inputs(kernel_device, tokens, 96, parts, torch.float32)
-    residual, update, norm = arguments
-    weight = torch.randn(rows, 96, device=kernel_device)
-    for bias in (None, torch.randn(rows, device=kernel_device)):
-        kept = residual.clone()
-        expected = add_norm_linear_torch(kept, update, norm, EPS, weight, bias)
-        got = add_norm_linear(residual, update, norm, EPS, weight, bias)
-        assert torch.equal(residual, kept), "other programs still read it"
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)

@@ -1,3 +1,4 @@
+# Exported from chapters/11-triton-fusions.md; edit there.
 """Attention over the pages of a cache, with grouped heads, a window and sinks.
 
 T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K
@@ -27,14 +28,12 @@ class Tiles:
     stages: int
     least: int = 128  # keys that are worth a program of their own, of a decode
     chunk: int = 8  # splits that are joined at once
-    depth: int = 1  # such chunks under way
     tokens: int = 1  # queries that a program takes, of a prefill
-    edge: int = 0  # keys in a tile of those that not all of its queries see; 0: block
 
 
-# By the least number of sequences, as timed on an H200 on 2026-11-21. Alone, a sequence
-# of 1,000 took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
-# with 256 and 35.6 us unsplit.
+# By the least number of sequences, as timed on an H200 on 2026-11-21. One of 1,000
+# tokens took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
+# with 256 and 3 stages, 35.6 us unsplit and with 4.
 DECODE = {
     1: Tiles(block=64, warps=4, stages=4, least=128),
     16: Tiles(block=64, warps=4, stages=4, least=256),
@@ -47,7 +46,6 @@ DECODE_WINDOW = Tiles(block=128, warps=4, stages=1)
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
 PREFILL = Tiles(block=64, warps=8, stages=3, tokens=16)
 PREFILL_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=8)
-
 LOG2E = tl.constexpr(math.log2(math.e))
 # Stands for "no key yet". Unlike -inf it can be subtracted from itself.
 LOWEST = tl.constexpr(-1e30)
@@ -144,7 +142,6 @@ def decode_kernel(
     DIMS: tl.constexpr,  # D, likewise
     BLOCK: tl.constexpr,  # keys in a tile
     CHUNK: tl.constexpr,  # splits that are joined at once
-    DEPTH: tl.constexpr,  # such chunks under way
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -215,7 +212,7 @@ def decode_kernel(
     if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used - 1:
         sums_ptr += first_sum
         parts_ptr += first_sum * D
-        joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK, DEPTH)
+        joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK)
         tl.store(out_ptr + out_at, joined.to(out_ptr.dtype.element_ty), mask=cell)
         tl.store(counter_ptr, 0)
 
@@ -230,14 +227,13 @@ def join(
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
     CHUNK: tl.constexpr,
-    DEPTH: tl.constexpr,
 ):
     """The mean [ROWS, DIMS] of the first ``used`` parts, weighted by exp2(sum)."""
     group, d = tl.arange(0, ROWS), tl.arange(0, DIMS)[None, :]
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    for first in tl.range(0, used, CHUNK, num_stages=DEPTH):
+    for first in tl.range(0, used, CHUNK, num_stages=1):
         # Not from the L1 cache: other processors have written all this just now.
         # All loads of a chunk come first, to be under way at once.
         sums, parts, new_top = (), (), top
@@ -259,148 +255,6 @@ def join(
             total += weights
             acc += weights[:, None] * parts[step]
     return acc / total[:, None]
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
-    do_not_specialize_on_alignment=[
-        "tables_ptr",
-        "offsets_ptr",
-        "lengths_ptr",
-        "queries_ptr",
-    ],
-)
-def prefill_kernel(
-    # Pointers
-    q_ptr,  # [T, H, D]
-    keys_ptr,  # [pages, PAGE, K, D]
-    values_ptr,
-    tables_ptr,  # int32 [B, P]
-    offsets_ptr,  # int32 [B]
-    lengths_ptr,  # int32 [B]
-    queries_ptr,  # int32 [B + 1]
-    sinks_ptr,  # [H]
-    out_ptr,  # [T, H, D]
-    # Sizes and strides, in elements
-    scale,  # log2(e) / sqrt(D)
-    num_tokens,
-    num_sequences,
-    stride_q,
-    stride_page,
-    stride_table,
-    # Sizes and switches
-    K: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0 for none
-    TOKENS: tl.constexpr,  # of one sequence that a program takes
-    ROWS: tl.constexpr,  # G, rounded up to a power of two
-    DIMS: tl.constexpr,  # D, likewise
-    BLOCK: tl.constexpr,  # keys in a tile
-    EDGE: tl.constexpr,  # keys in a tile of those that not all of the queries see
-    HAS_SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """For TOKENS queries in a row of a sequence, and the G query heads of a kv head:
-
-    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp2(sink)
-    out = weights @ v / sum(weights)
-
-    The rows of all matrices are (query, head) pairs, the heads of a query together.
-    Tokens behind the last sequence get zeros.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0)
-    # The last queries of a sequence see the most keys: they are begun with.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, begin, end, base = find_sequence(
-        queries_ptr, tile, num_tokens, num_sequences, TOKENS
-    )
-    if (base < begin) | (base >= end):
-        return
-    pair = tl.arange(0, TOKENS * ROWS)
-    token, group = base + pair // ROWS, pair % ROWS
-    d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
-    inside = (token < end) & (group < G)
-    cell = inside[:, None] & (d < D)[None, :]
-    heads = head * G + group
-    row = token.to(tl.int64)
-    out_at = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
-    if sequence == num_sequences:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        nothing = tl.zeros([TOKENS * ROWS, DIMS], out_ptr.dtype.element_ty)
-        tl.store(out_at, nothing, mask=cell)
-        return
-
-    # From a token's number among all to its place in the sequence.
-    shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
-    table_ptr = tables_ptr + sequence * stride_table
-    first_query, place = base + shift, (token + shift)[:, None]
-    stop = tl.minimum(base + TOKENS, end) + shift
-    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
-    # The first query sees all keys up to here, and the others see at least these.
-    clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
-    rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
-    top, total = initial(sinks_ptr, heads, inside, HAS_SINKS)
-    acc = tl.zeros([TOKENS * ROWS, DIMS], tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    q_at = q_ptr + (row * stride_q + heads * D)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=cell, other=0.0)
-    keys_ptr += head * D
-    values_ptr += head * D
-    for first in range(lowest, clear if EDGE else stop, BLOCK):
-        at = first + n
-        k = load_rows(keys_ptr, rows, at < stop, D, DIMS)
-        v = load_rows(values_ptr, rows, at < stop, D, DIMS)
-        # The next tile's rows are on their way while this one is computed with.
-        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        # Most tiles are seen whole, and the masks would be a fifth of its work.
-        partly = first >= clear
-        if WINDOW:
-            partly |= first + WINDOW < stop
-        if partly:
-            logits = hide(logits, at[None, :], place, WINDOW)
-        top, total, acc = fold(logits, v, top, total, acc, scale)
-    if EDGE:
-        m = tl.arange(0, EDGE)
-        for first in range(clear, stop, EDGE):
-            edge_at = first + m
-            edge_rows = find_rows(table_ptr, edge_at, stop, stride_page, K * D, PAGE)
-            edge_k = load_rows(keys_ptr, edge_rows, edge_at < stop, D, DIMS)
-            edge_v = load_rows(values_ptr, edge_rows, edge_at < stop, D, DIMS)
-            edge_logits = tl.dot(q, tl.trans(edge_k), input_precision="ieee")
-            edge_logits = hide(edge_logits, edge_at[None, :], place, WINDOW)
-            top, total, acc = fold(edge_logits, edge_v, top, total, acc, scale)
-    out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
-
-
-@triton.jit
-def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr):
-    """Whose tile this is, where its tokens begin and end, and where the tile begins.
-
-    The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
-    that any number of tokens fits in before the next one's. Some of these tiles begin
-    outside their sequence and are nobody's. What is behind the last sequence counts as
-    one more.
-    """
-    low, high = 0, num_sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(queries_ptr + middle) // TOKENS + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    begin = tl.load(queries_ptr + low)
-    end = num_tokens
-    if low < num_sequences:
-        end = tl.load(queries_ptr + low + 1)
-    return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
 
 
 @dataclass(frozen=True)
@@ -483,14 +337,15 @@ def paged_decode(
     for B sequences; it is created for this call if not given. ``out``, if given, takes
     the result. Raises ValueError for shapes that do not fit.
     """
-    check(q, keys, values, tables, offsets, lengths, sinks, window)
+    check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
     if len(q) != len(tables):
         raise ValueError(
             f"q is {list(q.shape)}; expected one query for each of the {len(tables)} "
             "sequences"
         )
     if scratch is None:
-        scratch = Scratch.create(len(q), *head_counts(q, keys), q.device)
+        heads, dim = q.shape[1:]
+        scratch = Scratch.create(len(q), heads, keys.shape[2], dim, q.device)
     tiles = decode_tiles(len(q), window, scratch)
     return launch_decode(
         q, keys, values, tables, offsets, lengths, sinks, window, scratch, out, tiles
@@ -546,7 +401,6 @@ def launch_decode(
         DIMS=max(16, triton.next_power_of_2(dim)),
         BLOCK=tiles.block,
         CHUNK=min(tiles.chunk, triton.next_power_of_2(splits)),
-        DEPTH=tiles.depth,
         HAS_SINKS=sinks is not None,
         PDL=pdl,
         num_warps=tiles.warps,
@@ -576,6 +430,137 @@ def paged_decode_torch(
     )
 
 
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
+    do_not_specialize_on_alignment=[
+        "tables_ptr",
+        "offsets_ptr",
+        "lengths_ptr",
+        "queries_ptr",
+    ],
+)
+def prefill_kernel(
+    # Pointers
+    q_ptr,  # [T, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    queries_ptr,  # int32 [B + 1]
+    sinks_ptr,  # [H]
+    out_ptr,  # [T, H, D]
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    num_tokens,
+    num_sequences,
+    stride_q,
+    stride_page,
+    stride_table,
+    # Sizes and switches
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    TOKENS: tl.constexpr,  # of one sequence that a program takes
+    ROWS: tl.constexpr,  # G, rounded up to a power of two
+    DIMS: tl.constexpr,  # D, likewise
+    BLOCK: tl.constexpr,  # keys in a tile
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For TOKENS queries in a row of a sequence, and the G query heads of a kv head:
+
+    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp2(sink)
+    out = weights @ v / sum(weights)
+
+    The rows of all matrices are (query, head) pairs, the heads of a query together.
+    Tokens behind the last sequence get zeros.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    # The last queries of a sequence see the most keys: they are begun with.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, begin, end, base = find_sequence(
+        queries_ptr, tile, num_tokens, num_sequences, TOKENS
+    )
+    if (base < begin) | (base >= end):
+        return
+    pair = tl.arange(0, TOKENS * ROWS)
+    token, group = base + pair // ROWS, pair % ROWS
+    d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    inside = (token < end) & (group < G)
+    cell = inside[:, None] & (d < D)[None, :]
+    heads = head * G + group
+    row = token.to(tl.int64)
+    out_at = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    if sequence == num_sequences:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        nothing = tl.zeros([TOKENS * ROWS, DIMS], out_ptr.dtype.element_ty)
+        tl.store(out_at, nothing, mask=cell)
+        return
+
+    # From a token's number among all to its place in the sequence.
+    shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
+    table_ptr = tables_ptr + sequence * stride_table
+    first_query, place = base + shift, (token + shift)[:, None]
+    stop = tl.minimum(base + TOKENS, end) + shift
+    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
+    # The first query sees all keys up to here, and the others see at least these.
+    clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
+    rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
+    top, total = initial(sinks_ptr, heads, inside, HAS_SINKS)
+    acc = tl.zeros([TOKENS * ROWS, DIMS], tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q_at = q_ptr + (row * stride_q + heads * D)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=cell, other=0.0)
+    keys_ptr += head * D
+    values_ptr += head * D
+    for first in range(lowest, stop, BLOCK):
+        at = first + n
+        k = load_rows(keys_ptr, rows, at < stop, D, DIMS)
+        v = load_rows(values_ptr, rows, at < stop, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        # Most tiles are seen whole, and the masks would be a fifth of its work.
+        partly = first >= clear
+        if WINDOW:
+            partly |= first + WINDOW < stop
+        if partly:
+            logits = hide(logits, at[None, :], place, WINDOW)
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
+
+
+@triton.jit
+def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr):
+    """Whose tile this is, where its tokens begin and end, and where the tile begins.
+
+    The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
+    that any number of tokens fits in before the next one's. Some of these tiles begin
+    outside their sequence and are nobody's. What is behind the last sequence counts as
+    one more.
+    """
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(queries_ptr + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    begin = tl.load(queries_ptr + low)
+    end = num_tokens
+    if low < num_sequences:
+        end = tl.load(queries_ptr + low + 1)
+    return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
+
+
 def paged_prefill(
     q: Tensor,
     keys: Tensor,
@@ -596,7 +581,7 @@ def paged_prefill(
     Tokens before the first sequence are left alone in ``out``, those behind the last
     one become zeros.
     """
-    check(q, keys, values, tables, offsets, lengths, sinks, window)
+    check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
     if queries.shape != (len(tables) + 1,):
         raise ValueError(
             f"queries is {list(queries.shape)}; expected [{len(tables) + 1}]"
@@ -652,7 +637,6 @@ def launch_prefill(
         ROWS=triton.next_power_of_2(heads // kv_heads),
         DIMS=max(16, triton.next_power_of_2(dim)),
         BLOCK=tiles.block,
-        EDGE=tiles.edge,
         HAS_SINKS=sinks is not None,
         PDL=pdl,
         num_warps=tiles.warps,
@@ -745,12 +729,7 @@ def attend(
     return out
 
 
-def head_counts(q: Tensor, keys: Tensor) -> tuple[int, int, int]:
-    """H, K and D."""
-    return q.shape[1], keys.shape[2], q.shape[2]
-
-
-def check(
+def check_pages(
     q: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -1,6 +1,7 @@
+# Exported from chapters/11-triton-fusions.md; edit there.
 """Add a layer's output to the residual stream and normalise the sum.
 
-T tokens, N hidden size, S parts of an update, M rows of a projection that follows.
+T tokens, N hidden size, S parts of an update.
 """
 
 import torch
@@ -9,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
-from simplellm.kernels.linear import Gemv, check_linear, gemv_weight, linear_torch
 from simplellm.model import rms_norm
 
 
@@ -141,119 +141,3 @@ def add_norm_torch(
         parts = update.float().unsqueeze(1).flatten(1, -2)  # [T, S, N]
         residual.copy_(residual.float() + parts.sum(1))
     return residual, rms_norm(residual, weight, eps)
-
-
-@triton.jit
-def add_norm_linear_kernel(
-    residual_ptr,
-    update_ptr,
-    norm_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    normed_ptr,
-    y_ptr,
-    stride_token,
-    stride_part,
-    eps,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for ROWS rows of the weight; each repeats the sum and the norm.
-
-    sum = residual + parts; normed = RMSNorm(sum); y[t, row] = normed[t] . weight[row]
-    The weight is on its way before the program waits for the update. Program 0 writes
-    the sum to another place than the residual, which the others still read.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    first = tl.program_id(0)
-    rows = first * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < N
-    weight = gemv_weight(weight_ptr, rows, columns, M, N)
-    norm = tl.load(norm_ptr + columns, inside, 0).to(tl.float32)
-    bias = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + rows, rows < M, 0).to(tl.float32)
-    dtype = residual_ptr.dtype.element_ty
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for token in tl.static_range(TOKENS):
-        x = tl.load(residual_ptr + token * N + columns, inside, 0).to(tl.float32)
-        update = update_ptr + token * stride_token + columns
-        x = sum_parts(x, update, stride_part, inside, PARTS, dtype)
-        normed = (x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * norm).to(dtype)
-        y = tl.sum(weight.to(tl.float32) * normed.to(tl.float32)[None, :], 1) + bias
-        tl.store(y_ptr + token * M + rows, y.to(y_ptr.dtype.element_ty), rows < M)
-        if first == 0:
-            tl.store(sum_ptr + token * N + columns, x.to(dtype), inside)
-            tl.store(normed_ptr + token * N + columns, normed, inside)
-
-
-def add_norm_linear(
-    residual: Tensor,
-    update: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: Gemv | None = None,
-    pdl: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`add_norm`, not in place, and a projection of its result, for very few tokens.
-
-    Arguments as for `add_norm` and `linear`; weight [M, N] -> the sum [T, N], its norm
-    [T, N] and the projection [T, M].
-    """
-    check_add_norm(residual, update, norm)
-    check_linear(residual, weight, bias)
-    config = config or Gemv(rows=4, warps=4)
-    tokens, size = residual.shape
-    total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    y = residual.new_empty(tokens, weight.shape[0])
-    if tokens == 0:
-        return total, normed, y
-    pdl = pdl and supports_pdl(residual.device)
-    add_norm_linear_kernel[(triton.cdiv(weight.shape[0], config.rows),)](
-        residual,
-        residual if update is None else update,
-        norm,
-        weight,
-        weight if bias is None else bias,
-        total,
-        normed,
-        y,
-        0 if update is None else update.stride(0),
-        0 if update is None else update.stride(-2),
-        eps,
-        M=weight.shape[0],
-        N=size,
-        TOKENS=tokens,
-        PARTS=count_parts(update),
-        HAS_BIAS=bias is not None,
-        ROWS=config.rows,
-        BLOCK=triton.next_power_of_2(size),
-        PDL=pdl,
-        num_warps=config.warps,
-        launch_pdl=pdl,
-    )
-    return total, normed, y
-
-
-def add_norm_linear_torch(
-    residual: Tensor,
-    update: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, normed = add_norm_torch(residual.clone(), update, norm, eps)
-    return total, normed, linear_torch(normed, weight, bias)

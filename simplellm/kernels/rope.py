@@ -1,3 +1,4 @@
+# Exported from chapters/11-triton-fusions.md; edit there.
 """Bias, rotation and the write into the paged cache, in one launch.
 
 T tokens, S parts of a sum, H query heads, K kv heads, D head_dim, W = (H + 2K) * D.
@@ -113,7 +114,7 @@ def rope_and_cache(
     token with the slot -1 is written nowhere. Raises ValueError for shapes that do not
     fit.
     """
-    num_tokens, heads = check(qkv, bias, positions, cos, sin, keys, values, slots)
+    num_tokens, heads = check_rope(qkv, bias, positions, cos, sin, keys, values, slots)
     page_size, kv_heads, dim = keys.shape[1:]
     q = qkv.new_empty(num_tokens, heads, dim, dtype=keys.dtype)
     block = 16
@@ -161,7 +162,7 @@ def rope_and_cache_torch(
     slots: Tensor,
 ) -> Tensor:
     """The same in plain PyTorch."""
-    num_tokens, heads = check(qkv, bias, positions, cos, sin, keys, values, slots)
+    _, heads = check_rope(qkv, bias, positions, cos, sin, keys, values, slots)
     page_size, kv_heads, dim = keys.shape[1:]
     x = qkv.float() if qkv.ndim == 2 else qkv.float().sum(1)
     x = x if bias is None else x + bias.float()
@@ -175,7 +176,7 @@ def rope_and_cache_torch(
     return q.to(keys.dtype)
 
 
-def check(
+def check_rope(
     qkv: Tensor,
     bias: Tensor | None,
     positions: Tensor,

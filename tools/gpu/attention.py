@@ -180,8 +180,8 @@ class Report:
 def name_of(tiles: Tiles, *, splits: int | None = None) -> str:
     text = f"b{tiles.block} w{tiles.warps} s{tiles.stages}"
     if tiles.tokens > 1:
-        return f"{text} t{tiles.tokens} e{tiles.edge}"
-    text += f" l{tiles.least} j{tiles.chunk}.{tiles.depth}"
+        return f"{text} t{tiles.tokens}"
+    text += f" l{tiles.least} j{tiles.chunk}"
     return text + (f" x{splits}" if splits else "")
 
 
@@ -255,8 +255,7 @@ def random_shapes(count: int, *, decode: bool) -> list[Shape]:
 SMALL = kernels.DECODE[1]
 DECODE_TILES = [
     SMALL,
-    replace(SMALL, chunk=4, depth=5),
-    replace(SMALL, chunk=4, depth=1),
+    replace(SMALL, chunk=4),
     kernels.DECODE[16],
     kernels.DECODE[64],
     Tiles(block=64, warps=4, stages=2),
@@ -270,14 +269,13 @@ WINDOW_TILES = [
     Tiles(block=128, warps=2, stages=1),
 ]
 PREFILL_TILES = [
-    Tiles(block=64, warps=warps, stages=stages, tokens=16, edge=edge)
-    for warps, stages, edge in ((8, 3, 0), (8, 2, 0), (8, 2, 64), (4, 3, 0))
+    Tiles(block=64, warps=warps, stages=stages, tokens=16)
+    for warps, stages in ((8, 3), (8, 2), (4, 3))
 ]
 PREFILL_WINDOW_TILES = [
-    Tiles(block=block, warps=warps, stages=stages, tokens=tokens, edge=edge)
-    for block, warps, stages, tokens, edge in (
-        (64, 8, 2, 16, 16), (64, 8, 3, 16, 16), (64, 4, 2, 8, 16), (32, 4, 3, 8, 0),
-        (32, 4, 3, 8, 16), (32, 8, 3, 16, 0), (32, 8, 3, 16, 16),
+    Tiles(block=block, warps=warps, stages=stages, tokens=tokens)
+    for block, warps, stages, tokens in (
+        (32, 4, 3, 8), (32, 8, 3, 16), (64, 8, 2, 16), (64, 4, 2, 8),
     )
 ]  # fmt: skip
 
