@@ -59,13 +59,12 @@ def sorting(step):
 
 
 def expert_blocks(rows=128, tokens=64):
-    sizes = {"K": 2880, "BLOCK_N": rows, "BLOCK_T": tokens, "WIDTHS": 3, "STEP": 1}
+    sizes = {"K": 2880, "BLOCK_N": rows, "BLOCK_T": tokens, "WIDTHS": 3}
     return {**sizes, "UNROLL": 3, "STAGES": 3, "PTX": True, "PDL": True}
 
 
-def few_tokens(one=True, rows=1):
-    sizes = {"ONE": one, "K": 2880, "SIZE": 4 if one else 32, "R": rows, "AHEAD": 3}
-    return {**sizes, "WARPS": 8, "CACHE": "", "PTX": True, "PDL": True}
+def one_token():
+    return {"K": 2880, "PROGRAMS": 66, "WARPS": 8, "PTX": True, "PDL": True}
 
 
 def attention_sizes(tiles, window=0):
@@ -204,26 +203,14 @@ CASES = [
     ),
     Case(
         experts_few.gate_up_few_kernel,
-        "*bf16 *i32 *i32 *i32 *bf16 *bf16 i32",
-        {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4} | few_tokens(),
-        warps=8,
-    ),
-    Case(
-        experts_few.gate_up_few_kernel,
-        "*bf16 *i32 *i32 *i32 *bf16 *bf16 i32",
-        {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4} | few_tokens(False, 2),
+        "*bf16 *i32 *i32 *i32 *bf16 *bf16",
+        {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702} | one_token(),
         warps=8,
     ),
     Case(
         experts_few.down_few_kernel,
-        "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32 i32",
-        {"N": 2880} | few_tokens(),
-        warps=8,
-    ),
-    Case(
-        experts_few.down_few_kernel,
-        "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32 i32",
-        {"N": 2880} | few_tokens(False),
+        "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32",
+        {"N": 2880} | one_token(),
         warps=8,
     ),
     Case(forward.embed_kernel, "*i32 *i32 *bf16 *bf16", {"N": 2880, "BLOCK": 4096}),

@@ -10,7 +10,7 @@ from simplellm.kernels.experts import (
     gate_up,
     gate_up_torch,
     repack,
-    tiling,
+    tilings,
 )
 from simplellm.kernels.routing import dispatch_torch
 from simplellm.moe import Experts, experts
@@ -78,7 +78,7 @@ def test_rows_must_fill_tiles():
 
 TILINGS = [
     Tiling(rows=64, tokens=16),
-    Tiling(rows=128, tokens=16, step=2, unroll=2, stages=2),
+    Tiling(rows=128, tokens=16, unroll=2, stages=2),
     Tiling(rows=64, tokens=64, widths=3, unroll=3),
 ]
 
@@ -125,10 +125,10 @@ def test_each_kernel_agrees_with_its_twin(kernel_device, dtype):
 
     packed = repack(weights.down.to(kernel_device), paired=False)
     bias = weights.down_bias.to(kernel_device)
-    arguments = (hidden, packed, bias, odds.to(kernel_device), plan, tiles)
-    out = down(*arguments)
+    rest = (hidden, packed, bias, odds.to(kernel_device), plan, tiles)
+    out = down(*rest)
     assert out.dtype == dtype
-    torch.testing.assert_close(out, down_torch(*arguments), **tolerance)
+    torch.testing.assert_close(out, down_torch(*rest), **tolerance)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="assembly needs a GPU")
@@ -140,13 +140,13 @@ def test_assembly_decodes_as_plain_operations_do(tiles):
     plan = dispatch_torch(ids, EXPERTS, tiles.tokens)
     x = torch.randn(19, HIDDEN, device="cuda").bfloat16()
     up = repack(weights.gate_up.to("cuda"), paired=True)
-    rest = (up, weights.gate_up_bias.cuda(), plan, 7.0, 1.702, tiles)
-    fast, plain = gate_up(x, *rest), gate_up(x.float(), *rest)
+    first = (up, weights.gate_up_bias.cuda(), plan, 7.0, 1.702, tiles)
+    fast, plain = gate_up(x, *first), gate_up(x.float(), *first)
     torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
     packed = repack(weights.down.to("cuda"), paired=False)
-    rest = (packed, weights.down_bias.cuda(), odds, plan, tiles)
-    plain = down(fast.float(), *rest)
-    torch.testing.assert_close(down(fast, *rest).float(), plain, rtol=2**-8, atol=1e-4)
+    second = (packed, weights.down_bias.cuda(), odds, plan, tiles)
+    fast, plain = down(fast, *second), down(fast.float(), *second)
+    torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
 
 
 def test_pairs_of_other_tokens_do_not_matter(kernel_device):
@@ -167,8 +167,9 @@ def test_pairs_of_other_tokens_do_not_matter(kernel_device):
 
 @pytest.mark.parametrize("tokens", [8, 64, 256, 2048, 16384])
 def test_a_tiling_exists_for_every_number_of_tokens(tokens):
-    tiles = tiling(tokens, 128, 4)
-    assert tiles.tokens >> (tiles.widths - 1) >= 8
+    both = tilings(tokens, 128, 4)
+    assert both[0].tokens == both[1].tokens  # they share their blocks of pairs
+    assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
 
 
 def test_mismatched_arguments_are_refused(kernel_device):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from simplellm.graphs import GraphRunner
+from simplellm.engine import Engine, EngineConfig, Event, Submission, Ticket
+from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.kernels import (
     attention,
     experts,
@@ -16,9 +17,7 @@ from simplellm.kernels import (
 )
 from simplellm.kernels.forward import FUSED, Fused
 from simplellm.model import load_model
-from simplellm.paged import PagedCache
-from simplellm.sampler import Columns, SamplingParams
-from simplellm.scheduler import Job, Scheduler
+from simplellm.sampler import SamplingParams
 
 TWINS = {
     "add_norm": norm.add_norm_torch,
@@ -43,47 +42,32 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, name, getattr(attention, f"{name}_torch"))
 
 
-def test_the_same_tokens_as_the_plain_model(twins: None) -> None:
-    plain = load_model()
-    model = load_model(backend=FUSED)
-    cache = PagedCache(
-        model.config,
-        num_pages=200,
-        page_size=16,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    fused = Fused(model, cache, max_num_seqs=8)
-    cuda = torch.cuda.is_available()
-    runner = GraphRunner(
-        fused,
-        max_num_seqs=8,
-        max_num_batched_tokens=512,
-        max_model_len=1024,
-        capture=cuda,
-    )
-    scheduler = Scheduler(
-        cache.manager, max_num_seqs=8, max_num_batched_tokens=512, prefill_chunk=100
-    )
+def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuations of ``prompts``, all at once."""
+    asked: list[list[Event]] = []
+    for number, prompt in enumerate(prompts):
+        events: list[Event] = []
+        params = SamplingParams(temperature=0)
+        request = Submission(prompt, params, frozenset(), 3 + 3 * number)
+        engine.submit([[Ticket(request, events.append)]])
+        asked.append(events)
+    while engine.scheduler.jobs or engine.flights:
+        engine.step()
+    return [[e.token_id for e in events if e.token_id is not None] for events in asked]
+
+
+def test_the_same_tokens_as_the_plain_engine(twins: None) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(1)
-    lengths = [1, 5, 16, 130, 300, 40, 15, 17, 200, 31]
-    prompts = [torch.randint(1000, (n,), generator=generator).tolist() for n in lengths]
-    jobs = [Job(list(prompt), 40 + 3 * i) for i, prompt in enumerate(prompts)]
-    scheduler.add(jobs)
-    flights = []
-    while scheduler.jobs:
-        works = sorted(scheduler.schedule(), key=lambda w: w.length > 1)
-        if works:
-            params = [SamplingParams(temperature=0)] * sum(w.samples for w in works)
-            columns = Columns.of(params, model.config.vocab_size, model.device)
-            flights.append((works, runner.launch(works, columns, [])))
-            scheduler.begin(works)
-        if len(flights) > 1 or not works:
-            done, flight = flights.pop(0)
-            scheduler.commit(done, flight.wait().tokens.tolist())
-        cache.manager.check_integrity()
-    for prompt, job in zip(prompts, jobs, strict=True):
-        logits = plain.logits(job.tokens[:-1])
-        assert job.finish_reason == "length"
-        expected = logits.argmax(-1)[len(prompt) - 1 :].tolist()
-        assert job.tokens[len(prompt) :] == expected
+    prompts = [
+        torch.randint(1000, (length,), generator=generator).tolist()
+        for length in (1, 15, 16, 130, 17)
+    ]
+    sizes = dict(page_size=16, num_pages=100, prefill_chunk=100, max_num_seqs=8)
+    exact = load_model(dtype=torch.float32, device=device)
+    expected = answers(Engine(exact, EngineConfig(**sizes)), prompts)
+    model = load_model(dtype=torch.float32, device=device, backend=FUSED)
+    config = GPUConfig(**sizes, cuda_graphs=device == "cuda")
+    engine = GraphEngine(model, config, Fused)
+    assert answers(engine, prompts) == expected
+    assert engine.scheduler.manager.usage == 0

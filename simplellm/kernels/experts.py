@@ -10,6 +10,7 @@ T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows 
 columns of a weight, G = K / 64 rounded up, I intermediate size.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -204,57 +205,77 @@ DECODE_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 
 @triton.jit
-def halves(bits, m):
-    """The two bfloat16 numbers in each register times m: float32, a new last axis."""
-    low = (bits << 16).to(tl.float32, bitcast=True)
-    high = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.join(low * m, high * m)
+def low(bits):
+    """The lower of two bfloat16 numbers as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decode_plain(words, scales):
-    """`decode` without assembly: eight float32 [TILES, ROWS16, 128]."""
-    STEP: tl.constexpr = words.shape[0]
-    ROWS16: tl.constexpr = words.shape[1]
-    SHAPE: tl.constexpr = (STEP, ROWS16, 128)
-    words = tl.reshape(words.to(tl.uint32, bitcast=True), (STEP, ROWS16, 8, 4, 2, 2))
-    a, b = tl.split(words)  # [STEP, ROWS16, g, t, half]
-    s = scales.to(tl.uint32, bitcast=True)
-    s = tl.join(s, (s << 8) | (s >> 24))[:, :, :, None, :]
-    low = ((s & 0x7F80) << 16).to(tl.float32, bitcast=True)
-    high = (s & 0x7F800000).to(tl.float32, bitcast=True)
+def high(bits):
+    """The upper of two bfloat16 numbers as float32."""
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rotate_right(bits, BY: tl.constexpr):
+    """Rotate uint32 ``bits``."""
+    return (bits >> BY) | (bits << (32 - BY))
+
+
+@triton.jit
+def registers(a, b):
+    """One row's 16 weights of a thread, unscaled, times 2^-126, from its words a and b.
+
+    Register r holds columns 8 * r + 2 * t and the one after it. With N = NUMBERS:
+      a & N, (a << 6) & N, (a >>> 4) & N, (u << 4) & N,
+      b & N, (b << 6) & N, (b >>> 4) & N, (u >>> 6) & N,
+    where u is a where FIRST has ones, b >> 2 elsewhere; >>> rotates.
+    """
     u = (a & FIRST) | ((b >> 2) & SECOND)
     return (
-        tl.reshape(halves(a & NUMBERS, low), SHAPE),
-        tl.reshape(halves((a << 6) & NUMBERS, low), SHAPE),
-        tl.reshape(halves(((a >> 4) | (a << 28)) & NUMBERS, low), SHAPE),
-        tl.reshape(halves((u << 4) & NUMBERS, low), SHAPE),
-        tl.reshape(halves(b & NUMBERS, high), SHAPE),
-        tl.reshape(halves((b << 6) & NUMBERS, high), SHAPE),
-        tl.reshape(halves(((b >> 4) | (b << 28)) & NUMBERS, high), SHAPE),
-        tl.reshape(halves(((u >> 6) | (u << 26)) & NUMBERS, high), SHAPE),
+        a & NUMBERS,
+        (a << 6) & NUMBERS,
+        rotate_right(a, 4) & NUMBERS,
+        (u << 4) & NUMBERS,
+        b & NUMBERS,
+        (b << 6) & NUMBERS,
+        rotate_right(b, 4) & NUMBERS,
+        rotate_right(u, 6) & NUMBERS,
     )
 
 
 @triton.jit
-def decode(words, scales, PTX: tl.constexpr):
-    """int32 words [STEP, ROWS16, 128] and scales [STEP, ROWS16, 8] -> the weights
-    [16 * ROWS16, 64 * STEP] times 2^-SHIFT, bfloat16 if PTX, else float32.
+def decode_plain(words, scales):
+    """`decode` without assembly: eight float32 [ROWS16, 128]."""
+    ROWS16: tl.constexpr = words.shape[0]
+    words = tl.reshape(words.to(tl.uint32, bitcast=True), (ROWS16, 8, 4, 2, 2))
+    a, b = tl.split(words)  # [ROWS16, g, t, half]
+    s = scales.to(tl.uint32, bitcast=True)
+    s = tl.join(s, rotate_right(s, 24))[:, :, None, :] & EXPONENTS
+    bits = registers(a, b)
+    out: tl.tuple = ()
+    for r in tl.static_range(8):
+        m = low(s) if r < 4 else high(s)
+        both = tl.join(low(bits[r]) * m, high(bits[r]) * m)
+        out += (tl.reshape(both, (ROWS16, 128)),)
+    return out
 
-    For words a, b of a row and its scales in the halves of s, register by register:
-      a & N, (a << 6) & N, (a >>> 4) & N, (u << 4) & N, each times s's low half,
-      b & N, (b << 6) & N, (b >>> 4) & N, (u >>> 6) & N, each times s's high half,
-    with u = a where FIRST has ones, b >> 2 elsewhere; >>> rotates.
+
+@triton.jit
+def decode(words, scales, PTX: tl.constexpr):
+    """int32 words [ROWS16, 128] and scales [ROWS16, 8] of tiles -> their weights
+    [16 * ROWS16, 64] times 2^-SHIFT, bfloat16 if PTX, else float32.
+
+    The first four `registers` of a row are multiplied by the low half of its scales,
+    the others by the high half.
     """
-    STEP: tl.constexpr = words.shape[0]
-    ROWS16: tl.constexpr = words.shape[1]
+    ROWS16: tl.constexpr = words.shape[0]
     if PTX:
-        shape: tl.constexpr = (STEP, ROWS16, 8, 16)
-        s = tl.reshape(tl.broadcast_to(scales[:, :, :, None], shape), words.shape)
+        s = tl.broadcast_to(scales[:, :, None], (ROWS16, 8, 16))
         r0, r1, r2, r3, r4, r5, r6, r7 = tl.inline_asm_elementwise(
             DECODE,
             DECODE_REGISTERS,
-            [words, s],
+            [words, tl.reshape(s, words.shape)],
             dtype=(tl.bfloat16,) * 8,
             is_pure=True,
             pack=4,
@@ -264,11 +285,11 @@ def decode(words, scales, PTX: tl.constexpr):
     low = tl.join(tl.join(r0, r1), tl.join(r2, r3))
     high = tl.join(tl.join(r4, r5), tl.join(r6, r7))
     all = tl.join(low, high)
-    # step tile g t half c0 c3 c4 c5, where c are bits of the column, 2 * t between c0
-    # and c3; each thread has all of half and c.
-    all = tl.reshape(all, (STEP, ROWS16, 8, 4, 2, 2, 2, 2, 2))
-    all = tl.permute(all, (1, 4, 2, 0, 8, 7, 6, 3, 5))
-    return tl.reshape(all, (16 * ROWS16, 64 * STEP))
+    # tile g t half c0 c3 c4 c5, where c are bits of the column, 2 * t between c0 and
+    # c3; each thread has all of half and c.
+    all = tl.reshape(all, (ROWS16, 8, 4, 2, 2, 2, 2, 2))
+    all = tl.permute(all, (0, 3, 1, 7, 6, 5, 2, 4))
+    return tl.reshape(all, (16 * ROWS16, 64))
 
 
 @triton.jit
@@ -283,7 +304,6 @@ def multiply(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -292,24 +312,23 @@ def multiply(
     rows ``x_rows`` of x."""
     ROWS16: tl.constexpr = BLOCK_N // 16
     TILES: tl.constexpr = (K + 63) // 64
-    MASKED: tl.constexpr = K % (64 * STEP * UNROLL) != 0
+    MASKED: tl.constexpr = TILES % UNROLL != 0 or K % 64 != 0
     base = expert.to(tl.int64) * (N // 16) * TILES
     rows = tl.program_id(0) * ROWS16 + tl.arange(0, ROWS16)
-    step = tl.arange(0, STEP)
-    tiles = rows[None, :, None] * TILES + step[:, None, None]
+    tiles = rows[:, None] * TILES
     words_ptrs = words_ptr + base * 128 + (tiles * 128 + tl.arange(0, 128))
     scales_ptrs = scales_ptr + base * 8 + (tiles * 8 + tl.arange(0, 8))
-    columns = tl.arange(0, 64 * STEP)
+    columns = tl.arange(0, 64)
     x_ptrs = x_ptr + (x_rows[None, :] * K + columns[:, None])
-    stored = (rows < N // 16)[None, :, None]
+    ends = tl.where(rows < N // 16, TILES, 0)[:, None]  # of rows of tiles
     out = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for start in tl.range(0, TILES, STEP * UNROLL, num_stages=STAGES):
+    for start in tl.range(0, TILES, UNROLL, num_stages=STAGES):
         for part in tl.static_range(UNROLL):
-            tile = start + part * STEP
-            here = stored
+            tile = start + part
+            here = ends > 0
             inside = valid[None, :]
             if MASKED:
-                here = here & (step < TILES - tile)[:, None, None]
+                here = ends > tile
                 inside = inside & (columns < K - tile * 64)[:, None]
             words = tl.load(words_ptrs + tile * 128, here, 0)
             scales = tl.load(scales_ptrs + tile * 8, here, 0)
@@ -331,6 +350,14 @@ def nearest(count, SIZE: tl.constexpr, LAST: tl.constexpr):
 
 
 @triton.jit
+def activate(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT first."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.clamp(up, -LIMIT, LIMIT)
+    return gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
+
+
+@triton.jit
 def gate_up_block(
     x_ptr,
     words_ptr,
@@ -348,7 +375,6 @@ def gate_up_block(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -360,7 +386,7 @@ def gate_up_block(
     tokens = tl.load(pairs_ptr + positions, valid, 0) // TOP_K
     out = multiply(
         *(x_ptr, tokens, valid, words_ptr, scales_ptr, expert),
-        *(N, K, BLOCK_N, BLOCK_T, STEP, UNROLL, STAGES, PTX),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
     )
     # A tile's rows are 8 gates and their 8 ups; a thread has both of a unit.
     out = tl.reshape(out, (BLOCK_N // 16, 2, 8, BLOCK_T))
@@ -372,9 +398,7 @@ def gate_up_block(
     bias_ptrs = bias_ptr + expert * N + 2 * units
     gate += tl.load(bias_ptrs, inside, 0).to(tl.float32)[:, None]
     up += tl.load(bias_ptrs + 1, inside, 0).to(tl.float32)[:, None]
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.clamp(up, -LIMIT, LIMIT)
-    hidden = gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
+    hidden = activate(gate, up, LIMIT, ALPHA)
     ptrs = hidden_ptr + (positions[None, :] * (N // 2) + units[:, None])
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
     tl.store(ptrs, hidden, valid[None, :] & inside[:, None])
@@ -398,7 +422,6 @@ def gate_up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WIDTHS: tl.constexpr,
-    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -426,7 +449,7 @@ def gate_up_kernel(
             gate_up_block(
                 *(x_ptr, words_ptr, scales_ptr, bias_ptr, pairs_ptr, hidden_ptr),
                 *(expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
-                *(BLOCK_N, BLOCK_T >> level, STEP, UNROLL, STAGES, PTX),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX),
             )
 
 
@@ -446,7 +469,6 @@ def down_block(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -458,7 +480,7 @@ def down_block(
     weights = tl.load(weights_ptr + pairs, valid, 0).to(tl.float32)
     out = multiply(
         *(hidden_ptr, positions, valid, words_ptr, scales_ptr, expert),
-        *(N, K, BLOCK_N, BLOCK_T, STEP, UNROLL, STAGES, PTX),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
     )
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
@@ -485,7 +507,6 @@ def down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     WIDTHS: tl.constexpr,
-    STEP: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
@@ -510,7 +531,7 @@ def down_kernel(
             down_block(
                 *(hidden_ptr, words_ptr, scales_ptr, bias_ptr, weights_ptr, pairs_ptr),
                 *(out_ptr, expert, first, end, N, K),
-                *(BLOCK_N, BLOCK_T >> level, STEP, UNROLL, STAGES, PTX),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX),
             )
 
 
@@ -520,22 +541,44 @@ class Tiling(NamedTuple):
     rows: int  # of weights a program
     tokens: int  # of a block, `dispatch`'s ``block``
     widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
-    step: int = 1  # tiles of 64 columns multiplied at once
-    unroll: int = 1  # steps between waits for the weights
+    unroll: int = 1  # tiles of 64 columns between waits for the weights
     stages: int = 4  # of loads under way
     warps: int = 4
 
 
-def tiling(tokens: int, experts: int, top_k: int) -> Tiling:
-    """A good `Tiling` for ``tokens`` tokens that spread evenly over the experts."""
-    mean = tokens * top_k / experts  # pairs of an expert
-    if mean <= 12:
-        return Tiling(rows=128, tokens=16, unroll=3, stages=3)
-    if mean <= 96:
-        return Tiling(rows=128, tokens=64, widths=3)
-    if mean <= 192:
-        return Tiling(rows=128, tokens=128, widths=3)
-    return Tiling(rows=128, tokens=256, widths=4, warps=8)
+NARROW = Tiling(rows=128, tokens=16, unroll=3, stages=3)
+MIDDLE = Tiling(rows=128, tokens=64, widths=3)
+WIDE = Tiling(rows=128, tokens=128, widths=3)
+WIDEST = Tiling(rows=128, tokens=256, widths=4, warps=8)
+# By the pairs of an expert, if tokens spread evenly: the tilings of gate_up and down
+# that were fastest on an H200 on 2026-11-21.
+TUNED: tuple[tuple[float, Tiling, Tiling], ...] = (
+    (
+        0.07,  # 2 tokens, 128 experts
+        Tiling(rows=128, tokens=16, unroll=3, stages=4),
+        Tiling(rows=64, tokens=16, unroll=5, stages=4),
+    ),
+    (
+        0.13,
+        Tiling(rows=64, tokens=16, unroll=3, stages=3),
+        Tiling(rows=128, tokens=16, unroll=3, stages=4),
+    ),
+    (
+        0.3,
+        Tiling(rows=128, tokens=16, unroll=3, stages=3),
+        Tiling(rows=64, tokens=16, unroll=3, stages=3),
+    ),
+    (12, NARROW, NARROW),
+    (96, MIDDLE, MIDDLE),
+    (192, WIDE, WIDE),
+    (math.inf, WIDEST, WIDEST),
+)
+
+
+def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
+    """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
+    mean = tokens * top_k / experts
+    return next((up, back) for most, up, back in TUNED if mean <= most)
 
 
 def gate_up(
@@ -657,7 +700,6 @@ def options(tiling: Tiling, x: Tensor, pdl: bool) -> dict:
         BLOCK_N=tiling.rows,
         BLOCK_T=tiling.tokens,
         WIDTHS=tiling.widths,
-        STEP=tiling.step,
         UNROLL=tiling.unroll,
         STAGES=tiling.stages,
         PTX=x.is_cuda and x.dtype == torch.bfloat16,

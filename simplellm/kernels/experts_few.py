@@ -7,7 +7,8 @@ With one, each of its eight columns takes the part of x that belongs to another 
 32 weights. The scales, one a block, are then applied to the sums, of which every thread
 has two a row, and not to the weights.
 
-A program has the fragments of x in registers and goes through many rows.
+A program has the fragments of x in registers and goes through many rows of tiles, the
+next one on its way while one is multiplied.
 
 E experts, k of them chosen, N rows and K columns of a weight, I intermediate size.
 Thread 4 * g + t of a warp.
@@ -23,32 +24,21 @@ from torch import Tensor
 from simplellm.kernels import supports_pdl
 from simplellm.kernels.experts import (
     EXPONENTS,
-    FIRST,
-    NUMBERS,
-    SECOND,
     SHIFT,
     Packed,
+    activate,
     check_weight,
+    high,
+    low,
+    registers,
+    rotate_right,
 )
-from simplellm.kernels.linear import prefetch
 from simplellm.moe import swiglu
 
-# Weights are read as bfloat16 numbers 2^-126 times too small. With x as much larger,
-# products are in the middle of what float32 can say, and no x of less than 2^63 is lost.
+# Weights are read as bfloat16 numbers, 2^-126 times too small. With x larger by half as
+# much, products are numbers that float32 has, and so is every x below 2^63.
 ENLARGED = tl.constexpr(0x5F805F80)  # twice 2^64 in bfloat16
 UNSHIFT = tl.constexpr(2.0 ** (SHIFT - 64))
-
-
-@triton.jit
-def low(bits):
-    """The lower of two bfloat16 numbers as float32."""
-    return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high(bits):
-    """The upper of two bfloat16 numbers as float32."""
-    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -63,37 +53,9 @@ def enlarge(bits, PTX: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    lower = (low(bits) * low(tl.full([], ENLARGED, tl.uint32))).to(
-        tl.uint32, bitcast=True
-    )
-    upper = (high(bits) * high(tl.full([], ENLARGED, tl.uint32))).to(
-        tl.uint32, bitcast=True
-    )
+    lower = (low(bits) * 2.0**64).to(tl.uint32, bitcast=True)  # exact in bfloat16
+    upper = (high(bits) * 2.0**64).to(tl.uint32, bitcast=True)
     return upper | (lower >> 16)
-
-
-@triton.jit
-def rotate(bits, RIGHT: tl.constexpr):
-    return (bits >> RIGHT) | (bits << (32 - RIGHT))
-
-
-@triton.jit
-def registers(a, b):
-    """One row's 16 weights of a thread, unscaled, times 2^-126, from its words a and b.
-
-    Register r holds columns 8 * r + 2 * t and the one after it.
-    """
-    u = (a & FIRST) | ((b >> 2) & SECOND)
-    return (
-        a & NUMBERS,
-        (a << 6) & NUMBERS,
-        rotate(a, 4) & NUMBERS,
-        (u << 4) & NUMBERS,
-        b & NUMBERS,
-        (b << 6) & NUMBERS,
-        rotate(b, 4) & NUMBERS,
-        rotate(u, 6) & NUMBERS,
-    )
 
 
 @triton.jit
@@ -135,30 +97,6 @@ def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, PTX: tl.constexpr):
 
 
 @triton.jit
-def after_loads(bits, PTX: tl.constexpr):
-    """``bits``. The loads before it are issued before what is computed from them."""
-    if PTX:
-        # The assembler would move loads down to where their results are used.
-        return tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
-            "=r,r",
-            [bits],
-            dtype=tl.uint32,
-            is_pure=False,
-            pack=1,
-        )
-    return bits
-
-
-@triton.jit
-def enlarge_all(raw, PTX: tl.constexpr):
-    x: tl.tuple = ()
-    for r in tl.static_range(len(raw)):
-        x += (enlarge(raw[r], PTX),)
-    return x
-
-
-@triton.jit
 def load_x(x_ptr, K: tl.constexpr, WARPS: tl.constexpr):
     """The fragments of x for each warp's tiles: 8 tensors [WARPS * 32] a tile.
 
@@ -179,22 +117,35 @@ def load_x(x_ptr, K: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def weight_of(
+    words_ptr, scales_ptr, bias_ptr, expert, N: tl.constexpr, K: tl.constexpr
+):
+    """Pointers to one expert's words, scales and bias."""
+    TILES: tl.constexpr = N // 16 * ((K + 63) // 64)
+    expert = expert.to(tl.int64)
+    return (
+        words_ptr + expert * (TILES * 128),
+        scales_ptr + expert * (TILES * 8),
+        bias_ptr + expert * N,
+    )
+
+
+@triton.jit
 def load_row(
-    words_ptr,
-    scales_ptr,
-    bias_ptr,
+    weight,
     row,
     N: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """One row of tiles, zeros if there are not so many.
+    """One row of tiles of `weight_of`, zeros if there are not so many.
 
     TILES tensors of words [WARPS * 128], one of scales [WARPS * 32] for every 4 tiles,
     thread 4 * g + t having those of tile t, and the bias of rows g and g + 8 where g is
     a thread of the first warp with t = 0.
     """
+    words_ptr, scales_ptr, bias_ptr = weight
     G: tl.constexpr = (K + 63) // 64
     TILES: tl.constexpr = (G + WARPS - 1) // WARPS
     element = tl.arange(0, WARPS * 128)
@@ -204,17 +155,15 @@ def load_row(
     g, t = thread % 32 // 4, thread % 4
     tile = thread // 32 * TILES + t
     scales_ptrs = scales_ptr + row * (G * 8) + (tile * 8 + g)
-    exists = row < N // 16
+    end = tl.where(row < N // 16, G, 0)  # of the row's tiles
     out: tl.tuple = ()
     for i in tl.static_range(TILES):
-        words = tl.load(words_ptrs + i * 128, exists & (first < G - i), 0)
+        words = tl.load(words_ptrs + i * 128, first < end - i, 0)
         out += (words.to(tl.uint32, bitcast=True),)
     for i in tl.static_range(0, TILES, 4):
-        scales = tl.load(
-            scales_ptrs + i * 8, exists & (tile < G - i) & (t < TILES - i), 0
-        )
+        scales = tl.load(scales_ptrs + i * 8, (tile < end - i) & (t < TILES - i), 0)
         out += (scales.to(tl.uint32, bitcast=True),)
-    here = exists & (thread < 32) & (t == 0)
+    here = (thread < 32) & (thread < end * 32) & (t == 0)
     if PAIRED:
         pairs_ptr = bias_ptr.to(tl.pointer_type(tl.int32)) + row * 8
         both = tl.load(pairs_ptr + g, here, 0).to(tl.uint32, bitcast=True)
@@ -247,7 +196,7 @@ def multiply_row(loaded, x, PTX: tl.constexpr):
                     *(x[8 * i + r], x[8 * i + r + 1], c0, c1, c2, c3, PTX),
                 )
         s = loaded[TILES + group // 4]
-        upper_scales, lower_scales = s & EXPONENTS, rotate(s, 24) & EXPONENTS
+        upper_scales, lower_scales = s & EXPONENTS, rotate_right(s, 24) & EXPONENTS
         upper_sum = c0 * low(upper_scales) + c1 * high(upper_scales)
         lower_sum = c2 * low(lower_scales) + c3 * high(lower_scales)
         upper += upper_sum * UNSHIFT
@@ -256,143 +205,19 @@ def multiply_row(loaded, x, PTX: tl.constexpr):
 
 
 @triton.jit
-def add_up(sums):
-    """R pairs of tensors [THREADS] -> the sums over warps and t, two tensors [8, R]."""
-    R: tl.constexpr = len(sums)
-    WARPS: tl.constexpr = sums[0][0].shape[0] // 32
-    if R == 1:
-        upper, lower = sums[0]
-    elif R == 2:
-        upper = tl.join(sums[0][0], sums[1][0])
-        lower = tl.join(sums[0][1], sums[1][1])
-    else:
-        tl.static_assert(R == 4)
-        upper = tl.join(
-            tl.join(sums[0][0], sums[2][0]), tl.join(sums[1][0], sums[3][0])
-        )
-        lower = tl.join(
-            tl.join(sums[0][1], sums[2][1]), tl.join(sums[1][1], sums[3][1])
-        )
-    all = tl.reshape(tl.join(upper, lower), (WARPS, 8, 4, 2 * R))
-    all = tl.reshape(tl.permute(all, (1, 3, 0, 2)), (8, 2 * R, WARPS * 4))
-    return tl.split(tl.reshape(tl.sum(all, 2), (8, R, 2)))
+def add_up(upper, lower):
+    """What threads have of rows g and g + 8 -> two tensors [8], the rows' sums."""
+    WARPS: tl.constexpr = upper.shape[0] // 32
+    both = tl.reshape(tl.join(upper, lower), (WARPS, 8, 4, 2))
+    both = tl.reshape(tl.permute(both, (1, 3, 0, 2)), (8, 2, WARPS * 4))
+    return tl.split(tl.sum(both, 2))
 
 
 @triton.jit
-def load_rows(
-    words_ptr,
-    scales_ptr,
-    bias_ptr,
-    row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PAIRED: tl.constexpr,
-):
-    """R times `load_row`, PROGRAMS apart."""
-    out: tl.tuple = ()
-    for r in tl.static_range(R):
-        out += (
-            load_row(
-                *(words_ptr, scales_ptr, bias_ptr, row + r * PROGRAMS),
-                *(N, K, WARPS, PAIRED),
-            ),
-        )
-    return out
-
-
-@triton.jit
-def prefetch_rows(
-    words_ptr,
-    scales_ptr,
-    row,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    THREADS: tl.constexpr,
-):
-    """Bring rows of tiles, from ``row`` on and PROGRAMS apart, to the L2 cache."""
-    G: tl.constexpr = (K + 63) // 64
-    thread = tl.arange(0, THREADS)
-    # Threads of a warp would take turns: one row to each warp, then another to each.
-    rows = row + (thread // 32 + thread % 32 * (THREADS // 32)) * PROGRAMS
-    exists = rows < N // 16
-    prefetch(words_ptr + rows * (G * 128), tl.where(exists, G * 512, 0))
-    prefetch(scales_ptr + rows * (G * 8), tl.where(exists, G * 32, 0))
-
-
-@triton.jit
-def start(
-    words_ptr,
-    scales_ptr,
-    bias_ptr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PAIRED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-):
-    """Load the first R * AHEAD rows of tiles of this program's."""
-    row = tl.program_id(0)
-    queue: tl.tuple = ()
-    for step in tl.static_range(AHEAD):
-        queue += (
-            load_rows(
-                *(words_ptr, scales_ptr, bias_ptr, row + step * R * PROGRAMS),
-                *(N, K, R, PROGRAMS, WARPS, PAIRED),
-            ),
-        )
-    if PREFETCH:
-        row += R * AHEAD * PROGRAMS
-        prefetch_rows(words_ptr, scales_ptr, row, N, K, PROGRAMS, WARPS * 32)
-    return queue
-
-
-@triton.jit
-def store(upper, lower, out_ptr, row, factor, N: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Two tensors [8, R], of rows g and g + 8 of R tiles, times ``factor``."""
-    R: tl.constexpr = upper.shape[1]
-    rows = row + tl.arange(0, R)[None, :] * PROGRAMS
-    ptrs = out_ptr + rows * 16 + tl.arange(0, 8)[:, None]
-    ptrs, exists = tl.broadcast(ptrs, rows < N // 16)
-    tl.store(ptrs, (upper * factor).to(out_ptr.dtype.element_ty), exists)
-    tl.store(ptrs + 8, (lower * factor).to(out_ptr.dtype.element_ty), exists)
-
-
-@triton.jit
-def store_activations(
-    gate,
-    up,
-    hidden_ptr,
-    row,
-    N: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr,
-):
-    """The activations of two tensors [8, R], gates and ups of R tiles."""
-    R: tl.constexpr = gate.shape[1]
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    hidden = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
-    rows = row + tl.arange(0, R)[None, :] * PROGRAMS
-    ptrs = hidden_ptr + rows * 8 + tl.arange(0, 8)[:, None]
-    ptrs, exists = tl.broadcast(ptrs, rows < N // 16)
-    tl.store(ptrs, hidden.to(hidden_ptr.dtype.element_ty), exists)
-
-
-@triton.jit
-def finish(
-    queue,
-    x,
-    words_ptr,
-    scales_ptr,
-    bias_ptr,
+def multiply_rows(
+    weight,
+    loaded,
+    raw,
     out_ptr,
     factor,
     LIMIT: tl.constexpr,
@@ -404,29 +229,26 @@ def finish(
     PAIRED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """All rows of this program's times x; with PAIRED, their activations."""
-    AHEAD: tl.constexpr = len(queue)
-    R: tl.constexpr = len(queue[0])
-    for row in tl.range(tl.program_id(0), N // 16, R * PROGRAMS, num_stages=1):
-        later = load_rows(
-            *(words_ptr, scales_ptr, bias_ptr, row + R * AHEAD * PROGRAMS),
-            *(N, K, R, PROGRAMS, WARPS, PAIRED),
-        )
-        x = (after_loads(x[0], PTX),) + x[1:]  # noqa: RUF005
-        sums: tl.tuple = ()
-        for r in tl.static_range(R):
-            sums += (multiply_row(queue[0][r], x, PTX),)
-        upper, lower = add_up(sums)
+    """This program's rows of tiles times x; with PAIRED, their activations.
+
+    The first row is ``loaded``, ``raw`` is what `load_x` gave.
+    """
+    x: tl.tuple = ()
+    for r in tl.static_range(len(raw)):
+        x += (enlarge(raw[r], PTX),)
+    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
+        upper, lower = multiply_row(loaded, x, PTX)
+        # In place of those just used: what is under way cannot change registers.
+        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
+        upper, lower = add_up(upper, lower)
         if PAIRED:
-            store_activations(
-                upper, lower, out_ptr, row, N, PROGRAMS, LIMIT, ALPHA
-            )
+            hidden = activate(upper, lower, LIMIT, ALPHA)
+            ptrs = out_ptr + row * 8 + tl.arange(0, 8)
+            tl.store(ptrs, hidden.to(out_ptr.dtype.element_ty))
         else:
-            store(upper, lower, out_ptr, row, factor, N, PROGRAMS)
-        if AHEAD == 1:
-            queue = (later,)
-        else:
-            queue = queue[1:] + (later,)  # noqa: RUF005, Triton knows no stars here
+            ptrs = out_ptr + row * 16 + tl.arange(0, 8)
+            tl.store(ptrs, (upper * factor).to(out_ptr.dtype.element_ty))
+            tl.store(ptrs + 8, (lower * factor).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -437,19 +259,12 @@ def gate_up_few_kernel(
     scales_ptr,
     bias_ptr,
     hidden_ptr,
-    next_words_ptr,
-    next_scales_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    NEXT_N: tl.constexpr,
-    NEXT_K: tl.constexpr,
-    R: tl.constexpr,
-    AHEAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -458,35 +273,19 @@ def gate_up_few_kernel(
     gate, up = weight[expert] @ x + bias[expert]
     hidden[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
 
-    The next kernel may start when no ids are awaited any more: it may rely on them. If
-    NEXT_N is not 0, the weight that it is going to read is brought to the L2 cache.
+    The next kernel may start once the ids are there: it reads them without waiting.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     choice = tl.program_id(1)
-    expert = tl.load(ids_ptr + choice).to(tl.int64)
+    expert = tl.load(ids_ptr + choice)
     raw = load_x(x_ptr, K, WARPS)
-    G: tl.constexpr = (K + 63) // 64
-    words_ptr += expert * (N // 16 * G * 128)
-    scales_ptr += expert * (N // 16 * G * 8)
-    bias_ptr += expert * N
-    queue = start(
-        *(words_ptr, scales_ptr, bias_ptr),
-        *(N, K, R, AHEAD, PROGRAMS, WARPS, True, PREFETCH),
-    )
-    if NEXT_N > 0:
-        NEXT_G: tl.constexpr = (NEXT_K + 63) // 64
-        next_words_ptr += expert * (NEXT_N // 16 * NEXT_G * 128)
-        next_scales_ptr += expert * (NEXT_N // 16 * NEXT_G * 8)
-        prefetch_rows(
-            *(next_words_ptr, next_scales_ptr, tl.program_id(0)),
-            *(NEXT_N, NEXT_K, PROGRAMS, WARPS * 32),
-        )
-    finish(
-        *(queue, enlarge_all(raw, PTX), words_ptr, scales_ptr, bias_ptr),
-        *(hidden_ptr + choice * (N // 2), 1.0, LIMIT, ALPHA),
-        *(N, K, PROGRAMS, WARPS, True, PTX),
+    weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
+    multiply_rows(
+        *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
     )
 
 
@@ -501,11 +300,8 @@ def down_few_kernel(
     out_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
-    R: tl.constexpr,
-    AHEAD: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -519,34 +315,25 @@ def down_few_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     choice = tl.program_id(1)
-    expert = tl.load(ids_ptr + choice).to(tl.int64)
+    expert = tl.load(ids_ptr + choice)
     factor = tl.load(weights_ptr + choice).to(tl.float32)
-    G: tl.constexpr = (K + 63) // 64
-    words_ptr += expert * (N // 16 * G * 128)
-    scales_ptr += expert * (N // 16 * G * 8)
-    bias_ptr += expert * N
-    queue = start(
-        *(words_ptr, scales_ptr, bias_ptr),
-        *(N, K, R, AHEAD, PROGRAMS, WARPS, False, PREFETCH),
-    )
+    weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
     raw = load_x(hidden_ptr + choice * K, K, WARPS)
-    finish(
-        *(queue, enlarge_all(raw, PTX), words_ptr, scales_ptr, bias_ptr),
-        *(out_ptr + choice * N, factor, 0.0, 0.0),
-        *(N, K, PROGRAMS, WARPS, False, PTX),
+    multiply_rows(
+        *(weight, loaded, raw, out_ptr + choice * N, factor),
+        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
     )
 
 
 class FewTiling(NamedTuple):
     """How a kernel divides its work. None of it changes what is computed."""
 
-    programs: int = 33  # for each chosen expert
-    rows: int = 1  # tiles of 16 rows multiplied at once
-    ahead: int = 1  # times as many that are loaded before they are needed
-    warps: int = 16  # of a program, on different columns
-    prefetch: bool = False  # bring all later rows to the L2 cache at once
+    programs: int = 66  # for each chosen expert
+    warps: int = 8  # of a program, on different columns
+    registers: int = 128  # the most a thread may use
 
 
 USUAL = FewTiling()
@@ -559,22 +346,18 @@ def gate_up_few(
     bias: Tensor,
     limit: float,
     alpha: float,
-    following: Packed | None = None,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
     x bfloat16 [1, K], ids int32 [1, k], ``weight`` paired [E, 2I, K], bias bfloat16
-    [E, 2I] -> hidden bfloat16 [k, I]. What `down_few` is going to read of ``following``
-    is brought to the L2 cache.
+    [E, 2I] -> hidden bfloat16 [k, I].
 
     Raises ValueError for other shapes.
     """
     check_few("x", x, 1, ids, weight, bias, paired=True)
-    _, rows, _ = weight.shape
-    hidden = x.new_empty(ids.numel(), rows // 2)
-    coming = weight if following is None else following
+    hidden = x.new_empty(ids.numel(), weight.shape[1] // 2)
     pdl = pdl and supports_pdl(x.device)
     gate_up_few_kernel[(tiling.programs, ids.numel())](
         x,
@@ -583,12 +366,8 @@ def gate_up_few(
         weight.scales,
         bias,
         hidden,
-        coming.words,
-        coming.scales,
         LIMIT=limit,
         ALPHA=alpha,
-        NEXT_N=0 if following is None or not x.is_cuda else following.shape[1],
-        NEXT_K=coming.columns,
         **options(tiling, x, weight, pdl),
     )
     return hidden
@@ -601,7 +380,6 @@ def gate_up_few_torch(
     bias: Tensor,
     limit: float,
     alpha: float,
-    following: Packed | None = None,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
 ) -> Tensor:
@@ -628,8 +406,7 @@ def down_few(
     Raises ValueError for other shapes.
     """
     check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
-    _, rows, _ = weight.shape
-    out = hidden.new_empty(*ids.shape, rows, dtype=torch.float32)
+    out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
     pdl = pdl and supports_pdl(hidden.device)
     down_few_kernel[(tiling.programs, ids.numel())](
         hidden,
@@ -674,15 +451,13 @@ def options(tiling: FewTiling, x: Tensor, weight: Packed, pdl: bool) -> dict:
     return dict(
         N=rows,
         K=columns,
-        R=tiling.rows,
-        AHEAD=tiling.ahead,
         PROGRAMS=tiling.programs,
         WARPS=tiling.warps,
-        PREFETCH=tiling.prefetch and x.is_cuda,
         PTX=x.is_cuda,
         PDL=pdl,
         num_warps=tiling.warps,
         launch_pdl=pdl,
+        maxnreg=tiling.registers,
     )
 
 
@@ -699,17 +474,13 @@ def check_few(
     check_weight(weight, bias, paired)
     if len(ids) != 1:
         raise ValueError(f"there are {len(ids)} tokens; expected 1")
-    if ids.dtype != torch.int32:
-        raise ValueError(f"ids are {ids.dtype}; expected torch.int32")
+    if ids.dtype != torch.int32 or not ids.is_contiguous():
+        raise ValueError(f"ids are {ids.dtype}; expected torch.int32, contiguous")
     if bias.dtype != torch.bfloat16:
         raise ValueError(f"bias is {bias.dtype}; expected torch.bfloat16")
-    if x.dtype != torch.bfloat16 or x.shape != (count, weight.columns):
+    expected = [count, weight.columns]
+    if x.dtype != torch.bfloat16 or list(x.shape) != expected or not x.is_contiguous():
         raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)}; expected torch.bfloat16 "
-            f"[{count}, {weight.columns}]"
+            f"{name} is {x.dtype} {list(x.shape)}; expected torch.bfloat16 {expected}, "
+            "contiguous"
         )
-    for other, tensor in ((name, x), ("ids", ids)):
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{other} has strides {list(tensor.stride())}; expected contiguous"
-            )

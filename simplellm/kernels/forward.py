@@ -5,6 +5,7 @@ heads, K kv heads, D head_dim.
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 import triton
@@ -13,14 +14,15 @@ from torch import Tensor
 
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend
-from simplellm.kernels.experts import down, gate_up, repack, tiling
+from simplellm.kernels.experts import Packed, down, gate_up, repack, tilings
+from simplellm.kernels.experts_few import down_few, gate_up_few
 from simplellm.kernels.head import head
 from simplellm.kernels.linear import Dot, choose, linear, linear_parts
 from simplellm.kernels.norm import add_norm
 from simplellm.kernels.rope import rope_and_cache
-from simplellm.kernels.routing import route_and_dispatch
+from simplellm.kernels.routing import route, route_and_dispatch
 from simplellm.kernels.sampling import draw
-from simplellm.model import TORCH, Attention, MoE, Transformer
+from simplellm.model import TORCH, Attention, Block, MoE, Transformer
 from simplellm.moe import Experts
 from simplellm.mxfp4 import MXFP4
 from simplellm.paged import PagedCache
@@ -43,7 +45,7 @@ def embed_kernel(
 
 
 def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
-    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i stands for previous[i]."""
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i]."""
     out = table.new_empty(len(tokens), table.shape[1])
     block = triton.next_power_of_2(table.shape[1])
     embed_kernel[(len(tokens),)](
@@ -77,6 +79,7 @@ class Fused:
         config = model.config
         self.vocab_size = config.vocab_size
         self.model, self.cache = model, cache
+        self.layers = cast(list[Block], list(model.layers))
         self.device = model.device
         positions = torch.arange(config.max_position_embeddings, device=model.device)
         self.cos, self.sin = model.rope.cos_sin(positions)  # float32 [positions, D/2]
@@ -93,7 +96,7 @@ class Fused:
         model, eps = self.model, self.model.config.rms_norm_eps
         x = embed(step.tokens, previous, model.embed_tokens)
         update = None
-        for index, layer in enumerate(model.layers):
+        for index, layer in enumerate(self.layers):
             x, h = add_norm(x, update, layer.attn_norm.weight, eps)
             update = self.attention(layer.attn, h, step, index)
             x, h = add_norm(x, update, layer.mlp_norm.weight, eps)
@@ -133,21 +136,18 @@ class Fused:
     def experts(self, mlp: MoE, h: Tensor) -> Tensor:
         """What each chosen expert adds to each token: [T, k, hidden]."""
         weights = mlp.experts
-        count = len(weights.gate_up_bias)
-        how = tiling(len(h), count, mlp.top_k)
-        _, scores, pairs = route_and_dispatch(
-            h, mlp.router_weight, mlp.router_bias, mlp.top_k, how.tokens
-        )
-        hidden = gate_up(
-            h,
-            weights.gate_up,
-            weights.gate_up_bias,
-            pairs,
-            weights.limit,
-            weights.alpha,
-            how,
-        )
-        return down(hidden, weights.down, weights.down_bias, scores, pairs, how)
+        router = mlp.router_weight, mlp.router_bias, mlp.top_k
+        limits = weights.limit, weights.alpha
+        first = cast(Packed, weights.gate_up), weights.gate_up_bias
+        second = cast(Packed, weights.down), weights.down_bias
+        if len(h) == 1 and h.dtype == torch.bfloat16:
+            ids, scores = route(h, *router)
+            hidden = gate_up_few(h, ids, *first, *limits)
+            return down_few(hidden, ids, scores, *second)
+        up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
+        _, scores, pairs = route_and_dispatch(h, *router, up.tokens)
+        hidden = gate_up(h, *first, pairs, *limits, up)
+        return down(hidden, *second, scores, pairs, back)
 
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """The likeliest next token of each row, int32; fills ``logits`` as well."""
@@ -164,11 +164,9 @@ def prepare(weights: Experts) -> Experts:
     """The experts in the order that the kernels read; nothing of the original stays."""
     if not isinstance(weights.gate_up, MXFP4) or not isinstance(weights.down, MXFP4):
         raise TypeError("the experts are dense; expected MXFP4")
-    return replace(
-        weights,
-        gate_up=repack(weights.gate_up, paired=True),
-        down=repack(weights.down, paired=False),
-    )
+    first = repack(weights.gate_up, paired=True)
+    second = repack(weights.down, paired=False)
+    return replace(weights, gate_up=first, down=second)  # type: ignore[arg-type]
 
 
 # The model's own forward pass does not know repacked experts; `Fused` does.

@@ -2,6 +2,12 @@
 
     python3 tools/gpu/experts_few.py --json OUT
 
+Checks that every tiling's result is the same twice, with its output poisoned, and
+within rounding of float64 arithmetic on the weights as they were before `repack`.
+Prints for each half, number of tokens and tiling microseconds, GB/s and its share of an
+H200's best: "few" is the kernel for one token, "many" the other one. A "layer" is
+add_norm, the router, top_k, both halves of the experts for one token, and add_norm.
+
 Times are medians of replays of a CUDA graph whose launches take turns between 16
 routings, each token with 4 of 128 experts at random. Bandwidth counts the weights of
 the experts in use, once.
@@ -22,6 +28,7 @@ from simplellm.kernels import experts as many
 from simplellm.kernels import experts_few as few
 from simplellm.kernels.experts import Packed, Tiling, repack, rotate
 from simplellm.kernels.experts_few import FewTiling
+from simplellm.kernels.linear import Gemv, gemv
 from simplellm.kernels.norm import add_norm
 from simplellm.kernels.routing import Dispatch, dispatch_torch, top_k_softmax
 from simplellm.mxfp4 import MXFP4
@@ -33,42 +40,18 @@ ROUTINGS = 16
 HALVES = ("gate_up", "down")
 
 ONE = [
-    FewTiling(1, 2, 4),
-    FewTiling(1, 3, 4),
-    FewTiling(1, 4, 4),
-    FewTiling(1, 6, 4),
-    FewTiling(1, 12, 4),
-    FewTiling(1, 2, 8),
-    FewTiling(1, 3, 8),
-    FewTiling(1, 6, 8),
-    FewTiling(1, 3, 16),
-    FewTiling(1, 4, 2),
-    FewTiling(1, 8, 2),
-    FewTiling(2, 2, 4),
-    FewTiling(2, 4, 4),
-    FewTiling(2, 2, 8),
-    FewTiling(2, 3, 8),
-    FewTiling(2, 3, 16),
-    FewTiling(4, 2, 8),
-    FewTiling(1, 4, 4, ".cg"),
-    FewTiling(1, 6, 8, ".cg"),
-    FewTiling(1, 4, 4, "", 64),
-    FewTiling(1, 6, 8, "", 64),
-]
-SOME = [
-    FewTiling(1, 4, 4),
-    FewTiling(1, 6, 4),
-    FewTiling(1, 3, 8),
-    FewTiling(1, 6, 8),
-    FewTiling(1, 3, 16),
-    FewTiling(2, 4, 4),
-    FewTiling(2, 3, 8),
-    FewTiling(4, 2, 8),
+    FewTiling(programs=66, warps=8, registers=128),
+    FewTiling(programs=33, warps=16, registers=128),
+    *(
+        FewTiling(programs, 4, registers)
+        for programs in (99, 132)
+        for registers in (128, 168, 255)
+    ),
 ]
 MANY = [
-    Tiling(16, 16, 1, 1, 5, 3, 1),
-    Tiling(64, 16, 1, 1, 5, 3, 4),
-    Tiling(128, 16, 1, 1, 5, 3, 4),
+    Tiling(rows, 16, unroll=unroll, stages=stages)
+    for rows in (64, 128)
+    for unroll, stages in ((2, 4), (3, 3), (3, 4), (5, 3), (5, 4))
 ]
 
 
@@ -105,7 +88,7 @@ def launch_many(half, x, dispatch, odds, weight, bias, tiling, pdl=True):
 
 
 class Checks:
-    """Small problems of real row and column counts, with their results in float32."""
+    """Small problems of real row and column counts, with their results in float64."""
 
     def __init__(self, experts: int = 9) -> None:
         self.cases = {}
@@ -118,18 +101,18 @@ class Checks:
             weight = repack(mxfp4, half == "gate_up")
             matrices = mxfp4.dequantize(torch.float32)
             bias = torch.randn(experts, rows, device="cuda").bfloat16()
-            for tokens in (1, 2, 4, 8):
+            for tokens in (1, 4):
                 ids = random_ids(tokens, experts)
                 odds = torch.rand(tokens, TOP_K, device="cuda")
                 count = tokens if half == "gate_up" else tokens * TOP_K
                 x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
                 args = x, ids, odds, weight, bias
                 expected = self.reference(half, matrices, *args)
-                self.cases[half, tokens] = args, expected
+                self.cases[half, tokens] = args, expected, plan(ids, experts, 16)
 
     @staticmethod
     def reference(half, matrices, x, ids, odds, weight, bias) -> torch.Tensor:
-        """In float64, from the weights as they were before `repack`."""
+        """From the weights as they were before `repack`."""
         flat = ids.flatten().long()
         rows = x.repeat_interleave(TOP_K, 0) if half == "gate_up" else x
         picked = matrices[flat].double()
@@ -138,34 +121,49 @@ class Checks:
             return y.view(*ids.shape, -1) * odds[..., None]
         return few.swiglu(y, LIMIT, ALPHA)
 
-    def error(self, half: str, tokens: int, tiling: FewTiling) -> float:
+    def error(self, half: str, tokens: int, tiling) -> float:
         """The largest error, in units of the results' root mean square."""
-        args, expected = self.cases[half, tokens]
-        out = launch(half, *args, tiling)
-        if not torch.equal(out, launch(half, *args, tiling)):
+        args, expected, dispatch = self.cases[half, tokens]
+        if tokens == 1:
+            out, again = (launch(half, *args, tiling) for _ in range(2))
+        else:
+            x, _, odds, weight, bias = args
+            if half == "down":
+                x = x[dispatch.pairs.long()]
+            else:
+                expected = expected[dispatch.pairs.long()]
+            out, again = (
+                launch_many(half, x, dispatch, odds, weight, bias, tiling)
+                for _ in range(2)
+            )
+        if not torch.equal(out, again):
             return float("inf")
         off = (out - expected).abs()
-        if half == "gate_up":  # half a unit in the last place of each is theirs to lose
-            off -= expected.abs() * 2**-8
+        if out.dtype == torch.bfloat16:
+            off -= expected.abs() * 2**-8  # half a unit in the last place is theirs
         return float((off / expected.square().mean().sqrt()).max())
 
 
 def replayed(run, launches: int) -> float:
     """Seconds of one of the ``launches`` in ``run``."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
         run()
-    graph.replay()
-    times = []
-    for _ in range(9):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        stream.synchronize()
+        # `torch.cuda.graph` would collect garbage first, which takes long.
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        run()
+        graph.capture_end()
         graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3 / launches)
+        times = []
+        for _ in range(9):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3 / launches)
     return sorted(times)[len(times) // 2]
 
 
@@ -179,14 +177,14 @@ class Bench:
             half: torch.randn(EXPERTS, rows, device="cuda").bfloat16()
             for half, rows in (("gate_up", 2 * INTERMEDIATE), ("down", HIDDEN))
         }
-        self.ids = {}
-        for tokens in (1, 2, 4, 8, 16):
-            ids = [random_ids(tokens, EXPERTS) for _ in range(ROUTINGS)]
-            if tokens == 1:
-                # No expert twice, so that nothing is in the cache.
-                every = torch.randperm(EXPERTS, device="cuda").int()
-                ids = list(every.view(-1, 1, TOP_K)[:ROUTINGS])
-            self.ids[tokens] = [i.contiguous() for i in ids]
+        self.router = torch.randn(EXPERTS, HIDDEN, device="cuda").bfloat16()
+        self.ids = {
+            tokens: [random_ids(tokens, EXPERTS) for _ in range(ROUTINGS)]
+            for tokens in (2, 4, 8)
+        }
+        # No expert twice, so that nothing is in the cache.
+        every = torch.randperm(EXPERTS, device="cuda").int()
+        self.ids[1] = list(every.view(-1, 1, TOP_K)[:ROUTINGS])
 
     def gigabytes(self, half: str, tokens: int) -> float:
         """Of the weights in use, on average over the routings."""
@@ -219,18 +217,21 @@ class Bench:
 
         return replayed(run, ROUTINGS)
 
-    def seconds_layer(self, tokens: int, tilings, pdl: bool) -> tuple[float, float]:
-        """Norm, top-k and both halves in a row, and the first two of them alone."""
-        logits = torch.full((ROUTINGS, tokens, EXPERTS), -9.0, device="cuda")
-        for row, ids in zip(logits, self.ids[tokens], strict=True):
-            row.scatter_(1, ids.long(), torch.rand(tokens, TOP_K, device="cuda"))
-        residual = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    def seconds_layer(self, tilings, pdl: bool, experts=True) -> float:
+        """One token's chain, with the chosen experts given beforehand."""
+        logits = torch.full((ROUTINGS, 1, EXPERTS), -9.0, device="cuda")
+        for row, ids in zip(logits, self.ids[1], strict=True):
+            row.scatter_(1, ids.long(), torch.rand(1, TOP_K, device="cuda"))
+        residual = torch.randn(1, HIDDEN, device="cuda").bfloat16()
         norm = torch.ones(HIDDEN, device="cuda")
+        update = torch.zeros(1, TOP_K, HIDDEN, device="cuda")
+        how = Gemv(rows=4, warps=4, pdl=pdl)
 
-        def run(experts: bool) -> None:
-            parts = torch.zeros(tokens, TOP_K, HIDDEN, device="cuda")
+        def run() -> None:
+            parts = update
             for row in logits:
                 _, x = add_norm(residual, parts, norm, 1e-5, pdl=pdl)
+                gemv(x, self.router, None, how, torch.float32)
                 ids, odds = top_k_softmax(row, TOP_K, pdl=pdl)
                 if experts:
                     hidden = launch(
@@ -242,13 +243,11 @@ class Bench:
                         *(self.biases["down"], tilings["down"], pdl),
                     )
 
-        return replayed(lambda: run(True), ROUTINGS), replayed(
-            lambda: run(False), ROUTINGS
-        )
+        return replayed(run, ROUTINGS)
 
 
 def show(tiling) -> str:
-    return "x".join(str(field or "-") for field in tiling)
+    return "x".join(map(str, tiling))
 
 
 def main() -> None:
@@ -260,8 +259,10 @@ def main() -> None:
     results: list[dict] = []
 
     checks = Checks()
-    jobs = [(h, 1, t) for h in HALVES for t in ONE]
-    jobs += [(h, 4, t) for h in HALVES for t in SOME]
+    jobs: list[tuple[str, int, FewTiling | Tiling]] = []
+    for half in HALVES:
+        jobs += [(half, 1, tiling) for tiling in ONE]
+        jobs += [(half, 4, tiling) for tiling in MANY]
 
     def check(job) -> bool:
         half, tokens, tiling = job
@@ -278,12 +279,15 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with ThreadPoolExecutor(14) as pool:
         right = list(pool.map(check, jobs))
-        good = {job for job, fine in zip(jobs, right, strict=True) if fine}
+    good = {job for job, fine in zip(jobs, right, strict=True) if fine}
     print(f"{len(good)} of {len(jobs)} right, {time.perf_counter() - began:.0f} s")
+    for half in HALVES:
+        print(f"error of {half} {checks.error(half, 1, ONE[0]):.2g}")
+    torch.use_deterministic_algorithms(False)
 
     bench = Bench()
-    print("few: tiles of 16 rows x ahead x warps x cache x registers")
-    print("many: rows x tokens x widths x step x unroll x stages x warps")
+    print("few: programs x warps x registers")
+    print("many: rows x tokens x widths x unroll x stages x warps")
 
     def measure(name, half, tokens, tiling, function, pdl=True) -> float:
         try:
@@ -303,42 +307,45 @@ def main() -> None:
         )
         return seconds
 
-    torch.use_deterministic_algorithms(False)
-    best: dict[tuple[int, str], FewTiling] = {}
-    for tokens, tilings in ((1, ONE), (4, SOME)):
+    best: dict[str, list[FewTiling]] = {}
+    for half in HALVES:
+        print(f"-- {time.perf_counter() - began:.0f} s")
+        usable = [t for t in ONE if (half, 1, t) in good]
+        times = {t: measure("few", half, 1, t, bench.seconds) for t in usable}
+        best[half] = sorted(usable, key=lambda t: times[t]) or [few.USUAL]
+        measure("few", half, 1, best[half][0], bench.seconds, False)
+
+    def layer(gate_up, down, pdl, experts=True) -> None:
+        tilings = {"gate_up": gate_up, "down": down}
+        try:
+            seconds = bench.seconds_layer(tilings, pdl, experts)
+        except Exception as failure:
+            print(f"layer {show(gate_up)} failed: {str(failure)[:300]}")
+            return
+        print(
+            f"layer {show(gate_up):17}{show(down):17}{'pdl' if pdl else '':4}"
+            f"{'' if experts else 'no experts'}"
+            f"{seconds * 1e6:8.2f} us",
+            flush=True,
+        )
+        results.append(
+            dict(name="layer", gate_up=gate_up, down=down)
+            | dict(pdl=pdl, experts=experts, seconds=seconds)
+        )
+
+    print(f"-- {time.perf_counter() - began:.0f} s")
+    for pdl in (True, False):
+        layer(best["gate_up"][0], best["down"][0], pdl, False)
+    layer(best["gate_up"][0], best["down"][0], False)
+    for gate_up in best["gate_up"][:3]:
+        for down in best["down"][:3]:
+            layer(gate_up, down, True)
+    for tokens in (2, 4, 8):
         for half in HALVES:
             print(f"-- {time.perf_counter() - began:.0f} s")
-            usable = [t for t in tilings if (half, tokens, t) in good]
-            times = {t: measure("few", half, tokens, t, bench.seconds) for t in usable}
-            winner = min(times, key=lambda t: times[t], default=few.USUAL)
-            best[tokens, half] = winner
-            measure("few", half, tokens, winner, bench.seconds, False)
-    for tokens in (2, 8):
-        for half in HALVES:
-            error = checks.error(half, tokens, best[4, half])
-            print("error", half, tokens, f"{error:.2g}")
-            measure("few", half, tokens, best[4, half], bench.seconds)
-    for tokens in (1, 2, 4, 8):
-        nearest = 1 if tokens == 1 else 4
-        pair = {half: best[nearest, half] for half in HALVES}
-        for pdl in (True, False):
-            try:
-                whole, rest = bench.seconds_layer(tokens, pair, pdl)
-            except Exception as failure:
-                print(f"layer {tokens} failed: {str(failure)[:300]}")
-                continue
-            print(
-                f"layer {tokens} tokens {'pdl' if pdl else '':4}{whole * 1e6:8.2f} us, "
-                f"without the experts {rest * 1e6:.2f}",
-                flush=True,
-            )
-            results.append(
-                dict(name="layer", tokens=tokens, pdl=pdl, whole=whole, rest=rest)
-            )
-    for tokens in (1, 2, 4, 8, 16):
-        for half in HALVES:
-            for tiling in MANY if tokens in (1, 4) else MANY[-1:]:
-                measure("many", half, tokens, tiling, bench.seconds_many)
+            for tiling in MANY:
+                if (half, 4, tiling) in good:
+                    measure("many", half, tokens, tiling, bench.seconds_many)
     print(f"done in {time.perf_counter() - began:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -2,6 +2,11 @@
 
     python3 tools/gpu/experts_many.py --json OUT
 
+Checks that `repack` loses nothing, that every tiling's result is the same twice, with
+its output poisoned, and within rounding of the twin's in float32. Prints for each half,
+number of tokens and tiling microseconds, GB/s, TFLOP/s and their shares of an H200's
+best, and which tiling is fastest.
+
 Times are medians of replays of a CUDA graph whose launches take turns between the
 weights of two layers and four routings, each token with 4 of 128 experts at random.
 Bandwidth counts the weights of the experts in use, once.
@@ -30,34 +35,33 @@ MATMUL = 790  # TFLOP/s, bf16
 LAYERS, ROUTINGS = 2, 4
 
 DECODE = [
-    Tiling(128, 16, 1, 1, 5, 3, 4),
-    Tiling(128, 16, 1, 1, 5, 2, 4),
-    Tiling(128, 16, 1, 1, 5, 4, 4),
-    Tiling(128, 16, 1, 1, 3, 3, 4),
-    Tiling(128, 16, 1, 1, 3, 5, 4),
-    Tiling(128, 16, 1, 2, 1, 4, 4),
-    Tiling(64, 16, 1, 1, 5, 3, 4),
-    Tiling(64, 16, 1, 1, 9, 3, 4),
-    Tiling(256, 16, 1, 1, 3, 3, 4),
-    Tiling(256, 16, 1, 1, 3, 3, 8),
-    Tiling(128, 32, 2, 1, 5, 3, 4),
-    Tiling(128, 32, 2, 1, 3, 3, 4),
+    Tiling(128, 16, 1, 5, 3, 4),
+    Tiling(128, 16, 1, 5, 2, 4),
+    Tiling(128, 16, 1, 5, 4, 4),
+    Tiling(128, 16, 1, 3, 3, 4),
+    Tiling(128, 16, 1, 3, 5, 4),
+    Tiling(64, 16, 1, 5, 3, 4),
+    Tiling(64, 16, 1, 9, 3, 4),
+    Tiling(256, 16, 1, 3, 3, 4),
+    Tiling(256, 16, 1, 3, 3, 8),
+    Tiling(128, 32, 2, 5, 3, 4),
+    Tiling(128, 32, 2, 3, 3, 4),
 ]
 MIDDLE = [
-    Tiling(128, 64, 3, 1, 1, 4, 4),
-    Tiling(128, 64, 3, 1, 3, 2, 4),
-    Tiling(128, 32, 2, 1, 3, 3, 4),
-    Tiling(256, 64, 3, 1, 1, 4, 8),
+    Tiling(128, 64, 3, 1, 4, 4),
+    Tiling(128, 64, 3, 3, 2, 4),
+    Tiling(128, 32, 2, 3, 3, 4),
+    Tiling(256, 64, 3, 1, 4, 8),
 ]
 PREFILL = [
-    Tiling(128, 128, 1, 1, 1, 4, 4),
-    Tiling(128, 128, 3, 1, 1, 4, 4),
-    Tiling(128, 128, 3, 1, 1, 3, 4),
-    Tiling(128, 64, 3, 1, 1, 4, 4),
-    Tiling(128, 128, 3, 1, 1, 4, 8),
-    Tiling(256, 128, 3, 1, 1, 4, 8),
-    Tiling(128, 256, 4, 1, 1, 4, 8),
-    Tiling(128, 128, 3, 1, 3, 2, 4),
+    Tiling(128, 128, 1, 1, 4, 4),
+    Tiling(128, 128, 3, 1, 4, 4),
+    Tiling(128, 128, 3, 1, 3, 4),
+    Tiling(128, 64, 3, 1, 4, 4),
+    Tiling(128, 128, 3, 1, 4, 8),
+    Tiling(256, 128, 3, 1, 4, 8),
+    Tiling(128, 256, 4, 1, 4, 8),
+    Tiling(128, 128, 3, 3, 2, 4),
 ]
 STAGES = [  # name, tokens to tune at, tilings, tokens to time the best at
     ("decode", [16, 64, 256], DECODE, [8, 16, 32, 64, 128, 256]),
@@ -225,9 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     began = time.perf_counter()
-    print(
-        "columns of a tiling: rows x tokens x widths x step x unroll x stages x warps"
-    )
+    print("columns of a tiling: rows x tokens x widths x unroll x stages x warps")
 
     checks = Checks()
     jobs = [(h, t) for h in HALVES for _, _, ts, _ in STAGES for t in ts]
