@@ -44,8 +44,8 @@ CONFIG = EngineConfig(
     prefill_chunk=24,
     max_model_len=300,
 )
-PATIENCE = 120.0  # seconds after which a request that has not ended counts as hung
-# The last is overtaken by 300 later ones at most, which takes far less than PATIENCE.
+PATIENCE = 600.0  # seconds after which a request that has not ended counts as hung
+# The last is overtaken by 300 later ones at most, a minute even on a busy machine.
 PRIORITIES = (0, 0, 0, -2, 1)
 FLAT = 0.05  # memory may grow by this share from the second fifth to the last
 BAD: tuple[dict[str, Any], ...] = (
