@@ -13,13 +13,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from simplellm.checkpoint import Packed, RandomCheckpoint  # noqa: E402
-from simplellm.config import MODELS  # noqa: E402
-from simplellm.graphs import Step  # noqa: E402
-from simplellm.kernels.forward import FUSED, Fused  # noqa: E402
-from simplellm.model import TORCH, Transformer  # noqa: E402
-from simplellm.mxfp4 import MXFP4  # noqa: E402
-from simplellm.paged import PagedCache  # noqa: E402
+from simplellm.checkpoint import Packed, RandomCheckpoint
+from simplellm.config import MODELS
+from simplellm.graphs import Step
+from simplellm.kernels.forward import FUSED, Fused
+from simplellm.model import TORCH, Transformer
+from simplellm.mxfp4 import MXFP4
+from simplellm.paged import PagedCache
 
 
 def build(config, dtype, backend):
@@ -52,7 +52,9 @@ def fused_logits(model, tokens, chunks):
         positions = torch.arange(start, start + length)
         step.positions[:] = positions
         step.lengths[0], step.queries[0], step.queries[1] = start + length, 0, length
-        for group, live, first in zip(step.groups, table.groups, table.first):
+        for group, live, first in zip(
+            step.groups, table.groups, table.first, strict=True
+        ):
             found = torch.tensor(live)
             group.tables[0, : len(found) - first] = found[first:]
             group.offsets[0] = first * 64
@@ -71,7 +73,8 @@ def compare(ours, exact):
     error = (ours - exact).norm(dim=1) / exact.norm(dim=1)
     same = (ours.argmax(1) == exact.argmax(1)).float().mean()
     q = torch.tensor([0.5, 0.9, 1.0], device=error.device)
-    return dict(zip(("median", "p90", "max"), error.quantile(q).tolist())) | {
+    names = "median", "p90", "max"
+    return dict(zip(names, error.quantile(q).tolist(), strict=True)) | {
         "same_argmax": same.item()
     }
 
