@@ -158,18 +158,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path, help="folders 1 to 6 of JSON files")
     results = parser.parse_args().results
-    steps = json.loads((results / "5/decode.json").read_text(encoding="utf-8"))
+    rows = json.loads((results / ATTENTION).read_text(encoding="utf-8"))
+    gpu, version = rows[0]["note"].split(", torch ")
     record = {
         "date": "2026-11-21",
-        "gpu": steps["gpu"],
-        "torch": "2.11.0+cu130",
+        "gpu": gpu,
+        "torch": version,
         "triton": "3.6.0",
-        "command": "python3 tools/gpu/{small,attention,experts_many,experts_few,decode}"
+        "command": "python3 tools/gpu/{small,attention,experts_many,experts_few}"
         ".py --json OUT; python tools/record_kernels.py RESULTS",
         "bandwidth": 4650,  # GB/s, the best that a Triton kernel read
         "launch_us": 1.2,  # an empty kernel in a CUDA graph
-        "model": steps["model"],
-        "step_ms": {row["batch"]: row["step_ms"] for row in steps["decode"]},
         "rows": collect(results),
     }
     FIGURE.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
