@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_variants import Apart, launch_apart
+from decode_variants import Apart, Ready, launch_apart, launch_ready
 from torch import Tensor
 
 from simplellm.config import GPT_OSS_120B
@@ -57,9 +57,13 @@ class Batch:
     sinks: Tensor
     window: int | None
 
-    def decode(self, tiles: Tiles | Apart, scratch: Scratch, out: Tensor) -> Tensor:
+    def decode(
+        self, tiles: Tiles | Apart | Ready, scratch: Scratch, out: Tensor
+    ) -> Tensor:
         arguments: list[Any] = list(vars(self).values())
         del arguments[6]
+        if isinstance(tiles, Ready):
+            return launch_ready(*[*arguments, scratch, out, tiles])
         if isinstance(tiles, Apart):
             return launch_apart(*[*arguments, scratch, out, tiles])
         return kernels.launch_decode(*[*arguments, scratch, out, tiles])
@@ -182,13 +186,15 @@ class Report:
         print(f"[{time.perf_counter() - self.begun:5.1f} s] {text}", flush=True)
 
 
-def name_of(tiles: Tiles | Apart, *, splits: int | None = None) -> str:
+def name_of(tiles: Tiles | Apart | Ready, *, splits: int | None = None) -> str:
     text = f"b{tiles.block} w{tiles.warps} s{tiles.stages}"
     if tiles.tokens > 1:
         return f"{text} t{tiles.tokens}"
     text += f" l{tiles.least} j{tiles.chunk}"
     if isinstance(tiles, Apart):
         text = f"A {text} a{tiles.ahead}{'' if tiles.early else ' late'}"
+    if isinstance(tiles, Ready):
+        text = f"R{'A' if tiles.apart else ''} {text}"
     return text + (f" x{splits}" if splits else "")
 
 
@@ -498,58 +504,39 @@ PAGE = 64
 
 def contests() -> list[Contest]:
     """What `--tune` times."""
-    wide = [
-        Apart(block, warps, stages, chunk=17)
-        for block, warps, stages in (
-            (64, 4, 4), (64, 4, 5), (64, 4, 6), (64, 2, 4), (128, 4, 3), (128, 4, 4),
-            (128, 8, 3), (128, 8, 4), (128, 8, 5), (256, 8, 3),
-        )
-    ]  # fmt: skip
     today = replace(kernels.DECODE[1], chunk=33)
-    long: list[Trial] = [(kernels.DECODE[1], None), (kernels.DECODE[1], 33)]
-    long += [(today, 33), (today, 32), (replace(today, chunk=17), 33)]
-    for tiles in wide:
-        counts = (16, 33) if tiles.block * tiles.warps > 256 else (33, 49)
-        long += [(replace(tiles, ahead=a), n) for n in counts for a in (0, 256)]
-    for ahead in (64, 128, 512, 1024):
-        long += [(replace(wide[0], ahead=ahead), 33)]
-        long += [(replace(wide[7], ahead=ahead), 16)]
-        long += [(replace(wide[0], ahead=ahead, chunk=33), 33)]
-    long += [(replace(wide[0], ahead=a, early=False), 33) for a in (0, 256)]
-    many: list[Trial] = [(kernels.DECODE[1], None)]
-    for tiles in (wide[0], wide[1], wide[3], wide[4], wide[5], wide[7], wide[9]):
-        many += [(replace(tiles, ahead=a), n) for n in (4, 8) for a in (0, 256)]
-    short: list[Trial] = [(kernels.DECODE[1], None)]
-    batched: list[Trial] = []
-    for tiles in (*wide[:6], wide[6], wide[7], wide[9]):
-        short += [
-            (replace(tiles, least=least, ahead=ahead), None)
-            for least in (64, 128, 256)
-            for ahead in (0, 128)
-            if least >= tiles.block
-        ]
-        batched += [
-            (replace(tiles, least=least, ahead=ahead), None)
-            for least in (512, 1024)
-            for ahead in (0, 64, 256)
-        ]
-    window: list[Trial] = [(kernels.DECODE_WINDOW, None)]
-    for block, warps, stages in ((128, 4, 1), (128, 8, 1), (64, 4, 3), (128, 4, 2)):
-        window += [(Apart(block, warps, stages, ahead=a), None) for a in (0, 128)]
-    return [
-        Contest(1, 128, None, tuple(short)),
-        Contest(1, 1000, None, tuple(short)),
-        Contest(8, 1000, None, tuple(short)),
-        Contest(1, 4096, None, tuple([*long, *short[1:]])),
-        Contest(1, 32_768, None, tuple(long)),
-        Contest(1, 131_072, None, tuple(long)),
-        Contest(8, 32_768, None, tuple(many)),
-        *(
-            Contest(batch, length, None, ((kernels.DECODE[batch], None), *batched))
-            for batch, length in ((32, 1000), (64, 1000), (128, 256))
-        ),
-        *(Contest(batch, 1000, 128, tuple(window)) for batch in (1, 64, 256)),
-    ]
+    small, wide = Ready(64, 4, 4, chunk=33), Ready(128, 8, 4, chunk=16)
+    before: list[Trial] = [(kernels.DECODE[1], None), (today, 33)]
+    before += [(Apart(128, 8, 5, chunk=17, ahead=256), 16)]
+    long: list[Trial] = [(small, n) for n in (32, 33, 49)]
+    long += [(replace(small, chunk=16), None), (replace(small, chunk=8), 33)]
+    long += [(replace(small, chunk=17), 33), (replace(small, chunk=16), 16)]
+    long += [(replace(small, stages=stages), 33) for stages in (3, 5)]
+    long += [(replace(small, stages=3), 49), (replace(small, apart=True), 33)]
+    long += [(replace(wide, stages=stages), 16) for stages in (3, 4, 5)]
+    long += [(replace(wide, stages=n, apart=True), 16) for n in (3, 4, 5)]
+    long += [(replace(wide, warps=4, stages=n), 16) for n in (3, 4)]
+    long += [(replace(wide, warps=4, stages=3, chunk=33), 33)]
+    long += [(replace(wide, warps=4, stages=3, chunk=33, apart=True), 33)]
+    usual = replace(small, chunk=8)
+    pair: list[Trial] = [(tiles, n and -(-n // 2)) for tiles, n in [*before, *long]]
+    entries = [Contest(1, n, None, (*before, *long)) for n in (8192, 32_768, 131_072)]
+    entries += [Contest(2, 32_768, None, tuple(pair))]
+    for batch, length in ((1, 128), (1, 1000), (8, 1000), (8, 32_768)):
+        trials = [(kernels.DECODE[1], None), (usual, None)]
+        trials += [(replace(usual, apart=True), None)]
+        trials += [(replace(usual, block=128, stages=3), None)]
+        entries += [Contest(batch, length, None, tuple(trials))]
+    for batch in (32, 64):
+        now = kernels.DECODE[batch]
+        more = [replace(usual, least=now.least, stages=n) for n in (3, 4)]
+        trials = [(now, None), *((tiles, None) for tiles in more)]
+        entries += [Contest(batch, 1000, None, tuple(trials))]
+    single = Ready(128, 4, 1, chunk=8)
+    for batch in (1, 64):
+        trials = [(kernels.DECODE_WINDOW, None), (single, None)]
+        entries += [Contest(batch, 1000, 128, tuple(trials))]
+    return entries
 
 
 def compile_contests(report: Report, entries: Sequence[Contest]) -> None:
@@ -653,7 +640,42 @@ def time_contest(report: Report, entry: Contest) -> list[str]:
 
 
 def shape_of(tiles: Any) -> tuple[object, ...]:
-    return type(tiles), tiles.block, tiles.warps, tiles.stages
+    apart = isinstance(tiles, Ready) and tiles.apart
+    return type(tiles), tiles.block, tiles.warps, tiles.stages, apart
+
+
+def reads_newest(report: Report, tiles: Any) -> bool:
+    """Whether all sees what the kernel just before, in a graph, writes to the cache."""
+    wrong = 0
+    for batch, length in ((1, 9000), (3, 65), (3, 1)):
+        cases = make_batches([length] * batch, [1] * batch, None, PAGE, 3)
+        outs = [torch.full_like(case.q, math.nan) for case in cases]
+        weights = [layer_weights(case, batch, length) for case in cases]
+        scratch = Scratch.create(batch, HEADS, KV_HEADS, DIM, DEVICE, 16)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        parts = list(zip(cases, outs, weights, strict=True))
+        with torch.cuda.stream(stream):
+            for case, out, w in parts:
+                around(case, partial(case.decode, tiles, scratch, out), w)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for case, out, w in parts:
+                around(case, partial(case.decode, tiles, scratch, out), w)
+        expected = [case.expected() for case in cases]
+        for _ in range(8):
+            for case, _, w in parts:
+                for pages in (case.keys, case.values):
+                    pages.flatten(0, 1)[w[-1].long()] = math.nan
+            graph.replay()
+            torch.cuda.synchronize()
+            errors = [
+                error_of(out, right) for out, right in zip(outs, expected, strict=True)
+            ]
+            wrong += not all(error < TOLERANCE for error in errors)
+    if wrong:
+        report.note(f"WRONG {name_of(tiles)}: stale keys in {wrong} of 24 replays")
+    return not wrong
 
 
 def tune(report: Report) -> None:
@@ -663,12 +685,20 @@ def tune(report: Report) -> None:
     choices: tuple[dict[Any, None], dict[Any, None]] = {}, {}
     for entry in entries:
         for tiles, _ in entry.trials:
-            if isinstance(tiles, Apart) and tiles.ahead in (0, 128, 256):
-                choices[entry.window is not None][replace(tiles, least=128)] = None
+            if isinstance(tiles, Ready):
+                usual = replace(tiles, least=128, chunk=8)
+                choices[entry.window is not None][usual] = None
+    choices[0][Ready(64, 4, 4, chunk=33)] = None
     shapes = DECODE_SHAPES + random_shapes(4, decode=True)
     tried = tuple(list(tiles) for tiles in choices)
     good = check(report, "decode", shapes, tried)
-    bad = {shape_of(t) for some in tried for t in some if t not in (*good[0], *good[1])}
+    probe = make_batches([9000], [1], None, PAGE, 1)[0]
+    scratch = Scratch.create(1, HEADS, KV_HEADS, DIM, DEVICE, 16)
+    out = torch.empty_like(probe.q)
+    compile_all([partial(probe.decode, tiles, scratch, out) for tiles in good[0]])
+    fresh = [t for t in good[0] if reads_newest(report, t)]
+    bad = {shape_of(t) for some in tried for t in some if t not in (*fresh, *good[1])}
+    report.note("checked that none reads the newest key too early")
     lines = []
     try:
         for entry in entries:

@@ -18,7 +18,10 @@ from simplellm.kernels.attention import (
     Scratch,
     choose_splits,
     find_rows,
+    fold,
+    initial,
     join,
+    load_rows,
 )
 from simplellm.kernels.linear import prefetch
 
@@ -34,6 +37,19 @@ class Apart:
     chunk: int = 32
     ahead: int = 0
     early: bool = True  # whether the next kernel may begin with this one's first load
+    tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Ready:
+    """How `ready_kernel` runs; ``apart``: a softmax for each warp."""
+
+    block: int
+    warps: int
+    stages: int
+    least: int = 128
+    chunk: int = 32
+    apart: bool = False
     tokens: int = 1
 
 
@@ -162,6 +178,221 @@ def apart_kernel(
         joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK)
         tl.store(out_ptr + out_at, joined.to(out_ptr.dtype.element_ty), mask=cell)
         tl.store(counter_ptr, 0)
+
+
+@triton.jit(
+    do_not_specialize=["least", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "offsets_ptr", "lengths_ptr"],
+)
+def ready_kernel(
+    q_ptr,  # [B, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    sinks_ptr,  # [H]
+    out_ptr,  # [B, H, D]
+    parts_ptr,  # float32 [B, K, splits, G, D]
+    sums_ptr,  # float32 [B, K, splits, G]
+    counters_ptr,  # int32 [B, K], all 0 before and after
+    scale,
+    least,
+    stride_q,
+    stride_page,
+    stride_table,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    JOINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,  # 1: the warps share a softmax
+    CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The keys but the newest are on their way before the kernel before is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    # The kernel before may be writing the newest key: it is taken after the wait.
+    end = length - 1
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    splits = tl.num_programs(2)
+    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(end - lowest, share), 1)
+    if split >= used:
+        return
+    start = lowest + split * share
+    stop = tl.minimum(start + share, end)
+    table_ptr = tables_ptr + row * stride_table
+    keys_ptr += head * D
+    values_ptr += head * D
+
+    group, d = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    inside = group < G
+    heads = head * G + group
+    cell = inside[:, None] & (d < D)[None, :]
+    mine = split == 0
+    counted = group < tl.where(mine, G, 0)
+    top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
+    newest = tl.maximum(end, 0) + tl.arange(0, 1)
+    newest = find_rows(table_ptr, newest, length, stride_page, K * D, PAGE)
+    newest = newest[:, None] + d[None, :]  # [1, DIMS]
+    new = (d < tl.where(mine & (length > 0), D, 0))[None, :]
+    if WARPS == 1:
+        n = tl.arange(0, BLOCK)
+        q = tl.zeros([ROWS, DIMS], q_ptr.dtype.element_ty)
+        acc = tl.zeros([ROWS, DIMS], tl.float32)
+    else:
+        EACH: tl.constexpr = BLOCK // WARPS
+        warp = tl.arange(0, WARPS)[:, None]
+        n = warp * EACH + tl.arange(0, EACH)[None, :]  # [WARPS, EACH]
+        q = tl.zeros([WARPS, ROWS, DIMS], q_ptr.dtype.element_ty)
+        acc = tl.zeros([WARPS, ROWS, DIMS], tl.float32)
+        top = tl.where(warp == 0, top[None, :], LOWEST)
+        total = tl.where(warp == 0, total[None, :], 0.0)
+    rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
+    q_at = row * stride_q + (heads * D)[:, None] + d[None, :]
+    # At least once, to have waited.
+    for first in range(start, tl.maximum(stop, start + 1), BLOCK):
+        at = first + n
+        there = at < stop
+        if WARPS == 1:
+            k = load_rows(keys_ptr, rows, there, D, DIMS)
+            v = load_rows(values_ptr, rows, there, D, DIMS)
+        else:
+            mask = there[:, :, None] & (d < D)[None, None, :]
+            k = tl.load(keys_ptr + rows[:, :, None] + d[None, None, :], mask, 0.0)
+            v = tl.load(values_ptr + rows[:, :, None] + d[None, None, :], mask, 0.0)
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        # Not before the loop: the loads of its first steps are moved to there.
+        if first == start:
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            loaded = tl.load(q_ptr + q_at, mask=cell, other=0.0)
+            k_new = tl.load(keys_ptr + newest, mask=new, other=0.0)
+            v_new = tl.load(values_ptr + newest, mask=new, other=0.0)
+            logit = tl.sum(loaded.to(tl.float32) * k_new.to(tl.float32), 1) * scale
+            logit = tl.where(mine & (length > 0), logit, LOWEST)
+            if WARPS == 1:
+                q = loaded
+                new_top = tl.maximum(top, logit)
+                weight = tl.where(mine & (length > 0), tl.exp2(logit - new_top), 0.0)
+                total = total * tl.exp2(top - new_top) + weight
+                acc = weight[:, None] * v_new.to(tl.float32)
+            else:
+                q = tl.broadcast_to(loaded[None, :, :], (WARPS, ROWS, DIMS))
+                here = (warp == 0) & (mine & (length > 0))
+                logit = tl.where(here, logit[None, :], LOWEST)
+                new_top = tl.maximum(top, logit)
+                weight = tl.where(here, tl.exp2(logit - new_top), 0.0)
+                total = total * tl.exp2(top - new_top) + weight
+                acc = weight[:, :, None] * v_new.to(tl.float32)[None, :, :]
+            top = new_top
+        if WARPS == 1:
+            logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+            logits = tl.where(there[None, :], logits, float("-inf"))
+            top, total, acc = fold(logits, v, top, total, acc, scale)
+        else:
+            logits = tl.dot(q, tl.trans(k, (0, 2, 1)), input_precision="ieee")
+            logits = tl.where(there[:, None, :], logits, float("-inf"))
+            new_top = tl.maximum(top, tl.max(logits, 2) * scale)
+            weights = tl.exp2(logits * scale - new_top[:, :, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(weights, 2)
+            acc = acc * shrink[:, :, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            top = new_top
+    if WARPS > 1:
+        highest = tl.max(top, 0)
+        shrink = tl.exp2(top - highest[None, :])
+        total = tl.sum(total * shrink, 0)
+        acc = tl.sum(acc * shrink[:, :, None], 0)
+        top = highest
+    part = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+    if (not JOINS) | (used == 1):
+        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cell)
+        return
+    first_sum = (row * K + head) * (splits * G)
+    mine_at = first_sum + split * G + group
+    tl.store(sums_ptr + mine_at, top + tl.log2(total), mask=inside)
+    tl.store(parts_ptr + (mine_at * D)[:, None] + d[None, :], part, mask=cell)
+    # All threads have stored before one of them counts this program in.
+    tl.debug_barrier()
+    counter_ptr = counters_ptr + row * K + head
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used - 1:
+        sums_ptr += first_sum
+        parts_ptr += first_sum * D
+        joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK)
+        tl.store(out_ptr + out_at, joined.to(out_ptr.dtype.element_ty), mask=cell)
+        tl.store(counter_ptr, 0)
+
+
+def launch_ready(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    scratch: Scratch,
+    out: Tensor | None,
+    tiles: Ready,
+) -> Tensor:
+    (batch, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
+    out = torch.empty_like(q) if out is None else out
+    splits = scratch.splits or choose_splits(batch, kv_heads)
+    longest = tables.shape[1] * page_size
+    longest = longest if window is None else min(longest, window)
+    splits = min(splits, -(-longest // tiles.least))
+    pdl = supports_pdl(q.device)
+    ready_kernel[kv_heads, batch, splits](
+        q,
+        keys,
+        values,
+        tables,
+        offsets,
+        lengths,
+        sinks,
+        out,
+        scratch.parts,
+        scratch.sums,
+        scratch.counters,
+        LOG2E.value * dim**-0.5,
+        tiles.least,
+        q.stride(0),
+        keys.stride(0),
+        tables.stride(0),
+        K=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        JOINS=splits > 1,
+        ROWS=triton.next_power_of_2(heads // kv_heads),
+        DIMS=max(16, triton.next_power_of_2(dim)),
+        BLOCK=tiles.block,
+        WARPS=tiles.warps if tiles.apart else 1,
+        CHUNK=min(tiles.chunk, splits),
+        HAS_SINKS=sinks is not None,
+        PDL=pdl,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=pdl,
+    )
+    return out
 
 
 def launch_apart(
