@@ -5,6 +5,7 @@ before the tokens of the ones before them are known, which is what can go wrong.
 """
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -182,6 +183,60 @@ def test_without_overlap_each_step_is_read_at_once(model: Transformer) -> None:
     ((_, events),) = submit(engine, [1, 2, 3], params)
     engine.step()
     assert not engine.flights and len(events) == 1
+
+
+class Failing(PlainForward):
+    """Runs out of memory at random, now and then even for a single sequence."""
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, max_num_seqs: int
+    ) -> None:
+        super().__init__(model, cache, max_num_seqs)
+        self.chance = random.Random(0)
+        self.activations: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, step: Step, previous: Tensor) -> Tensor:
+        assert not [kept for kept in self.activations if kept() is not None]
+        hidden = super().__call__(step, previous)
+        if self.chance.random() < (0.3 if len(step.lengths) > 1 else 0.02):
+            self.activations.append(weakref.ref(hidden))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden
+
+
+def test_a_step_that_fails_to_start_while_another_is_under_way(
+    model: Transformer,
+) -> None:
+    """Its retries know the tokens of the one under way, and hold none of its memory."""
+    chance = random.Random(5)
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, prefill_chunk=16)
+    config = GPUConfig(cuda_graphs=False, page_size=4, num_pages=60, **sizes)
+    asked = [
+        (
+            [chance.randrange(900) for _ in range(chance.randint(1, 40))],
+            SamplingParams(**KINDS[i % len(KINDS)] | {"seed": i, "max_tokens": 20}),
+        )
+        for i in range(24)
+    ]
+    failing = GraphEngine(model, config, Failing)
+    found = []
+    for engine in (failing, Engine(model, EngineConfig(**sizes))):
+        groups = [submit(engine, *request)[0] for request in asked]
+        while engine.scheduler.jobs or engine.flights:
+            engine.step()
+            engine.scheduler.manager.check_integrity()
+        assert engine.scheduler.manager.usage == 0
+        found.append([events for _, events in groups])
+    failed = 0
+    for events, expected in zip(*found, strict=True):
+        tokens = tokens_of(events)
+        assert tokens == tokens_of(expected)[: len(tokens)]
+        if events[-1].finish_reason == "error":
+            failed += 1
+            assert isinstance(events[-1].error.__cause__, torch.OutOfMemoryError)
+        else:
+            assert len(tokens) == len(tokens_of(expected))
+    assert 0 < failed < len(asked) / 2
 
 
 def test_an_abort_while_a_step_is_under_way(model: Transformer) -> None:
