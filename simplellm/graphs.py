@@ -129,13 +129,15 @@ def record(
     """A graph of what ``run`` starts on the GPU, and the tensor that it returns.
 
     ``pool`` is that of another graph, whose memory this one may share. Raises
-    CaptureError if the memory, the driver or ``run`` does not allow it.
+    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, pool=pool):
             return graph, run()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
 
@@ -176,8 +178,8 @@ class Runner:
         """Record a decode step for each batch size, the largest first.
 
         The smaller ones then find room in the memory that the largest has taken. Sizes
-        for which there is no room are left out, with one line in the log; so are all if
-        the driver cannot record.
+        for which there is no room are left out, with one line in the log, and the rest
+        of them if the driver cannot record.
         """
         pool, cause = None, ""
         for size in sorted(sizes, reverse=True):
@@ -186,9 +188,12 @@ class Runner:
             try:
                 self._decode(step)  # compiles the kernels
                 graph, logits = record(partial(self._decode, step), pool)
-            except (torch.OutOfMemoryError, CaptureError) as error:
+            except torch.OutOfMemoryError as error:
                 cause = str(error).partition("\n")[0]  # itself, it holds memory
                 continue
+            except CaptureError as error:
+                cause = str(error).partition("\n")[0]
+                break
             pool = graph.pool()
             self.captured.insert(0, Captured(size, graph.replay, logits))
         if cause:

@@ -58,7 +58,8 @@ def test_steps_without_a_graph_run_when_capturing_fails(
     monkeypatch.setattr(graphs, "record", Tape(room, error))
     engine = make(model, cuda_graphs=True, max_num_seqs=8, num_pages=200)
     sizes = [graph.size for graph in engine.runner.captured]
-    assert sizes == [size for size in (1, 2) if size <= room]
+    # A driver that fails once will fail again; less memory may be enough.
+    assert sizes == ([1, 2] if room and error is torch.OutOfMemoryError else [])
     (line,) = caplog.messages
     assert f"for {len(sizes)} of 4 batch sizes" in line and "cache_bytes" in line
     assert "no more room" in line and "details" not in line
