@@ -113,3 +113,16 @@ def test_the_embedded_model_solves_its_problems(llm: LLM) -> None:
     for count, batch in ((63, 64), (9, 1)):  # seven of each kind, and one
         results, wrong = evaluate(llm, evaluation_set(count), "high", batch)
         assert wrong == [] and sum(row["of"] for row in results.values()) == count
+
+
+def test_four_layers_in_the_width_of_120b_are_as_exact_as_plain_bfloat16() -> None:
+    """Against float32, whole, in chunks and token by token."""
+    from gpu.accuracy import measure
+
+    found = measure()
+    plain = found["bf16 PyTorch"]
+    fused = [row for name, row in found.items() if name.startswith("fused")]
+    assert len(fused) == 3 and found["bits equal twice"]
+    for row in fused:
+        assert row["median"] <= 1.05 * plain["median"]
+        assert row["same_argmax"] >= plain["same_argmax"] - 0.02
