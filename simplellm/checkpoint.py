@@ -383,6 +383,38 @@ class Checkpoint:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+class Upload:
+    """Copies tensors from mapped files to a GPU, through two pinned buffers.
+
+    ``nbytes`` is the size of each buffer. Tensors may be of any size; one that is on a
+    GPU already is returned as it is.
+    """
+
+    def __init__(self, device: str | torch.device, nbytes: int = 2**26) -> None:
+        self.device = torch.device(device)
+        self.buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self.sent = [torch.cuda.Event() for _ in range(2)]
+        self.turn = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` on the GPU, contiguous. The last of it may still be on its way."""
+        if tensor.is_cuda:
+            return tensor
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        source, target = (t.reshape(-1).view(torch.uint8) for t in (tensor, out))
+        size = len(self.buffers[0])
+        for part, place in zip(source.split(size), target.split(size), strict=True):
+            buffer, sent = self.buffers[self.turn][: len(part)], self.sent[self.turn]
+            sent.synchronize()  # what the buffer held before has arrived
+            buffer.copy_(part)
+            place.copy_(buffer, non_blocking=True)
+            sent.record()
+            self.turn ^= 1
+        return out
+
+
 RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
 
 

@@ -6,6 +6,7 @@ T packed tokens, V vocabulary, H query heads, K kv heads, D head_dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from simplellm.checkpoint import (
     Checkpoint,
     Packed,
     RandomCheckpoint,
+    Upload,
     count_parameters,
 )
 from simplellm.config import MODELS, ConfigError, ModelConfig
@@ -302,14 +304,17 @@ def load_model(
 
     small = count_parameters(config).total < BIG
     total = len(checkpoint.names())
+    send = (
+        Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
+    )
     with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
 
         def take(name: str) -> Weight:
             weight = checkpoint[name]
             progress.update()
             if isinstance(weight, Packed):
-                return MXFP4(weight.blocks, weight.scales).to(device)
+                return MXFP4(send(weight.blocks), send(weight.scales))
             exact = name.endswith("norm.weight")
-            return weight.to(device, torch.float32 if exact else dtype)
+            return send(weight.to(torch.float32 if exact else dtype))
 
         return Transformer(config, take, backend)
