@@ -155,16 +155,35 @@ def test_decode_at_edges(kernel_device, window, sinks):
     assert_near(case.decode(paged_decode), expected)
 
 
+@pytest.mark.parametrize("window", [None, 129, 300])
+@pytest.mark.parametrize("sinks", ["random", None])
+def test_decode_of_few_at_edges(kernel_device, window, sinks):
+    """Other tiles than for many: the newest key has a step of its own."""
+    for one, other in zip(EDGES, [*EDGES[1:], 2], strict=True):
+        case = make_case(kernel_device, [one, other], window=window, sinks=sinks)
+        assert_near(case.decode(paged_decode), case.expected())
+
+
+def test_decode_of_many(kernel_device):
+    lengths = [*EDGES, *range(500, 519)]  # 32, some of them split
+    case = make_case(kernel_device, lengths, heads=(2, 1))
+    assert_near(case.decode(paged_decode), case.expected())
+
+
+LEAST = DECODE[1].least
+
+
 @pytest.mark.parametrize("window", [None, 300])
-def test_decode_joins_splits(kernel_device, window):
-    lengths = [
-        DECODE[1].least,
-        DECODE[1].least + 1,
-        2 * DECODE[1].least,
-        2 * DECODE[1].least + 1,
-        1500,
-        3,
-    ]
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [LEAST, LEAST + 1, 2 * LEAST, 2 * LEAST + 1, 1500, 3],
+        [LEAST + 1, LEAST + 2],
+        [2 * LEAST + 1, 2 * LEAST + 2],
+        [5000],
+    ],
+)
+def test_decode_joins_splits(kernel_device, lengths, window):
     case = make_case(kernel_device, lengths, window=window)
     scratch = Scratch.create(len(lengths), 8, 2, 16, kernel_device)
     # Poison shows what is read without having been written.

@@ -18,6 +18,7 @@ FIGURE = Path(__file__).resolve().parents[1] / "figures/11-kernels.json"
 SMALL, LATER = "1/small.json", "3/small.json"
 ATTENTION, MANY = "4/attention.json", "1/many.json"
 FEW, LAST = "3/few.json", "6/few.json"
+READY = "11/attention-tune.json"
 Choice = tuple[str, str, str, str, str, str]
 CHOICES: list[Choice] = [
     (SMALL, "add_norm", "T1 S1", "no PDL", "add_norm", "plain launch"),
@@ -52,6 +53,23 @@ CHOICES: list[Choice] = [
             ("b128 w4 s1 l128 j8.1 x4", "one tile"),
         )
     ),
+    *(
+        (READY, "decode", shape, config, "decode", version)
+        for shape, config, version in (
+            ("1 x 1000", "R b64 w4 s4 l128 j8", "keys early"),
+            ("1 x 8192", "b64 w4 s4 l128 j8", "at most 64 splits"),
+            ("1 x 8192", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
+            ("1 x 32768", "R b64 w4 s4 l128 j8 x33", "33, keys early"),
+            ("1 x 32768", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
+            ("1 x 131072", "b64 w4 s4 l128 j33 x33", "33 splits"),
+            ("1 x 131072", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
+            ("2 x 32768", "b64 w4 s4 l128 j8", "at most 32 splits"),
+            ("2 x 32768", "R b64 w4 s3 l128 j33 x25", "25, keys early"),
+            ("8 x 32768", "R b64 w4 s4 l128 j8", "keys early"),
+            ("64 x 1000", "R b64 w4 s4 l1024 j8", "unsplit, 4, keys early"),
+        )
+    ),
+    (READY, "dec 128", "64 x 1000", "R b128 w4 s1 l128 j8", "window", "one, early"),
     *(
         (LATER, kernel, "T1", config, name, version)
         for kernel, name, config in (
@@ -156,7 +174,7 @@ def collect(results: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="folders 1 to 6 of JSON files")
+    parser.add_argument("results", type=Path, help="numbered folders of JSON files")
     results = parser.parse_args().results
     rows = json.loads((results / ATTENTION).read_text(encoding="utf-8"))
     gpu, version = rows[0]["note"].split(", torch ")

@@ -26,20 +26,26 @@ class Tiles:
     block: int
     warps: int
     stages: int
-    least: int = 128  # keys that are worth a program of their own, of a decode
+    # Of a decode:
+    least: int = 128  # keys that are worth a program of their own
+    programs: int = 512  # that share all keys
     chunk: int = 8  # splits that are joined at once
-    tokens: int = 1  # queries that a program takes, of a prefill
+    early: bool = False  # whether keys but the newest are loaded before the wait
+    # Of a prefill:
+    tokens: int = 1  # queries that a program takes
 
 
 # By the least number of sequences, as timed on an H200 on 2026-11-21. One of 1,000
 # tokens took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
-# with 256 and 3 stages, 35.6 us unsplit and with 4.
+# with 256 and 3 stages, 35.6 us unsplit and with 4. 396 programs are three for each of
+# 132 processors. Of 8 and with windows, early loads made a layer 0.2 to 1.3 us longer.
 DECODE = {
-    1: Tiles(block=64, warps=4, stages=4, least=128),
-    16: Tiles(block=64, warps=4, stages=4, least=256),
-    32: Tiles(block=64, warps=4, stages=4, least=512),
-    64: Tiles(block=64, warps=4, stages=4, least=1024),
-    128: Tiles(block=64, warps=4, stages=2, least=1024),
+    1: Tiles(64, 4, 3, least=128, programs=396, chunk=32, early=True),
+    3: Tiles(64, 4, 4, least=128),
+    16: Tiles(64, 4, 4, least=256),
+    32: Tiles(64, 4, 4, least=512, early=True),
+    64: Tiles(64, 4, 4, least=1024, early=True),
+    128: Tiles(64, 4, 2, least=1024),
 }
 # 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
 DECODE_WINDOW = Tiles(block=128, warps=4, stages=1)
@@ -97,6 +103,25 @@ def fold(
 
 
 @triton.jit
+def wait():
+    """`gdc_wait` as Triton 3.6 has it: later ones load nothing ahead of its loop."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fold_one(q, k, v, there, top, total, scale):
+    """The first step of an online softmax: one key [1, D], if ``there`` [1]."""
+    logit = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    logit = tl.where(there, logit, LOWEST)
+    new_top = tl.maximum(top, logit)
+    weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
+    total = total * tl.exp2(top - new_top) + weight
+    return new_top, total, weight[:, None] * v.to(tl.float32)
+
+
+@triton.jit
 def initial(sinks_ptr, heads, counted, HAS_SINKS: tl.constexpr):
     """The top and the total that a softmax starts with: of its sink, or of nothing."""
     top = tl.full(heads.shape, LOWEST, tl.float32)
@@ -142,6 +167,7 @@ def decode_kernel(
     DIMS: tl.constexpr,  # D, likewise
     BLOCK: tl.constexpr,  # keys in a tile
     CHUNK: tl.constexpr,  # splits that are joined at once
+    EARLY: tl.constexpr,  # whether keys but the newest are loaded before the wait
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -157,8 +183,10 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     head, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1).to(tl.int64)
-    end = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
-    lowest = tl.maximum(end - WINDOW, 0) if WINDOW else 0
+    length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    # The kernel before may still be writing the newest key.
+    end = length - 1 if EARLY else length
     # How a sequence is split depends on its own length alone.
     splits = tl.num_programs(2)
     share = tl.maximum(tl.cdiv(end - lowest, splits), least)
@@ -179,19 +207,37 @@ def decode_kernel(
     counted = group < tl.where(split == 0, G, 0)
     top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    q_at = row * stride_q + (heads * D)[:, None] + d[None, :]
-    q = tl.load(q_ptr + q_at, mask=cell, other=0.0)
+    q_ptr += row * stride_q + (heads * D)[:, None] + d[None, :]
     keys_ptr += head * D
     values_ptr += head * D
-    for first in range(start, stop, BLOCK):
+    last = stop
+    if EARLY:
+        q = tl.zeros([ROWS, DIMS], q_ptr.dtype.element_ty)
+        # The newest key, [1], is counted once as well; nobody goes without a step.
+        newest = tl.maximum(end, 0) + tl.arange(0, 1)
+        is_mine = newest < tl.where(split == 0, length, 0)
+        newest_row = find_rows(table_ptr, newest, length, stride_page, K * D, PAGE)
+        last = tl.maximum(stop, start + 1)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        q = tl.load(q_ptr, mask=cell, other=0.0)
+    for first in range(start, last, BLOCK):
         at = first + n
         there = at < stop
         k = load_rows(keys_ptr, rows, there, D, DIMS)
         v = load_rows(values_ptr, rows, there, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        if EARLY:  # noqa: SIM102 (known when it is compiled)
+            # Not ahead of the loop, where Triton puts the loads of the first steps.
+            if first == start:
+                if PDL:
+                    wait()
+                q = tl.load(q_ptr, mask=cell, other=0.0)
+                k_new = load_rows(keys_ptr, newest_row, is_mine, D, DIMS)
+                v_new = load_rows(values_ptr, newest_row, is_mine, D, DIMS)
+                top, total, acc = fold_one(q, k_new, v_new, is_mine, top, total, scale)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
         top, total, acc = fold(logits, v, top, total, acc, scale)
@@ -296,22 +342,24 @@ class Scratch:
         )
 
 
-def choose_splits(batch: int, kv_heads: int) -> int:
-    """Most programs that share the keys of one sequence and kv head.
-
-    About four programs for each of 132 processors, but always some, for one long
-    sequence among short ones.
-    """
-    return max(4, min(64, 512 // (batch * kv_heads)))
-
-
 def decode_tiles(batch: int, window: int | None, scratch: Scratch) -> Tiles:
     """What `paged_decode` runs with: with fixed splits the same in any batch."""
     if window is not None and window <= DECODE_WINDOW.block:
         return DECODE_WINDOW
-    if scratch.splits:
-        return DECODE[1]
+    return full_tiles(1 if scratch.splits else batch)
+
+
+def full_tiles(batch: int) -> Tiles:
     return DECODE[max(least for least in DECODE if least <= max(batch, 1))]
+
+
+def choose_splits(batch: int, kv_heads: int) -> int:
+    """Most programs that share the keys of one sequence and kv head.
+
+    Three or four programs for each of 132 processors, but always some, for one long
+    sequence among short ones.
+    """
+    return max(4, min(64, full_tiles(batch).programs // (batch * kv_heads)))
 
 
 def paged_decode(
@@ -336,6 +384,11 @@ def paged_decode(
     the query itself. Scores are scaled by 1/sqrt(D), and float32. ``scratch`` has room
     for B sequences; it is created for this call if not given. ``out``, if given, takes
     the result. Raises ValueError for shapes that do not fit.
+
+    On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
+    all tokens but the newest are read before the kernels ahead in the stream are done.
+    They must come from before something that all later work waits for: the start of a
+    graph, a copy from or to the host, a synchronization.
     """
     check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
     if len(q) != len(tables):
@@ -401,6 +454,7 @@ def launch_decode(
         DIMS=max(16, triton.next_power_of_2(dim)),
         BLOCK=tiles.block,
         CHUNK=min(tiles.chunk, triton.next_power_of_2(splits)),
+        EARLY=tiles.early,
         HAS_SINKS=sinks is not None,
         PDL=pdl,
         num_warps=tiles.warps,

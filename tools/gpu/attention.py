@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_variants import Apart, Ready, launch_apart, launch_ready
 from torch import Tensor
 
 from simplellm.config import GPT_OSS_120B
@@ -40,7 +39,7 @@ L2 = 150e6  # bytes of inputs after which nothing of the first is cached any mor
 DEVICE = "cuda"
 
 
-Trial = tuple[Any, int | None]  # tiles, and the number of splits, if not the usual
+Trial = tuple[Tiles, int | None]  # and the number of splits, if not the usual
 
 
 @dataclass
@@ -57,15 +56,9 @@ class Batch:
     sinks: Tensor
     window: int | None
 
-    def decode(
-        self, tiles: Tiles | Apart | Ready, scratch: Scratch, out: Tensor
-    ) -> Tensor:
+    def decode(self, tiles: Tiles, scratch: Scratch, out: Tensor) -> Tensor:
         arguments: list[Any] = list(vars(self).values())
         del arguments[6]
-        if isinstance(tiles, Ready):
-            return launch_ready(*[*arguments, scratch, out, tiles])
-        if isinstance(tiles, Apart):
-            return launch_apart(*[*arguments, scratch, out, tiles])
         return kernels.launch_decode(*[*arguments, scratch, out, tiles])
 
     def prefill(self, tiles: Tiles, out: Tensor) -> Tensor:
@@ -186,15 +179,11 @@ class Report:
         print(f"[{time.perf_counter() - self.begun:5.1f} s] {text}", flush=True)
 
 
-def name_of(tiles: Tiles | Apart | Ready, *, splits: int | None = None) -> str:
+def name_of(tiles: Tiles, *, splits: int | None = None) -> str:
     text = f"b{tiles.block} w{tiles.warps} s{tiles.stages}"
     if tiles.tokens > 1:
         return f"{text} t{tiles.tokens}"
-    text += f" l{tiles.least} j{tiles.chunk}"
-    if isinstance(tiles, Apart):
-        text = f"A {text} a{tiles.ahead}{'' if tiles.early else ' late'}"
-    if isinstance(tiles, Ready):
-        text = f"R{'A' if tiles.apart else ''} {text}"
+    text += f" l{tiles.least} j{tiles.chunk}" + " early" * tiles.early
     return text + (f" x{splits}" if splits else "")
 
 
@@ -504,37 +493,36 @@ PAGE = 64
 
 def contests() -> list[Contest]:
     """What `--tune` times."""
-    today = replace(kernels.DECODE[1], chunk=33)
-    small, wide = Ready(64, 4, 4, chunk=33), Ready(128, 8, 4, chunk=16)
-    before: list[Trial] = [(kernels.DECODE[1], None), (today, 33)]
-    before += [(Apart(128, 8, 5, chunk=17, ahead=256), 16)]
-    long: list[Trial] = [(small, n) for n in (32, 33, 49)]
-    long += [(replace(small, chunk=16), None), (replace(small, chunk=8), 33)]
-    long += [(replace(small, chunk=17), 33), (replace(small, chunk=16), 16)]
-    long += [(replace(small, stages=stages), 33) for stages in (3, 5)]
-    long += [(replace(small, stages=3), 49), (replace(small, apart=True), 33)]
-    long += [(replace(wide, stages=stages), 16) for stages in (3, 4, 5)]
-    long += [(replace(wide, stages=n, apart=True), 16) for n in (3, 4, 5)]
-    long += [(replace(wide, warps=4, stages=n), 16) for n in (3, 4)]
-    long += [(replace(wide, warps=4, stages=3, chunk=33), 33)]
-    long += [(replace(wide, warps=4, stages=3, chunk=33, apart=True), 33)]
-    usual = replace(small, chunk=8)
-    pair: list[Trial] = [(tiles, n and -(-n // 2)) for tiles, n in [*before, *long]]
-    entries = [Contest(1, n, None, (*before, *long)) for n in (8192, 32_768, 131_072)]
-    entries += [Contest(2, 32_768, None, tuple(pair))]
-    for batch, length in ((1, 128), (1, 1000), (8, 1000), (8, 32_768)):
-        trials = [(kernels.DECODE[1], None), (usual, None)]
-        trials += [(replace(usual, apart=True), None)]
-        trials += [(replace(usual, block=128, stages=3), None)]
+    entries = []
+    for batch, length in (
+        (1, 128),
+        (1, 1000),
+        (1, 8192),
+        (1, 32_768),
+        (1, 131_072),
+        (2, 32_768),
+        (4, 8192),
+        (8, 1000),
+        (8, 32_768),
+        (16, 1000),
+        (32, 1000),
+        (64, 1000),
+        (128, 1000),
+    ):
+        now = kernels.full_tiles(batch)
+        trials: list[Trial] = [(now, None), (replace(now, early=not now.early), None)]
+        trials += [
+            (replace(now, early=True, stages=n), None)
+            for n in (3, 4)
+            if n != now.stages
+        ]
+        if batch <= 2:
+            trials += [(now, 50 // batch), (replace(now, chunk=8), None)]
+            trials += [(replace(now, stages=4, early=False, chunk=8), 64 // batch)]
         entries += [Contest(batch, length, None, tuple(trials))]
-    for batch in (32, 64):
-        now = kernels.DECODE[batch]
-        more = [replace(usual, least=now.least, stages=n) for n in (3, 4)]
-        trials = [(now, None), *((tiles, None) for tiles in more)]
-        entries += [Contest(batch, 1000, None, tuple(trials))]
-    single = Ready(128, 4, 1, chunk=8)
+    now = kernels.DECODE_WINDOW
     for batch in (1, 64):
-        trials = [(kernels.DECODE_WINDOW, None), (single, None)]
+        trials = [(now, None), (replace(now, early=True), None)]
         entries += [Contest(batch, 1000, 128, tuple(trials))]
     return entries
 
@@ -639,12 +627,7 @@ def time_contest(report: Report, entry: Contest) -> list[str]:
     return lines
 
 
-def shape_of(tiles: Any) -> tuple[object, ...]:
-    apart = isinstance(tiles, Ready) and tiles.apart
-    return type(tiles), tiles.block, tiles.warps, tiles.stages, apart
-
-
-def reads_newest(report: Report, tiles: Any) -> bool:
+def reads_newest(report: Report, tiles: Tiles) -> bool:
     """Whether all sees what the kernel just before, in a graph, writes to the cache."""
     wrong = 0
     for batch, length in ((1, 9000), (3, 65), (3, 1)):
@@ -679,31 +662,22 @@ def reads_newest(report: Report, tiles: Any) -> bool:
 
 
 def tune(report: Report) -> None:
-    """Time other designs of the decode against today's, at many shapes."""
+    """Time the decode with early loads and without, alone and in a layer."""
     entries = contests()
     compile_contests(report, entries)
-    choices: tuple[dict[Any, None], dict[Any, None]] = {}, {}
+    choices: tuple[dict[Tiles, None], dict[Tiles, None]] = {}, {}
     for entry in entries:
         for tiles, _ in entry.trials:
-            if isinstance(tiles, Ready):
-                usual = replace(tiles, least=128, chunk=8)
-                choices[entry.window is not None][usual] = None
-    choices[0][Ready(64, 4, 4, chunk=33)] = None
+            choices[entry.window is not None][tiles] = None
     shapes = DECODE_SHAPES + random_shapes(4, decode=True)
-    tried = tuple(list(tiles) for tiles in choices)
-    good = check(report, "decode", shapes, tried)
-    probe = make_batches([9000], [1], None, PAGE, 1)[0]
-    scratch = Scratch.create(1, HEADS, KV_HEADS, DIM, DEVICE, 16)
-    out = torch.empty_like(probe.q)
-    compile_all([partial(probe.decode, tiles, scratch, out) for tiles in good[0]])
-    fresh = [t for t in good[0] if reads_newest(report, t)]
-    bad = {shape_of(t) for some in tried for t in some if t not in (*fresh, *good[1])}
+    good = check(report, "decode", shapes, tuple(map(list, choices)))
+    fine = {tiles for tiles in good[0] if reads_newest(report, tiles)} | {*good[1]}
     report.note("checked that none reads the newest key too early")
     lines = []
     try:
         for entry in entries:
-            fine = [t for t in entry.trials if shape_of(t[0]) not in bad]
-            lines += time_contest(report, replace(entry, trials=tuple(fine)))
+            trials = tuple(trial for trial in entry.trials if trial[0] in fine)
+            lines += time_contest(report, replace(entry, trials=trials))
             report.note(f"timed {entry.name}")
     finally:
         print("\n".join(lines), flush=True)
