@@ -11,7 +11,6 @@ import torch
 from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
-from simplellm.model import TORCH, Backend
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -64,17 +63,15 @@ class LLM(PlainLLM):
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)
-        backend: Backend = TORCH
+        backend: dict[str, Any] = {}
         if reason is None:
             from simplellm.kernels.forward import FUSED
 
-            backend = FUSED
+            backend = {"backend": FUSED}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, how)
-        super().__init__(
-            path, config, dtype=dtype, device=device, backend=backend, **options
-        )
+        super().__init__(path, config, dtype=dtype, device=device, **backend, **options)
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
         config = config or EngineConfig()
