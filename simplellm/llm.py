@@ -14,7 +14,7 @@ from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import EMBEDDED, TORCH, Backend
+from simplellm.model import EMBEDDED
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -88,17 +88,17 @@ class LLM(PlainLLM):
             folder = EMBEDDED if path is None else Path(path)
             shapes = shapes or ModelConfig.from_file(folder / "config.json")
             memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
-        backend: Backend = TORCH
+        backend: dict[str, Any] = {}
         if reason is None:
             from simplellm.kernels.forward import FUSED
 
-            backend = FUSED
+            backend = {"backend": FUSED}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, how)
         with memory:
             super().__init__(
-                path, config, dtype=dtype, device=device, backend=backend, **options
+                path, config, dtype=dtype, device=device, **backend, **options
             )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
