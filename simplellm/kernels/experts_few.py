@@ -227,6 +227,7 @@ def multiply_rows(
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
+    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
@@ -236,10 +237,13 @@ def multiply_rows(
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
-    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
+    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=AHEAD):
+        if AHEAD > 1:
+            loaded = load_row(weight, row, N, K, WARPS, PAIRED)
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
+        if AHEAD == 1:
+            loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
         upper, lower = add_up(upper, lower)
         if PAIRED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -265,6 +269,7 @@ def gate_up_few_kernel(
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -285,7 +290,7 @@ def gate_up_few_kernel(
     loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
     multiply_rows(
         *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, AHEAD, PTX),
     )
 
 
@@ -302,6 +307,7 @@ def down_few_kernel(
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -324,7 +330,7 @@ def down_few_kernel(
     raw = load_x(hidden_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, loaded, raw, out_ptr + choice * N, factor),
-        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
+        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, AHEAD, PTX),
     )
 
 
@@ -334,6 +340,7 @@ class FewTiling(NamedTuple):
     programs: int = 66  # for each chosen expert
     warps: int = 8  # of a program, on different columns
     registers: int = 128  # the most a thread may use
+    ahead: int = 1
 
 
 USUAL = FewTiling()
@@ -453,6 +460,7 @@ def options(tiling: FewTiling, x: Tensor, weight: Packed, pdl: bool) -> dict:
         K=columns,
         PROGRAMS=tiling.programs,
         WARPS=tiling.warps,
+        AHEAD=tiling.ahead,
         PTX=x.is_cuda,
         PDL=pdl,
         num_warps=tiling.warps,
