@@ -307,7 +307,6 @@ def multiply(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_T]: this program's rows of the expert's weight times the
     rows ``x_rows`` of x."""
@@ -331,8 +330,8 @@ def multiply(
             if MASKED:
                 here = ends > tile
                 inside = inside & (columns < K - tile * 64)[:, None]
-            words = tl.load(words_ptrs + tile * 128, here, 0, eviction_policy=EVICT)
-            scales = tl.load(scales_ptrs + tile * 8, here, 0, eviction_policy=EVICT)
+            words = tl.load(words_ptrs + tile * 128, here, 0)
+            scales = tl.load(scales_ptrs + tile * 8, here, 0)
             x = tl.load(x_ptrs + tile * 64, inside, 0.0)
             weight = decode(words, scales, PTX)
             if PTX:
@@ -340,31 +339,6 @@ def multiply(
             else:
                 out = tl.dot(weight, x.to(tl.float32), out, input_precision="ieee")
     return out * UNSHIFT
-
-
-@triton.jit
-def prefetch(
-    words_ptr,
-    expert,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Bring the first LINES x 128 bytes of this program's rows of tiles to the L2."""
-    ROWS16: tl.constexpr = BLOCK_N // 16
-    TILES: tl.constexpr = (K + 63) // 64
-    rows = tl.program_id(0) * ROWS16 + tl.arange(0, ROWS16)
-    rows = tl.minimum(rows, N // 16 - 1) + expert.to(tl.int64) * (N // 16)
-    lines = rows[:, None] * (TILES * 128) + tl.arange(0, LINES) * 32
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [words_ptr + lines],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -404,7 +378,6 @@ def gate_up_block(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
     HALF: tl.constexpr = BLOCK_N // 2
@@ -413,7 +386,7 @@ def gate_up_block(
     tokens = tl.load(pairs_ptr + positions, valid, 0) // TOP_K
     out = multiply(
         *(x_ptr, tokens, valid, words_ptr, scales_ptr, expert),
-        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX, EVICT),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
     )
     # A tile's rows are 8 gates and their 8 ups; a thread has both of a unit.
     out = tl.reshape(out, (BLOCK_N // 16, 2, 8, BLOCK_T))
@@ -452,8 +425,6 @@ def gate_up_kernel(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
-    EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program multiplies BLOCK_N rows with one block of tokens.
@@ -466,8 +437,8 @@ def gate_up_kernel(
     of WIDTHS such.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(1)
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
     first = tl.load(blocks_ptr + 2 * block + 1)
@@ -478,7 +449,7 @@ def gate_up_kernel(
             gate_up_block(
                 *(x_ptr, words_ptr, scales_ptr, bias_ptr, pairs_ptr, hidden_ptr),
                 *(expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
-                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX, EVICT),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX),
             )
 
 
@@ -501,7 +472,6 @@ def down_block(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
     positions = first + tl.arange(0, BLOCK_T)
@@ -510,7 +480,7 @@ def down_block(
     weights = tl.load(weights_ptr + pairs, valid, 0).to(tl.float32)
     out = multiply(
         *(hidden_ptr, positions, valid, words_ptr, scales_ptr, expert),
-        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX, EVICT),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
     )
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
@@ -540,8 +510,6 @@ def down_kernel(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
-    EVICT: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program multiplies BLOCK_N rows with one block of pairs.
@@ -552,12 +520,9 @@ def down_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     block = tl.program_id(1)
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
-    if PDL:
-        if AHEAD and expert >= 0:
-            prefetch(words_ptr, expert, N, K, BLOCK_N, AHEAD)
-        tl.extra.cuda.gdc_wait()
     first = tl.load(blocks_ptr + 2 * block + 1)
     end = tl.load(offsets_ptr + expert + 1)
     count = tl.minimum(end - first, BLOCK_T)
@@ -566,7 +531,7 @@ def down_kernel(
             down_block(
                 *(hidden_ptr, words_ptr, scales_ptr, bias_ptr, weights_ptr, pairs_ptr),
                 *(out_ptr, expert, first, end, N, K),
-                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX, EVICT),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PTX),
             )
 
 
@@ -579,8 +544,6 @@ class Tiling(NamedTuple):
     unroll: int = 1  # tiles of 64 columns between waits for the weights
     stages: int = 4  # of loads under way
     warps: int = 4
-    evict: str = ""
-    ahead: int = 0
 
 
 NARROW = Tiling(rows=128, tokens=16, unroll=3, stages=3)
@@ -740,8 +703,6 @@ def options(tiling: Tiling, x: Tensor, pdl: bool) -> dict:
         UNROLL=tiling.unroll,
         STAGES=tiling.stages,
         PTX=x.is_cuda and x.dtype == torch.bfloat16,
-        EVICT=tiling.evict,
-        AHEAD=tiling.ahead,
         PDL=pdl,
         num_warps=tiling.warps,
         launch_pdl=pdl,

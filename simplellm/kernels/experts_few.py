@@ -227,7 +227,6 @@ def multiply_rows(
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
-    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
@@ -237,13 +236,10 @@ def multiply_rows(
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
-    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=AHEAD):
-        if AHEAD > 1:
-            loaded = load_row(weight, row, N, K, WARPS, PAIRED)
+    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        if AHEAD == 1:
-            loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
+        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
         upper, lower = add_up(upper, lower)
         if PAIRED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -269,7 +265,6 @@ def gate_up_few_kernel(
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -290,7 +285,7 @@ def gate_up_few_kernel(
     loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
     multiply_rows(
         *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, AHEAD, PTX),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
     )
 
 
@@ -307,7 +302,6 @@ def down_few_kernel(
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    AHEAD: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -330,7 +324,7 @@ def down_few_kernel(
     raw = load_x(hidden_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, loaded, raw, out_ptr + choice * N, factor),
-        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, AHEAD, PTX),
+        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
     )
 
 
@@ -340,7 +334,6 @@ class FewTiling(NamedTuple):
     programs: int = 66  # for each chosen expert
     warps: int = 8  # of a program, on different columns
     registers: int = 128  # the most a thread may use
-    ahead: int = 1
 
 
 USUAL = FewTiling()
@@ -460,7 +453,6 @@ def options(tiling: FewTiling, x: Tensor, weight: Packed, pdl: bool) -> dict:
         K=columns,
         PROGRAMS=tiling.programs,
         WARPS=tiling.warps,
-        AHEAD=tiling.ahead,
         PTX=x.is_cuda,
         PDL=pdl,
         num_warps=tiling.warps,

@@ -41,19 +41,18 @@ HALVES = ("gate_up", "down")
 
 ONE = [
     FewTiling(programs=66, warps=8, registers=128),
-    FewTiling(programs=60, warps=8, registers=128),
-    FewTiling(programs=72, warps=8, registers=112),
+    FewTiling(programs=33, warps=16, registers=128),
     *(
-        FewTiling(programs, 8, registers, ahead)
-        for programs, registers in ((66, 128), (60, 128), (90, 80), (45, 128))
-        for ahead in (2, 3, 4)
+        FewTiling(programs, 4, registers)
+        for programs in (99, 132)
+        for registers in (128, 168, 255)
     ),
-    FewTiling(66, 4, 168, 2),
-    FewTiling(99, 4, 168, 3),
-    FewTiling(33, 16, 64, 3),
-    FewTiling(66, 16, 64, 3),
 ]
-MANY: list[Tiling] = []
+MANY = [
+    Tiling(rows, 16, unroll=unroll, stages=stages)
+    for rows in (64, 128)
+    for unroll, stages in ((2, 4), (3, 3), (3, 4), (5, 3), (5, 4))
+]
 
 
 def random_weight(rows: int, columns: int, paired: bool) -> Packed:
