@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from simplellm.checkpoint import (
     Counts,
     Packed,
     RandomCheckpoint,
+    Upload,
     count_parameters,
     kind,
     packed_shapes,
@@ -550,3 +552,49 @@ def test_every_tensor_has_a_kind() -> None:
     assert kinds == set(count_parameters(TINY).by_kind)
     assert kind("layers.3.attn_norm.weight") == "norms"
     assert kind("layers.3.experts.down_bias") == "experts"
+
+
+class NoEvent:
+    """Stands for a CUDA event where there is no GPU: copies are done at once."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def upload(monkeypatch: pytest.MonkeyPatch) -> Upload:
+    """Buffers of 64 bytes, on the GPU or, if there is none, on the CPU."""
+    if torch.cuda.is_available():
+        return Upload("cuda", 64)
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    return Upload("cpu", 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (0,), (64,), (5, 7), (3, 31, 33)])
+def test_upload_copies_any_size(
+    upload: Upload, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    first, second = (torch.randint(100, shape).to(dtype) for _ in range(2))
+    sent = [upload(first), upload(second)]
+    for copy, tensor in zip(sent, (first, second), strict=True):
+        assert copy.device.type == upload.device.type
+        assert copy.dtype == dtype
+        assert torch.equal(copy.cpu(), tensor)
+        assert copy.numel() == 0 or copy.data_ptr() != tensor.data_ptr()
+
+
+def test_upload_of_a_transposed_view_is_contiguous(upload: Upload) -> None:
+    tensor = torch.randn(4, 6, 50).transpose(1, 2)
+    copy = upload(tensor)
+    assert copy.is_contiguous()
+    assert torch.equal(copy.cpu(), tensor)

@@ -3,14 +3,17 @@
     python tools/bench_full.py ablation
     python tools/bench_full.py ablation --model gpt-oss-20b --requests 16
     python tools/bench_full.py profile --model gpt-oss-120b --batch 64
+    python tools/bench_full.py memory --model gpt-oss-120b --batch 64 --length 4096
 
 `ablation` serves the same requests with more and more techniques, and with all but one,
 and writes figures/12-ablation-cpu.json or -h200.json. `profile` writes which kernels
-ran in some decode steps to figures/12-profile.json; it needs a GPU. A --model is one of
-the known ones, with random weights; without it, it is the embedded one.
+ran in some decode steps to figures/12-profile.json, `memory` how much of the GPU's
+memory full sequences take to figures/12-memory.json; both need a GPU. A --model is one
+of the known ones, with random weights; without it, it is the embedded one.
 """
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -26,7 +29,19 @@ from typing import Any
 
 import torch
 
-from simplellm.bench import Bench, Plan, describe_device, engine_config, versions
+from simplellm.bench import (
+    Bench,
+    Case,
+    Plan,
+    TimedLLM,
+    cache_bytes,
+    check_cache,
+    describe_device,
+    describe_memory,
+    engine_config,
+    find_config,
+    versions,
+)
 from simplellm.config import MODELS
 from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import EngineConfig
@@ -38,7 +53,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = 64  # tokens that all prompts begin with
 PLAIN = EngineConfig(cache="none", continuous=False, share_prefixes=False)
 BATCH = 8  # requests at once, where there are batches
+FEW = 3  # requests for an engine without batches on a GPU
 PROFILED = 16  # decode steps
+DECODED = 128  # tokens that a sequence generates until it is full
+PAGE = 2**22  # bytes, more than one page of the cache
 
 
 @dataclass(frozen=True)
@@ -110,27 +128,40 @@ def requests(count: int, vocab_size: int) -> tuple[list[list[int]], list[int]]:
 
 
 def serve(way: Way, model: str | None, count: int, rounds: int) -> dict[str, Any]:
-    """The quickest of some runs of the same requests by one engine."""
+    """The quickest of some runs of the same requests by one engine.
+
+    On a GPU, PyTorch one request at a time gets the first few of them only, once: its
+    speed does not depend on how many wait, and it is slow.
+    """
+    gpu = torch.cuda.is_available()
     # What else a laptop does is not on the process's own clock.
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    clock = time.perf_counter if gpu else time.process_time
     options: dict[str, Any] = {"random_weights": True} if model else {}
+    slow = gpu and way.kind is PlainLLM and way.config.max_num_seqs == 1
+    rounds = 1 if slow else rounds
     with way.kind(model, way.config, **options) as llm:
-        prompts, lengths = requests(count, llm.config.vocab_size)
+        vocab_size = llm.config.vocab_size
+        prompts, lengths = requests(count, vocab_size)
+        if slow:
+            prompts, lengths = prompts[:FEW], lengths[:FEW]
         params = [
             SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
             for length in lengths
         ]
         # Other tokens, so that no prefix of the measured prompts is in the cache.
         other = [[token ^ 1 for token in prompt] for prompt in prompts[:BATCH]]
-        llm.generate(other, params[:BATCH]).result()
+        llm.generate(other, replace(params[0], max_tokens=4)).result()
         times = []
         for turn in range(rounds):
-            fresh = [[(t + turn) % llm.config.vocab_size for t in p] for p in prompts]
+            fresh = [[(t + turn) % vocab_size for t in p] for p in prompts]
             start = clock()
             llm.generate(fresh, params).result()
             times.append(clock() - start)
+    gc.collect()  # the next engine needs this one's memory
+    torch.cuda.empty_cache()
     return {
         "name": way.name,
+        "requests": len(prompts),
         "seconds": min(times),
         "tokens_per_second": sum(lengths) / min(times),
     }
@@ -155,7 +186,8 @@ def ablation(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         for way in ways:
             row = serve(way, options.model, options.requests, options.rounds)
             rows[part].append(row)
-            print(f"{way.name:34} {row['tokens_per_second']:9.1f} tokens/s")
+            speed = row["tokens_per_second"]
+            print(f"{way.name:34} {speed:9.1f} tokens/s", flush=True)
     clock = "wall" if gpu else "CPU time of the process"
     record = {
         "clock": clock,
@@ -205,6 +237,45 @@ def profile(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     }
 
 
+def memory(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The most GPU memory that is taken while long sequences run; needs a GPU.
+
+    PyTorch may not take more than --limit GiB, so that what it needs is not mixed up
+    with what it keeps because there is plenty.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU is there whose memory could be filled")
+    total = torch.cuda.get_device_properties(0).total_memory
+    outside = total - torch.cuda.mem_get_info()[0]  # CUDA itself, and other processes
+    torch.cuda.set_per_process_memory_fraction(min(1, options.limit * 2**30 / total))
+    length, batch = options.length, options.batch
+    case = Case("decode", batch, length - DECODED, DECODED)
+    plan = Plan((batch,), input_len=case.input_len, output_len=case.output_len)
+    config = engine_config(plan, GPUConfig())
+    shapes = find_config(options.model, bool(options.model))
+    config = replace(config, cache_bytes=cache_bytes(shapes, config, 2, case) + PAGE)
+    with TimedLLM(options.model, config, random_weights=bool(options.model)) as llm:
+        check_cache(llm.engine, [case])
+        run = Bench(llm, seed=0).run(batch, case.input_len, case.output_len)
+        found = describe_memory(llm) | {
+            "limit": options.limit * 2**30,
+            "reserved": torch.cuda.max_memory_reserved(),
+            "process": total - torch.cuda.mem_get_info()[0] - outside,
+            "context": outside,
+        }
+    steps = run.full_steps(batch)
+    for name, size in found.items():
+        print(f"{name:10} {size / 2**30:7.2f} GiB")
+    return "12-memory", header() | {
+        "model": options.model or "embedded",
+        "batch": batch,
+        "length": length,
+        "step_ms": 1e3 * median(steps) if steps else None,
+        "seconds": run.seconds,
+        "memory": found,
+    }
+
+
 def wait(llm: PlainLLM, steps: int) -> None:
     """Until the engine has done so many steps in all."""
     while llm.stats().steps < steps:
@@ -214,6 +285,7 @@ def wait(llm: PlainLLM, steps: int) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace], tuple[str, dict[str, Any]]]] = {
     "ablation": ablation,
     "profile": profile,
+    "memory": memory,
 }
 
 
@@ -223,7 +295,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=64, help="of the profile")
+    parser.add_argument("--batch", type=int, default=64, help="of profile, memory")
+    parser.add_argument("--length", type=int, default=4096, help="of memory, tokens")
+    parser.add_argument("--limit", type=float, default=78, help="of memory, GiB")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

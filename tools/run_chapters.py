@@ -1,0 +1,135 @@
+"""Run the chapters' cells as scripts, where Jupyter is not installed.
+
+    python tools/run_chapters.py            all of them
+    python tools/run_chapters.py 7 10 12    some
+
+Each chapter runs in its own process, its directory chapters/, each exercise on its stub
+and on its solution. Figures that a chapter draws are not kept. Prints how long each
+took and which cells failed; exits 1 if one did.
+"""
+
+import argparse
+import ast
+import asyncio
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAPTERS = ROOT / "chapters"
+REGION = re.compile(r"^<!-- #region.*?^<!-- #endregion -->$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```python( [^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DIRECTIVE = re.compile(r"#\| (check|solution) +(\S+)")
+
+
+class Cell(NamedTuple):
+    name: str
+    source: str
+    raises: bool  # it has to
+
+
+def cells(text: str) -> Iterator[Cell]:
+    """What to run of a chapter's text, in order."""
+    solved: dict[str, str] = defaultdict(str)
+    for region in REGION.findall(text):
+        for _, code in FENCE.findall(region):
+            if match := DIRECTIVE.match(code):
+                solved[match[2]] += code
+    for number, (options, code) in enumerate(FENCE.findall(REGION.sub("", text))):
+        match = DIRECTIVE.match(code)
+        if match and match[1] == "check":
+            exercise = match[2]
+            yield Cell(f"check {exercise} on the stub", code, True)
+            yield Cell(f"solution {exercise}", solved[exercise], False)
+            yield Cell(f"check {exercise} on the solution", code, False)
+        elif options.strip() != ".noeval":
+            yield Cell(f"cell {number}", code, "raises-exception" in options)
+
+
+def run_cell(file: Path, source: str, names: dict[str, Any]) -> None:
+    """Run one cell as a notebook does: it may wait for coroutines."""
+    file.write_text(source, encoding="utf-8")  # Triton reads its kernels' source
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code = compile(source, str(file), "exec", flags)
+    value = eval(code, names)
+    if code.co_flags & inspect.CO_COROUTINE:
+        asyncio.run(value)
+
+
+def run_chapter(path: Path) -> list[str]:
+    """Run a chapter in this process; the names of the cells that failed."""
+    import course
+    import matplotlib.pyplot as plt
+
+    course.save_figure = lambda fig, name, alt=None: plt.close(fig)
+    failed = []
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, cell in enumerate(cells(path.read_text(encoding="utf-8"))):
+            raised = False
+            try:
+                run_cell(Path(folder, f"cell_{number}.py"), cell.source, names)
+            except Exception:
+                raised = True
+                if not cell.raises:
+                    print(f"\n{path.name}, {cell.name}:\n{traceback.format_exc()}")
+            if raised != cell.raises:
+                failed.append(cell.name)
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", type=int, nargs="*", help="of chapters")
+    parser.add_argument("--timeout", type=float, default=180, help="seconds of each")
+    parser.add_argument("--here", action="store_true", help="one, in this process")
+    options = parser.parse_args()
+    paths = sorted(CHAPTERS.glob("[0-9][0-9]-*.md"))
+    chosen = [p for p in paths if int(p.name[:2]) in (options.numbers or range(100))]
+    if options.here:
+        failed = run_chapter(chosen[0])
+        print(json.dumps(failed))
+        return 0
+    bad = False
+    known = [str(ROOT), str(CHAPTERS), os.environ.get("PYTHONPATH", "")]
+    modules = os.pathsep.join(filter(None, known))
+    environment = os.environ | {"PYTHONPATH": modules, "MPLBACKEND": "Agg"}
+    for path in chosen:
+        command = [sys.executable, __file__, "--here", str(int(path.name[:2]))]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command,
+                cwd=CHAPTERS,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=options.timeout,
+            )
+            lines = done.stdout.splitlines() or [""]
+            failed = ["all of it"] if done.returncode else json.loads(lines[-1])
+            shown = "\n".join(lines[:-1]) + done.stderr
+        except subprocess.TimeoutExpired as error:
+            failed, shown = [f"not done in {error.timeout:.0f} s"], ""
+        seconds = time.perf_counter() - start
+        if failed:
+            bad = True
+            print(shown[-6000:])
+        print(
+            f"{path.name:32} {seconds:6.1f} s  {', '.join(failed) or 'ok'}", flush=True
+        )
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
