@@ -293,6 +293,19 @@ def decode(words, scales, PTX: tl.constexpr):
 
 
 @triton.jit
+def finished(out):
+    """``out`` itself, as an instruction that needs it and does nothing.
+
+    Triton would leave wgmmas under way while the next weights are decoded, and ptxas
+    before 13.3 decodes them into registers that those wgmmas have yet to read
+    (https://github.com/triton-lang/triton/issues/9433). With a use it waits for them.
+    """
+    return tl.inline_asm_elementwise(
+        "", "=f,0", [out], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def multiply(
     x_ptr,
     x_rows,
@@ -338,6 +351,8 @@ def multiply(
                 out = tl.dot(weight, x, out)
             else:
                 out = tl.dot(weight, x.to(tl.float32), out, input_precision="ieee")
+        if PTX:
+            out = finished(out)
     return out * UNSHIFT
 
 
