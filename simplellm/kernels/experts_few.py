@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
+from simplellm.kernels.linear import prefetch_share
 from simplellm.kernels.experts import (
     EXPONENTS,
     SHIFT,
@@ -138,6 +139,7 @@ def load_row(
     K: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """One row of tiles of `weight_of`, zeros if there are not so many.
 
@@ -158,7 +160,9 @@ def load_row(
     end = tl.where(row < N // 16, G, 0)  # of the row's tiles
     out: tl.tuple = ()
     for i in tl.static_range(TILES):
-        words = tl.load(words_ptrs + i * 128, first < end - i, 0)
+        words = tl.load(
+            words_ptrs + i * 128, first < end - i, 0, eviction_policy=EVICT
+        )
         out += (words.to(tl.uint32, bitcast=True),)
     for i in tl.static_range(0, TILES, 4):
         scales = tl.load(scales_ptrs + i * 8, (tile < end - i) & (t < TILES - i), 0)
@@ -227,6 +231,7 @@ def multiply_rows(
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
+    EVICT: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
@@ -239,7 +244,7 @@ def multiply_rows(
     for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
+        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED, EVICT)
         upper, lower = add_up(upper, lower)
         if PAIRED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -259,12 +264,16 @@ def gate_up_few_kernel(
     scales_ptr,
     bias_ptr,
     hidden_ptr,
+    after_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
+    EVICT: tl.constexpr,
+    AFTER: tl.constexpr,
+    LATE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -282,11 +291,16 @@ def gate_up_few_kernel(
     expert = tl.load(ids_ptr + choice)
     raw = load_x(x_ptr, K, WARPS)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True, EVICT)
+    after = after_ptr.to(tl.pointer_type(tl.int8)) + expert.to(tl.int64) * AFTER
+    if AFTER > 0 and not LATE:
+        prefetch_share(after, tl.program_id(0), PROGRAMS, AFTER, WARPS * 32)
     multiply_rows(
         *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, EVICT, PTX),
     )
+    if AFTER > 0 and LATE:
+        prefetch_share(after, tl.program_id(0), PROGRAMS, AFTER, WARPS * 32)
 
 
 @triton.jit
@@ -298,10 +312,14 @@ def down_few_kernel(
     scales_ptr,
     bias_ptr,
     out_ptr,
+    after_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
+    EVICT: tl.constexpr,
+    AFTER: tl.constexpr,
+    LATE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -318,14 +336,20 @@ def down_few_kernel(
     expert = tl.load(ids_ptr + choice)
     factor = tl.load(weights_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False, EVICT)
+    share = choice * PROGRAMS + tl.program_id(0)
+    SHARES: tl.constexpr = 4 * PROGRAMS
+    if AFTER > 0 and not LATE:
+        prefetch_share(after_ptr, share, SHARES, AFTER, WARPS * 32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     raw = load_x(hidden_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, loaded, raw, out_ptr + choice * N, factor),
-        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
+        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, EVICT, PTX),
     )
+    if AFTER > 0 and LATE:
+        prefetch_share(after_ptr, share, SHARES, AFTER, WARPS * 32)
 
 
 class FewTiling(NamedTuple):
@@ -348,6 +372,10 @@ def gate_up_few(
     alpha: float,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
+    after: Tensor | None = None,
+    after_bytes: int = 0,
+    late: bool = False,
+    evict: str = "",
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
@@ -366,9 +394,13 @@ def gate_up_few(
         weight.scales,
         bias,
         hidden,
+        weight.words if after is None else after,
         LIMIT=limit,
         ALPHA=alpha,
         **options(tiling, x, weight, pdl),
+        AFTER=after_bytes,
+        LATE=late,
+        EVICT=evict,
     )
     return hidden
 
@@ -396,6 +428,10 @@ def down_few(
     bias: Tensor,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
+    after: Tensor | None = None,
+    after_bytes: int = 0,
+    late: bool = False,
+    evict: str = "",
 ) -> Tensor:
     """What each expert adds to the token: the other half, times the router's weight.
 
@@ -416,7 +452,11 @@ def down_few(
         weight.scales,
         bias,
         out,
+        weight.words if after is None else after,
         **options(tiling, hidden, weight, pdl),
+        AFTER=after_bytes,
+        LATE=late,
+        EVICT=evict,
     )
     return out
 
