@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -58,9 +59,21 @@ def sorting(step):
     return {"E": 128, "BLOCK_E": 128, "BLOCK": 16, "STEP": step, "PDL": True}
 
 
-def expert_blocks(rows=128, tokens=64):
-    sizes = {"K": 2880, "BLOCK_N": rows, "BLOCK_T": tokens, "WIDTHS": 3}
-    return {**sizes, "UNROLL": 3, "STAGES": 3, "PTX": True, "PDL": True}
+def expert_cases():
+    """Both halves in every tiling that is used."""
+    for _, up, back in experts.TUNED:
+        sizes = {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4}
+        types = "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16"
+        yield expert_case(experts.gate_up_kernel, types, up, sizes)
+        types = "*bf16 *i32 *i32 *bf16 *fp32 *i32 *i32 *i32 *bf16"
+        yield expert_case(experts.down_kernel, types, back, {"N": 2880})
+
+
+def expert_case(kernel, types, tiling, sizes):
+    blocks = {"K": 2880, "BLOCK_N": tiling.rows, "BLOCK_T": tiling.tokens}
+    loop = {"WIDTHS": tiling.widths, "UNROLL": tiling.unroll, "STAGES": tiling.stages}
+    constants = sizes | blocks | loop | {"PTX": True, "PDL": True}
+    return Case(kernel, types, constants, warps=tiling.warps)
 
 
 def one_token():
@@ -96,6 +109,7 @@ def prefill_case(tiles, window=0):
     )
 
 
+EXPERTS = list(expert_cases())
 CASES = [
     *(decode_case(tiles) for tiles in attention.DECODE.values()),
     decode_case(attention.DECODE_WINDOW, 128),
@@ -191,16 +205,7 @@ CASES = [
         stages=4,
         aligned=("stride_x",),
     ),
-    Case(
-        experts.gate_up_kernel,
-        "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16",
-        {"LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4, "N": 5760} | expert_blocks(),
-    ),
-    Case(
-        experts.down_kernel,
-        "*bf16 *i32 *i32 *bf16 *fp32 *i32 *i32 *i32 *bf16",
-        {"N": 2880} | expert_blocks(),
-    ),
+    *EXPERTS,
     Case(
         experts_few.gate_up_few_kernel,
         "*bf16 *i32 *i32 *i32 *bf16 *bf16",
@@ -254,6 +259,15 @@ def test_nothing_is_read_or_written_too_early(case):
     before, _ = compile_case(case).asm["ptx"].split("griddepcontrol.wait", 1)
     assert "st.global" not in before
     assert "atom." not in before
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.kernel.__name__)
+def test_a_weight_is_decoded_after_the_multiplications_before(case):
+    """ptxas before 13.3 reuses registers of a wgmma that is under way."""
+    ptx = compile_case(case).asm["ptx"]
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", ptx)
+    assert waits
+    assert set(waits) == {"0"}
 
 
 def test_every_kernel_is_in_the_list():
