@@ -562,31 +562,19 @@ class Tiling(NamedTuple):
 
 
 NARROW = Tiling(rows=128, tokens=16, unroll=3, stages=3)
+NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
-WIDEST = Tiling(rows=128, tokens=256, widths=4, warps=8)
 # By the pairs of an expert, if tokens spread evenly: the tilings of gate_up and down
 # that were fastest on an H200 on 2026-11-21.
 TUNED: tuple[tuple[float, Tiling, Tiling], ...] = (
-    (
-        0.07,  # 2 tokens, 128 experts
-        Tiling(rows=128, tokens=16, unroll=3, stages=4),
-        Tiling(rows=64, tokens=16, unroll=5, stages=4),
-    ),
-    (
-        0.13,
-        Tiling(rows=64, tokens=16, unroll=3, stages=3),
-        Tiling(rows=128, tokens=16, unroll=3, stages=4),
-    ),
-    (
-        0.3,
-        Tiling(rows=128, tokens=16, unroll=3, stages=3),
-        Tiling(rows=64, tokens=16, unroll=3, stages=3),
-    ),
+    (0.07, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
+    (0.13, NARROWEST, NARROW._replace(stages=4)),  # 4 tokens of 128 experts
+    (0.3, NARROWEST, NARROWEST),
     (12, NARROW, NARROW),
     (96, MIDDLE, MIDDLE),
-    (192, WIDE, WIDE),
-    (math.inf, WIDEST, WIDEST),
+    (192, WIDE._replace(warps=8), WIDE._replace(unroll=3, stages=2)),
+    (math.inf, WIDE, WIDE),
 )
 
 

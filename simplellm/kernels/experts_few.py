@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
-from simplellm.kernels.linear import prefetch_share
 from simplellm.kernels.experts import (
     EXPONENTS,
     SHIFT,
@@ -139,7 +138,6 @@ def load_row(
     K: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """One row of tiles of `weight_of`, zeros if there are not so many.
 
@@ -160,9 +158,7 @@ def load_row(
     end = tl.where(row < N // 16, G, 0)  # of the row's tiles
     out: tl.tuple = ()
     for i in tl.static_range(TILES):
-        words = tl.load(
-            words_ptrs + i * 128, first < end - i, 0, eviction_policy=EVICT
-        )
+        words = tl.load(words_ptrs + i * 128, first < end - i, 0)
         out += (words.to(tl.uint32, bitcast=True),)
     for i in tl.static_range(0, TILES, 4):
         scales = tl.load(scales_ptrs + i * 8, (tile < end - i) & (t < TILES - i), 0)
@@ -231,7 +227,6 @@ def multiply_rows(
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
-    EVICT: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
@@ -244,7 +239,7 @@ def multiply_rows(
     for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED, EVICT)
+        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
         upper, lower = add_up(upper, lower)
         if PAIRED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -264,16 +259,12 @@ def gate_up_few_kernel(
     scales_ptr,
     bias_ptr,
     hidden_ptr,
-    after_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    EVICT: tl.constexpr,
-    AFTER: tl.constexpr,
-    LATE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -291,16 +282,11 @@ def gate_up_few_kernel(
     expert = tl.load(ids_ptr + choice)
     raw = load_x(x_ptr, K, WARPS)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True, EVICT)
-    after = after_ptr.to(tl.pointer_type(tl.int8)) + expert.to(tl.int64) * AFTER
-    if AFTER > 0 and not LATE:
-        prefetch_share(after, tl.program_id(0), PROGRAMS, AFTER, WARPS * 32)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
     multiply_rows(
         *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, EVICT, PTX),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
     )
-    if AFTER > 0 and LATE:
-        prefetch_share(after, tl.program_id(0), PROGRAMS, AFTER, WARPS * 32)
 
 
 @triton.jit
@@ -312,14 +298,10 @@ def down_few_kernel(
     scales_ptr,
     bias_ptr,
     out_ptr,
-    after_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
-    EVICT: tl.constexpr,
-    AFTER: tl.constexpr,
-    LATE: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -336,20 +318,14 @@ def down_few_kernel(
     expert = tl.load(ids_ptr + choice)
     factor = tl.load(weights_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False, EVICT)
-    share = choice * PROGRAMS + tl.program_id(0)
-    SHARES: tl.constexpr = 4 * PROGRAMS
-    if AFTER > 0 and not LATE:
-        prefetch_share(after_ptr, share, SHARES, AFTER, WARPS * 32)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False)
     if PDL:
         tl.extra.cuda.gdc_wait()
     raw = load_x(hidden_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, loaded, raw, out_ptr + choice * N, factor),
-        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, EVICT, PTX),
+        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
     )
-    if AFTER > 0 and LATE:
-        prefetch_share(after_ptr, share, SHARES, AFTER, WARPS * 32)
 
 
 class FewTiling(NamedTuple):
@@ -372,10 +348,6 @@ def gate_up_few(
     alpha: float,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
-    after: Tensor | None = None,
-    after_bytes: int = 0,
-    late: bool = False,
-    evict: str = "",
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
@@ -394,13 +366,9 @@ def gate_up_few(
         weight.scales,
         bias,
         hidden,
-        weight.words if after is None else after,
         LIMIT=limit,
         ALPHA=alpha,
         **options(tiling, x, weight, pdl),
-        AFTER=after_bytes,
-        LATE=late,
-        EVICT=evict,
     )
     return hidden
 
@@ -428,10 +396,6 @@ def down_few(
     bias: Tensor,
     tiling: FewTiling = USUAL,
     pdl: bool = True,
-    after: Tensor | None = None,
-    after_bytes: int = 0,
-    late: bool = False,
-    evict: str = "",
 ) -> Tensor:
     """What each expert adds to the token: the other half, times the router's weight.
 
@@ -452,11 +416,7 @@ def down_few(
         weight.scales,
         bias,
         out,
-        weight.words if after is None else after,
         **options(tiling, hidden, weight, pdl),
-        AFTER=after_bytes,
-        LATE=late,
-        EVICT=evict,
     )
     return out
 

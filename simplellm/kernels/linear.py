@@ -124,25 +124,6 @@ def prefetch_rows(
 
 
 @triton.jit
-def prefetch_share(
-    ptr,
-    share,
-    SHARES: tl.constexpr,
-    BYTES: tl.constexpr,
-    THREADS: tl.constexpr,
-):
-    """Bring one of SHARES parts of BYTES bytes from ``ptr`` on to the L2 cache."""
-    EACH: tl.constexpr = triton.cdiv(triton.cdiv(BYTES, SHARES), 256) * 256
-    LEAST: tl.constexpr = triton.cdiv(EACH, THREADS)
-    PIECE: tl.constexpr = 128 if LEAST <= 128 else triton.cdiv(LEAST, 128) * 128
-    COUNT: tl.constexpr = triton.next_power_of_2(triton.cdiv(EACH, PIECE))
-    piece = tl.arange(0, COUNT) * PIECE
-    left = tl.minimum(BYTES - share * EACH, EACH) - piece
-    first = ptr.to(tl.pointer_type(tl.int8)) + share.to(tl.int64) * EACH
-    prefetch(first + piece, tl.minimum(tl.maximum(left, 0), PIECE))
-
-
-@triton.jit
 def gemv_weight(
     weight_ptr,
     rows,
@@ -195,7 +176,6 @@ def gemv_kernel(
     weight_ptr,
     bias_ptr,
     y_ptr,
-    after_ptr,
     stride_x,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -205,9 +185,6 @@ def gemv_kernel(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
     AHEAD: tl.constexpr,
-    AFTER: tl.constexpr,
-    SHARES: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
@@ -224,10 +201,6 @@ def gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if AHEAD > 0:
             prefetch_rows(weight_ptr, (program + AHEAD) * ROWS, N, K, ROWS)
-        if AFTER > 0:
-            share = program + SHARES - tl.num_programs(0)
-            if share >= 0:
-                prefetch_share(after_ptr, share, SHARES, AFTER, THREADS)
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
         y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST) + bias
@@ -384,14 +357,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> T
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: Gemv,
-    dtype: torch.dtype,
-    after: Tensor | None = None,
-    after_bytes: int = 0,
-    shares: int = 1,
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: Gemv, dtype: torch.dtype
 ) -> Tensor:
     """`linear` on the ordinary cores, its result in ``dtype``."""
     size_out, size_in = weight.shape
@@ -403,7 +369,6 @@ def gemv(
         weight,
         weight if bias is None else bias,
         y,
-        weight if after is None else after,
         x.stride(0),
         N=size_out,
         K=size_in,
@@ -413,9 +378,6 @@ def gemv(
         BLOCK=block,
         REST=rest,
         AHEAD=config.ahead if can_prefetch(weight) else 0,
-        AFTER=after_bytes,
-        SHARES=shares,
-        THREADS=config.warps * 32,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl,
