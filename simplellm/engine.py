@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+import traceback
 import weakref
 from bisect import bisect_right
 from collections import Counter, deque
@@ -375,6 +376,9 @@ class Engine:
             flight = self.launch(works)
         except Exception as error:
             self._columns = None
+            traceback.clear_frames(error.__traceback__)  # they hold memory
+            while self.flights:  # what is tried again must know its last token
+                self.land(*self.flights.popleft())
             for work in works:
                 if work.job.finish_reason is not None:  # since a flight has landed
                     continue

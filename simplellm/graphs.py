@@ -5,10 +5,12 @@ T packed tokens, B sequences, S of them sampling, P pages in a row of a table, V
 vocabulary.
 """
 
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,8 @@ from simplellm.model import Transformer
 from simplellm.paged import PagedCache
 from simplellm.sampler import Columns, Sampled, sample, upload
 from simplellm.scheduler import UNKNOWN, Job, Work
+
+LOGGER = logging.getLogger("simplellm")
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,29 @@ class Captured:
     logits: Tensor  # float32 [B, V], written by each replay
 
 
+class CaptureError(RuntimeError):
+    """A graph could not be recorded."""
+
+
+def record(
+    run: Callable[[], Tensor], pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of what ``run`` starts on the GPU, and the tensor that it returns.
+
+    ``pool`` is that of another graph, whose memory this one may share. Raises
+    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            return graph, run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
+
+
 class Runner:
     """Starts steps on the device; what they sampled can be had later.
 
@@ -150,19 +177,33 @@ class Runner:
     def capture(self, sizes: Sequence[int]) -> None:
         """Record a decode step for each batch size, the largest first.
 
-        The smaller ones then find room in the memory that the largest has taken.
+        The smaller ones then find room in the memory that the largest has taken. Sizes
+        for which there is no room are left out, with one line in the log, and the rest
+        of them if the driver cannot record.
         """
-        pool = None
+        pool, cause = None, ""
         for size in sorted(sizes, reverse=True):
             step = self._view(self.inputs, size, size, size)
             self._pad(step)
-            self._decode(step)  # compiles the kernels
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits = self._decode(step)
+            try:
+                self._decode(step)  # compiles the kernels
+                graph, logits = record(partial(self._decode, step), pool)
+            except torch.OutOfMemoryError as error:
+                cause = str(error).partition("\n")[0]  # itself, it holds memory
+                continue
+            except CaptureError as error:
+                cause = str(error).partition("\n")[0]
+                break
             pool = graph.pool()
             self.captured.insert(0, Captured(size, graph.replay, logits))
+        if cause:
+            LOGGER.warning(
+                "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
+                "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
+                len(self.captured),
+                len(sizes),
+                cause,
+            )
 
     def _decode(self, step: Step) -> Tensor:
         return self._head(self.forward(step, self.output))

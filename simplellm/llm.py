@@ -2,19 +2,29 @@
 """The LLM that picks the fastest way to compute that a machine has."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from simplellm.config import MODELS, ModelConfig
 from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
-from simplellm.model import TORCH, Backend
+from simplellm.memory import enough
+from simplellm.model import EMBEDDED, TORCH, Backend
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
+OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
+OLDEST_TRITON = (3, 6)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in text.split(".")[:2])
 
 
 def why_not_fused(
@@ -31,10 +41,16 @@ def why_not_fused(
     if capability < OLDEST:
         have, need = (".".join(map(str, c)) for c in (capability, OLDEST))
         return f"the GPU's compute capability is {have}, below {need}"
+    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
+        need = ".".join(map(str, OLDEST_CUDA))
+        return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
     try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "Triton is not installed"
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if version(triton.__version__) < OLDEST_TRITON:
+        need = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton is {triton.__version__}, below {need}"
     return None
 
 
@@ -64,6 +80,14 @@ class LLM(PlainLLM):
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)
+        memory: AbstractContextManager[None] = nullcontext()
+        if device.type == "cuda":
+            if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
+                dtype = torch.float32
+            shapes = MODELS.get(str(path)) if options.get("random_weights") else None
+            folder = EMBEDDED if path is None else Path(path)
+            shapes = shapes or ModelConfig.from_file(folder / "config.json")
+            memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
         backend: Backend = TORCH
         if reason is None:
             from simplellm.kernels.forward import FUSED
@@ -72,9 +96,10 @@ class LLM(PlainLLM):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, how)
-        super().__init__(
-            path, config, dtype=dtype, device=device, backend=backend, **options
-        )
+        with memory:
+            super().__init__(
+                path, config, dtype=dtype, device=device, backend=backend, **options
+            )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
         config = config or EngineConfig()

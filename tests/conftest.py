@@ -30,3 +30,15 @@ def kernel_device() -> Iterator[str]:
 
     with interpreted():
         yield "cpu"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark kernel tests "gpu" where they run on one; skip what needs one elsewhere."""
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU that PyTorch can use")
+    for item in items:
+        if torch.cuda.is_available():
+            if {"kernel_device", "twins"} & set(getattr(item, "fixturenames", ())):
+                item.add_marker("gpu")
+        elif item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -5,14 +5,25 @@ before the tokens of the ones before them are known, which is what can go wrong.
 """
 
 import random
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from simplellm import graphs
 from simplellm.engine import Engine, EngineConfig, Event, Submission, Ticket
-from simplellm.graphs import GPUConfig, GraphEngine, Group, Step, bucket_sizes
+from simplellm.graphs import (
+    CaptureError,
+    GPUConfig,
+    GraphEngine,
+    Group,
+    Step,
+    bucket_sizes,
+)
 from simplellm.kernels.attention import paged_prefill_torch
 from simplellm.model import Transformer, load_model
 from simplellm.paged import PagedCache
@@ -182,6 +193,108 @@ def test_without_overlap_each_step_is_read_at_once(model: Transformer) -> None:
     ((_, events),) = submit(engine, [1, 2, 3], params)
     engine.step()
     assert not engine.flights and len(events) == 1
+
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+PROMPTS = [[number + 1] * (3 + 5 * number) for number in range(9)]
+
+
+def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    asked = [submit(engine, prompt, GREEDY)[0][1] for prompt in prompts]
+    while engine.scheduler.jobs or engine.flights:
+        engine.step()
+    return [tokens_of(events) for events in asked]
+
+
+class Tape:
+    """Stands for `graphs.record`: it computes again instead of replaying a graph."""
+
+    def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
+        self.room, self.error = room, error
+        self.replays: list[int] = []  # batch sizes
+
+    def __call__(
+        self, run: Callable[[], Tensor], pool: Any = None
+    ) -> tuple[SimpleNamespace, Tensor]:
+        out = run()
+        if len(out) > self.room:
+            raise self.error("no more room\nand details")
+
+        def replay() -> None:
+            self.replays.append(len(out))
+            out.copy_(run())
+
+        return SimpleNamespace(replay=replay, pool=lambda: "a pool"), out
+
+
+def test_padding_rows_change_no_token(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches between the captured sizes give the tokens of the captured ones."""
+    tape = Tape()
+    monkeypatch.setattr(graphs, "record", tape)
+    engine = make(model, cuda_graphs=True, max_num_seqs=8, num_pages=200)
+    assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
+    expected = answers(engine, PROMPTS[:8])
+    assert set(tape.replays) == {8}
+    for batch, bucket in ((1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
+        tape.replays.clear()
+        assert answers(engine, PROMPTS[:batch]) == expected[:batch]
+        assert set(tape.replays) == {bucket}
+
+
+class Failing(PlainForward):
+    """Runs out of memory at random, now and then even for a single sequence."""
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, max_num_seqs: int
+    ) -> None:
+        super().__init__(model, cache, max_num_seqs)
+        self.chance = random.Random(0)
+        self.activations: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, step: Step, previous: Tensor) -> Tensor:
+        assert not [kept for kept in self.activations if kept() is not None]
+        hidden = super().__call__(step, previous)
+        if self.chance.random() < (0.3 if len(step.lengths) > 1 else 0.02):
+            self.activations.append(weakref.ref(hidden))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden
+
+
+def test_a_step_that_fails_to_start_while_another_is_under_way(
+    model: Transformer,
+) -> None:
+    """Its retries know the tokens of the one under way, and hold none of its memory."""
+    chance = random.Random(5)
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, prefill_chunk=16)
+    config = GPUConfig(cuda_graphs=False, page_size=4, num_pages=60, **sizes)
+    asked = [
+        (
+            [chance.randrange(900) for _ in range(chance.randint(1, 40))],
+            SamplingParams(**KINDS[i % len(KINDS)] | {"seed": i, "max_tokens": 20}),
+        )
+        for i in range(24)
+    ]
+    failing = GraphEngine(model, config, Failing)
+    found = []
+    for engine in (failing, Engine(model, EngineConfig(**sizes))):
+        groups = [submit(engine, *request)[0] for request in asked]
+        while engine.scheduler.jobs or engine.flights:
+            engine.step()
+            engine.scheduler.manager.check_integrity()
+        assert engine.scheduler.manager.usage == 0
+        found.append([events for _, events in groups])
+    failed = 0
+    for events, expected in zip(*found, strict=True):
+        tokens = tokens_of(events)
+        assert tokens == tokens_of(expected)[: len(tokens)]
+        if events[-1].finish_reason == "error":
+            failed += 1
+            assert isinstance(events[-1].error.__cause__, torch.OutOfMemoryError)
+        else:
+            assert len(tokens) == len(tokens_of(expected))
+    assert 0 < failed < len(asked) / 2
 
 
 def test_an_abort_while_a_step_is_under_way(model: Transformer) -> None:

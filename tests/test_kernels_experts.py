@@ -131,7 +131,7 @@ def test_each_kernel_agrees_with_its_twin(kernel_device, dtype):
     torch.testing.assert_close(out, down_torch(*rest), **tolerance)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="assembly needs a GPU")
+@pytest.mark.gpu  # assembly
 @pytest.mark.parametrize("tiles", TILINGS)
 def test_assembly_decodes_as_plain_operations_do(tiles):
     """bfloat16 inputs take the fast path; their exact float32 copies the other."""

@@ -63,7 +63,7 @@ def test_without_the_library_it_says_so(monkeypatch):
         flash_attention(*inputs("cpu", torch.float32))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash-attn needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 128])
 def test_the_library_agrees(window):
     pytest.importorskip("flash_attn")

@@ -1,8 +1,11 @@
 """What the README and the landing page say is what is there."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
+import headline
 import tables
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,28 @@ def test_evaluation_table():
         "",
         "Recorded D on one X in float32 with torch 2, in 9 seconds.",
     ]
+
+
+def test_speed_follows_its_records(tmp_path):
+    for path in (ROOT / "figures").glob("*.*"):
+        shutil.copy(path, tmp_path)
+    assert not headline.is_old(tmp_path)
+    record = tmp_path / "12-bench.json"
+    report = json.loads(record.read_text(encoding="utf-8"))
+    first = report["decode"][0]
+    first["tokens_per_second"], first["limit"] = 601.4, 1000
+    record.write_text(json.dumps(report), encoding="utf-8")
+    headers, rows, below = headline.section(tmp_path)
+    assert headers[1] == "batch 1"
+    assert [row[:2] for row in rows[:3]] == [
+        ["**gpt-oss-120b**", "**601**"],
+        ["vLLM 0.26.0", "240"],
+        ["the GPU's limit", "1,000"],
+    ]
+    assert "gpt-oss-120b: 60 and 24 at 1," in below
+    assert headline.is_old(tmp_path)
+    headline.draw(tmp_path)
+    assert not headline.is_old(tmp_path)
 
 
 def test_linked_files_exist():

@@ -1,6 +1,6 @@
 """Fill the tables that are computed: times in chapters/index.md, numbers in README.md.
 
-python tools/tables.py            write them
+python tools/tables.py            write them, and README's picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
 """
 
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import headline
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
@@ -141,6 +143,8 @@ def filled() -> dict[Path, str]:
     text = readme.read_text(encoding="utf-8")
     text = replace(text, "evaluation", evaluation(recorded))
     text = replace(text, "measurements", measurements(figures))
+    headers, rows, below = headline.section(figures)
+    text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")
     return {index: landing, readme: text}
 
 
@@ -154,7 +158,11 @@ def main(arguments: list[str]) -> int:
         print(f"{path.relative_to(ROOT)}: its table is out of date")
         if "--check" not in arguments:
             path.write_text(text, encoding="utf-8")
-    return int(bool(stale) and "--check" in arguments)
+    if old := headline.is_old(ROOT / "figures"):
+        print(f"figures/{headline.PICTURE}.svg is out of date")
+        if "--check" not in arguments:
+            headline.draw(ROOT / "figures")
+    return int(bool(stale or old) and "--check" in arguments)
 
 
 if __name__ == "__main__":

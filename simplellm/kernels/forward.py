@@ -13,15 +13,34 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.graphs import Step
-from simplellm.kernels.attention import Scratch, attend
-from simplellm.kernels.experts import Packed, down, gate_up, repack, tilings
-from simplellm.kernels.experts_few import down_few, gate_up_few
-from simplellm.kernels.head import head
-from simplellm.kernels.linear import Dot, choose, linear, linear_parts
-from simplellm.kernels.norm import add_norm
-from simplellm.kernels.rope import rope_and_cache
-from simplellm.kernels.routing import route, route_and_dispatch
-from simplellm.kernels.sampling import draw
+from simplellm.kernels.attention import Scratch, attend, paged_prefill_torch
+from simplellm.kernels.experts import (
+    Packed,
+    down,
+    down_torch,
+    gate_up,
+    gate_up_torch,
+    repack,
+    tilings,
+)
+from simplellm.kernels.experts_few import (
+    down_few,
+    down_few_torch,
+    gate_up_few,
+    gate_up_few_torch,
+)
+from simplellm.kernels.fallback import Fallback
+from simplellm.kernels.head import head, head_torch
+from simplellm.kernels.linear import Dot, choose, linear, linear_parts, linear_torch
+from simplellm.kernels.norm import add_norm, add_norm_torch
+from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
+from simplellm.kernels.routing import (
+    route,
+    route_and_dispatch,
+    route_and_dispatch_torch,
+    route_torch,
+)
+from simplellm.kernels.sampling import draw, draw_torch
 from simplellm.model import TORCH, Attention, Block, MoE, Transformer
 from simplellm.moe import Experts
 from simplellm.mxfp4 import MXFP4
@@ -67,6 +86,44 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias)
 
 
+def attend_torch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    decodes: int,
+    sinks: Tensor | None,
+    window: int | None,
+    *,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    return paged_prefill_torch(
+        q, keys, values, tables, offsets, lengths, queries, sinks, window
+    )
+
+
+class Kernels:
+    """What the forward pass launches, each kernel with its twin behind it."""
+
+    def __init__(self) -> None:
+        self.embed = Fallback(embed, embed_torch)
+        self.add_norm = Fallback(add_norm, add_norm_torch)
+        self.project = Fallback(project, linear_torch)
+        self.rope_and_cache = Fallback(rope_and_cache, rope_and_cache_torch)
+        self.attend = Fallback(attend, attend_torch)
+        self.route = Fallback(route, route_torch)
+        self.gate_up_few = Fallback(gate_up_few, gate_up_few_torch)
+        self.down_few = Fallback(down_few, down_few_torch)
+        self.route_and_dispatch = Fallback(route_and_dispatch, route_and_dispatch_torch)
+        self.gate_up = Fallback(gate_up, gate_up_torch)
+        self.down = Fallback(down, down_torch)
+        self.head = Fallback(head, head_torch)
+        self.draw = Fallback(draw, draw_torch)
+
+
 class Fused:
     """The weights of a loaded `Transformer`, computed with in fused kernels.
 
@@ -78,6 +135,7 @@ class Fused:
     ) -> None:
         config = model.config
         self.vocab_size = config.vocab_size
+        self.kernels = Kernels()
         self.model, self.cache = model, cache
         self.layers = cast(list[Block], list(model.layers))
         self.device = model.device
@@ -94,7 +152,8 @@ class Fused:
         ``previous`` int32 holds the tokens that the step before has sampled.
         """
         model, eps = self.model, self.model.config.rms_norm_eps
-        x = embed(step.tokens, previous, model.embed_tokens)
+        add_norm = self.kernels.add_norm
+        x = self.kernels.embed(step.tokens, previous, model.embed_tokens)
         update = None
         for index, layer in enumerate(self.layers):
             x, h = add_norm(x, update, layer.attn_norm.weight, eps)
@@ -107,8 +166,8 @@ class Fused:
         group, place = self.cache.places[layer]
         where = step.groups[group]
         keys, values = self.cache.k[place], self.cache.v[place]
-        qkv = project(h, attn.qkv.weight, None)  # [T, (H+2K)*D], or parts
-        q = rope_and_cache(
+        qkv = self.kernels.project(h, attn.qkv.weight, None)  # [T, (H+2K)*D], or parts
+        q = self.kernels.rope_and_cache(
             qkv,
             attn.qkv.bias,
             step.positions,
@@ -118,7 +177,7 @@ class Fused:
             values,
             where.slots,
         )  # [T, H, D]
-        out = attend(
+        out = self.kernels.attend(
             q,
             keys,
             values,
@@ -131,33 +190,34 @@ class Fused:
             attn.window,
             scratch=self.scratch,
         )
-        return project(out.flatten(1), attn.o.weight, attn.o.bias)
+        return self.kernels.project(out.flatten(1), attn.o.weight, attn.o.bias)
 
     def experts(self, mlp: MoE, h: Tensor) -> Tensor:
         """What each chosen expert adds to each token: [T, k, hidden]."""
-        weights = mlp.experts
+        kernels, weights = self.kernels, mlp.experts
         router = mlp.router_weight, mlp.router_bias, mlp.top_k
         limits = weights.limit, weights.alpha
         first = cast(Packed, weights.gate_up), weights.gate_up_bias
         second = cast(Packed, weights.down), weights.down_bias
         if len(h) == 1 and h.dtype == torch.bfloat16:
-            ids, scores = route(h, *router)
-            hidden = gate_up_few(h, ids, *first, *limits)
-            return down_few(hidden, ids, scores, *second)
+            ids, scores = kernels.route(h, *router)
+            hidden = kernels.gate_up_few(h, ids, *first, *limits)
+            return kernels.down_few(hidden, ids, scores, *second)
         up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
-        _, scores, pairs = route_and_dispatch(h, *router, up.tokens)
-        hidden = gate_up(h, *first, pairs, *limits, up)
-        return down(hidden, *second, scores, pairs, back)
+        _, scores, pairs = kernels.route_and_dispatch(h, *router, up.tokens)
+        hidden = kernels.gate_up(h, *first, pairs, *limits, up)
+        return kernels.down(hidden, *second, scores, pairs, back)
 
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """The likeliest next token of each row, int32; fills ``logits`` as well."""
-        return head(hidden, self.model.lm_head.weight, logits)
+        return self.kernels.head(hidden, self.model.lm_head.weight, logits)
 
     def draw(
         self, logits: Tensor, best: Tensor, columns: Columns, steps: Tensor
     ) -> Tensor:
         """A token drawn from each row, int32; ``best`` are the likeliest ones."""
-        return draw(logits, best, columns.temperature[:, 0], columns.seeds, steps)
+        heat = columns.temperature[:, 0]
+        return self.kernels.draw(logits, best, heat, columns.seeds, steps)
 
 
 def prepare(weights: Experts) -> Experts:

@@ -79,10 +79,8 @@ def compare(ours, exact):
     }
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json")
-    args = parser.parse_args()
+def measure():
+    """Errors of the logits of 1,500 tokens, by how they were computed."""
     config = replace(
         MODELS["gpt-oss-120b"],
         num_hidden_layers=4,
@@ -105,6 +103,14 @@ def main():
         result[name] = compare(fused_logits(model, tokens, chunks), exact)
     first, second = (fused_logits(model, tokens, [700, 800]) for _ in range(2))
     result["bits equal twice"] = bool(torch.equal(first, second))
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    result = measure()
     print(json.dumps(result, indent=1))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1))

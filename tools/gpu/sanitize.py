@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from simplellm.kernels.attention import Scratch, attend
-from simplellm.kernels.experts import down, gate_up, repack, tilings
+from simplellm.kernels.experts import Packed, down, gate_up, repack, tilings
 from simplellm.kernels.experts_few import down_few, gate_up_few
 from simplellm.kernels.forward import embed
 from simplellm.kernels.head import head
@@ -89,12 +90,13 @@ def attention(
     need = [-(-length // 64) for length in lengths]
     first = [sum(need[:row]) for row in range(len(need))]
     tables = [[page + i for i in range(max(need))] for page in first]
-    pages = [normal(sum(need) + max(need), 64, KV_HEADS, DIM) for _ in range(2)]
+    size = sum(need) + max(need), 64, KV_HEADS, DIM
     ends = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
     scratch = Scratch.create(len(lengths), HEADS, KV_HEADS, DIM, "cuda")
     return attend(
         normal(sum(chunks), HEADS, DIM),
-        *pages,
+        normal(*size),
+        normal(*size),
         torch.tensor(tables, dtype=torch.int32, device="cuda"),
         integers(*[0] * len(lengths)),
         integers(*lengths),
@@ -141,12 +143,21 @@ def weights(rows: int, columns: int) -> MXFP4:
     return MXFP4(blocks.cuda(), scales.cuda())
 
 
-def layer() -> tuple:
-    """Repacked weights and biases of both halves, narrower than gpt-oss's."""
+class Half(NamedTuple):
+    """The repacked weights and the biases of one half of the experts."""
+
+    weights: Packed
+    bias: Tensor
+
+
+def layer() -> tuple[Half, Half]:
+    """Both halves of the experts, narrower than gpt-oss's."""
     width = 192
-    first = repack(weights(2 * width, HIDDEN), paired=True), normal(EXPERTS, 2 * width)
-    second = repack(weights(HIDDEN, width), paired=False), normal(EXPERTS, HIDDEN)
-    return first, second
+    first, second = weights(2 * width, HIDDEN), weights(HIDDEN, width)
+    return (
+        Half(repack(first, paired=True), normal(EXPERTS, 2 * width)),
+        Half(repack(second, paired=False), normal(EXPERTS, HIDDEN)),
+    )
 
 
 def run_experts() -> Iterator[Tensor]:

@@ -1,0 +1,46 @@
+"""What happens when a kernel does not compile on this GPU or with this Triton."""
+
+import logging
+from collections.abc import Callable
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+from triton import TritonError
+
+LOGGER = logging.getLogger("simplellm")
+# Triton reports a pass that failed and a missing C compiler as RuntimeErrors.
+FAILURES = TritonError, RuntimeError, OSError, SubprocessError
+
+
+class Fallback:
+    """A launcher that gives way to its twin, once its kernel does not compile.
+
+    From then on the twin computes all; a warning in the log says why. Errors of
+    arguments, of memory and of the GPU are raised as they are.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], twin: Callable[..., Any]) -> None:
+        self.launcher, self.twin = launcher, twin
+        self.broken = False
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """What the launcher or its twin returns."""
+        if self.broken:
+            return self.twin(*args, **options)
+        try:
+            return self.launcher(*args, **options)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except FAILURES as error:
+            if "out of memory" in str(error):  # there was no room to load the kernel
+                raise torch.OutOfMemoryError(str(error)) from error
+            self.broken = True
+            LOGGER.warning(
+                "%s does not compile, so that PyTorch computes it, which is slower: "
+                "%s: %s",
+                self.launcher.__name__,
+                type(error).__name__,
+                str(error).strip().partition("\n")[0],
+            )
+        return self.twin(*args, **options)

@@ -1,0 +1,128 @@
+"""The engine on an NVIDIA GPU: fused kernels, CUDA graphs, overlapping steps.
+
+`pytest -m gpu` runs these and the tests of each kernel.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_graphs import PROMPTS, answers
+
+from simplellm import LLM, EngineConfig, GPUConfig, RequestOutput
+from simplellm.engine import Engine
+from simplellm.graphs import GraphEngine
+from simplellm.model import load_model
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("triton")
+# A prompt found in the cache is computed in other parts, and rounded otherwise.
+ALONE: dict[str, Any] = dict(
+    share_prefixes=False, max_num_seqs=64, cache_bytes=2**28, max_model_len=4096
+)
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Of 1 to 300 tokens: within and beyond the window, off the pages' edges."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 301, (count,), generator=generator).tolist()
+    return [
+        torch.randint(1000, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
+
+
+def ask(llm: LLM, count: int, **params: Any) -> list[RequestOutput]:
+    """All at once, and for the same number of tokens: one batch to the end."""
+    options = dict(max_tokens=24, ignore_eos=True, temperature=0) | params
+    return llm.generate(prompts(count, seed=3), **options).result(timeout=120)
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    return [(output.token_ids, output.logprobs) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(config=GPUConfig(**ALONE), device="cuda") as llm:
+        yield llm
+
+
+def test_the_fast_path_is_the_one_taken(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert isinstance(llm.engine, GraphEngine) and llm.engine.runner.captured
+    with (
+        caplog.at_level(logging.INFO, "simplellm"),
+        LLM(config=GPUConfig(**ALONE), device="cuda"),
+    ):
+        pass
+    # One line and no warning: everything compiles and is captured.
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "simplellm"]
+    assert "Triton kernels" in line and torch.cuda.get_device_name() in line
+
+
+@pytest.mark.parametrize("count", [1, 5, 48])
+@pytest.mark.parametrize(
+    "params",
+    [dict(logprobs=2), dict(temperature=0.9, seed=5), dict(top_p=0.9, seed=6)],
+    ids=["logprobs", "drawn", "top_p"],
+)
+def test_the_same_requests_twice_give_the_same_bits(
+    llm: LLM, count: int, params: dict[str, Any]
+) -> None:
+    first = bits(ask(llm, count, **params))
+    assert first == bits(ask(llm, count, **params))
+    with LLM(config=GPUConfig(**ALONE), device="cuda") as other:
+        assert first == bits(ask(other, count, **params))
+
+
+@pytest.mark.parametrize("switch", ["cuda_graphs", "overlap"])
+@pytest.mark.parametrize("count", [1, 8, 48])
+def test_graphs_and_overlap_change_no_bit(llm: LLM, switch: str, count: int) -> None:
+    """These are captured sizes, so that both ways launch the same kernels."""
+    with LLM(config=GPUConfig(**ALONE, **{switch: False}), device="cuda") as other:
+        assert bits(ask(llm, count, logprobs=1)) == bits(ask(other, count, logprobs=1))
+
+
+def test_padding_rows_change_no_token() -> None:
+    """Batches between the captured sizes give the tokens of the captured ones.
+
+    In float32: another batch size may mean another order of summation.
+    """
+    from simplellm.kernels.forward import FUSED, Fused
+
+    sizes: dict[str, Any] = dict(max_num_seqs=8, num_pages=200)
+    model = load_model(dtype=torch.float32, device="cuda", backend=FUSED)
+    engine = GraphEngine(model, GPUConfig(**sizes), Fused)
+    assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
+    expected = answers(engine, PROMPTS[:8])
+    for batch in range(1, 8):
+        assert answers(engine, PROMPTS[:batch]) == expected[:batch]
+    plain = load_model(dtype=torch.float32, device="cuda")
+    assert expected == answers(Engine(plain, EngineConfig(**sizes)), PROMPTS[:8])
+
+
+def test_the_embedded_model_solves_its_problems(llm: LLM) -> None:
+    """A short form of `make evaluate`, in bfloat16."""
+    from evaluate import evaluate
+    from problems import evaluation_set
+
+    for count, batch in ((63, 64), (9, 1)):  # seven of each kind, and one
+        results, wrong = evaluate(llm, evaluation_set(count), "high", batch)
+        assert wrong == [] and sum(row["of"] for row in results.values()) == count
+
+
+def test_four_layers_in_the_width_of_120b_are_as_exact_as_plain_bfloat16() -> None:
+    """Against float32, whole, in chunks and token by token."""
+    from gpu.accuracy import measure
+
+    found = measure()
+    plain = found["bf16 PyTorch"]
+    fused = [row for name, row in found.items() if name.startswith("fused")]
+    assert len(fused) == 3 and found["bits equal twice"]
+    for row in fused:
+        assert row["median"] <= 1.05 * plain["median"]
+        assert row["same_argmax"] >= plain["same_argmax"] - 0.02
