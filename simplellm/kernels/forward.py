@@ -14,10 +14,11 @@ from torch import Tensor
 
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend
+from simplellm.kernels.experts import INVARIANT as INVARIANT_TILING
 from simplellm.kernels.experts import Packed, down, gate_up, repack, tilings
 from simplellm.kernels.experts_few import down_few, gate_up_few
 from simplellm.kernels.head import head
-from simplellm.kernels.linear import Dot, choose, linear, linear_parts
+from simplellm.kernels.linear import INVARIANT, Dot, choose, linear, linear_parts
 from simplellm.kernels.norm import add_norm
 from simplellm.kernels.rope import rope_and_cache
 from simplellm.kernels.routing import route, route_and_dispatch
@@ -59,9 +60,11 @@ def embed_torch(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
     return table[known]
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor:
     """`linear`, or its parts [T, S, N], which the next kernel adds up."""
-    config = choose(x.shape[0], *weight.shape)
+    config = INVARIANT if batch_invariant else choose(x.shape[0], *weight.shape)
     if isinstance(config, Dot) and config.parts > 1:
         return linear_parts(x, weight, bias, config)
     return linear(x, weight, bias)
@@ -70,15 +73,22 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Fused:
     """The weights of a loaded `Transformer`, computed with in fused kernels.
 
-    Its experts must have been repacked.
+    Its experts must have been repacked. With ``batch_invariant`` a token goes through
+    the same kernels in the same way whatever else is in a step, so that its hidden
+    state and its logits have the same bits.
     """
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, max_num_seqs: int
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        max_num_seqs: int,
+        batch_invariant: bool = False,
     ) -> None:
         config = model.config
         self.vocab_size = config.vocab_size
         self.model, self.cache = model, cache
+        self.batch_invariant = batch_invariant
         self.layers = cast(list[Block], list(model.layers))
         self.device = model.device
         positions = torch.arange(config.max_position_embeddings, device=model.device)
@@ -107,7 +117,9 @@ class Fused:
         group, place = self.cache.places[layer]
         where = step.groups[group]
         keys, values = self.cache.k[place], self.cache.v[place]
-        qkv = project(h, attn.qkv.weight, None)  # [T, (H+2K)*D], or parts
+        invariant = self.batch_invariant
+        # [T, (H+2K)*D], or parts
+        qkv = project(h, attn.qkv.weight, None, invariant)
         q = rope_and_cache(
             qkv,
             attn.qkv.bias,
@@ -130,8 +142,9 @@ class Fused:
             attn.sinks,
             attn.window,
             scratch=self.scratch,
+            batch_invariant=invariant,
         )
-        return project(out.flatten(1), attn.o.weight, attn.o.bias)
+        return project(out.flatten(1), attn.o.weight, attn.o.bias, invariant)
 
     def experts(self, mlp: MoE, h: Tensor) -> Tensor:
         """What each chosen expert adds to each token: [T, k, hidden]."""
@@ -140,18 +153,22 @@ class Fused:
         limits = weights.limit, weights.alpha
         first = cast(Packed, weights.gate_up), weights.gate_up_bias
         second = cast(Packed, weights.down), weights.down_bias
-        if len(h) == 1 and h.dtype == torch.bfloat16:
+        invariant = self.batch_invariant
+        if len(h) == 1 and h.dtype == torch.bfloat16 and not invariant:
             ids, scores = route(h, *router)
             hidden = gate_up_few(h, ids, *first, *limits)
             return down_few(hidden, ids, scores, *second)
         up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
-        _, scores, pairs = route_and_dispatch(h, *router, up.tokens)
+        if invariant:
+            up = back = INVARIANT_TILING
+        _, scores, pairs = route_and_dispatch(h, *router, up.tokens, invariant)
         hidden = gate_up(h, *first, pairs, *limits, up)
         return down(hidden, *second, scores, pairs, back)
 
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """The likeliest next token of each row, int32; fills ``logits`` as well."""
-        return head(hidden, self.model.lm_head.weight, logits)
+        weight = self.model.lm_head.weight
+        return head(hidden, weight, logits, self.batch_invariant)
 
     def draw(
         self, logits: Tensor, best: Tensor, columns: Columns, steps: Tensor
