@@ -117,6 +117,7 @@ CASES = [
     decode_case(attention.DECODE_WINDOW, 128),
     prefill_case(attention.PREFILL),
     prefill_case(attention.PREFILL_WINDOW, 128),
+    prefill_case(attention.INVARIANT_WINDOW, 128),
     Case(
         rope.rope_kernel,
         "*bf16 *bf16 *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 i32 i32 i32 i32",
@@ -143,6 +144,15 @@ CASES = [
         "*bf16 *bf16 *bf16 *fp32 i32 i32",
         projection(rows=64, tokens=16) | {"DEPTH": 128, "PARTS": 3, "AHEAD": 2},
         stages=4,
+        aligned=("stride_x",),
+    ),
+    Case(
+        linear.dot_kernel,
+        "*bf16 *bf16 *bf16 *fp32 i32 i32",
+        projection(linear.INVARIANT.rows, linear.INVARIANT.width)
+        | {"DEPTH": linear.INVARIANT.depth, "PARTS": linear.INVARIANT.parts}
+        | {"AHEAD": 0, "PDL": False},
+        stages=linear.INVARIANT.stages,
         aligned=("stride_x",),
     ),
     Case(

@@ -578,6 +578,10 @@ TUNED: tuple[tuple[float, Tiling, Tiling], ...] = (
 )
 
 
+# For any number of tokens, where each must be summed in the same order.
+INVARIANT = MIDDLE
+
+
 def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
     """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
     mean = tokens * top_k / experts
