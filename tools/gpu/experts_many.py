@@ -4,9 +4,9 @@
 
 Checks that `repack` loses nothing, that every tiling's result is the same twice, with
 its output poisoned, and within rounding of the twin's in float32, and that those in use
-give the same bits 100 times at full size. Prints for each half,
-number of tokens and tiling microseconds, GB/s, TFLOP/s and their shares of an H200's
-best, and which tiling is fastest.
+give the same bits 100 times at full size. Prints for each half, number of tokens and
+tiling microseconds, GB/s, TFLOP/s and their shares of an H200's best, and which tiling
+is fastest.
 
 Times are medians of replays of a CUDA graph whose launches take turns between the
 weights of two layers and four routings, each token with 4 of 128 experts at random.
