@@ -71,10 +71,13 @@ def run_chapter(path: Path) -> list[str]:
     import course
     import matplotlib.pyplot as plt
 
-    course.save_figure = lambda fig, name, alt=None: plt.close(fig)
+    def drop(fig: Any, name: str, alt: str | None = None) -> None:
+        plt.close(fig)
+
     failed = []
     names: dict[str, Any] = {"__name__": "__main__"}
-    with tempfile.TemporaryDirectory() as folder:
+    unkept = mock.patch.object(course, "save_figure", drop)
+    with unkept, tempfile.TemporaryDirectory() as folder:
         for number, cell in enumerate(cells(path.read_text(encoding="utf-8"))):
             raised = False
             try:
