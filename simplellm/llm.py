@@ -4,6 +4,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ class LLM(PlainLLM):
 
     On an NVIDIA GPU with bfloat16 it runs the Triton kernels in CUDA graphs, elsewhere
     PyTorch; one line of the log "simplellm" says which, and why. ``config`` is a
-    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. All else
-    is as in `simplellm.engine.LLM`.
+    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. Raises
+    ValueError if it asks for ``batch_invariant`` where PyTorch computes. All else is as
+    in `simplellm.engine.LLM`.
     """
 
     def __init__(
@@ -80,6 +82,11 @@ class LLM(PlainLLM):
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)
+        if reason and isinstance(config, GPUConfig) and config.batch_invariant:
+            raise ValueError(
+                "batch_invariant is True; expected False, since PyTorch computes and "
+                f"promises no order of sums ({reason})"
+            )
         memory: AbstractContextManager[None] = nullcontext()
         if device.type == "cuda":
             if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
@@ -110,4 +117,5 @@ class LLM(PlainLLM):
 
         if not isinstance(config, GPUConfig):
             config = GPUConfig(**asdict(config))
-        return GraphEngine(self.model, config, Fused)
+        fused = partial(Fused, batch_invariant=config.batch_invariant)
+        return GraphEngine(self.model, config, fused)

@@ -1,6 +1,7 @@
 """Check, tune and time the attention and rope kernels on a GPU.
 
     python3 tools/gpu/attention.py --json OUT
+    python3 tools/gpu/attention.py --tune --json OUT
     compute-sanitizer --tool memcheck python3 tools/gpu/attention.py --sanitize
 
 Times are of CUDA graphs of many launches, each on other inputs, more than the L2 cache
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_variants import Apart, launch_apart
 from torch import Tensor
 
 from simplellm.config import GPT_OSS_120B
 from simplellm.kernels import attention as kernels
 from simplellm.kernels.attention import Scratch, Tiles
+from simplellm.kernels.forward import project
 from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
 from simplellm.rope import Rope
 
@@ -37,7 +40,7 @@ L2 = 150e6  # bytes of inputs after which nothing of the first is cached any mor
 DEVICE = "cuda"
 
 
-Trial = tuple[Tiles, int | None]  # and the number of splits, if not the usual
+Trial = tuple[Any, int | None]  # tiles, and the number of splits, if not the usual
 
 
 @dataclass
@@ -54,9 +57,11 @@ class Batch:
     sinks: Tensor
     window: int | None
 
-    def decode(self, tiles: Tiles, scratch: Scratch, out: Tensor) -> Tensor:
+    def decode(self, tiles: Tiles | Apart, scratch: Scratch, out: Tensor) -> Tensor:
         arguments: list[Any] = list(vars(self).values())
         del arguments[6]
+        if isinstance(tiles, Apart):
+            return launch_apart(*[*arguments, scratch, out, tiles])
         return kernels.launch_decode(*[*arguments, scratch, out, tiles])
 
     def prefill(self, tiles: Tiles, out: Tensor) -> Tensor:
@@ -165,7 +170,7 @@ class Report:
     def row(self, kernel: str, shape: str, config: str, us: float, **more: float):
         entry = {"kernel": kernel, "shape": shape, "config": config, "us": us, **more}
         self.rows.append(entry)
-        line = f"{kernel:<8}{shape:<16}{config:<26}{us:9.2f} us"
+        line = f"{kernel:<8}{shape:<16}{config:<34}{us:9.2f} us"
         if "gbs" in more:
             line += f" {more['gbs']:7.0f} GB/s {more['gbs'] / PEAK:4.0%}"
         if "tflops" in more:
@@ -177,11 +182,13 @@ class Report:
         print(f"[{time.perf_counter() - self.begun:5.1f} s] {text}", flush=True)
 
 
-def name_of(tiles: Tiles, *, splits: int | None = None) -> str:
+def name_of(tiles: Tiles | Apart, *, splits: int | None = None) -> str:
     text = f"b{tiles.block} w{tiles.warps} s{tiles.stages}"
     if tiles.tokens > 1:
         return f"{text} t{tiles.tokens}"
     text += f" l{tiles.least} j{tiles.chunk}"
+    if isinstance(tiles, Apart):
+        text = f"A {text} a{tiles.ahead}{'' if tiles.early else ' late'}"
     return text + (f" x{splits}" if splits else "")
 
 
@@ -466,6 +473,212 @@ def tune_decode(report: Report, full: list[Tiles], sliding: list[Tiles]) -> None
     report.note("timed decode")
 
 
+@dataclass(frozen=True)
+class Contest:
+    """Ways to decode ``batch`` sequences of ``length`` tokens; the first is today's."""
+
+    batch: int
+    length: int
+    window: int | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} x {self.length}"
+
+    def inputs(self, sets: int) -> list[Batch]:
+        ones, lengths = [1] * self.batch, [self.length] * self.batch
+        return make_batches(
+            lengths, ones, self.window, PAGE, sets, capacity=max(131_072, self.length)
+        )
+
+
+PAGE = 64
+
+
+def contests() -> list[Contest]:
+    """What `--tune` times."""
+    wide = [
+        Apart(block, warps, stages, chunk=17)
+        for block, warps, stages in (
+            (64, 4, 4), (64, 4, 5), (64, 4, 6), (64, 2, 4), (128, 4, 3), (128, 4, 4),
+            (128, 8, 3), (128, 8, 4), (128, 8, 5), (256, 8, 3),
+        )
+    ]  # fmt: skip
+    today = replace(kernels.DECODE[1], chunk=33)
+    long: list[Trial] = [(kernels.DECODE[1], None), (kernels.DECODE[1], 33)]
+    long += [(today, 33), (today, 32), (replace(today, chunk=17), 33)]
+    for tiles in wide:
+        counts = (16, 33) if tiles.block * tiles.warps > 256 else (33, 49)
+        long += [(replace(tiles, ahead=a), n) for n in counts for a in (0, 256)]
+    for ahead in (64, 128, 512, 1024):
+        long += [(replace(wide[0], ahead=ahead), 33)]
+        long += [(replace(wide[7], ahead=ahead), 16)]
+        long += [(replace(wide[0], ahead=ahead, chunk=33), 33)]
+    long += [(replace(wide[0], ahead=a, early=False), 33) for a in (0, 256)]
+    many: list[Trial] = [(kernels.DECODE[1], None)]
+    for tiles in (wide[0], wide[1], wide[3], wide[4], wide[5], wide[7], wide[9]):
+        many += [(replace(tiles, ahead=a), n) for n in (4, 8) for a in (0, 256)]
+    short: list[Trial] = [(kernels.DECODE[1], None)]
+    batched: list[Trial] = []
+    for tiles in (*wide[:6], wide[6], wide[7], wide[9]):
+        short += [
+            (replace(tiles, least=least, ahead=ahead), None)
+            for least in (64, 128, 256)
+            for ahead in (0, 128)
+            if least >= tiles.block
+        ]
+        batched += [
+            (replace(tiles, least=least, ahead=ahead), None)
+            for least in (512, 1024)
+            for ahead in (0, 64, 256)
+        ]
+    window: list[Trial] = [(kernels.DECODE_WINDOW, None)]
+    for block, warps, stages in ((128, 4, 1), (128, 8, 1), (64, 4, 3), (128, 4, 2)):
+        window += [(Apart(block, warps, stages, ahead=a), None) for a in (0, 128)]
+    return [
+        Contest(1, 128, None, tuple(short)),
+        Contest(1, 1000, None, tuple(short)),
+        Contest(8, 1000, None, tuple(short)),
+        Contest(1, 4096, None, tuple([*long, *short[1:]])),
+        Contest(1, 32_768, None, tuple(long)),
+        Contest(1, 131_072, None, tuple(long)),
+        Contest(8, 32_768, None, tuple(many)),
+        *(
+            Contest(batch, length, None, ((kernels.DECODE[batch], None), *batched))
+            for batch, length in ((32, 1000), (64, 1000), (128, 256))
+        ),
+        *(Contest(batch, 1000, 128, tuple(window)) for batch in (1, 64, 256)),
+    ]
+
+
+def compile_contests(report: Report, entries: Sequence[Contest]) -> None:
+    jobs = {}
+    for entry in entries:
+        case = entry.inputs(1)[0]
+        for tiles, splits in entry.trials:
+            scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+            used = splits or kernels.choose_splits(entry.batch, KV_HEADS)
+            chunk = min(tiles.chunk, used)
+            key = replace(tiles, chunk=chunk, least=1), entry.window, used > 1
+            out = torch.empty_like(case.q)
+            jobs[key] = partial(case.decode, tiles, scratch, out)
+    compile_all(list(jobs.values()))
+    report.note(f"compiled {len(jobs)} variants")
+
+
+def around(case: Batch, decode: Callable[[], object], weights: list[Tensor]) -> None:
+    """What a layer does from its first norm to its second, but for the norms."""
+    x, qkv, bias, o, cos, sin, positions, slots = weights
+    rope_and_cache(
+        project(x, qkv, None),
+        bias,
+        positions,
+        cos,
+        sin,
+        case.keys,
+        case.values,
+        slots,
+    )
+    decode()
+    project(case.q.flatten(1), o, None)
+
+
+def layer_weights(case: Batch, batch: int, length: int) -> list[Tensor]:
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    cos, sin = Rope(GPT_OSS_120B).cos_sin(torch.arange(length))
+    last = case.tables[:, (case.lengths[0] - case.offsets[0] - 1) // PAGE]
+    slots = last * PAGE + (case.lengths - 1) % PAGE
+    return [
+        torch.randn(batch, 2880, device=DEVICE).bfloat16(),
+        (torch.randn(width, 2880, device=DEVICE) / 54).bfloat16(),
+        torch.randn(width, device=DEVICE).bfloat16(),
+        torch.randn(2880, HEADS * DIM, device=DEVICE).bfloat16(),
+        cos.to(DEVICE),
+        sin.to(DEVICE),
+        torch.full((batch,), length - 1, device=DEVICE).int(),
+        slots.int(),
+    ]
+
+
+def time_contest(report: Report, entry: Contest) -> list[str]:
+    """Lines of a table: today's and the best, alone and among a layer's kernels."""
+    seen = min(entry.length, entry.window or entry.length)
+    moved = entry.batch * (seen * TOKEN_BYTES + 2 * HEADS * DIM * 2)
+    batches = entry.inputs(max(3, min(400, math.ceil(L2 / moved))))
+    outs = [torch.empty_like(case.q) for case in batches]
+    results = []
+    for number, (tiles, splits) in enumerate(entry.trials):
+        scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+        launches = [
+            partial(case.decode, tiles, scratch, out)
+            for case, out in zip(batches, outs, strict=True)
+        ]
+        try:
+            us = microseconds(launches)
+        except Exception as error:
+            report.note(f"{name_of(tiles)}: {str(error).splitlines()[0][:100]}")
+            continue
+        results.append((us, number, tiles, splits))
+    today = [result for result in results if result[1] == 0]
+    results.sort(key=lambda result: result[0])
+    layers = batches[:3]
+    weights = [layer_weights(case, entry.batch, entry.length) for case in layers]
+    lines = []
+    best = [result for result in results if result[1]][:5]
+    for place, (us, _, tiles, splits) in enumerate([*today, *best]):
+        chain = math.nan
+        if place < 4:
+            scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+            chain = microseconds(
+                [
+                    partial(around, case, partial(case.decode, tiles, scratch, out), w)
+                    for case, out, w in zip(layers, outs[:3], weights, strict=True)
+                ]
+            )
+        used = splits or kernels.choose_splits(entry.batch, KV_HEADS)
+        config = name_of(tiles, splits=used)
+        share = moved / us / 1e3 / PEAK
+        kind = "window" if entry.window else "full"
+        lines.append(
+            f"{kind:<7}{entry.name:<11}{config:<32}{us:8.2f} us {share:4.0%}"
+            + (f"  layer {chain:7.2f}" if place < 4 else "")
+        )
+    kind = "decode" if entry.window is None else f"dec {entry.window}"
+    for us, _, tiles, splits in results:
+        config = name_of(tiles, splits=splits or 0)
+        row = {"kernel": kind, "shape": entry.name, "config": config, "us": us}
+        report.rows.append(row | {"gbs": moved / us / 1e3})
+    return lines
+
+
+def shape_of(tiles: Any) -> tuple[object, ...]:
+    return type(tiles), tiles.block, tiles.warps, tiles.stages
+
+
+def tune(report: Report) -> None:
+    """Time other designs of the decode against today's, at many shapes."""
+    entries = contests()
+    compile_contests(report, entries)
+    choices: tuple[dict[Any, None], dict[Any, None]] = {}, {}
+    for entry in entries:
+        for tiles, _ in entry.trials:
+            if isinstance(tiles, Apart) and tiles.ahead in (0, 128, 256):
+                choices[entry.window is not None][replace(tiles, least=128)] = None
+    shapes = DECODE_SHAPES + random_shapes(4, decode=True)
+    tried = tuple(list(tiles) for tiles in choices)
+    good = check(report, "decode", shapes, tried)
+    bad = {shape_of(t) for some in tried for t in some if t not in (*good[0], *good[1])}
+    lines = []
+    try:
+        for entry in entries:
+            fine = [t for t in entry.trials if shape_of(t[0]) not in bad]
+            lines += time_contest(report, replace(entry, trials=tuple(fine)))
+            report.note(f"timed {entry.name}")
+    finally:
+        print("\n".join(lines), flush=True)
+
+
 def tune_prefill(report: Report, full: list[Tiles], sliding: list[Tiles]) -> None:
     for window, tiles in ((None, full), (128, sliding)):
         time_prefill(report, [2048] * 32, [2048] * 32, window, tiles, 64)
@@ -534,6 +747,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.sanitize:
@@ -553,6 +767,9 @@ def main() -> None:
                 arguments.json.write_text(json.dumps(report.rows, indent=1) + "\n")
 
     with torch.inference_mode():
+        if arguments.tune:
+            section(tune)
+            return
         choices = (DECODE_TILES, WINDOW_TILES)
         shapes = DECODE_SHAPES + random_shapes(16, decode=True)
         good = section(check, "decode", shapes, choices) or choices
