@@ -6,11 +6,13 @@ group, D head_dim.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from simplellm.attention import attention
@@ -264,18 +266,57 @@ def decode_attention(
     return torch.bmm(weights, v).view(q.shape).to(q.dtype)
 
 
-class SlotStep:
+class Read(NamedTuple):
+    """What some decodes attend to: the memory of the cache, or gathered from it."""
+
+    rows: slice | ndarray  # of the packed tokens, n of them
+    keys: ndarray  # float32 [n, K, S, D]
+    values: ndarray
+    hidden: ndarray | None  # bool, as [n, 1, 1, S]: what a row must not read
+
+
+class DecodeStep:
+    """A cache during a step. On a CPU, one of decodes alone may use `extend`.
+
+    ``decodes`` says whether the step is such a one, in float32.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], memory: Tensor) -> None:
+        self.chunks = chunks
+        self.num_tokens = sum(chunk.length for chunk in chunks)
+        plain = memory.dtype == torch.float32 and memory.device.type == "cpu"
+        self.decodes = plain and self.num_tokens == len(chunks)
+
+    def extend(self, layer: int, k: ndarray, v: ndarray) -> Iterable[Read]:
+        """Store k and v float32 [T, K, D]; what the tokens attend to, new and old."""
+        raise NotImplementedError
+
+
+class SlotStep(DecodeStep):
     """The slot cache during one forward pass over ``chunks``."""
 
     def __init__(
-        self,
-        layers: Sequence[tuple[Tensor, Tensor]],
-        plans: Sequence[Plan],
-        num_tokens: int,
+        self, cache: "SlotCache", chunks: Sequence[Chunk], slots: Sequence[int]
     ) -> None:
-        self.layers = layers
-        self.plans = plans
-        self.num_tokens = num_tokens
+        self.layers = cache.layers
+        super().__init__(chunks, self.layers[0][0])
+        self.cache = cache
+        self.slots = slots
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """One for each layer, drawn up if somebody asks."""
+        return self.cache.plans(self.chunks, self.slots)
+
+    def extend(self, layer: int, k: ndarray, v: ndarray) -> Iterable[Read]:
+        """Store k and v float32 [T, K, D]; what the tokens attend to, new and old."""
+        keys, values = (memory.numpy() for memory in self.layers[layer])
+        size = keys.shape[2]  # of [slots, K, S, D]
+        for row, (chunk, slot) in enumerate(zip(self.chunks, self.slots, strict=True)):
+            place, length = chunk.start % size, min(chunk.start + 1, size)
+            keys[slot, :, place], values[slot, :, place] = k[row], v[row]
+            seen = slice(slot, slot + 1), slice(None), slice(length)
+            yield Read(slice(row, row + 1), keys[seen], values[seen], None)
 
     def attend(
         self,
@@ -384,12 +425,15 @@ class SlotCache:
                 "of them twice"
             )
         slots = [self.manager.slot(chunk) for chunk in chunks]
+        return SlotStep(self, chunks, slots)
+
+    def plans(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> list[Plan]:
+        """Who writes and reads what in a step, for each layer."""
         kinds = {
             kind: self._plan(chunks, slots, *kind)
             for kind in set(zip(self.windows, self.sizes, strict=True))
         }
-        plans = [kinds[kind] for kind in zip(self.windows, self.sizes, strict=True)]
-        return SlotStep(self.layers, plans, sum(chunk.length for chunk in chunks))
+        return [kinds[kind] for kind in zip(self.windows, self.sizes, strict=True)]
 
     def _plan(
         self,

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from simplellm.attention import NoCache
 from simplellm.cache import Chunk, Manager, SlotCache, kv_bytes
+from simplellm.cpu import choose_backend
 from simplellm.generate import LLM as PlainLLM
 from simplellm.generate import (
     NewToken,
@@ -432,8 +433,9 @@ class Engine:
         )  # [T, hidden]
         sampling = zip(spans, accumulate(lengths), strict=True)
         last = [stop - 1 for (job, _, end), stop in sampling if end == len(job.tokens)]
-        rows = torch.tensor(last, dtype=torch.int64, device=device)
-        return self.model.lm_head(hidden[rows]).float()
+        if len(last) < len(hidden):
+            hidden = hidden[torch.tensor(last, dtype=torch.int64, device=device)]
+        return self.model.lm_head(hidden).float()
 
     @torch.inference_mode()
     def sample(self, works: Sequence[Work], logits: Tensor) -> Sampled:
@@ -801,7 +803,7 @@ class LLM(PlainLLM):
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(path, **options)
+        super().__init__(path, **{"backend": choose_backend, **options})
         self.engine: Engine = self._make_engine(config)  # type: ignore[assignment]
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self.engine.shutdown, True, 60.0)

@@ -28,7 +28,7 @@ from simplellm.harmony import (
     render,
     tool_calls,
 )
-from simplellm.model import EMBEDDED, TORCH, Backend, Transformer, load_model
+from simplellm.model import EMBEDDED, TORCH, Backend, Choice, Transformer, load_model
 from simplellm.sampler import (
     Columns,
     Sampled,
@@ -322,7 +322,7 @@ class LLM:
         device: str | torch.device | None = None,
         random_weights: bool = False,
         seed: int = 0,
-        backend: Backend = TORCH,
+        backend: Backend | Choice = TORCH,
     ) -> None:
         folder = EMBEDDED if path is None else Path(path)
         file = find_file(folder, "tokenizer.json")

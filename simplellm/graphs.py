@@ -316,7 +316,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class GPUConfig(EngineConfig):
-    """An `EngineConfig` with the defaults for a GPU, and its own two switches."""
+    """An `EngineConfig` with the defaults for a GPU, and its own three switches."""
 
     page_size: int = 64
     max_num_seqs: int = 256
@@ -324,10 +324,11 @@ class GPUConfig(EngineConfig):
     prefill_chunk: int | None = 8192
     cuda_graphs: bool = True  # replay decode steps instead of starting each kernel
     overlap: bool = True  # schedule the next step while this one is computed
+    batch_invariant: bool = False  # tokens do not depend on other requests; slower
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cuda_graphs", "overlap"):
+        for name in ("cuda_graphs", "overlap", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"{name} is {getattr(self, name)!r}; expected True or False"

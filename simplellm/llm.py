@@ -4,6 +4,7 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import EMBEDDED, TORCH, Backend
+from simplellm.model import EMBEDDED
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -59,8 +60,9 @@ class LLM(PlainLLM):
 
     On an NVIDIA GPU with bfloat16 it runs the Triton kernels in CUDA graphs, elsewhere
     PyTorch; one line of the log "simplellm" says which, and why. ``config`` is a
-    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. All else
-    is as in `simplellm.engine.LLM`.
+    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. Raises
+    ValueError if it asks for ``batch_invariant`` where PyTorch computes. All else is as
+    in `simplellm.engine.LLM`.
     """
 
     def __init__(
@@ -80,6 +82,11 @@ class LLM(PlainLLM):
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)
+        if reason and isinstance(config, GPUConfig) and config.batch_invariant:
+            raise ValueError(
+                "batch_invariant is True; expected False, since PyTorch computes and "
+                f"promises no order of sums ({reason})"
+            )
         memory: AbstractContextManager[None] = nullcontext()
         if device.type == "cuda":
             if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
@@ -88,17 +95,17 @@ class LLM(PlainLLM):
             folder = EMBEDDED if path is None else Path(path)
             shapes = shapes or ModelConfig.from_file(folder / "config.json")
             memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
-        backend: Backend = TORCH
+        backend: dict[str, Any] = {}
         if reason is None:
             from simplellm.kernels.forward import FUSED
 
-            backend = FUSED
+            backend = {"backend": FUSED}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, how)
         with memory:
             super().__init__(
-                path, config, dtype=dtype, device=device, backend=backend, **options
+                path, config, dtype=dtype, device=device, **backend, **options
             )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
@@ -110,4 +117,5 @@ class LLM(PlainLLM):
 
         if not isinstance(config, GPUConfig):
             config = GPUConfig(**asdict(config))
-        return GraphEngine(self.model, config, Fused)
+        fused = partial(Fused, batch_invariant=config.batch_invariant)
+        return GraphEngine(self.model, config, fused)

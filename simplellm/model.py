@@ -45,7 +45,8 @@ class Backend:
     """The functions that a model computes with; a faster record replaces entries.
 
     Attention is missing here because the cache, an argument of each forward pass,
-    brings its own. ``prepare`` may bring a layer's experts into another layout.
+    brings its own. ``prepare`` may bring a layer's experts into another layout, and
+    ``model`` be another class than `Transformer`.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -54,6 +55,7 @@ class Backend:
     route: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
     prepare: Callable[[Experts], Experts] = lambda weights: weights
+    model: "type[Transformer] | None" = None
 
 
 TORCH = Backend(rms_norm, linear, apply_rope, route, experts)
@@ -261,6 +263,8 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
 
+Choice = Callable[[ModelConfig, torch.dtype, torch.device], Backend]
+
 
 def load_model(
     path: str | Path | None = None,
@@ -269,16 +273,17 @@ def load_model(
     *,
     random_weights: bool = False,
     seed: int = 0,
-    backend: Backend = TORCH,
+    backend: Backend | Choice = TORCH,
 ) -> Transformer:
     """Load a checkpoint folder, or the model that comes with the package.
 
     ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
     which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
     is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
-    of a known model, whose shapes are then filled with random numbers. Weights that
-    fit as they are stay on the mapped file. Raises CheckpointError or ConfigError for
-    a folder that is no checkpoint.
+    of a known model, whose shapes are then filled with random numbers. ``backend`` may
+    be a function that chooses one for the model. Weights that fit as they are stay on
+    the mapped file. Raises CheckpointError or ConfigError for a folder that is no
+    checkpoint.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -301,6 +306,8 @@ def load_model(
     else:
         checkpoint = Checkpoint(path)
         config = checkpoint.config
+    if not isinstance(backend, Backend):
+        backend = backend(config, dtype, device)
 
     small = count_parameters(config).total < BIG
     total = len(checkpoint.names())
@@ -317,4 +324,5 @@ def load_model(
             exact = name.endswith("norm.weight")
             return send(weight.to(torch.float32 if exact else dtype))
 
-        return Transformer(config, take, backend)
+        model = backend.model or Transformer
+        return model(config, take, backend)

@@ -11,15 +11,19 @@ query heads, K kv heads, G = H / K heads a group, D head_dim.
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from simplellm.attention import attention, visible
-from simplellm.cache import Chunk, decode_attention
+from simplellm.cache import Chunk, DecodeStep, Read, decode_attention
 from simplellm.config import ModelConfig
 
 NULL = -1  # stands in a table where a page fell behind the window
@@ -364,20 +368,100 @@ class Rows:
     alone: list[Alone]
 
 
-class PagedStep:
-    """One forward pass over a paged cache: writes what is new, attends over all.
+READ = 4096  # positions up to which decodes are read together
 
-    ``starts`` and ``lengths`` are int32 [B]: tokens before this step, and in it.
-    """
+
+def alike(lengths: ndarray) -> Iterator[ndarray]:
+    """The rows of ``lengths`` [T] in batches, so that padding at most doubles one."""
+    order = np.argsort(lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        longest = max(64, 2 * lengths[order[start]])  # below 64 a call costs more
+        stop = np.searchsorted(lengths[order], longest, "right")
+        stop = min(stop, start + max(1, READ // longest))
+        yield order[start:stop]
+        start = stop
+
+
+class Gathered(NamedTuple):
+    """Where some decodes find their keys in a layer of the pool, seen as [rows, D]."""
+
+    rows: ndarray  # of the packed tokens, n of them
+    cells: ndarray  # int64 [n, K, S]
+    hidden: ndarray | None  # bool [n, 1, 1, S]
+
+
+class PagedStep(DecodeStep):
+    """One forward pass over a paged cache: writes what is new, attends over all."""
 
     def __init__(self, cache: "PagedCache", chunks: Sequence[Chunk]) -> None:
+        super().__init__(chunks, cache.k)
         self.cache = cache
-        self.chunks = chunks
-        self.starts = torch.tensor([c.start for c in chunks], dtype=torch.int32)
-        self.lengths = torch.tensor([c.length for c in chunks], dtype=torch.int32)
-        self.num_tokens = sum(c.length for c in chunks)
-        windows = enumerate(cache.manager.windows)
-        self.rows = [self._rows(group, window) for group, window in windows]
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int32 [B], tokens before this step."""
+        return torch.tensor([c.start for c in self.chunks], dtype=torch.int32)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int32 [B], tokens in this step."""
+        return torch.tensor([c.length for c in self.chunks], dtype=torch.int32)
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """What `attend` needs to know of each group of layers."""
+        windows = enumerate(self.cache.manager.windows)
+        return [self._rows(group, window) for group, window in windows]
+
+    @cached_property
+    def gathered(self) -> list[tuple[ndarray, list[Gathered]]]:
+        """What `extend` needs to know of each group: where to write, and to read."""
+        windows = enumerate(self.cache.manager.windows)
+        return [self._gathered(group, window) for group, window in windows]
+
+    def extend(self, layer: int, k: ndarray, v: ndarray) -> Iterable[Read]:
+        """Store k and v float32 [T, K, D]; what the tokens attend to, new and old."""
+        group, place = self.cache.places[layer]
+        slots, parts = self.gathered[group]
+        dim = k.shape[2]
+        keys = self.cache.k[place].numpy().reshape(-1, dim)
+        values = self.cache.v[place].numpy().reshape(-1, dim)
+        keys[slots], values[slots] = k, v
+        for rows, cells, hidden in parts:
+            yield Read(rows, keys.take(cells, 0), values.take(cells, 0), hidden)
+
+    def _gathered(
+        self, group: int, window: int | None
+    ) -> tuple[ndarray, list[Gathered]]:
+        manager, heads = self.cache.manager, self.cache.k.shape[3]
+        size = manager.page_size
+        last = np.array([chunk.start for chunk in self.chunks])
+        oldest = np.maximum(last + 1 - window, 0) if window else np.zeros_like(last)
+        tables = [manager.table(chunk.sequence) for chunk in self.chunks]
+        firsts = np.array([table.first[group] for table in tables])
+        counts = last // size + 1 - firsts
+        pages = np.zeros((len(tables), counts.max()), np.int64)
+        for row, (table, first, count) in enumerate(
+            zip(tables, firsts, counts, strict=True)
+        ):
+            pages[row, :count] = table.groups[group][first : first + count]
+
+        def find(rows: ndarray, positions: ndarray) -> ndarray:
+            page = pages[rows[:, None], positions // size - firsts[rows, None]]
+            place = page * size + positions % size  # [n, S]
+            return place[:, None] * heads + np.arange(heads)[:, None]  # [n, K, S]
+
+        parts = []
+        lengths = last + 1 - oldest
+        for rows in alike(lengths):
+            positions = oldest[rows, None] + np.arange(lengths[rows].max())
+            ends = last[rows, None]
+            hidden = (positions > ends)[:, None, None]
+            # What is hidden gets weight 0 and must be a number: the row's newest.
+            cells = find(rows, np.minimum(positions, ends))
+            parts.append(Gathered(rows, cells, hidden if hidden.any() else None))
+        return find(np.arange(len(last)), last[:, None])[..., 0], parts
 
     def attend(
         self,

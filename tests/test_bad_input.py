@@ -15,6 +15,7 @@ from checkpoints import TINY, write_checkpoint
 from simplellm import LLM
 from simplellm.checkpoint import INDEX, CheckpointError
 from simplellm.config import ConfigError
+from simplellm.graphs import GPUConfig
 from simplellm.harmony import Message, render
 from simplellm.model import EMBEDDED, load_model
 from simplellm.tokenizer import TokenizerError
@@ -411,6 +412,11 @@ def test_logits(llm, token_ids, parts):
     with pytest.raises(ValueError) as caught:
         llm.model.logits(token_ids)
     assert_says(caught, ValueError, parts)
+
+
+def test_batch_invariance_without_the_kernels():
+    with pytest.raises(ValueError, match="batch_invariant is True; expected False"):
+        LLM(config=GPUConfig(batch_invariant=True), device="cpu")
 
 
 def test_load_model():

@@ -215,3 +215,20 @@ def test_a_kernel_that_does_not_compile_is_tried_once(
     assert calls == [1]
     assert "launch does not compile" in caplog.text
     assert "PassManager::run failed" in caplog.text
+
+
+def test_batch_invariant_kernels_do_not_give_way(
+    forward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch would compute on, but promises no order of sums."""
+    names = list(vars(forward.Kernels()))
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    for name in names:
+        monkeypatch.setattr(forward, name, broken)
+    kernels = forward.Kernels(batch_invariant=True)
+    for name in names:
+        with pytest.raises(RuntimeError, match="PassManager::run failed"):
+            getattr(kernels, name)()

@@ -441,7 +441,8 @@ def test_a_priority_goes_first(start: Any) -> None:
     order: list[str] = []
 
     def note(name: str, **options: Any) -> None:
-        future = llm.generate([2], max_tokens=3, **GREEDY, **options)
+        # Long enough that the watchers wake up one after the other.
+        future = llm.generate([2], max_tokens=50, **GREEDY, **options)
 
         def watch() -> None:
             future.result(PATIENCE)
@@ -870,8 +871,8 @@ EXITS = {
     "an interrupt": """
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
         try:
-            llm.generate([1], **LONG, n=4).result()
-            llm.generate([1] * 200, **LONG).result()
+            while True:
+                llm.generate([1], **LONG, n=4).result()
         except KeyboardInterrupt:
             print("interrupted")
     """,

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from checkpoints import TINY, write_checkpoint
 
+from simplellm.cpu import CPU
 from simplellm.engine import LLM, Engine, EngineConfig, Event, Submission, Ticket
 from simplellm.generate import LLM as PlainLLM
 from simplellm.generate import RecomputeEngine, Request, join
 from simplellm.harmony import Message, render
-from simplellm.model import Transformer, load_model
+from simplellm.model import TORCH, Transformer, load_model
 from simplellm.paged import PageManager
 from simplellm.sampler import SamplingParams
 
@@ -35,10 +36,12 @@ WINDOW = TINY.sliding_window
 LONGEST = 60  # tokens of a request in the random cases, prompt and output
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+@pytest.fixture(scope="module", params=[TORCH, CPU], ids=["plain", "decodes in NumPy"])
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Transformer:
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny"), quantized=False)
-    return load_model(folder, device="cpu")
+    return load_model(folder, device="cpu", backend=request.param)
 
 
 def make_prompts() -> list[tuple[int, ...]]:

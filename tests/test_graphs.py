@@ -335,6 +335,7 @@ def test_a_cache_without_pages_is_refused(model: Transformer) -> None:
         make(model, cache="slot")
 
 
-def test_a_switch_that_is_no_bool_is_refused() -> None:
-    with pytest.raises(TypeError, match="overlap is 1; expected True or False"):
-        GPUConfig(overlap=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["cuda_graphs", "overlap", "batch_invariant"])
+def test_a_switch_that_is_no_bool_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is 1; expected True or False"):
+        GPUConfig(**{name: 1})  # type: ignore[arg-type]

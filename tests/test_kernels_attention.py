@@ -276,6 +276,33 @@ def test_beyond_4096(kernel_device, window):
     assert_near(case.prefill(paged_prefill), case.expected())
 
 
+@pytest.mark.parametrize("window", [None, 20, 128])
+def test_a_token_has_the_same_bits_in_any_chunk(kernel_device, window):
+    case = make_case(kernel_device, [150, 9], [150, 9], window=window)
+    whole = case.prefill(paged_prefill, batch_invariant=True)
+    assert_near(whole, case.expected())
+    for begin, end in ((0, 1), (37, 38), (0, 33), (70, 100), (149, 150)):
+        # Pages behind the window may be gone from the table.
+        first = 0 if window is None else max(0, begin + 1 - window) // 16
+        table = case.tables[:1, first:]
+        ends = torch.tensor([[0, end - begin], [first * 16, end]], dtype=torch.int32)
+        ends = ends.to(kernel_device)
+        chunk = attend(
+            case.q[begin:end],
+            case.keys,
+            case.values,
+            table,
+            ends[1, :1],
+            ends[1, 1:],
+            ends[0],
+            int(end - begin == 1),
+            case.sinks,
+            window,
+            batch_invariant=True,
+        )
+        assert torch.equal(chunk, whole[begin:end])
+
+
 def test_padding_tokens_become_zeros(kernel_device):
     case = make_case(kernel_device, [40], [20])
     expected = case.expected()

@@ -3,7 +3,9 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import triton
@@ -58,9 +60,22 @@ def sorting(step):
     return {"E": 128, "BLOCK_E": 128, "BLOCK": 16, "STEP": step, "PDL": True}
 
 
-def expert_blocks(rows=128, tokens=64):
-    sizes = {"K": 2880, "BLOCK_N": rows, "BLOCK_T": tokens, "WIDTHS": 3}
-    return {**sizes, "UNROLL": 3, "STAGES": 3, "PTX": True, "PDL": True}
+def expert_cases():
+    """Both halves in every tiling that is used."""
+    tilings = dict.fromkeys((up, back) for _, up, back in experts.TUNED)
+    for up, back in tilings:
+        sizes = {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4}
+        types = "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16"
+        yield expert_case(experts.gate_up_kernel, types, up, sizes)
+        types = "*bf16 *i32 *i32 *bf16 *fp32 *i32 *i32 *i32 *bf16"
+        yield expert_case(experts.down_kernel, types, back, {"N": 2880})
+
+
+def expert_case(kernel, types, tiling, sizes):
+    blocks = {"K": 2880, "BLOCK_N": tiling.rows, "BLOCK_T": tiling.tokens}
+    loop = {"WIDTHS": tiling.widths, "UNROLL": tiling.unroll, "STAGES": tiling.stages}
+    constants = sizes | blocks | loop | {"PTX": True, "PDL": True}
+    return Case(kernel, types, constants, warps=tiling.warps)
 
 
 def one_token():
@@ -96,11 +111,13 @@ def prefill_case(tiles, window=0):
     )
 
 
+EXPERTS = list(expert_cases())
 CASES = [
     *(decode_case(tiles) for tiles in attention.DECODE.values()),
     decode_case(attention.DECODE_WINDOW, 128),
     prefill_case(attention.PREFILL),
     prefill_case(attention.PREFILL_WINDOW, 128),
+    prefill_case(attention.INVARIANT_WINDOW, 128),
     Case(
         rope.rope_kernel,
         "*bf16 *bf16 *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 i32 i32 i32 i32",
@@ -127,6 +144,15 @@ CASES = [
         "*bf16 *bf16 *bf16 *fp32 i32 i32",
         projection(rows=64, tokens=16) | {"DEPTH": 128, "PARTS": 3, "AHEAD": 2},
         stages=4,
+        aligned=("stride_x",),
+    ),
+    Case(
+        linear.dot_kernel,
+        "*bf16 *bf16 *bf16 *fp32 i32 i32",
+        projection(linear.INVARIANT.rows, linear.INVARIANT.width)
+        | {"DEPTH": linear.INVARIANT.depth, "PARTS": linear.INVARIANT.parts}
+        | {"AHEAD": 0, "PDL": False},
+        stages=linear.INVARIANT.stages,
         aligned=("stride_x",),
     ),
     Case(
@@ -191,16 +217,7 @@ CASES = [
         stages=4,
         aligned=("stride_x",),
     ),
-    Case(
-        experts.gate_up_kernel,
-        "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16",
-        {"LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4, "N": 5760} | expert_blocks(),
-    ),
-    Case(
-        experts.down_kernel,
-        "*bf16 *i32 *i32 *bf16 *fp32 *i32 *i32 *i32 *bf16",
-        {"N": 2880} | expert_blocks(),
-    ),
+    *EXPERTS,
     Case(
         experts_few.gate_up_few_kernel,
         "*bf16 *i32 *i32 *i32 *bf16 *bf16",
@@ -262,6 +279,18 @@ def test_keys_are_on_their_way_before_the_wait(tiles):
     before, after = compile_case(case).asm["ptx"].split("griddepcontrol.wait", 1)
     assert ("cp.async" in before) == tiles.early
     assert "ld.global" in after  # the queries, which the kernel before has written
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.kernel.__name__)
+def test_a_weight_is_decoded_after_the_multiplications_before(case):
+    """ptxas before 13.3 reuses registers of a wgmma that is under way."""
+    ptx = compile_case(case).asm["ptx"]
+    steps = re.findall(r"wgmma\.(mma_async|wait_group\S+ *\d+)|(mul)\.rn\.bf16x2", ptx)
+    kinds = [first.split(".")[0] or second for first, second in steps]
+    assert kinds.count("mul") and kinds.count("mma_async")
+    assert all(first.endswith(" 0") for first, _ in steps if "wait" in first)
+    for step, following in pairwise(kinds):
+        assert step != "mma_async" or following != "mul"
 
 
 def test_every_kernel_is_in_the_list():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from simplellm.kernels.experts import (
+    INVARIANT,
     Tiling,
     down,
     down_torch,
@@ -149,20 +150,25 @@ def test_assembly_decodes_as_plain_operations_do(tiles):
     torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
 
 
-def test_pairs_of_other_tokens_do_not_matter(kernel_device):
+@pytest.mark.parametrize("tiles", [TILINGS[0], INVARIANT])
+def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiles):
     """A token's result has the same bits alone and in a crowd."""
     weights = layer()
-    ids, _ = routing(19)
-    tiles = Tiling(rows=64, tokens=16)
+    ids, odds = (t.to(kernel_device) for t in routing(150))
     up = repack(weights.gate_up.to(kernel_device), paired=True)
     bias = weights.gate_up_bias.to(kernel_device)
-    x = torch.randn(19, HIDDEN, device=kernel_device)
-    both = []
-    for rows in (slice(0, 19), slice(7, 8)):
-        plan = dispatch_torch(ids[rows].to(kernel_device), EXPERTS, tiles.tokens)
+    back = repack(weights.down.to(kernel_device), paired=False)
+    bias_down = weights.down_bias.to(kernel_device)
+    x = torch.randn(150, HIDDEN, device=kernel_device)
+
+    def result(rows: slice) -> torch.Tensor:
+        plan = dispatch_torch(ids[rows], EXPERTS, tiles.tokens)
         hidden = gate_up(x[rows], up, bias, plan, 7.0, 1.702, tiles)
-        both.append(hidden[plan.pairs.argsort()].view(-1, TOP_K, INTERMEDIATE))
-    assert torch.equal(both[0][7], both[1][0])
+        return down(hidden, back, bias_down, odds[rows], plan, tiles)
+
+    together = result(slice(0, 150))
+    for rows in (slice(7, 8), slice(100, 119)):
+        assert torch.equal(result(rows), together[rows])
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 256, 2048, 16384])

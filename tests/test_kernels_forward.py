@@ -1,7 +1,12 @@
 """The fused forward pass and the graph runner, with the kernels' twins on a CPU."""
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from checkpoints import TINY, write_checkpoint
 
 from simplellm.engine import Engine, EngineConfig, Event, Submission, Ticket
 from simplellm.graphs import GPUConfig, GraphEngine
@@ -71,3 +76,36 @@ def test_the_same_tokens_as_the_plain_engine(twins: None) -> None:
     engine = GraphEngine(model, config, Fused)
     assert answers(engine, prompts) == expected
     assert engine.scheduler.manager.usage == 0
+
+
+def test_logprobs_have_the_same_bits_in_any_company(
+    kernel_device: str, tmp_path: Path
+) -> None:
+    config = replace(TINY, max_position_embeddings=64)
+    write_checkpoint(tmp_path, config)
+    model = load_model(tmp_path, torch.float32, kernel_device, backend=FUSED)
+    first, other = list(range(21)), list(range(60, 72))
+
+    def run(prompts: list[list[int]], **options: int) -> list[Event]:
+        config = GPUConfig(
+            page_size=4,
+            num_pages=40,
+            max_num_seqs=4,
+            cuda_graphs=False,
+            batch_invariant=True,
+            **options,
+        )
+        engine = GraphEngine(model, config, partial(Fused, batch_invariant=True))
+        params = SamplingParams(temperature=0, logprobs=2)
+        received: list[list[Event]] = [[] for _ in prompts]
+        for prompt, events in zip(prompts, received, strict=True):
+            request = Submission(prompt, params, frozenset(), 3)
+            engine.submit([[Ticket(request, events.append)]])
+        while engine.scheduler.jobs or engine.flights:
+            engine.step()
+        return received[0]
+
+    alone = run([first])
+    assert len(alone) == 3 and alone[0].logprobs is not None
+    assert run([first, other]) == alone
+    assert run([first, other], prefill_chunk=5) == alone

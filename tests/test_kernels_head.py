@@ -59,6 +59,17 @@ def test_head_takes_any_number_of_tokens(kernel_device, tokens):
     assert head(x[:0], weight).shape == (0,)
 
 
+def test_a_row_has_the_same_logits_among_any_number_of_others(kernel_device):
+    x, weight = inputs(kernel_device, 130)
+    logits = torch.full((130, 1088), torch.nan, device=kernel_device)
+    ids = head(x, weight, logits, batch_invariant=True)
+    assert torch.equal(ids, head_torch(x, weight))
+    for rows in (slice(7, 8), slice(60, 70), slice(5, 5)):
+        some = torch.full_like(logits[rows], torch.nan)
+        assert torch.equal(head(x[rows], weight, some, True), ids[rows])
+        assert torch.equal(some, logits[rows])
+
+
 def test_more_tokens_go_to_pytorch():
     limits = [most for most, _ in TUNED]
     assert limits == sorted(limits)

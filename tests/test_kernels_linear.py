@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from simplellm.kernels.linear import (
+    INVARIANT,
     OTHERS,
     TUNED,
     Dot,
@@ -83,6 +84,14 @@ def test_nan_in_x_is_nan_in_y(kernel_device, config):
     got = project(x, weight, bias, config)
     assert got.isnan().all(1).tolist() == [False, True, False]
     assert not got[[0, 2]].isnan().any()
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device):
+    x, weight, bias = inputs(kernel_device, 150, 96, 320, torch.float16)
+    together = linear_parts(x, weight, bias, INVARIANT)
+    for rows in (slice(0, 1), slice(63, 65), slice(70, 71), slice(20, 149)):
+        apart = linear_parts(x[rows], weight, bias, INVARIANT)
+        assert torch.equal(apart, together[rows])
 
 
 def test_more_tokens_go_to_pytorch():

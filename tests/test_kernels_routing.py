@@ -37,6 +37,23 @@ def test_top_k_is_its_twin(kernel_device, tokens, experts, top_k):
     torch.testing.assert_close(weights, expected[1])
 
 
+def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(kernel_device)
+        for shape in ((100, 96), (32, 96), (32,))
+    )
+    ids, weights, pairs = route_and_dispatch(x, weight, bias, 4, 16, True)
+    expected = route_and_dispatch_torch(x, weight, bias, 4, 16)
+    assert torch.equal(ids, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+    assert torch.equal(pairs.blocks, expected[2].blocks)
+    for rows in (slice(9, 10), slice(60, 70)):
+        some = route_and_dispatch(x[rows], weight, bias, 4, 16, True)
+        assert torch.equal(some[0], ids[rows])
+        assert torch.equal(some[1], weights[rows])
+
+
 def test_of_equal_logits_the_lower_id_comes_first(kernel_device):
     logits = torch.tensor([[1.0, 0.0, -0.0, 1.0, 0.0, -2.0]], device=kernel_device)
     ids, _ = top_k_softmax(logits, 5)

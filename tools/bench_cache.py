@@ -3,12 +3,13 @@
 One prompt is continued greedily by the embedded model, in float32 on the CPU, with no
 cache, with one that concatenates, and with slots. All three must say the same. Then
 transformers' generate() continues it with the same checkpoint and threads, in turns
-with our decode: transformers in float32 and in bfloat16, which is what it loads unless
-told otherwise; we in float32, with our experts packed as on disk, and unpacked. All
-run on one thread, and CPU time is measured, which other programs disturb least.
+with ours: transformers in float32 and in bfloat16, which is what it loads unless told
+otherwise; we in float32, with our experts packed as on disk, with the CPU's backend,
+and with that behind the LLM of chapter 9. All run on one thread, and CPU time is
+measured, which other programs disturb least.
 
-    python tools/bench_cache.py                      1,000 tokens, a few minutes
-    python tools/bench_cache.py --new-tokens 100     quicker
+    OMP_NUM_THREADS=1 python tools/bench_cache.py         1,000 tokens, minutes
+    python tools/bench_cache.py --batch-1 --threads 2     no record, elapsed time
 """
 
 import argparse
@@ -18,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
 from operator import eq
 from pathlib import Path
@@ -31,9 +31,10 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 
 from simplellm.attention import NoCache, attention
 from simplellm.cache import Chunk, SlotCache
-from simplellm.model import EMBEDDED, TORCH, Transformer, load_model
-from simplellm.moe import Experts, experts, swiglu
-from simplellm.mxfp4 import linear
+from simplellm.cpu import CPU
+from simplellm.engine import LLM, EngineConfig
+from simplellm.model import EMBEDDED, Transformer, load_model
+from simplellm.sampler import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,38 +63,6 @@ class ConcatCache:
         self.layers[layer] = k, v
         return attention(q, k, v, sinks, window=window)
 
-
-def column_major(weight: Tensor) -> Tensor:
-    """The same numbers; a single row times this is one pass over whole cache lines."""
-    return weight.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def unpack(weights: Experts) -> Experts:
-    """All experts as float32: 7.5 times the memory, no decoding in every step."""
-    gate_up, down = (
-        w if isinstance(w, Tensor) else w.dequantize(torch.float32)
-        for w in (weights.gate_up, weights.down)
-    )
-    return replace(weights, gate_up=column_major(gate_up), down=column_major(down))
-
-
-def few_experts(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, weights: Experts
-) -> Tensor:
-    """What `experts` does; for one token, without sorting and with one SwiGLU."""
-    if len(x) > 1:
-        return experts(x, expert_ids, expert_weights, weights)
-    chosen = expert_ids[0].tolist()
-    gate_up = [linear(x, weights.gate_up[e], weights.gate_up_bias[e]) for e in chosen]
-    hidden = swiglu(torch.cat(gate_up), weights.limit, weights.alpha).split(1)
-    down = [
-        linear(h, weights.down[e], weights.down_bias[e])
-        for h, e in zip(hidden, chosen, strict=True)
-    ]
-    return expert_weights @ torch.cat(down)
-
-
-UNPACKED = replace(TORCH, experts=few_experts, prepare=unpack)
 
 Step = Callable[[list[int]], int]  # all tokens so far -> the next one
 
@@ -178,7 +147,9 @@ def against_recompute(
     }
 
 
-def against_transformers(prompt: list[int], new: int) -> dict[str, Any]:
+def against_transformers(
+    prompt: list[int], new: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, Any]:
     """Milliseconds a token at batch 1, the prompt included: medians of all rounds."""
 
     def generate(dtype: torch.dtype) -> Callable[[], list[int]]:
@@ -195,44 +166,61 @@ def against_transformers(prompt: list[int], new: int) -> dict[str, Any]:
 
         return run
 
-    packed, unpacked = load_model(device="cpu"), load_model(backend=UNPACKED)
-    for module in unpacked.modules():
-        if isinstance(weight := getattr(module, "weight", None), Tensor):
-            weight.data = column_major(weight.data) if weight.ndim == 2 else weight
+    packed = load_model(device="cpu")
+    cpu = load_model(device="cpu", backend=CPU)
+    # The prompt is the same in each round; its pages must not be found again.
+    llm = LLM(config=EngineConfig(share_prefixes=False), device="cpu")
+    greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     capacity = len(prompt) + new
     engines: dict[str, Callable[[], list[int]]] = {
         "transformers float32": generate(torch.float32),
         "transformers bfloat16": generate(torch.bfloat16),
         "packed": lambda: timed(slot(packed, capacity), prompt, new)[0],
-        "unpacked": lambda: timed(slot(unpacked, capacity), prompt, new)[0],
+        "CPU": lambda: timed(slot(cpu, capacity), prompt, new)[0],
+        "LLM": lambda: llm.generate([prompt], greedy).result()[0].token_ids,
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     said = {}
     for _ in range(ROUNDS + 1):
         for name, engine in engines.items():
-            begin = time.process_time()
+            begin = clock()
             said[name] = engine()
-            seconds[name].append(time.process_time() - begin)
+            seconds[name].append(clock() - begin)
+    llm.close()
+
+    def ratio(theirs: str, ours: str) -> float:
+        rounds = zip(seconds[theirs][1:], seconds[ours][1:], strict=True)
+        return statistics.median(a / b for a, b in rounds)
+
+    theirs, ours = list(engines)[:2], list(engines)[2:]
     median = {n: statistics.median(times[1:]) for n, times in seconds.items()}
     return {
         "new_tokens": new,
         "ms": {name: 1e3 * value / new for name, value in median.items()},
-        "times_as_long": {
-            f"{theirs} over {ours}": median[theirs] / median[ours]
-            for theirs in ("transformers float32", "transformers bfloat16")
-            for ours in ("packed", "unpacked")
+        "times_as_long": {f"{a} over {b}": ratio(a, b) for a in theirs for b in ours},
+        "same_tokens": {
+            name: sum(map(eq, said[name], said["transformers float32"]))
+            for name in ours
         },
-        "same_tokens": sum(map(eq, said["packed"], said["transformers float32"])),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=1000)
+    parser.add_argument(
+        "--batch-1", action="store_true", help="only transformers, and no record"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="for --batch-1")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads if options.batch_1 else 1)
     tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
     prompt = tokenizer.encode(QUESTION, special=True)
+    if options.batch_1:
+        clock = time.process_time if options.threads == 1 else time.perf_counter
+        new = min(options.new_tokens, 200)
+        print(json.dumps(against_transformers(prompt, new, clock), indent=1))
+        return
     record = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, 1 thread of a CPU",

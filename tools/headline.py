@@ -115,6 +115,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     run = reports[0]
     compiled, cached = (read(figures, "12-start")["starts"][i] for i in (0, 1))
     memory = read(figures, "12-memory")
+    taken = memory["memory"]["process"] + memory["memory"]["context"]
     speed = (
         f"Recorded {run['date']} on one {run['device']['name']} with torch "
         f"{run['versions']['torch']} and triton {run['versions']['triton']}: random "
@@ -130,7 +131,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "From files in the page cache to the first token of gpt-oss-20b it takes "
         f"{compiled['seconds']:.0f} seconds, and {cached['seconds']:.0f} once the "
         f"kernels are compiled. {memory['batch']} sequences of {memory['length']:,} "
-        f"tokens of {memory['model']} take {memory['memory']['process'] / 2**30:.0f} "
+        f"tokens of {memory['model']} take {taken / 2**30:.0f} "
         "GiB of the GPU's memory, weights and all."
     )
     picture = f"![{described(figures)}](figures/{PICTURE}.svg)"

@@ -1,10 +1,14 @@
-"""Write figures/11-kernels.json from what the scripts in tools/gpu/ measured.
+"""Add a version of a kernel, as a script in tools/gpu/ measured it, to a record.
 
-    python3 tools/gpu/small.py --json OUT       and likewise the others, on one GPU
-    python tools/record_kernels.py RESULTS      their JSON files, in folders as below
+    python tools/gpu/attention.py --tune --json OUT     or another script, on a GPU
+    python tools/record_kernels.py OUT "decode 1 x 32768 b64 w4 s4 l128 j8" "64 splits"
 
-Each entry says which kernel, in which version, at which shape, how many bytes it has to
-move, in how many launches, and how many microseconds it took.
+The second argument names a row of OUT: kernel, shape and config, or half, tokens and
+tiling, as the script prints them, with an x between a tiling's numbers. The third is
+what the chapter calls that version. An entry of figures/11-kernels.json says which
+kernel, in which version, at which shape, how many bytes it has to move, in how many
+launches, how many microseconds it took, whether it was kept, and maybe why. Several
+kernels that were timed together have null bytes.
 """
 
 import argparse
@@ -13,183 +17,98 @@ from pathlib import Path
 from typing import Any
 
 FIGURE = Path(__file__).resolve().parents[1] / "figures/11-kernels.json"
-
-# What to take: a folder's file, then kernel, shape, config there -> kernel, version.
-SMALL, LATER = "1/small.json", "3/small.json"
-ATTENTION, MANY = "4/attention.json", "1/many.json"
-FEW, LAST = "3/few.json", "6/few.json"
-READY = "11/attention-tune.json"
-Choice = tuple[str, str, str, str, str, str]
-CHOICES: list[Choice] = [
-    (SMALL, "add_norm", "T1 S1", "no PDL", "add_norm", "plain launch"),
-    (SMALL, "add_norm", "T1 S1", "PDL", "add_norm", "dependent launch"),
-    (SMALL, "add_norm", "T64 S1", "no PDL", "add_norm", "plain launch"),
-    (SMALL, "add_norm", "T64 S1", "PDL", "add_norm", "dependent launch"),
-    (SMALL, "add_norm", "T256 S4", "no PDL", "add_norm", "plain launch"),
-    (SMALL, "add_norm", "T256 S4", "PDL", "add_norm", "dependent launch"),
-    *(
-        (ATTENTION, "rope", tokens, "", "rope", "dependent launch")
-        for tokens in ("1", "64", "256", "2048", "65536")
-    ),
-    *(
-        (ATTENTION, "decode", shape, config, "decode", version)
-        for shape, config, version in (
-            ("1 x 1000", "b64 w4 s4 l1024 j8.1 x64", "unsplit"),
-            ("1 x 1000", "b64 w4 s4 l256 j8.1 x64", "split by 256"),
-            ("1 x 1000", "b64 w4 s4 l128 j8.1 x64", "split by 128"),
-            ("1 x 32768", "b64 w4 s4 l128 j8.1 x64", "split by 128, at most 64"),
-            ("1 x 131072", "b64 w4 s4 l128 j8.1 x64", "split by 128, at most 64"),
-            ("8 x 32768", "b64 w4 s4 l128 j8.1 x8", "at most 8 splits"),
-            ("64 x 1000", "b64 w4 s2 l1024 j8.1 x4", "unsplit, 2 tiles under way"),
-            ("64 x 1000", "b64 w4 s3 l256 j8.1 x4", "split by 256, 3 under way"),
-            ("64 x 1000", "b64 w4 s4 l1024 j8.1 x4", "unsplit, 4 under way"),
-            ("256 x 500", "b64 w4 s2 l1024 j8.1 x4", "unsplit"),
-        )
-    ),
-    *(
-        (ATTENTION, "dec 128", "64 x 1000 p64", config, "window", version)
-        for config, version in (
-            ("b64 w4 s3 l128 j8.1 x4", "two tiles"),
-            ("b128 w4 s1 l128 j8.1 x4", "one tile"),
-        )
-    ),
-    *(
-        (READY, "decode", shape, config, "decode", version)
-        for shape, config, version in (
-            ("1 x 1000", "R b64 w4 s4 l128 j8", "keys early"),
-            ("1 x 8192", "b64 w4 s4 l128 j8", "at most 64 splits"),
-            ("1 x 8192", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
-            ("1 x 32768", "R b64 w4 s4 l128 j8 x33", "33, keys early"),
-            ("1 x 32768", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
-            ("1 x 131072", "b64 w4 s4 l128 j33 x33", "33 splits"),
-            ("1 x 131072", "R b64 w4 s3 l128 j33 x49", "49, keys early"),
-            ("2 x 32768", "b64 w4 s4 l128 j8", "at most 32 splits"),
-            ("2 x 32768", "R b64 w4 s3 l128 j33 x25", "25, keys early"),
-            ("8 x 32768", "R b64 w4 s4 l128 j8", "keys early"),
-            ("64 x 1000", "R b64 w4 s4 l1024 j8", "unsplit, 4, keys early"),
-        )
-    ),
-    (READY, "dec 128", "64 x 1000", "R b128 w4 s1 l128 j8", "window", "one, early"),
-    *(
-        (LATER, kernel, "T1", config, name, version)
-        for kernel, name, config in (
-            ("qkv", "qkv projection", "gemv r2 w4 a0"),
-            ("o", "o projection", "gemv r2 w4 a0"),
-            ("router", "router", "gemv r4 w4 a0"),
-        )
-        for config, version in (("cuBLAS", "cuBLAS"), (config, "rows in registers"))
-    ),
-    *(
-        (LATER, "chain", f"T{tokens} a layer", config, "chain", version)
-        for tokens in (1, 2)
-        for config, version in (
-            ("usual", "6 kernels"),
-            ("+qr gemv r4 w4 a0", "norms in the projections"),
-        )
-    ),
-    (LATER, "torch", "T64", "", "routing", "PyTorch: matmul and topk"),
-    (LATER, "route", "T64", "", "routing", "matmul, top 4 and softmax"),
-    (LATER, "torch", "T1", "", "routing", "PyTorch: matmul and topk"),
-    (LATER, "all", "T1", "", "routing", "two kernels, pairs sorted too"),
-    (LATER, "head", "T1", "cuBLAS + argmax", "head", "cuBLAS, then argmax"),
-    (LATER, "head", "T1", "gemv r8 w4 a0", "head", "argmax on the way"),
-    (LATER, "head", "T8", "cuBLAS + argmax", "head", "cuBLAS, then argmax"),
-    (LATER, "head", "T8", "dot 128x128 p1 w4 s3 a0", "head", "dependent launch"),
-    (LATER, "head", "T8", "dot 128x128 p1 w4 s3 a1", "head", "and prefetch"),
-    (LATER, "head", "T8", "dot 128x128 p1 w4 s3 -", "head", "plain launch"),
-    (LATER, "sample", "B1", "temperature", "draw", "PyTorch sampler"),
-    (LATER, "draw", "B1", "", "draw", "noise in the kernel"),
-    (LATER, "sample", "B64", "temperature", "draw", "PyTorch sampler"),
-    (LATER, "draw", "B64", "", "draw", "noise in the kernel"),
-    (MANY, "gate_up", "64", "128x16x1x1x5x3x4", "gate_up", "fragments, unroll 5"),
-    (MANY, "gate_up", "64", "128x16x1x1x3x3x4", "gate_up", "fragments, unroll 3"),
-    (MANY, "gate_up", "256", "128x16x1x1x3x3x4", "gate_up", "fragments, unroll 3"),
-    (MANY, "down", "64", "128x16x1x1x3x3x4", "down", "fragments, unroll 3"),
-    (FEW, "gate_up", "2", "1x6x4", "gate_up", "mma, a tile a program"),
-    (LAST, "gate_up", "2", "128x16x1x1x3x4x4", "gate_up", "fragments, unroll 3"),
-    (FEW, "gate_up", "4", "1x6x4", "gate_up", "mma, a tile a program"),
-    (LAST, "gate_up", "4", "64x16x1x1x3x3x4", "gate_up", "fragments, unroll 3"),
-    (FEW, "gate_up", "1", "64x16x1x1x5x3x4", "gate_up", "fragments, unroll 5"),
-    (FEW, "gate_up", "1", "2x2x4", "gate_up", "mma, a tile a program"),
-    (LAST, "gate_up", "1", "66x1x1x8x0x128", "gate_up", "mma, many tiles a program"),
-]  # fmt: skip
-
-LAUNCHES = {"6 kernels": 6, "norms in the projections": 4}
-LAUNCHES["two kernels, pairs sorted too"] = 2
-
-# Before there were scripts that write JSON: gate_up of one layer, 4 experts for one
-# token and 112 for 64, printed on 2026-11-20. An expert is 5760 x 2880 of 4.25 bits.
-EXPERT = 5760 * 2880 * 17 // 32
-EARLY = [
-    ("1", 4, "tl.dot_scaled", 46.0),
-    ("1", 4, "two planes, two tl.dot", 25.6),
-    ("1", 4, "no tensor cores", 18.0),
-    ("64", 112, "tl.dot_scaled", 908.0),
-    ("64", 112, "two planes, two tl.dot", 465.0),
-]
+Row = dict[str, Any]
 
 
-def number(x: object) -> object:
-    """True and False as 1 and 0; nothing for None."""
-    return int(x) if isinstance(x, bool) else "" if x is None else x
+def show(tiling: list[Any]) -> str:
+    """A tiling's numbers, without what it leaves out."""
+    return "x".join(str(x) for x in tiling if x is not None and x != "")
 
 
-def rows_of(path: Path) -> dict[tuple[str, str, str], tuple[float, float]]:
-    """(kernel, shape, config) -> microseconds, bytes, in one form for all scripts."""
-    rows: dict[tuple[str, str, str], tuple[float, float]] = {}
-    moves: dict[tuple[str, str], float] = {}  # the slower versions come without a rate
-    for row in json.loads(path.read_text(encoding="utf-8")):
-        if "us" in row:
-            work, us = (row["kernel"], row["shape"]), row["us"]
-            rate = row.get("gbs", row.get("gbps"))
-            if rate is not None:
-                moves[work] = rate * us * 1e3
-            if work in moves:
-                rows[*work, row["config"]] = us, moves[work]
-        elif "half" in row:
-            tiling = [str(x) for x in map(number, row["tiling"]) if x != ""]
-            us = row["seconds"] * 1e6
-            moved = row["gb"] * 1e9 if "gb" in row else row["rate"] * us * 1e3
-            key = row["half"], str(row["tokens"]), "x".join(tiling)
-            # With and without a dependent launch: the faster one counts.
-            rows[key] = min(rows.get(key, (us, moved)), (us, moved))
-    return rows
+def key(row: Row) -> str:
+    """How a row of a script's results is named."""
+    if "kernel" in row:
+        return f"{row['kernel']} {row['shape']} {row['config']}".strip()
+    tilings = [row[name] for name in ("tiling", "up", "down") if name in row]
+    return " ".join([row["half"], str(row["tokens"]), *map(show, tilings)])
 
 
-def collect(results: Path) -> list[dict[str, Any]]:
-    """All entries. Raises KeyError for one that was not measured."""
-    files = {name: rows_of(results / name) for name in {c[0] for c in CHOICES}}
-    entries = []
-    for tokens, experts, version, us in EARLY:
-        entry = {"kernel": "gate_up", "shape": tokens, "version": version}
-        entries.append(entry | {"bytes": experts * EXPERT, "launches": 1, "us": us})
-    for file, kernel, shape, config, name, version in CHOICES:
-        us, moved = files[file][kernel, shape, config]
-        short = shape.removesuffix(" a layer").removesuffix(" p64")
-        entry = {"kernel": name, "shape": short, "version": version}
-        cost = {"bytes": round(moved), "launches": LAUNCHES.get(version, 1)}
-        entries.append(entry | cost | {"us": round(us, 2)})
-    return entries
+def microseconds(row: Row) -> float:
+    if "us" in row:
+        return row["us"]
+    return 1e6 * (row["seconds"] if "seconds" in row else row["s"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("results", type=Path, help="numbered folders of JSON files")
-    results = parser.parse_args().results
-    rows = json.loads((results / ATTENTION).read_text(encoding="utf-8"))
-    gpu, version = rows[0]["note"].split(", torch ")
-    record = {
-        "date": "2026-11-21",
-        "gpu": gpu,
-        "torch": version,
-        "triton": "3.6.0",
-        "command": "python3 tools/gpu/{small,attention,experts_many,experts_few}"
-        ".py --json OUT; python tools/record_kernels.py RESULTS",
-        "bandwidth": 4650,  # GB/s, the best that a Triton kernel read
-        "launch_us": 1.2,  # an empty kernel in a CUDA graph
-        "rows": collect(results),
+def moved(row: Row) -> float | None:
+    """Bytes, or None for a row without a rate."""
+    if "gb" in row:
+        return 1e9 * row["gb"]
+    rates = [row[name] for name in ("gbs", "gbps", "rate") if name in row]
+    return 1e3 * rates[0] * microseconds(row) if rates else None
+
+
+def find(results: list[Row], name: str) -> Row:
+    """The quickest row of that name. Raises ValueError if there is none."""
+    named = [
+        row
+        for row in results
+        if {"kernel", "half"} & set(row) and {"us", "seconds", "s"} & set(row)
+    ]
+    found = [row for row in named if key(row) == name]
+    if not found:
+        kernel = [key(row) for row in named if key(row).split()[0] == name.split()[0]]
+        known = "\n  ".join(kernel[:20] or sorted({key(r).split()[0] for r in named}))
+        raise ValueError(f"no row is {name!r}; expected one like\n  {known}")
+    return min(found, key=microseconds)
+
+
+def entry(row: Row, options: argparse.Namespace) -> Row:
+    """What the record says about a row."""
+    size = moved(row)
+    made = {
+        "kernel": options.kernel or key(row).split()[0],
+        "shape": options.shape or str(row.get("shape", row.get("tokens"))),
+        "version": options.version,
+        "bytes": None if size is None else round(size),
+        "launches": options.launches,
+        "us": round(microseconds(row), 2),
     }
-    FIGURE.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.dropped:
+        made["kept"] = False
+    return made | ({"why": options.why} if options.why else {})
+
+
+def add(rows: list[Row], new: Row) -> list[Row]:
+    """``rows`` with ``new`` in the place of the same version, or at the end."""
+    same = ("kernel", "shape", "version")
+    kept = [
+        [row[name] for name in same] != [new[name] for name in same] for row in rows
+    ]
+    if all(kept):
+        return [*rows, new]
+    return [row if keep else new for row, keep in zip(rows, kept, strict=True)]
+
+
+def main(arguments: list[str] | None = None, figure: Path = FIGURE) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, help="JSON that a script wrote")
+    parser.add_argument("row", help="its kernel, shape and config")
+    parser.add_argument("version", help="what to call it")
+    parser.add_argument("--kernel", help="its name in the record, if another")
+    parser.add_argument("--shape", help="its shape in the record, if another")
+    parser.add_argument("--launches", type=int, default=1)
+    parser.add_argument("--dropped", action="store_true", help="the version lost")
+    parser.add_argument("--why", help="it is as fast as it is, in a sentence")
+    options = parser.parse_args(arguments)
+    record = json.loads(figure.read_text(encoding="utf-8"))
+    try:
+        row = find(json.loads(options.results.read_text(encoding="utf-8")), options.row)
+    except ValueError as error:
+        parser.error(str(error))
+    new = entry(row, options)
+    record["rows"] = add(record["rows"], new)
+    figure.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(new))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = ROOT / "chapters"
@@ -71,10 +72,13 @@ def run_chapter(path: Path) -> list[str]:
     import course
     import matplotlib.pyplot as plt
 
-    course.save_figure = lambda fig, name, alt=None: plt.close(fig)
+    def drop(fig: Any, name: str, alt: str | None = None) -> None:
+        plt.close(fig)
+
     failed = []
     names: dict[str, Any] = {"__name__": "__main__"}
-    with tempfile.TemporaryDirectory() as folder:
+    unkept = mock.patch.object(course, "save_figure", drop)
+    with unkept, tempfile.TemporaryDirectory() as folder:
         for number, cell in enumerate(cells(path.read_text(encoding="utf-8"))):
             raised = False
             try:

@@ -52,6 +52,9 @@ DECODE_WINDOW = Tiles(block=128, warps=4, stages=1)
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
 PREFILL = Tiles(block=64, warps=8, stages=3, tokens=16)
 PREFILL_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=8)
+# A window's first tile of keys begins with the first key of the program's first query.
+# With a query to a program, that depends on nothing else.
+INVARIANT_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=1)
 LOG2E = tl.constexpr(math.log2(math.e))
 # Stands for "no key yet". Unlike -inf it can be subtracted from itself.
 LOWEST = tl.constexpr(-1e30)
@@ -627,20 +630,24 @@ def paged_prefill(
     window: int | None,
     *,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Attention [T, H, D] of the newest tokens, one or more, of each of B sequences.
 
     As `paged_decode`, but sequence i has the tokens from ``queries[i]`` up to
     ``queries[i + 1]``, int32 [B + 1], of q [T, H, D]: the last of its ``lengths[i]``.
     Tokens before the first sequence are left alone in ``out``, those behind the last
-    one become zeros.
+    one become zeros. With ``batch_invariant`` the bits of a token's row depend neither
+    on the others nor on where its chunk begins.
     """
     check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
     if queries.shape != (len(tables) + 1,):
         raise ValueError(
             f"queries is {list(queries.shape)}; expected [{len(tables) + 1}]"
         )
-    tiles = PREFILL if window is None else PREFILL_WINDOW
+    tiles = PREFILL
+    if window is not None:
+        tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
     return launch_prefill(
         q, keys, values, tables, offsets, lengths, queries, sinks, window, out, tiles
     )
@@ -712,6 +719,7 @@ def paged_prefill_torch(
     window: int | None,
     *,
     out: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """The same in plain PyTorch."""
     out = torch.empty_like(q) if out is None else out
@@ -748,11 +756,15 @@ def attend(
     window: int | None,
     *,
     scratch: Scratch | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`paged_prefill` of sequences of which the first ``decodes`` have one token each.
 
-    These are the first ``decodes`` tokens, and go through `paged_decode`.
+    These are the first ``decodes`` tokens, and go through `paged_decode`, unless
+    ``batch_invariant`` asks for the same order of sums for every token.
     """
+    if batch_invariant:
+        decodes = 0
     out = torch.empty_like(q)
     if decodes:
         paged_decode(
@@ -779,6 +791,7 @@ def attend(
             sinks,
             window,
             out=out,
+            batch_invariant=batch_invariant,
         )
     return out
 

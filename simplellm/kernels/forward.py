@@ -4,8 +4,10 @@ T packed tokens, B sequences, S of them sampling, P pages in a row of a table, H
 heads, K kv heads, D head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import triton
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend, paged_prefill_torch
+from simplellm.kernels.experts import INVARIANT as INVARIANT_TILING
 from simplellm.kernels.experts import (
     Packed,
     down,
@@ -31,7 +34,14 @@ from simplellm.kernels.experts_few import (
 )
 from simplellm.kernels.fallback import Fallback
 from simplellm.kernels.head import head, head_torch
-from simplellm.kernels.linear import Dot, choose, linear, linear_parts, linear_torch
+from simplellm.kernels.linear import (
+    INVARIANT,
+    Dot,
+    choose,
+    linear,
+    linear_parts,
+    linear_torch,
+)
 from simplellm.kernels.norm import add_norm, add_norm_torch
 from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
 from simplellm.kernels.routing import (
@@ -46,6 +56,8 @@ from simplellm.moe import Experts
 from simplellm.mxfp4 import MXFP4
 from simplellm.paged import PagedCache
 from simplellm.sampler import Columns
+
+Launcher = Callable[..., Any]
 
 
 @triton.jit
@@ -78,9 +90,11 @@ def embed_torch(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
     return table[known]
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor:
     """`linear`, or its parts [T, S, N], which the next kernel adds up."""
-    config = choose(x.shape[0], *weight.shape)
+    config = INVARIANT if batch_invariant else choose(x.shape[0], *weight.shape)
     if isinstance(config, Dot) and config.parts > 1:
         return linear_parts(x, weight, bias, config)
     return linear(x, weight, bias)
@@ -106,37 +120,56 @@ def attend_torch(
 
 
 class Kernels:
-    """What the forward pass launches, each kernel with its twin behind it."""
+    """What the forward pass launches, each kernel with its twin behind it.
 
-    def __init__(self) -> None:
-        self.embed = Fallback(embed, embed_torch)
-        self.add_norm = Fallback(add_norm, add_norm_torch)
-        self.project = Fallback(project, linear_torch)
-        self.rope_and_cache = Fallback(rope_and_cache, rope_and_cache_torch)
-        self.attend = Fallback(attend, attend_torch)
-        self.route = Fallback(route, route_torch)
-        self.gate_up_few = Fallback(gate_up_few, gate_up_few_torch)
-        self.down_few = Fallback(down_few, down_few_torch)
-        self.route_and_dispatch = Fallback(route_and_dispatch, route_and_dispatch_torch)
-        self.gate_up = Fallback(gate_up, gate_up_torch)
-        self.down = Fallback(down, down_torch)
-        self.head = Fallback(head, head_torch)
-        self.draw = Fallback(draw, draw_torch)
+    With ``batch_invariant`` none has a twin, since PyTorch promises no order of sums:
+    what does not compile is raised.
+    """
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        def kernel(launcher: Launcher, twin: Launcher) -> Launcher:
+            return launcher if batch_invariant else Fallback(launcher, twin)
+
+        def ordered(launcher: Launcher, twin: Launcher) -> Launcher:
+            if batch_invariant:
+                return partial(launcher, batch_invariant=True)
+            return Fallback(launcher, twin)
+
+        self.embed = kernel(embed, embed_torch)
+        self.add_norm = kernel(add_norm, add_norm_torch)
+        self.project = ordered(project, linear_torch)
+        self.rope_and_cache = kernel(rope_and_cache, rope_and_cache_torch)
+        self.attend = ordered(attend, attend_torch)
+        self.route = kernel(route, route_torch)
+        self.gate_up_few = kernel(gate_up_few, gate_up_few_torch)
+        self.down_few = kernel(down_few, down_few_torch)
+        self.route_and_dispatch = ordered(route_and_dispatch, route_and_dispatch_torch)
+        self.gate_up = kernel(gate_up, gate_up_torch)
+        self.down = kernel(down, down_torch)
+        self.head = ordered(head, head_torch)
+        self.draw = kernel(draw, draw_torch)
 
 
 class Fused:
     """The weights of a loaded `Transformer`, computed with in fused kernels.
 
-    Its experts must have been repacked.
+    Its experts must have been repacked. With ``batch_invariant`` a token goes through
+    the same kernels in the same way whatever else is in a step, so that its hidden
+    state and its logits have the same bits.
     """
 
     def __init__(
-        self, model: Transformer, cache: PagedCache, max_num_seqs: int
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        max_num_seqs: int,
+        batch_invariant: bool = False,
     ) -> None:
         config = model.config
         self.vocab_size = config.vocab_size
-        self.kernels = Kernels()
+        self.kernels = Kernels(batch_invariant)
         self.model, self.cache = model, cache
+        self.batch_invariant = batch_invariant
         self.layers = cast(list[Block], list(model.layers))
         self.device = model.device
         positions = torch.arange(config.max_position_embeddings, device=model.device)
@@ -199,11 +232,13 @@ class Fused:
         limits = weights.limit, weights.alpha
         first = cast(Packed, weights.gate_up), weights.gate_up_bias
         second = cast(Packed, weights.down), weights.down_bias
-        if len(h) == 1 and h.dtype == torch.bfloat16:
+        if len(h) == 1 and h.dtype == torch.bfloat16 and not self.batch_invariant:
             ids, scores = kernels.route(h, *router)
             hidden = kernels.gate_up_few(h, ids, *first, *limits)
             return kernels.down_few(hidden, ids, scores, *second)
         up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
+        if self.batch_invariant:
+            up = back = INVARIANT_TILING
         _, scores, pairs = kernels.route_and_dispatch(h, *router, up.tokens)
         hidden = kernels.gate_up(h, *first, pairs, *limits, up)
         return kernels.down(hidden, *second, scores, pairs, back)

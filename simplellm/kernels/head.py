@@ -3,6 +3,8 @@
 T tokens, V vocabulary, N hidden size.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ from torch.nn import functional
 
 from simplellm.kernels import supports_pdl
 from simplellm.kernels.linear import (
+    INVARIANT,
     Config,
     Dot,
     Gemv,
@@ -19,6 +22,7 @@ from simplellm.kernels.linear import (
     dot_tile,
     gemv_hold,
     gemv_times,
+    linear_parts,
     prefetch_rows,
     split,
 )
@@ -137,14 +141,22 @@ def choose(tokens: int) -> Config | None:
     return None
 
 
-def head(x: Tensor, weight: Tensor, logits: Tensor | None = None) -> Tensor:
+def head(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
     """The likeliest token of each row: x [T, N], weight [V, N] -> int32 [T].
 
     Logits are sums in float32, which no rounding ties; of equal ones the lower id wins,
     and NaN wins against all numbers, so that a row of NaN yields 0. ``logits``, float32
-    [T, V], is filled with them if given. Raises ValueError for other shapes.
+    [T, V], is filled with them if given. With ``batch_invariant`` no row's logits
+    depend on the others. Raises ValueError for other shapes.
     """
     check_head(x, weight, logits)
+    if batch_invariant:
+        return head_invariant(x, weight, logits)
     config = choose(x.shape[0])
     if config is None or x.shape[0] == 0:
         y = functional.linear(x, weight).float()
@@ -154,8 +166,21 @@ def head(x: Tensor, weight: Tensor, logits: Tensor | None = None) -> Tensor:
     return best_of(x, weight, logits, config)
 
 
-def head_torch(x: Tensor, weight: Tensor, logits: Tensor | None = None) -> Tensor:
+def head_torch(
+    x: Tensor,
+    weight: Tensor,
+    logits: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
     y = functional.linear(x.float(), weight.float())
+    if logits is not None:
+        logits.copy_(y)
+    return y.argmax(-1).int()
+
+
+def head_invariant(x: Tensor, weight: Tensor, logits: Tensor | None) -> Tensor:
+    """`head` with the same order of sums for any number of tokens."""
+    y = linear_parts(x, weight, None, replace(INVARIANT, parts=1))[:, 0]
     if logits is not None:
         logits.copy_(y)
     return y.argmax(-1).int()

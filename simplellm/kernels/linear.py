@@ -38,6 +38,7 @@ class Dot:
     """How `dot_kernel` runs: a tile of rows x depth, and parts along K.
 
     ``ahead`` is how many steps of depth are brought to the L2 cache before the wait.
+    ``width`` is how many tokens a program takes; None: all, from 16 up to 128.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Dot:
     stages: int
     pdl: bool = True
     ahead: int = 0
+    width: int | None = None
 
 
 Config = Gemv | Dot
@@ -74,6 +76,8 @@ TUNED: dict[tuple[int, int], Table] = {
     (128, 2880): ROUTER,
     (32, 2880): ROUTER,
 }
+# For any number of tokens: each is then summed in the same order, by the same program.
+INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
 OTHERS: Table = (
     (4, Gemv(rows=4, warps=4)),
     (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
@@ -411,7 +415,7 @@ def linear_parts(
     """
     tokens, (size_out, size_in) = x.shape[0], weight.shape
     y = torch.empty(tokens, config.parts, size_out, dtype=dtype, device=x.device)
-    width = min(max(16, triton.next_power_of_2(tokens)), 128)
+    width = config.width or min(max(16, triton.next_power_of_2(tokens)), 128)
     grid = (
         triton.cdiv(size_out, config.rows),
         config.parts,

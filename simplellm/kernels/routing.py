@@ -12,6 +12,7 @@ from torch import Tensor
 
 from simplellm.kernels import supports_pdl
 from simplellm.kernels.linear import (
+    INVARIANT,
     Dot,
     Gemv,
     check_linear,
@@ -154,17 +155,21 @@ def router_logits_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def top_k_softmax(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, pdl: bool = True
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None = None,
+    pdl: bool = True,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route` from the logits on: [T, E], or parts [T, S, E] to be summed, contiguous;
-    ``bias`` [E] is added."""
+    ``bias`` [E] is added. A program takes ``rows`` tokens; None: what is fastest."""
     tokens, parts, experts = check_logits(logits, top_k, bias)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return ids, weights
     pdl = pdl and supports_pdl(logits.device)
-    rows = 1 if tokens <= 512 else 4
+    rows = rows or (1 if tokens <= 512 else 4)
     top_k_kernel[(triton.cdiv(tokens, rows),)](
         logits,
         logits if bias is None else bias,
@@ -328,16 +333,32 @@ def route_kernel(
 
 
 def route_and_dispatch(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, block: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    block: int,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Dispatch]:
     """`route` and `dispatch` of its ids, in one kernel after the router's matmul if
-    there are few tokens."""
+    there are few tokens. With ``batch_invariant`` no token's weights depend on the
+    others."""
+    if batch_invariant:
+        check_linear(x, weight, bias)
+        logits = linear_parts(x, weight, None, INVARIANT)
+        ids, weights = top_k_softmax(logits, top_k, bias, rows=1)
+        return ids, weights, dispatch(ids, len(weight), block)
     logits = router_logits(x, weight, bias)
     return top_k_and_dispatch(logits, top_k, block, bias)
 
 
 def route_and_dispatch_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int, block: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    top_k: int,
+    block: int,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Dispatch]:
     ids, weights = route_torch(x, weight, bias, top_k)
     return ids, weights, dispatch_torch(ids, len(weight), block)
