@@ -2,16 +2,20 @@
 
     python3 tools/gpu/invariance.py --json OUT
     python3 tools/gpu/invariance.py --layers 36 --only cost --json OUT
+    python3 tools/gpu/invariance.py --only tight --json OUT
 
 A model with random weights in the widths of gpt-oss-120b answers the same greedy
 prompts alone and in many kinds of company. Prints how many answers differ from those
 given alone, with the switch and without, and the times with it over those without.
+Ends with 1 if an answer differs with the switch, or if requests that were to be
+preempted were not, or to find shared pages found none.
 """
 
 import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +38,7 @@ from simplellm.mxfp4 import MXFP4
 from simplellm.sampler import SamplingParams
 
 MODEL = MODELS["gpt-oss-120b"]
-REQUESTS, PREFIX = 64, 300
+REQUESTS = 64
 started = time.perf_counter()
 
 
@@ -73,17 +77,20 @@ def make_engine(model: Transformer, invariant: bool, **options: Any) -> GraphEng
     return GraphEngine(model, config, forward)
 
 
-def make_prompts() -> list[list[int]]:
-    """Half of them with a common beginning, the others of all lengths."""
+def make_prompts(prefix: int, step: int, other_step: int) -> list[list[int]]:
+    """Half of them with a common beginning of ``prefix`` tokens, taking turns.
+
+    Within each half a prompt is one step longer than the last.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def some(length: int) -> list[int]:
         tokens = torch.randint(MODEL.vocab_size, (length,), generator=generator)
         return tokens.tolist()
 
-    shared, half = some(PREFIX), REQUESTS // 2
-    prompts = [shared + some(1 + 3 * n) for n in range(half)]
-    prompts += [some(1 + 23 * n) for n in range(half)]
+    shared, half = some(prefix), REQUESTS // 2
+    prompts = [shared + some(1 + step * n) for n in range(half)]
+    prompts += [some(1 + other_step * n) for n in range(half)]
     return [prompts[n // 2 + n % 2 * half] for n in range(REQUESTS)]
 
 
@@ -118,9 +125,9 @@ def answers(
     return found
 
 
-TIGHT = {"page_size": 16, "num_pages": 250, "prefill_chunk": 128}
 # Name, requests at once, what the engine is told, how often all of it is asked.
-COMPANY: list[tuple[str, int, dict[str, Any], int]] = [
+Company = list[tuple[str, int, dict[str, Any], int]]
+COMPANY: Company = [
     ("alone, once more", 1, {}, 1),
     ("2 at once", 2, {}, 1),
     ("5 at once", 5, {}, 1),
@@ -129,20 +136,33 @@ COMPANY: list[tuple[str, int, dict[str, Any], int]] = [
     ("chunks of 33", 64, {"prefill_chunk": 33}, 1),
     ("97 tokens a step", 64, {"max_num_batched_tokens": 97}, 1),
     ("shared prefixes", 16, {"share_prefixes": True}, 2),
-    ("few pages", 64, TIGHT, 1),
-    ("few shared pages", 64, TIGHT | {"share_prefixes": True}, 2),
     ("no graphs", 64, {"cuda_graphs": False, "overlap": False}, 1),
+]
+# A prompt enters when there is room for it, so that only answers which grow by much
+# more than their prompts had are sure to run out of pages.
+FEW = {"page_size": 16, "num_pages": 200, "prefill_chunk": 128}
+TIGHT: Company = [
+    ("alone, once more", 1, {}, 1),
+    ("few pages", 64, FEW, 1),
+    ("few shared pages", 64, FEW | {"share_prefixes": True}, 2),
 ]
 
 
-def compare(model: Transformer, invariant: bool) -> list[dict[str, Any]]:
-    """How many answers are others in company than alone."""
-    prompts = make_prompts()
+def compare(
+    model: Transformer,
+    invariant: bool,
+    prompts: Sequence[Sequence[int]],
+    company: Company,
+) -> list[dict[str, Any]]:
+    """How many answers are others in company than alone.
+
+    Raises RuntimeError if the company is not what its name says.
+    """
     alone = answers(make_engine(model, invariant), prompts, 1)
     tokens = {token for answer in alone for token in answer}
     say(f"{len(tokens)} distinct tokens in {sum(map(len, alone))} alone")
     rows = []
-    for name, batch, options, times in COMPANY:
+    for name, batch, options, times in company:
         engine = make_engine(model, invariant, **options)
         for _ in range(times):
             got = answers(engine, prompts, batch)
@@ -163,6 +183,10 @@ def compare(model: Transformer, invariant: bool) -> list[dict[str, Any]]:
             f"{len(prompts)} differ, {stats.preemptions} preemptions, "
             f"{stats.cache_hit_rate:.0%} hits"
         )
+        if "few" in name and not stats.preemptions:
+            raise RuntimeError(f"FAILED: {name}: nothing was preempted")
+        if "shared" in name and not stats.cache_hit_rate:
+            raise RuntimeError(f"FAILED: {name}: no page was found again")
         del engine
         gc.collect()  # it refers to itself
     return rows
@@ -269,7 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--only", default="compare cost contrast tilings")
+    parser.add_argument("--only", default="compare tight cost contrast tilings")
     options = parser.parse_args()
     torch.set_grad_enabled(False)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -283,24 +307,31 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
 
+    prompts, short_prompts = make_prompts(300, 3, 23), make_prompts(40, 1, 2)
     if options.only != "tilings":
         model = build(options.layers)
         say(f"{options.layers} layers are loaded")
     if "compare" in options.only:
-        result["compare"] = compare(model, True)
+        result["compare"] = compare(model, True, prompts, COMPANY)
+        save()
+    if "tight" in options.only:
+        result["tight"] = compare(model, True, short_prompts, TIGHT)
         save()
     if "cost" in options.only:
         result["cost"] = measure_cost(model)
         save()
     if "contrast" in options.only:
-        result["contrast"] = compare(model, False)
+        result["contrast"] = compare(model, False, prompts, COMPANY)
+        result["contrast tight"] = compare(model, False, short_prompts, TIGHT)
         save()
     if "tilings" in options.only:
         result["tilings"] = compare_tilings()
         save()
-    if "compare" in result:
-        broken = any(row["differ"] for row in result["compare"])
-        print("BROKEN" if broken else "every answer is the same in any company")
+    rows = [*result.get("compare", []), *result.get("tight", [])]
+    if any(row["differ"] for row in rows):
+        sys.exit("FAILED: answers differ")
+    if rows:
+        print("every answer is the same in any company")
 
 
 if __name__ == "__main__":
