@@ -101,6 +101,20 @@ def described(figures: Path) -> str:
     )
 
 
+def smaller(report: dict[str, Any]) -> str:
+    """A sentence on a GPU with less memory."""
+    decode = [
+        f"{row['tokens_per_second']:,.0f} at batch {row['batch']}"
+        for row in report["decode"]
+    ]
+    last = report["prefill"][-1]
+    return (
+        f"{report['model']} also fits into one {report['device']['name']}, where the "
+        f"same measurement gave {', '.join(decode)} and "
+        f"{last['tokens_per_second']:,.0f} tokens a second of prefill."
+    )
+
+
 def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     """Headers and rows of the table, and what stands below it."""
     vllm = read(figures, "vllm-h200")
@@ -135,8 +149,9 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "GiB of the GPU's memory, weights and all."
     )
     picture = f"![{described(figures)}](figures/{PICTURE}.svg)"
+    parts = speed, smaller(read(figures, "12-bench-h100")), start
     text = "\n\n".join(
-        [picture, *(fill(part, 88, break_on_hyphens=False) for part in (speed, start))]
+        [picture, *(fill(part, 88, break_on_hyphens=False) for part in parts)]
     )
     return headers, lines, text
 

@@ -19,11 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from simplellm.checkpoint import Packed, RandomCheckpoint
 from simplellm.config import MODELS
@@ -298,8 +300,11 @@ def main() -> None:
     torch.set_grad_enabled(False)
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     result: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": f"python tools/gpu/invariance.py --only '{options.only}'",
         "layers": options.layers,
     }
 
