@@ -219,8 +219,9 @@ def profile(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
             wait(llm, llm.stats().steps + PROFILED)
         future.cancel()
     events = [e for e in seen.key_averages() if e.self_device_time_total > 0]
-    # The one kernel that each step starts once.
-    count = next(e.count for e in events if e.key == "embed_kernel")
+    # The trace cuts a step at either end, so that no kernel counts whole steps.
+    layers = llm.config.num_hidden_layers
+    count = next(e.count for e in events if e.key == "gate_up_kernel") / layers
     rows = [
         {
             "name": event.key,
