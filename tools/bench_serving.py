@@ -6,7 +6,7 @@ everyone computes the same number of tokens. A time to first token includes the 
 for a free place.
 
     python tools/bench_serving.py                 everything, some minutes
-    python tools/bench_serving.py --only gaps     one part, printed and not written
+    python tools/bench_serving.py --only gaps     one part of the record
 """
 
 import argparse
@@ -16,7 +16,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -36,14 +36,16 @@ from transformers import (
 from transformers.generation import ContinuousBatchingConfig
 
 from simplellm import LLM, SamplingParams
+from simplellm.cpu import CPU
 from simplellm.engine import EngineConfig
-from simplellm.model import EMBEDDED
+from simplellm.model import EMBEDDED, TORCH, Backend
 from simplellm.paged import PageManager
 from simplellm.scheduler import Job as SchedulerJob
 from simplellm.scheduler import Scheduler
 from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "figures/09-serving.json"
 REQUESTS = 32
 BATCHES = (8, 32)  # sequences at a time
 LONG_PROMPT = 4000
@@ -209,13 +211,13 @@ def params(job: Job) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=job.new_tokens, ignore_eos=True)
 
 
-def serve(config: EngineConfig, jobs: Sequence[Job]) -> Served:
+def serve(config: EngineConfig, jobs: Sequence[Job], backend: Backend = CPU) -> Served:
     """Every request a client that reads its own stream, all submitted at once.
 
     The engine is a new one, so that no prompt is in its cache.
     """
     with (
-        warm(LLM(device="cpu", config=config)) as llm,
+        warm(LLM(device="cpu", config=config, backend=backend)) as llm,
         ThreadPoolExecutor(len(jobs)) as pool,
     ):
         before, begin = llm.stats(), time.perf_counter()
@@ -253,6 +255,16 @@ def best(way: Callable[[], Served], rounds: int) -> Served:
     return min((way() for _ in range(rounds)), key=lambda run: run.seconds)
 
 
+def best_in_turns(
+    ways: Mapping[str, Callable[[], Served]], rounds: int
+) -> dict[str, Served]:
+    """The quickest run of each way; taking turns, all meet the same slow minutes."""
+    runs = [{name: way() for name, way in ways.items()} for _ in range(rounds)]
+    return {
+        name: min((r[name] for r in runs), key=lambda r: r.seconds) for name in ways
+    }
+
+
 def against_transformers(rounds: int) -> list[dict[str, Any]]:
     """The same requests through theirs and ours; ours over theirs in `speedup`."""
     jobs = mixed_jobs(REQUESTS)
@@ -260,23 +272,21 @@ def against_transformers(rounds: int) -> list[dict[str, Any]]:
     transformers_static(model, jobs[:1], 1)  # warms up
     found = []
     for batch in BATCHES:
-        ours = best(partial(serve, engine_config(batch), jobs), rounds)
-        runs = {
-            "transformers static": best(
-                partial(transformers_static, model, jobs, batch), rounds
+        ways = {
+            "transformers static": partial(transformers_static, model, jobs, batch),
+            "transformers continuous": partial(
+                transformers_continuous, model, jobs, batch
             ),
-            "transformers continuous": best(
-                partial(transformers_continuous, model, jobs, batch), rounds
-            ),
-            "ours": ours,
+            "ours": partial(serve, engine_config(batch), jobs),
         }
+        runs = best_in_turns(ways, rounds)
         rows = {name: run.summary() for name, run in runs.items()}
         found.append(
             {
                 "batch": batch,
                 "runs": rows,
                 "same_answers": {
-                    name: sum(map(list.__eq__, run.tokens, ours.tokens))
+                    name: sum(map(list.__eq__, run.tokens, runs["ours"].tokens))
                     for name, run in runs.items()
                 },
                 "speedup": {
@@ -292,7 +302,17 @@ def against_transformers(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def against_static(rounds: int) -> list[dict[str, Any]]:
+def against_static(rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """`continuous_over_static` with the backend of a small model and of a large one.
+
+    They differ in what a step of few sequences costs: `CPU` has unpacked the experts
+    and takes short paths, `TORCH` decodes the experts of every token.
+    """
+    backends = {"CPU": CPU, "TORCH": TORCH}
+    return {n: continuous_over_static(b, rounds) for n, b in backends.items()}
+
+
+def continuous_over_static(backend: Backend, rounds: int) -> list[dict[str, Any]]:
     """Continuous and static batching in our engine, for lengths of several kinds.
 
     Our static batches compute nothing at places that are empty, so what they lose is
@@ -309,10 +329,12 @@ def against_static(rounds: int) -> list[dict[str, Any]]:
         ("equal", equal[:64], 8),
         ("log-normal", mixed[:16], 1),
     ):
-        rows = {}
-        for way in ("continuous", "static"):
-            config = engine_config(batch, continuous=way == "continuous")
-            rows[way] = best(partial(serve, config, jobs), rounds).summary()
+        config = engine_config(batch)
+        ways = {
+            "continuous": partial(serve, config, jobs, backend),
+            "static": partial(serve, replace(config, continuous=False), jobs, backend),
+        }
+        rows = {n: run.summary() for n, run in best_in_turns(ways, rounds).items()}
         ratios = {
             what: rows["static"][what] / rows["continuous"][what]
             for what in ("seconds", "steps", "ttft_median")
@@ -490,11 +512,13 @@ def table(record: dict[str, Any]) -> Iterable[str]:
             name = f"tokens/s against {way}, {case['batch']} at a time"
             rows.append((name, case["speedup"][way], "x"))
             rows.append(("  and sooner to its first token", case["ttft"][way], "x"))
-    for case in record.get("static", []):
-        name = f"static over continuous, {case['lengths']}, {case['batch']} at a time"
-        rows.append((f"{name}: seconds", case["seconds"], "x"))
-        rows.append(("  steps", case["steps"], "x"))
-        rows.append(("  time to first token", case["ttft_median"], "x"))
+    for backend, cases in record.get("static", {}).items():
+        for case in cases:
+            lengths = f"{case['lengths']}, {case['batch']} at a time"
+            name = f"static over continuous, {backend}, {lengths}: seconds"
+            rows.append((name, case["seconds"], "x"))
+            rows.append(("  steps", case["steps"], "x"))
+            rows.append(("  time to first token", case["ttft_median"], "x"))
     for case in record.get("memory", []):
         name = f"memory: surely fit over preemption, {case['lengths']}: seconds"
         rows.append((name, case["seconds"], "x"))
@@ -508,7 +532,7 @@ def table(record: dict[str, Any]) -> Iterable[str]:
     for name, ratio in record.get("losses", {}).items():
         rows.append((name, ratio, "x"))
     for name, value, unit in rows:
-        yield f"{name:<66}{value:9.2f}{unit}"
+        yield f"{name:<72}{value:9.2f}{unit}"
 
 
 def main() -> None:
@@ -520,23 +544,26 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    record: dict[str, Any] = {
-        "date": date.today().isoformat(),
+    setting: dict[str, Any] = {
         "machine": f"{platform.machine()}, {options.threads} thread(s) of a CPU",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "command": " ".join(["python tools/bench_serving.py", *sys.argv[1:]]),
+        "command": "python tools/bench_serving.py",
         "requests": REQUESTS,
     }
+    record = setting | {"dates": {}}
+    if options.only:
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        if changed := [name for name in setting if record[name] != setting[name]]:
+            raise SystemExit(f"not as in the record: {changed}; measure all parts")
     for name in options.only or PARTS:
         print(f"measuring: {name}", file=sys.stderr)
         record[name] = PARTS[name](options.rounds)
-    if not options.only:
-        path = ROOT / "figures/09-serving.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record["dates"][name] = date.today().isoformat()
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(record)))
 
 
