@@ -40,7 +40,7 @@ from simplellm.engine import Engine, EngineConfig, Meter, quantile
 from simplellm.generate import RequestOutput
 from simplellm.graphs import GPUConfig
 from simplellm.llm import LLM, why_not_fused
-from simplellm.model import EMBEDDED
+from simplellm.model import config_of
 from simplellm.paged import PagedCache
 from simplellm.sampler import SamplingParams, check_integer
 
@@ -639,20 +639,18 @@ def describe_memory(llm: TimedLLM) -> dict[str, int | None]:
 
 def find_config(model: str | None, random_weights: bool) -> ModelConfig:
     """The config of a checkpoint folder or known model. Raises ValueError."""
-    folder = EMBEDDED if model is None else Path(model)
-    if model is None or folder.is_dir():
-        return ModelConfig.from_file(folder / "config.json")
-    if model not in MODELS:
-        raise ValueError(
-            f"model is {model!r}; expected a checkpoint folder or one of "
-            f"{', '.join(MODELS)}"
-        )
-    if not random_weights:
-        raise ValueError(
-            f"there is no folder {model!r}; expected a checkpoint folder, or random "
-            "weights in this model's shapes (--random-weights)"
-        )
-    return MODELS[model]
+    if model is not None and not Path(model).is_dir():
+        if model not in MODELS:
+            raise ValueError(
+                f"model is {model!r}; expected a checkpoint folder or one of "
+                f"{', '.join(MODELS)}"
+            )
+        if not random_weights:
+            raise ValueError(
+                f"there is no folder {model!r}; expected a checkpoint folder, or "
+                "random weights in this model's shapes (--random-weights)"
+            )
+    return config_of(model, random_weights)
 
 
 def find_device(device: str | None) -> torch.device:

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from simplellm.config import MODELS, ModelConfig
 from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import EMBEDDED
+from simplellm.model import config_of
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -91,9 +90,7 @@ class LLM(PlainLLM):
         if device.type == "cuda":
             if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
                 dtype = torch.float32
-            shapes = MODELS.get(str(path)) if options.get("random_weights") else None
-            folder = EMBEDDED if path is None else Path(path)
-            shapes = shapes or ModelConfig.from_file(folder / "config.json")
+            shapes = config_of(path, options.get("random_weights", False))
             memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
         backend: dict[str, Any] = {}
         if reason is None:

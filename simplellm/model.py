@@ -266,6 +266,21 @@ BIG = 2**28  # parameters from which on loading shows a progress bar
 Choice = Callable[[ModelConfig, torch.dtype, torch.device], Backend]
 
 
+def config_of(path: str | Path | None, random_weights: bool = False) -> ModelConfig:
+    """The config of what `load_model` loads for these arguments.
+
+    Raises ConfigError for a folder that has none, and for a name that is not known.
+    """
+    folder = EMBEDDED if path is None else Path(path)
+    known = MODELS.get(str(path)) if random_weights else None
+    if random_weights and known is None and not folder.is_dir():
+        raise ConfigError(
+            f"{path} is neither a checkpoint folder nor a known model; expected "
+            f"one of {', '.join(MODELS)}"
+        )
+    return known or ModelConfig.from_file(folder / "config.json")
+
+
 def load_model(
     path: str | Path | None = None,
     dtype: torch.dtype | None = None,
@@ -295,13 +310,7 @@ def load_model(
     path = EMBEDDED if path is None else path
     checkpoint: Checkpoint | RandomCheckpoint
     if random_weights:
-        known = MODELS.get(str(path))
-        if known is None and not Path(path).is_dir():
-            raise ConfigError(
-                f"{path} is neither a checkpoint folder nor a known model; expected "
-                f"one of {', '.join(MODELS)}"
-            )
-        config = known or ModelConfig.from_file(Path(path) / "config.json")
+        config = config_of(path, random_weights)
         checkpoint = RandomCheckpoint(config, dtype=dtype, device=device, seed=seed)
     else:
         checkpoint = Checkpoint(path)
