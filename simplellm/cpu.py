@@ -29,53 +29,37 @@ def unpack(weights: Experts) -> Experts:
         w if isinstance(w, Tensor) else w.dequantize(torch.float32)
         for w in (weights.gate_up, weights.down)
     )
-    # By column in memory: few rows times these read it in order.
-    gate_up, down = (w.mT.contiguous().mT for w in (gate_up, down))
-    return replace(weights, gate_up=gate_up, down=down)
+    return replace(weights, gate_up=by_column(gate_up), down=by_column(down))
 
 
-class Bank(NamedTuple):
-    """One of the matrices of all experts of a layer."""
+def by_column(weight: Tensor) -> Tensor:
+    """The same in another order: few rows times this read it from first to last."""
+    return weight.mT.contiguous().mT
 
-    weight: Tensor  # [E, out, in]
-    bias: Tensor  # [E, 1, out]
-    each: list[tuple[Tensor, Tensor]]  # bias [out] and weight [out, in] of an expert
 
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor) -> "Bank":
-        return cls(weight, bias[:, None], list(zip(bias, weight, strict=True)))
+Bank = list[tuple[Tensor, Tensor]]  # bias [out] and weight [out, in] of each expert
 
-    def multiply(self, x: ndarray, chosen: ndarray, place: ndarray | None) -> ndarray:
-        """Each row of x [N, in] through the expert ``chosen`` for it -> [N, out].
 
-        With a row's ``place`` among those of its expert, all experts run at once.
-        """
-        experts, size_out, size_in = self.weight.shape
-        if place is None:
-            out = np.empty((len(x), size_out), np.float32)
-            rows, targets = torch.from_numpy(x).unbind(), torch.from_numpy(out).unbind()
-            for row, target, e in zip(rows, targets, chosen.tolist(), strict=True):
-                bias, weight = self.each[e]
-                torch.addmv(bias, weight, row, out=target)
-            return out
-        longest = int(place.max()) + 1
-        cells = chosen * longest + place
-        padded = np.zeros((experts * longest, size_in), np.float32)
-        padded[cells] = x
-        groups = torch.from_numpy(padded).view(experts, longest, size_in)
-        found = torch.baddbmm(self.bias, groups, self.weight.mT)
-        return found.numpy().reshape(-1, size_out)[cells]
+def multiply(x: ndarray, bank: Bank, counts: list[int]) -> ndarray:
+    """x [N, in], ``counts[e]`` rows for each expert e in turn -> [N, out]."""
+    out = np.empty((len(x), len(bank[0][0])), np.float32)
+    used = [(pair, count) for pair, count in zip(bank, counts, strict=True) if count]
+    sizes = [count for _, count in used]
+    rows, targets = torch.from_numpy(x).split(sizes), torch.from_numpy(out).split(sizes)
+    for ((bias, weight), _), row, target in zip(used, rows, targets, strict=True):
+        torch.addmm(bias, row, weight.mT, out=target)
+    return out
 
 
 class Layer(NamedTuple):
-    """A block's weights as `CPUTransformer` takes them; the memory is the block's."""
+    """A block's weights as `CPUTransformer` takes them."""
 
     number: int
     attn_norm: ndarray
-    qkv: Tensor  # [(H+2K)*D, hidden]
+    qkv: Tensor  # [(H+2K)*D, hidden], by column
     qkv_bias: Tensor
     sinks: ndarray  # [K, G, 1]
-    o: Tensor  # [hidden, H*D]
+    o: Tensor  # [hidden, H*D], by column
     o_bias: Tensor
     mlp_norm: ndarray
     router: Tensor  # [E, hidden]
@@ -91,16 +75,16 @@ class Layer(NamedTuple):
         return cls(
             number=attn.layer,
             attn_norm=block.attn_norm.weight.numpy(),
-            qkv=attn.qkv.weight,
+            qkv=by_column(attn.qkv.weight),
             qkv_bias=attn.qkv.bias,
             sinks=attn.sinks.numpy().reshape(kv_heads, -1, 1),
-            o=attn.o.weight,
+            o=by_column(attn.o.weight),
             o_bias=attn.o.bias,
             mlp_norm=block.mlp_norm.weight.numpy(),
             router=mlp.router_weight,
             router_bias=mlp.router_bias,
-            gate_up=Bank.of(experts.gate_up, experts.gate_up_bias),
-            down=Bank.of(experts.down, experts.down_bias),
+            gate_up=list(zip(experts.gate_up_bias, experts.gate_up, strict=True)),
+            down=list(zip(experts.down_bias, experts.down, strict=True)),
         )
 
 
@@ -161,15 +145,6 @@ def choose(logits: ndarray, top_k: int) -> tuple[ndarray, ndarray]:
     shares = np.exp(best - best[:, :1])
     shares /= shares.sum(axis=1, keepdims=True)
     return chosen, shares
-
-
-def places(chosen: ndarray) -> ndarray:
-    """How many before each entry of chosen [N] are equal to it."""
-    order = chosen.argsort(kind="stable")
-    ordered = chosen[order]
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order)) - ordered.searchsorted(ordered)
-    return place
 
 
 def pair(*shape: int) -> tuple[Tensor, ndarray]:
@@ -261,11 +236,11 @@ class OneToken:
         total = sum(shares)
 
         for e, out in zip(chosen, self.gate_up_t, strict=True):
-            bias, weight = layer.gate_up.each[e]
+            bias, weight = layer.gate_up[e]
             torch.addmv(bias, weight, h_t, alpha=scale, out=out)
         self.swiglu()
         for e, share, hidden_t in zip(chosen, shares, self.hidden_t, strict=True):
-            bias, weight = layer.down.each[e]
+            bias, weight = layer.down[e]
             share /= total
             self.x_t.addmv_(weight, hidden_t, alpha=share).add_(bias, alpha=share)
 
@@ -355,14 +330,13 @@ class CPUTransformer(Transformer):
         config = self.config
         logits = linear(h, layer.router, layer.router_bias)
         chosen, shares = choose(logits, config.num_experts_per_tok)
-        line = chosen.ravel()  # [T*k]
-        # Few rows leave most experts alone; many are worth one pass over all weights.
-        place = None if len(line) <= logits.shape[1] else places(line)
-        rows = np.repeat(h, config.num_experts_per_tok, axis=0)  # [T*k, hidden]
-        gate_up = layer.gate_up.multiply(rows, line, place)
+        order = chosen.ravel().argsort(kind="stable")  # [T*k], by expert
+        counts = np.bincount(chosen.ravel(), minlength=logits.shape[1]).tolist()
+        gate_up = multiply(h[order // chosen.shape[1]], layer.gate_up, counts)
         hidden = swiglu(gate_up, config.swiglu_limit, config.swiglu_alpha)
-        out = layer.down.multiply(hidden, line, place).reshape(*chosen.shape, -1)
-        return np.matmul(shares[:, None], out)[:, 0]
+        out = np.empty((len(order), h.shape[1]), np.float32)
+        out[order] = multiply(hidden, layer.down, counts)
+        return np.matmul(shares[:, None], out.reshape(*chosen.shape, -1))[:, 0]
 
 
 CPU = replace(TORCH, prepare=unpack, model=CPUTransformer)
