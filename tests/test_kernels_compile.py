@@ -136,7 +136,7 @@ CASES = [
     Case(
         linear.gemv_kernel,
         "*bf16 *bf16 *bf16 *bf16 i32",
-        projection() | {"BLOCK": 2048, "REST": 1024, "AHEAD": 660},
+        projection() | {"BLOCK": 2048, "REST": 1024},
         aligned=("stride_x",),
     ),
     Case(
@@ -205,7 +205,7 @@ CASES = [
         head.head_gemv_kernel,
         "*bf16 *bf16 *fp32 *i64 i32",
         {"V": 201088, "N": 2880, "TOKENS": 1, "WRITE": True}
-        | {"ROWS": 8, "BLOCK": 2048, "REST": 1024, "AHEAD": 528, "PDL": True},
+        | {"ROWS": 8, "BLOCK": 2048, "REST": 1024, "PDL": True},
         warps=8,
         aligned=("stride_x",),
     ),

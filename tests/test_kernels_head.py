@@ -59,6 +59,16 @@ def test_head_takes_any_number_of_tokens(kernel_device, tokens):
     assert head(x[:0], weight).shape == (0,)
 
 
+def test_logits_of_many_tokens_are_not_rounded(kernel_device):
+    x, weight = (part.bfloat16() for part in inputs(kernel_device, 160))
+    got = torch.full((160, 1088), torch.nan, device=kernel_device)
+    expected = torch.empty_like(got)
+    head(x, weight, got)
+    head_torch(x, weight, expected)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-4)
+    assert not torch.equal(got, got.bfloat16().float())
+
+
 def test_a_row_has_the_same_logits_among_any_number_of_others(kernel_device):
     x, weight = inputs(kernel_device, 130)
     logits = torch.full((130, 1088), torch.nan, device=kernel_device)

@@ -107,7 +107,6 @@ def test_more_tokens_go_to_pytorch():
 @pytest.mark.parametrize(
     "config",
     [
-        Gemv(4, 2, ahead=3),
         Gemv(4, 2, pdl=False),
         Dot(32, 64, 2, 4, 2, ahead=9),
         Dot(32, 64, 2, 4, 2, pdl=False),

@@ -5,7 +5,8 @@ PyTorch with the same signature, ``NAME_torch``, which says what the kernel comp
 
 Kernels take a constexpr PDL, for programmatic dependent launch (Hopper and later): the
 kernel is started while the one before it still runs, and waits before it first reads
-what that one wrote. Until then it may load what no kernel writes, its weights.
+what that one wrote. Until then it loads only what no kernel that may still run writes:
+weights, page tables, keys of earlier steps.
 """
 
 from functools import cache

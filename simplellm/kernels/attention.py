@@ -37,7 +37,7 @@ class Tiles:
 
 # By the least number of sequences, as timed on an H200 on 2026-11-21. One of 1,000
 # tokens took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
-# with 256 and 3 stages, 35.6 us unsplit and with 4. 396 programs are three for each of
+# with 256 and 3 stages, 34.5 us unsplit and with 4. 396 programs are three for each of
 # 132 processors. Of 8 and with windows, early loads made a layer 0.5 to 1.8 us longer.
 DECODE = {
     1: Tiles(64, 4, 3, least=128, programs=396, chunk=32, early=True),

@@ -3,7 +3,7 @@
 Weights are the left operand: a wgmma or mma instruction takes 16 rows by 16 columns of
 them from each warp's registers, in an order known beforehand, so `repack` stores them
 in that order and `decode` turns what a thread loads into what it multiplies, with no
-exchange between threads. Tokens are the right operand, 8 at least, so that few padding
+exchange between threads. Tokens are the right operand, 16 at least, so that few padding
 tokens are multiplied when an expert has only one or two.
 
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K

@@ -23,7 +23,6 @@ from simplellm.kernels.linear import (
     gemv_hold,
     gemv_times,
     linear_parts,
-    prefetch_rows,
     split,
 )
 from simplellm.kernels.routing import index_of, ordered
@@ -51,7 +50,6 @@ def head_gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows: logits = x . weight[row]; best[t, program] = their
@@ -62,8 +60,6 @@ def head_gemv_kernel(
     rows = program * ROWS + tl.arange(0, ROWS)
     held = gemv_hold(weight_ptr, rows, V, N, BLOCK, REST)
     if PDL:
-        if AHEAD > 0:
-            prefetch_rows(weight_ptr, (program + AHEAD) * ROWS, V, N, ROWS)
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
         y = gemv_times(held, x_ptr + token * stride_x, N, BLOCK, REST)
@@ -159,7 +155,10 @@ def head(
         return head_invariant(x, weight, logits)
     config = choose(x.shape[0])
     if config is None or x.shape[0] == 0:
-        y = functional.linear(x, weight).float()
+        if x.is_cuda and x.dtype == torch.bfloat16:  # without rounding the sums to it
+            y = torch.mm(x, weight.T, out_dtype=torch.float32)
+        else:
+            y = functional.linear(x.float(), weight.float())
         if logits is not None:
             logits.copy_(y)
         return y.argmax(-1).int()
@@ -212,7 +211,6 @@ def best_of(
             ROWS=config.rows,
             BLOCK=block,
             REST=rest,
-            AHEAD=config.ahead if can_prefetch(weight) else 0,
             PDL=pdl,
             num_warps=config.warps,
             launch_pdl=pdl,

@@ -21,16 +21,11 @@ from simplellm.kernels import supports_pdl
 
 @dataclass(frozen=True)
 class Gemv:
-    """How `gemv_kernel` runs: rows a program.
-
-    A program may ask for the rows of the one ``ahead`` programs after it as well, which
-    starts too late to load them itself before the wait. 0: for none.
-    """
+    """How `gemv_kernel` runs: rows a program."""
 
     rows: int
     warps: int
     pdl: bool = True
-    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,19 +110,6 @@ def prefetch(pointers, sizes):
 
 
 @triton.jit
-def prefetch_rows(
-    weight_ptr, first, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
-):
-    """Bring ROWS rows from ``first`` on to the L2 cache, as far as there are any."""
-    PIECES: tl.constexpr = triton.next_power_of_2(triton.cdiv(ROWS * K, 128))
-    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    start = tl.arange(0, PIECES) * 128
-    left = tl.minimum(ROWS, N - first) * K - start
-    sizes = tl.minimum(tl.maximum(left, 0), 128) * BYTES
-    prefetch(weight_ptr + first.to(tl.int64) * K + start, sizes)
-
-
-@triton.jit
 def gemv_weight(
     weight_ptr,
     rows,
@@ -188,7 +170,6 @@ def gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
@@ -203,8 +184,6 @@ def gemv_kernel(
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            prefetch_rows(weight_ptr, (program + AHEAD) * ROWS, N, K, ROWS)
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
         y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST) + bias
@@ -381,7 +360,6 @@ def gemv(
         ROWS=config.rows,
         BLOCK=block,
         REST=rest,
-        AHEAD=config.ahead if can_prefetch(weight) else 0,
         PDL=pdl,
         num_warps=config.warps,
         launch_pdl=pdl,

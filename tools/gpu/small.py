@@ -97,9 +97,9 @@ def report(kernel: str, shape: str, config: object, us: float, nbytes: float) ->
 def short(config: object) -> str:
     if not isinstance(config, Gemv | Dot):
         return str(config)
-    ahead = f" a{config.ahead}" if config.pdl else " -"
     if isinstance(config, Gemv):
-        return f"gemv r{config.rows} w{config.warps}" + ahead
+        return f"gemv r{config.rows} w{config.warps}" + " -" * (not config.pdl)
+    ahead = f" a{config.ahead}" if config.pdl else " -"
     return (
         f"dot {config.rows}x{config.depth} p{config.parts} w{config.warps} "
         f"s{config.stages}{ahead}"
@@ -132,15 +132,9 @@ def poison() -> None:
 
 
 def gemv_configs() -> list[Gemv]:
-    """Rows and warps, and how many programs later ones are read ahead for."""
+    """Rows and warps."""
     sizes = (1, 1), (2, 2), (2, 4), (4, 2), (4, 4), (4, 8), (8, 4)
-    found = [Gemv(*size) for size in sizes]
-    found += [
-        Gemv(rows, warps, ahead=ahead)
-        for rows, warps in ((2, 2), (4, 4))
-        for ahead in (132, 396, 660, 1056)
-    ]
-    return found
+    return [Gemv(*size) for size in sizes]
 
 
 def dot_configs(size_out: int, tokens: int) -> list[Dot]:
@@ -356,7 +350,6 @@ def time_head(stored: list[torch.Tensor], tokens: int) -> None:
     configs: list[Gemv | Dot] = []
     if tokens <= 2:
         configs += [Gemv(*pair) for pair in ((4, 4), (8, 4), (8, 8), (4, 2))]
-        configs += [Gemv(8, 4, ahead=528)]
     if tokens >= 2:
         configs += [
             Dot(rows, depth, 1, warps, stages, pdl=False)
@@ -440,14 +433,11 @@ def run_chain() -> None:
         sizes = (QKV, HIDDEN), (HIDDEN, HEADS), (EXPERTS, HIDDEN)
         usual = [choose_linear(tokens, *size) or Gemv(4, 4) for size in sizes]
         variants = [("usual", usual)]
-        if tokens <= 2:
-            for ahead in (396, 660):
-                config = Gemv(4, 4, ahead=ahead)
-                variants.append((short(config), [config, config, usual[2]]))
-        else:
+        dots = [config for config in usual if isinstance(config, Dot)]
+        if len(dots) == len(usual):
             for ahead in (0, 1, 3):
                 for count in (2, 3):
-                    some = [replace(c, pdl=True, ahead=ahead) for c in usual]
+                    some = [replace(c, pdl=True, ahead=ahead) for c in dots]
                     label = f"qo{'r' if count == 3 else ''} with PDL a{ahead}"
                     variants.append((label, [*some[:count], *usual[count:]]))
         shape = f"T{tokens} a layer"
