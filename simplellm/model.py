@@ -281,6 +281,15 @@ def config_of(path: str | Path | None, random_weights: bool = False) -> ModelCon
     return known or ModelConfig.from_file(folder / "config.json")
 
 
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device to run on, the GPU if there is one. Raises ValueError."""
+    gpu = torch.cuda.is_available()
+    found = torch.device(device or ("cuda" if gpu else "cpu"))
+    if found.type == "cuda" and not gpu:
+        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
+    return found
+
+
 def load_model(
     path: str | Path | None = None,
     dtype: torch.dtype | None = None,
@@ -298,11 +307,9 @@ def load_model(
     of a known model, whose shapes are then filled with random numbers. ``backend`` may
     be a function that chooses one for the model. Weights that fit as they are stay on
     the mapped file. Raises CheckpointError or ConfigError for a folder that is no
-    checkpoint.
+    checkpoint, and ValueError for a GPU that is not there.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    device = find_device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     if not dtype.is_floating_point:

@@ -15,6 +15,7 @@ from simplellm.model import (
     TORCH,
     Transformer,
     check_tokens,
+    find_device,
     load_model,
     rms_norm,
 )
@@ -281,6 +282,22 @@ def test_a_loaded_model_cannot_be_moved_or_cast() -> None:
         model.to(torch.bfloat16)
     with pytest.raises(ValueError, match="expected a floating-point dtype"):
         load_model(dtype=torch.int8)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_device_is_the_gpu_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert find_device(None) == torch.device("cuda" if gpu else "cpu")
+    assert find_device("cpu") == find_device(torch.device("cpu")) == torch.device("cpu")
+    if gpu:
+        assert find_device("cuda:0") == torch.device("cuda:0")
+        return
+    with pytest.raises(ValueError, match="PyTorch finds no GPU; expected cpu"):
+        find_device("cuda:0")
+    with pytest.raises(ValueError, match="device is cuda, but"):
+        load_model(device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
