@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from simplellm.checkpoint import Checkpoint, CheckpointError
     from simplellm.config import ConfigError, ModelConfig
-    from simplellm.engine import LLM, EngineConfig, EngineError, Stats
+    from simplellm.engine import EngineConfig, EngineError, Stats
     from simplellm.generate import ChatOutput, RequestOutput
+    from simplellm.graphs import GPUConfig
     from simplellm.harmony import Delta, Message, Tool, ToolCall
+    from simplellm.llm import LLM
     from simplellm.model import Transformer, load_model
     from simplellm.sampler import SamplingParams
     from simplellm.scheduler import QueueFullError

@@ -147,6 +147,8 @@ def prepare(llm: "LLM", line: Line) -> "tuple[Any, SamplingParams]":
     try:
         if "messages" in request:
             return prepare_chat(llm, request)
+        if isinstance(request["prompt"], int):  # in a list it would be a token id
+            raise TypeError("prompt is an integer; expected text or token ids")
         options = sampling_options(request, ["prompt"])
         return request["prompt"], replace(llm.default_params, **options)
     except Exception as error:  # JSON can go wrong in more ways than one can list
@@ -264,7 +266,8 @@ def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Tota
     """Append a line to ``file`` for every request of ``source`` not in ``done``.
 
     A request that the engine refuses gets an error object. One that fails gets
-    nothing. If the engine itself is lost, its exception ends the run.
+    nothing. If the engine itself is lost while requests are left to submit, its
+    exception ends the run.
     """
     from simplellm.scheduler import QueueFullError
 

@@ -40,7 +40,7 @@ from simplellm.engine import Engine, EngineConfig, Meter, quantile
 from simplellm.generate import RequestOutput
 from simplellm.graphs import GPUConfig
 from simplellm.llm import LLM, why_not_fused
-from simplellm.model import config_of
+from simplellm.model import config_of, find_device
 from simplellm.paged import PagedCache
 from simplellm.sampler import SamplingParams, check_integer
 
@@ -339,12 +339,13 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def check_model(
-    model: str | None, random_weights: bool, device: torch.device, config: ModelConfig
+    model: str, random_weights: bool, device: torch.device, config: ModelConfig
 ) -> None:
     """Raise ValueError if the weights cannot fit."""
+    found = weight_bytes(config, 2 if device.type == "cuda" else 4)
     if device.type == "cpu" and not random_weights:
-        return  # they stay in the file
-    need = sum(weight_bytes(config, 2 if device.type == "cuda" else 4).values())
+        del found["experts"]  # they stay in the file
+    need = sum(found.values())
     free = free_memory(device)
     if free is None or need < free:
         return
@@ -651,14 +652,6 @@ def find_config(model: str | None, random_weights: bool) -> ModelConfig:
                 "random weights in this model's shapes (--random-weights)"
             )
     return config_of(model, random_weights)
-
-
-def find_device(device: str | None) -> torch.device:
-    """The device to run on, the GPU if there is one. Raises ValueError."""
-    gpu = torch.cuda.is_available()
-    if device == "cuda" and not gpu:
-        raise ValueError("device is cuda, but PyTorch finds no GPU; expected cpu")
-    return torch.device(device or ("cuda" if gpu else "cpu"))
 
 
 def measure(

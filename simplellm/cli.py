@@ -30,8 +30,8 @@ from simplellm import __version__
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.checkpoint import TensorInfo
     from simplellm.config import ModelConfig
-    from simplellm.engine import LLM
     from simplellm.harmony import Delta
+    from simplellm.llm import LLM
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 MAX_EXPRESSION = 100  # characters
@@ -111,10 +111,12 @@ Calculator = Annotated[
     bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
 ]
 Temperature = Annotated[
-    float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
+    float | None,
+    typer.Option(min=0, max=100, help="0 is greedy.  [the checkpoint's]"),
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(help="Most tokens to generate, reasoning included.")
+    int | None,
+    typer.Option(min=1, help="Most tokens to generate, reasoning included."),
 ]
 Seed = Annotated[int | None, typer.Option(help="Makes a random answer repeatable.")]
 Where = Annotated[
@@ -212,7 +214,8 @@ def calculate(expression: str) -> int | float:
     def value(node: ast.AST) -> int | float:
         match node:
             case ast.Constant(value=int() | float() as number):
-                return number
+                if not isinstance(number, bool):
+                    return number
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -value(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
@@ -231,7 +234,7 @@ def call_tool(name: str, arguments: str) -> str:
         if name != "calculator":
             raise ValueError(f"there is no function {name!r}; expected 'calculator'")
         return str(calculate(json.loads(arguments)["expression"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"error: {error}"
 
 
@@ -247,9 +250,9 @@ def respond(
             screen.write(f"= {result}\n", aside=True)
             messages.append({"role": "tool", "tool_call_id": name, "content": result})
         if not turn.calls:
-            if not turn.content:
-                screen.write("(the model stopped without an answer)\n", aside=True)
-            return
+            break
+    if not turn.content:
+        screen.write("(the model stopped without an answer)\n", aside=True)
 
 
 def load(model: str | None, device: Device | None, screen: Screen) -> "LLM":
@@ -394,10 +397,12 @@ def sizes(config: "ModelConfig", total: int, active: int) -> dict[str, str]:
         f"{config.layer_types.count(layer_type)} {layer_type.replace('_', ' ')}"
         for layer_type in dict.fromkeys(config.layer_types)
     )
+    windowed = config.sliding_window is not None
+    window = {"window": f"{config.sliding_window} tokens"} if windowed else {}
     return {
         "parameters": f"{total:,}, of which {active:,} active for each token",
         "layers": f"{config.num_hidden_layers}: {layers}",
-        "window": f"{config.sliding_window} tokens",
+        **window,
         "hidden size": f"{config.hidden_size:,}",
         "heads": f"{config.num_attention_heads} for queries, "
         f"{config.num_key_value_heads} for keys and values, of {config.head_dim} each",
@@ -442,13 +447,14 @@ def info(
     table.add_column("parameters", f"{total:,}", justify="right")
     table.add_column("bytes", f"{nbytes:,}", justify="right")
     table.add_column("share", "100.0%", justify="right")
-    for kind, tensors in kinds.items():
+    for kind, count in parameters.items():  # tied, the embedding is the LM head
+        tensors = kinds[kind]
         dtypes = ("MXFP4" if info.dtype == "U8" else info.dtype for info in tensors)
         size = sum(info.nbytes for info in tensors)
         table.add_row(
             kind,
             ", ".join(dict.fromkeys(dtypes)),
-            f"{parameters[kind]:,}",
+            f"{count:,}",
             f"{size:,}",
             f"{size / nbytes:.1%}",
         )
@@ -488,6 +494,8 @@ def batch(
     screen = Screen()
     if target.exists() and source.samefile(target):
         raise ValueError(f"{target} is both input and output; expected two files")
+    if not source.is_file():
+        raise ValueError(f"{source} is no file; expected one, since it is read twice")
     ids = batch.read_ids(source)
     with batch.open_results(target, ids) as (file, done):
         totals = batch.count(done)
@@ -561,7 +569,11 @@ def bench(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the limit (.svg).", dir_okay=False),
+        typer.Option(
+            metavar="FILE",
+            help="Draw speeds and limit (.svg, .png, .pdf).",
+            dir_okay=False,
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and random weights.")] = 0,
     device: Where = None,

@@ -101,7 +101,7 @@ class EngineConfig:
         for name in (*required, *optional):
             value = getattr(self, name)
             if name in required or value is not None:
-                check_integer(name, value, name != "overtakes", 2**48)
+                check_integer(name, value, int(name != "overtakes"), 2**48)
         if self.num_pages is not None and self.cache_bytes is not None:
             raise ValueError(
                 "both num_pages and cache_bytes are given; expected one of them"
@@ -708,6 +708,11 @@ class RequestFuture(Future[list[RequestOutput]]):
             owner.engine.check()
         return super().result(timeout)
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if (owner := self.owner) is not None:
+            owner.engine.check()
+        return super().exception(timeout)
+
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         def call(future: object) -> None:
             try:
@@ -851,7 +856,10 @@ class LLM(PlainLLM):
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Like `stream`, for ``async for``. The request starts with the iteration."""
+        """Like `stream`, for ``async for``.
+
+        The request starts with the iteration, its ``timeout`` with this call.
+        """
         return self._outputs_async(self._request(prompt, sampling_params, overrides))
 
     def stats(self) -> Stats:
@@ -888,9 +896,11 @@ class LLM(PlainLLM):
     async def _outputs_async(self, request: Submission) -> AsyncIterator[RequestOutput]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
+        gone = False
 
         def send(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            if not gone:  # later, the loop may be closed
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         side = TextSide(request, self._tokenizer)
         ticket = Ticket(request, send)
@@ -903,6 +913,7 @@ class LLM(PlainLLM):
                     self.engine.abort(ticket.job, "stop")
                 yield output
         finally:
+            gone = True
             self.engine.abort(ticket.job)
 
     def _request(

@@ -14,7 +14,7 @@ from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import config_of
+from simplellm.model import config_of, find_device
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -73,14 +73,15 @@ class LLM(PlainLLM):
         device: str | torch.device | None = None,
         **options: Any,
     ) -> None:
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
+        device = find_device(device)
         if not isinstance(config, EngineConfig | None):
             raise TypeError(f"config is {config!r}; expected an EngineConfig")
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)
+        if "backend" in options:
+            reason = "a backend was given"
+        self._fused = reason is None
         if reason and isinstance(config, GPUConfig) and config.batch_invariant:
             raise ValueError(
                 "batch_invariant is True; expected False, since PyTorch computes and "
@@ -93,7 +94,7 @@ class LLM(PlainLLM):
             shapes = config_of(path, options.get("random_weights", False))
             memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
         backend: dict[str, Any] = {}
-        if reason is None:
+        if self._fused:
             from simplellm.kernels.forward import FUSED
 
             backend = {"backend": FUSED}
@@ -106,9 +107,7 @@ class LLM(PlainLLM):
             )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
-        config = config or EngineConfig()
-        device, dtype = self.model.device, self.model.dtype
-        if why_not_fused(device, dtype, config) is not None:
+        if not self._fused or config is None:
             return super()._make_engine(config)
         from simplellm.kernels.forward import Fused
 

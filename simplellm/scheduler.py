@@ -86,8 +86,8 @@ class Scheduler:
     ``max_num_batched_tokens`` tokens, and at most ``prefill_chunk`` of one prompt; None
     leaves prompts whole. ``max_waiting`` jobs may wait. A job overtakes at most
     ``overtakes`` earlier ones for each level of priority that it is ahead of them, so
-    that nobody waits forever. Without ``continuous``, no job joins others that run
-    until all of these have ended. Raises ValueError for limits that let nothing run.
+    that nobody waits forever. Without ``continuous``, no job joins once a running one
+    has ended, until all have. Raises ValueError for limits that let nothing run.
     """
 
     def __init__(

@@ -159,6 +159,7 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
         {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "max"},
         {"prompt": ["a", "b"]},
         {"prompt": []},
+        {"prompt": 5},
         {"prompt": [10**9]},
         {"prompt": {"a": 1}},
         {"prompt": "x", "max_tokens": 0},
@@ -290,6 +291,13 @@ def test_files_that_are_not_results_stay_as_they_are(echo, tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
+def test_a_pipe_is_refused(echo, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert call(tmp_path / "pipe", tmp_path / "out.jsonl") == 2
+    assert "is no file; expected one, since it is read twice" in capsys.readouterr().err
+
+
 def test_a_torn_line_is_done_again(echo, tmp_path):
     source = write(tmp_path / "in.jsonl", *({"prompt": text} for text in "abc"))
     target = tmp_path / "out.jsonl"
@@ -318,6 +326,10 @@ def run_slowly(source: Path, target: Path, log: Path) -> None:
     os._exit(0)
 
 
+def nbytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def test_killed_at_random_moments(tmp_path):
     chance = random.Random(0)
     texts = [f"text {number}" for number in range(400)]
@@ -329,17 +341,17 @@ def test_killed_at_random_moments(tmp_path):
         log.unlink(missing_ok=True)
         process = context.Process(target=run_slowly, args=(source, target, log))
         process.start()
-        process.join(timeout=chance.uniform(0.02, 0.3))
-        if process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, signal.SIGKILL)
+        enough = nbytes(target) + chance.randrange(4000)
+        while process.is_alive() and nbytes(target) < enough:
+            time.sleep(0.001)
+        process.kill()
         process.join()
         if log.exists():
             assert finished.isdisjoint(log.read_text().splitlines())
         if process.exitcode == 0:
             break
         if target.exists() and chance.random() < 0.5:  # the disk lost the end, too
-            size = target.stat().st_size
-            os.truncate(target, max(0, size - chance.randrange(100)))
+            os.truncate(target, max(0, nbytes(target) - chance.randrange(100)))
         whole = target.read_bytes() if target.exists() else b""
         done = whole[: whole.rindex(b"\n") + 1] if b"\n" in whole else b""
         finished = {json.loads(line)["text"][:-1] for line in done.splitlines()}

@@ -289,6 +289,15 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, cap
     assert "the CPU has 12.3 GB free" in message
 
 
+def test_of_a_checkpoint_only_the_experts_stay_in_the_file(monkeypatch):
+    monkeypatch.setattr(bench, "free_memory", lambda device: 8_000_000_000)
+    shapes = MODELS["gpt-oss-20b"], MODELS["gpt-oss-120b"]
+    place = torch.device("cpu")
+    bench.check_model("20b", False, place, shapes[0])
+    with pytest.raises(ValueError, match=r"120b needs 8\.5 GB for its weights"):
+        bench.check_model("120b", False, place, shapes[1])
+
+
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "--device", "cuda"]) == 2

@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import TINY, write_checkpoint
 from rich.console import Console
 
 from simplellm import __version__, cli
 from simplellm.checkpoint import stored_shapes
-from simplellm.config import GPT_OSS_20B
+from simplellm.config import GPT_OSS_20B, LAYER_TYPES
 from simplellm.harmony import Delta
 
 
@@ -144,6 +145,7 @@ def test_tool_calls_end(scripted, capsys):
     llm = scripted(*turns)
     assert cli.main(["What is 1 + 1?", "--calculator"]) == 0
     assert len(llm.turns) == 1
+    assert capsys.readouterr().err.endswith("(the model stopped without an answer)\n")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_tool_calls_end(scripted, capsys):
     [("12 * 34", 408), ("-(3 - 5) * 2", 4), (" 1.5 + 1 ", 2.5), ("007", None)]
     + [
         (text, None)
-        for text in ("2 ** 9", "1 / 2", "", "'a' * 3", "x", "f()", "1\0", "1 +")
+        for text in ("2 ** 9", "1 / 2", "", "'a' * 3", "x", "f()", "1\0", "1 +", "True")
     ]
     + [("1" + "+1" * 100, None), ("(" * 99, None), ("-" * 99 + "1", -1)],
 )
@@ -171,6 +173,7 @@ def test_calculate(expression, value):
         ("calculator", '{"expr": "1"}', "expression"),
         ("calculator", "[", "error:"),
         ("calculator", "3", "error:"),
+        ("calculator", "[" * 100_000, "error:"),
         ("weather", "{}", "no function 'weather'"),
     ],
 )
@@ -245,6 +248,8 @@ def test_failures(monkeypatch, capsys, error, status, line):
         (["Hi", "--temprature", "1"], "No such option: --temprature"),
         (["Hi", "there"], "unexpected extra argument"),
         (["Hi", "--temperature", "warm"], "--temperature"),
+        (["chat", "--temperature", "-1"], "--temperature"),
+        (["Hi", "--max-tokens", "0"], "--max-tokens"),
         (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
         (["--seed", "1"], "prompt"),
         (["Hi", "--device", "abacus"], "'cpu', 'cuda'"),
@@ -326,6 +331,18 @@ def test_info_of_published_shapes(capsys, name, parts):
     assert all(part in out for part in parts)
     assert "MXFP4, BF16" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_info_of_a_tied_model_without_windows(tmp_path, capsys):
+    full = LAYER_TYPES[1]
+    config = replace(
+        TINY, tie_word_embeddings=True, layer_types=(full, full), sliding_window=None
+    )
+    folder = write_checkpoint(tmp_path / "model", config)
+    assert cli.main(["info", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "lm_head" in out and "embedding" not in out
+    assert "window" not in out
 
 
 def test_info_of_the_embedded_model(capsys):

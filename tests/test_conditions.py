@@ -20,7 +20,7 @@ from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import CaptureError, GPUConfig, GraphEngine
 from simplellm.llm import LLM, why_not_fused
 from simplellm.memory import Need, enough
-from simplellm.model import Transformer, load_model
+from simplellm.model import TORCH, Transformer, load_model
 
 GPU = torch.device("cuda")
 
@@ -40,6 +40,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ("mem_get_info", lambda device: (card.free, 80 * 10**9)),
         ("memory_reserved", lambda device: 0),
         ("memory_allocated", lambda device: 0),
+        ("is_available", lambda: True),
     ):
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -106,6 +107,13 @@ def test_a_gpu_without_bfloat16_gets_float32_and_one_line(
     assert asked["dtype"] == torch.float32
     (line,) = caplog.messages
     assert "a card with PyTorch, since the GPU's compute capability is 7.5" in line
+
+
+def test_a_backend_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "why_not_fused", lambda *arguments: None)
+    with LLM(device="cpu", backend=TORCH) as given:
+        assert type(given.engine) is Engine
+        assert type(given.model) is Transformer
 
 
 @pytest.mark.parametrize("name", MODELS)

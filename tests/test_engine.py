@@ -406,6 +406,21 @@ def test_an_event_loop_that_is_gone_harms_only_its_own(
     assert "nobody takes what a request gives" in caplog.text
 
 
+def test_a_stream_that_is_left_early_ends_in_silence(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = start()
+
+    async def leave() -> None:
+        async for _ in llm.stream_async([1], **LONG):
+            return
+
+    for _ in range(3):
+        asyncio.run(leave())
+    until(lambda: llm.stats().finished.get("abort") == 3)
+    assert not caplog.text
+
+
 def test_a_timeout_ends_a_request_with_what_it_has(start: Any) -> None:
     llm = start(max_num_seqs=2)
     running = llm.generate([1], timeout=0.3, **LONG)
@@ -684,12 +699,12 @@ def test_what_does_not_fit_is_refused_or_cut(start: Any) -> None:
     ("options", "message"),
     [
         ({"cache": "ring"}, "cache is 'ring'; expected 'none', 'slot' or 'paged'"),
-        ({"page_size": 0}, "page_size is 0"),
+        ({"page_size": 0}, "page_size is 0; expected 1 to"),
         ({"num_pages": 2.5}, "num_pages is 2.5; expected an integer"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"max_num_seqs": True}, "max_num_seqs is True"),
         ({"max_waiting": None}, "max_waiting is None"),
-        ({"overtakes": -1}, "overtakes is -1"),
+        ({"overtakes": -1}, "overtakes is -1; expected 0 to"),
         ({"share_prefixes": 1}, "share_prefixes is 1; expected True or False"),
         ({"max_num_seqs": 4000}, "max_num_batched_tokens is 2048; expected at least"),
         ({"num_pages": 8, "cache_bytes": 1000}, "both num_pages and cache_bytes"),
@@ -915,7 +930,8 @@ def test_a_fork_is_told_to_load_its_own(folder: Path) -> None:
         if (child := os.fork()) == 0:
             errors = 0
             calls = [lambda: llm.generate([1]), lambda: llm.stream([1])]
-            calls += [future.result, lambda: [None for _ in stream], llm.stats]
+            calls += [future.result, future.exception, llm.stats]
+            calls += [lambda: [None for _ in stream]]
             for call in calls:
                 try:
                     call()
@@ -928,7 +944,7 @@ def test_a_fork_is_told_to_load_its_own(folder: Path) -> None:
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), len(future.result()))
     """
-    assert run_script(folder, body) == "5 1\n"
+    assert run_script(folder, body) == "6 1\n"
 
 
 # By hand, and in numbers
