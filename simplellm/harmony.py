@@ -280,6 +280,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
             function = tool["function"]
             name, about = function["name"], function.get("description") or ""
             found.append(Tool(name, about, function.get("parameters")))
+            function_type(found[-1])  # its schema can be written
         except (AttributeError, KeyError, TypeError):
             raise ValueError(
                 f"tools[{number}] is {tool!r}; expected a dict with "

@@ -106,14 +106,21 @@ class Tokenizer:
     control tokens, which ordinary text never encodes to. Ids that are neither are
     reserved: a model's vocabulary may be larger than its tokenizer.
 
-    Raises TokenizerError for a pattern that is not a regular expression.
+    Raises TokenizerError for a pattern that is not a regular expression, and for ids
+    that repeat or are out of range.
     """
 
     def __init__(
         self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]
     ) -> None:
         self.special = dict(special)
-        self.vocab_size = 1 + max([*ranks.values(), *special.values()])
+        ids = [*ranks.values(), *special.values()]
+        self.vocab_size = 1 + max(ids)
+        if min(ids) < 0 or self.vocab_size > 2**32 or len({*ids}) < len(ids):
+            raise TokenizerError(
+                "token ids repeat or are out of range; expected each token to have its "
+                "own, from 0 to 2^32 - 1"
+            )
         self._bytes = {id: token for token, id in ranks.items()}
         self._control = {id: name.encode() for name, id in special.items()}
         try:
@@ -141,7 +148,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"{path}: {error.strerror}; expected a tokenizer.json"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TokenizerError(f"{path}: not JSON: {error}") from None
         try:
             if (kind := config["model"]["type"]) != "BPE":

@@ -641,11 +641,25 @@ def test_render_names_what_is_wrong(message, error, words) -> None:
         render([message], TOKENIZER)
 
 
+BAD_SCHEMAS: list[Any] = [
+    {"type": "object", "properties": ["a"]},
+    {"type": "object", "properties": "a"},
+    {"type": "object", "properties": {"a": {"type": "object", "properties": 5}}},
+    {"type": "object", "properties": {"a": {}}, "required": 5},
+]
+
+
 def test_other_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="reasoning_effort 'huge'; expected one of"):
         render([], TOKENIZER, reasoning_effort="huge")
     with pytest.raises(ValueError, match=r"tools\[0\] is .*expected a dict with func"):
         from_openai([], [{"name": "f"}])
+    for schema in BAD_SCHEMAS:
+        function = {"name": "f", "description": "", "parameters": schema}
+        with pytest.raises(ValueError, match=r"tools\[1\] is .*expected a dict with"):
+            from_openai([], [OPENAI_TOOL, {"function": function}])
+    with pytest.raises(ValueError, match=r"tools\[0\] is .*expected a dict with"):
+        from_openai([], [{"function": {"name": "f", "description": 5}}])
     with pytest.raises(ValueError, match="does not describe the tools"):
         render([Message("developer", "Be brief.")], TOKENIZER, tools=[CALCULATOR])
     plain = Tokenizer(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})

@@ -197,6 +197,9 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(TokenizerError, match="not JSON"):
         Tokenizer.from_file(path)
+    path.write_bytes(b"[" * 100_000)
+    with pytest.raises(TokenizerError, match="not JSON"):
+        Tokenizer.from_file(path)
 
 
 def changed(*keys: Any) -> Callable[[Any], Any]:
@@ -227,6 +230,7 @@ def without(*keys: Any) -> Callable[[Any], Any]:
     return change
 
 
+OWN_ID = r"ids repeat or are out of range; expected each token to have its own, from 0"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
 
 
@@ -246,6 +250,12 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
         (changed("model", "vocab", "▁the", 497), "'▁', which stands for no byte"),
         (without("model", "vocab", "A"), "no token for byte 0x41; expected all 256"),
         (lambda config: swapped(config), "expected merges in the order of their ids"),
+        (changed("model", "vocab", "Ġzz", 65), OWN_ID),
+        (changed("model", "vocab", "Ġzz", -1), OWN_ID),
+        (changed("model", "vocab", "Ġzz", 2**32), OWN_ID),
+        (changed("model", "vocab", "Ġzz", 10**30), OWN_ID),
+        (lambda config: marked_as(config, config["model"]["vocab"]["5"]), OWN_ID),
+        (lambda config: marked_as(config, -1), OWN_ID),
         (changed("normalizer", {"type": "NFC"}), "normalizer .*NFC.*; expected none"),
         (changed("pre_tokenizer", None), "pre_tokenizer null is not supported"),
         (changed("pre_tokenizer", BYTE_LEVEL), "pre_tokenizer .* is not supported"),
@@ -262,6 +272,11 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
 def test_what_a_file_lacks_is_named(tmp_path, change, words) -> None:
     with pytest.raises(TokenizerError, match=words):
         load(change(copy.deepcopy(CONFIGS["split"])), tmp_path)
+
+
+def marked_as(config: Any, id: int) -> Any:
+    config["added_tokens"][0]["id"] = id
+    return config
 
 
 def swapped(config: Any) -> Any:
