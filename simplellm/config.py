@@ -204,9 +204,10 @@ class ModelConfig:
         for name, limit in limits.items():
             if not 1 <= (value := getattr(self, name)) <= limit:
                 raise ConfigError(f"{name} is {value}; expected 1 to {limit}")
-        for name in ("rms_norm_eps", "rope_theta", "swiglu_limit", "swiglu_alpha"):
-            if (value := getattr(self, name)) <= 0:
-                raise ConfigError(f"{name} is {value}; expected more than 0")
+        bounds = dict.fromkeys(("rms_norm_eps", "swiglu_limit", "swiglu_alpha"), 0)
+        for name, bound in (bounds | {"rope_theta": 1}).items():
+            if (value := getattr(self, name)) <= bound:
+                raise ConfigError(f"{name} is {value}; expected more than {bound}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads is {self.num_attention_heads}; expected a "

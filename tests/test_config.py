@@ -144,6 +144,8 @@ def test_window_alternates() -> None:
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"rope_theta": ...}, "rope_theta is missing"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0; expected more than 1"),
+        ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0; expected more than 0"),
         ({"rope_scaling": ...}, "rope_parameters (rope_scaling in older files)"),
         ({"rope_scaling": []}, "rope_parameters (rope_scaling in older files)"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "expected one of default, yarn"),
