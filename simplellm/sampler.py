@@ -102,11 +102,12 @@ class SamplingParams:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hash 32-bit values held in int64; a bijection in which each bit flips each.
+    """Hash 32-bit values held in int64.
 
-    The shift-multiply hash of Ettinger's hash-prospector with 15 bits as its second
-    shift. Its constants are below 2^31, so no product overflows int64: the same bits on
-    every device.
+    A bijection in which each input bit flips each output bit about half the time: the
+    shift-multiply hash of Ettinger's hash-prospector with 15 bits as its second shift.
+    Its constants are below 2^31, so no product overflows int64: the same bits on every
+    device.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
