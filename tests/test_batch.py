@@ -374,13 +374,13 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
         time.sleep(0.02)
         assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=200)
     assert process.returncode == 130
     assert "stopped; the same command goes on" in stderr
     assert "Traceback" not in stderr
     before = target.read_bytes()
     assert 1 <= len(results(target)) < len(requests)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0
     assert "200 requests: 200 answered, 0 errors" in result.stderr
     assert target.read_bytes().startswith(before)

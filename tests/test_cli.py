@@ -305,7 +305,7 @@ def test_info_reads_headers_only(tmp_path, layout):
     result = subprocess.run(
         [sys.executable, "-c", code, "info", str(tmp_path)],
         capture_output=True,
-        timeout=120,
+        timeout=200,
         text=True,
     )
     assert result.returncode == 0, result.stderr
@@ -373,7 +373,7 @@ def test_help_and_version_do_not_import_torch():
         "sys.exit(status or 'torch' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, timeout=60, text=True
+        [sys.executable, "-c", code], capture_output=True, timeout=200, text=True
     )
     assert result.returncode == 0
     assert result.stdout == f"simplellm {__version__}\n"
@@ -403,7 +403,7 @@ def test_a_closed_pipe_is_quiet():
             [sys.executable, "-m", "simplellm.cli", "Hello", *options.split()],
             stdout=pipe,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=200,
         )
     assert result.returncode == 1
     assert b"Traceback" not in result.stderr
