@@ -39,7 +39,7 @@ from simplellm.config import MODELS, ModelConfig
 from simplellm.engine import Engine, EngineConfig, Meter, quantile
 from simplellm.generate import RequestOutput
 from simplellm.graphs import GPUConfig
-from simplellm.llm import LLM, why_not_fused
+from simplellm.llm import LLM
 from simplellm.model import config_of, find_device
 from simplellm.paged import PagedCache
 from simplellm.sampler import SamplingParams, check_integer
@@ -703,13 +703,12 @@ def measure(
                     row = decode_row(case, bench.decode(case), machine, shapes, sizes)
                 rows[case.kind].append(row)
         memory = describe_memory(llm)
-    reason = why_not_fused(llm.model.device, llm.model.dtype, config)
     return Report(
         date=date.today().isoformat(),
         command=command,
         model=model or "embedded",
         weights="random" if random_weights else "checkpoint",
-        backend=f"PyTorch, since {reason}" if reason else "Triton kernels",
+        backend=llm.how,
         device=describe_device(place),
         versions=versions(),
         plan=plan,

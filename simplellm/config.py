@@ -204,8 +204,13 @@ class ModelConfig:
         for name, limit in limits.items():
             if not 1 <= (value := getattr(self, name)) <= limit:
                 raise ConfigError(f"{name} is {value}; expected 1 to {limit}")
-        bounds = dict.fromkeys(("rms_norm_eps", "swiglu_limit", "swiglu_alpha"), 0)
-        for name, bound in (bounds | {"rope_theta": 1}).items():
+        bounds = {
+            "rope_theta": 1,
+            "rms_norm_eps": 0,
+            "swiglu_limit": 0,
+            "swiglu_alpha": 0,
+        }
+        for name, bound in bounds.items():
             if (value := getattr(self, name)) <= bound:
                 raise ConfigError(f"{name} is {value}; expected more than {bound}")
         if self.num_attention_heads % self.num_key_value_heads:

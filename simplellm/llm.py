@@ -58,10 +58,10 @@ class LLM(PlainLLM):
     """A model that answers any number of threads, as fast as this machine can.
 
     On an NVIDIA GPU with bfloat16 it runs the Triton kernels in CUDA graphs, elsewhere
-    PyTorch; one line of the log "simplellm" says which, and why. ``config`` is a
-    `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well. Raises
-    ValueError if it asks for ``batch_invariant`` where PyTorch computes. All else is as
-    in `simplellm.engine.LLM`.
+    PyTorch; ``how`` and one line of the log "simplellm" say which, and why. ``config``
+    is a `GPUConfig` or an `EngineConfig`, whose sizes then count on a GPU as well.
+    Raises ValueError if it asks for ``batch_invariant`` where PyTorch computes. All
+    else is as in `simplellm.engine.LLM`.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class LLM(PlainLLM):
 
             backend = {"backend": FUSED}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        how = f"PyTorch, since {reason}" if reason else "Triton kernels"
-        LOGGER.info("computing on %s with %s", name, how)
+        self.how = f"PyTorch, since {reason}" if reason else "Triton kernels"
+        LOGGER.info("computing on %s with %s", name, self.how)
         with memory:
             super().__init__(
                 path, config, dtype=dtype, device=device, **backend, **options
