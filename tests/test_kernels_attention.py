@@ -191,7 +191,6 @@ def test_decode_joins_splits(kernel_device, lengths, window):
     scratch.sums.fill_(math.nan)
     expected = case.expected()
     assert_near(case.decode(paged_decode, scratch=scratch), expected)
-    assert not scratch.counters.any()
     assert_near(case.decode(paged_decode, scratch=scratch), expected)
 
 

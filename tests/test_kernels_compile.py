@@ -88,16 +88,22 @@ def attention_sizes(tiles, window=0):
 
 
 def decode_case(tiles, window=0):
-    joins = {"JOINS": not window, "CHUNK": tiles.chunk, "EARLY": tiles.early}
     return Case(
         attention.decode_kernel,
-        "*bf16 *bf16 *bf16 *i32 *i32 *i32 *bf16 *bf16 *fp32 *fp32 *i32 fp32 i32 i32"
-        " i32 i32",
-        attention_sizes(tiles, window) | joins,
+        "*bf16 *bf16 *bf16 *i32 *i32 *i32 *bf16 *bf16 *fp32 *fp32 fp32 i32 i32 i32 i32",
+        attention_sizes(tiles, window) | {"EARLY": tiles.early},
         warps=tiles.warps,
         stages=tiles.stages,
         aligned=("stride_q", "stride_page"),
     )
+
+
+def join_case(tiles, heads, splits):
+    sizes = {"K": 8, "G": 8, "D": 64, "WINDOW": 0, "HEADS": heads, "DIMS": 64}
+    loop = {"SPLITS": splits, "BLOCK": tiles.block, "EARLY": tiles.early, "PDL": True}
+    types = "*fp32 *fp32 *i32 *i32 *bf16 i32 i32"
+    warps = max(1, splits * heads * 64 // 4096)
+    return Case(attention.join_kernel, types, sizes | loop, warps=warps)
 
 
 def prefill_case(tiles, window=0):
@@ -115,6 +121,8 @@ EXPERTS = list(expert_cases())
 CASES = [
     *(decode_case(tiles) for tiles in attention.DECODE.values()),
     decode_case(attention.DECODE_WINDOW, 128),
+    join_case(attention.DECODE[1], heads=1, splits=64),
+    join_case(attention.DECODE[64], heads=8, splits=4),
     prefill_case(attention.PREFILL),
     prefill_case(attention.PREFILL_WINDOW, 128),
     prefill_case(attention.INVARIANT_WINDOW, 128),

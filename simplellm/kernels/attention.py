@@ -8,6 +8,7 @@ A place is a position counted from the first page that a table still names.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -28,23 +29,18 @@ class Tiles:
     stages: int
     # Of a decode:
     least: int = 128  # keys that are worth a program of their own
-    programs: int = 512  # that share all keys
-    chunk: int = 8  # splits that are joined at once
     early: bool = False  # whether keys but the newest are loaded before the wait
     # Of a prefill:
     tokens: int = 1  # queries that a program takes
 
 
-# By the least number of sequences, as timed on an H200 on 2026-11-21. One of 1,000
-# tokens took 5.2 us with 128 keys a split and 13.1 us unsplit; 64 of them took 41.2 us
-# with 256 and 3 stages, 34.5 us unsplit and with 4. 396 programs are three for each of
-# 132 processors. Of 8 and with windows, early loads made a layer 0.5 to 1.8 us longer.
+# By the least number of sequences, as timed on an H200 on 2026-11-21.
 DECODE = {
-    1: Tiles(64, 4, 3, least=128, programs=396, chunk=32, early=True),
-    3: Tiles(64, 4, 4, least=128),
-    16: Tiles(64, 4, 4, least=256),
-    32: Tiles(64, 4, 4, least=512, early=True),
-    64: Tiles(64, 4, 4, least=1024, early=True),
+    1: Tiles(128, 4, 2, least=128, early=True),
+    5: Tiles(64, 4, 4, least=128),
+    16: Tiles(128, 8, 2, least=256, early=True),
+    32: Tiles(128, 8, 2, least=512, early=True),
+    64: Tiles(64, 4, 3, least=1024, early=True),
     128: Tiles(64, 4, 2, least=1024),
 }
 # 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
@@ -136,6 +132,27 @@ def initial(sinks_ptr, heads, counted, HAS_SINKS: tl.constexpr):
     return top, total
 
 
+@triton.jit
+def divide(
+    length,
+    splits,
+    least,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The first place that is seen, the end of all shares, a share, how many have keys.
+
+    How a sequence is split depends on its own length alone.
+    """
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    # The kernel before may still be writing the newest key.
+    end = length - 1 if EARLY else length
+    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    return lowest, end, share, tl.maximum(tl.cdiv(end - lowest, share), 1)
+
+
 @triton.jit(
     do_not_specialize=["least", "stride_table"],
     do_not_specialize_on_alignment=["tables_ptr", "offsets_ptr", "lengths_ptr"],
@@ -152,7 +169,6 @@ def decode_kernel(
     out_ptr,  # [B, H, D]
     parts_ptr,  # float32 [B, K, splits, G, D]
     sums_ptr,  # float32 [B, K, splits, G]
-    counters_ptr,  # int32 [B, K], all 0 before and after
     # Sizes and strides, in elements
     scale,  # log2(e) / sqrt(D)
     least,  # keys that are worth a split
@@ -165,11 +181,9 @@ def decode_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
-    JOINS: tl.constexpr,  # whether there is more than one split
     ROWS: tl.constexpr,  # G, rounded up to a power of two
     DIMS: tl.constexpr,  # D, likewise
     BLOCK: tl.constexpr,  # keys in a tile
-    CHUNK: tl.constexpr,  # splits that are joined at once
     EARLY: tl.constexpr,  # whether keys but the newest are loaded before the wait
     HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -179,22 +193,15 @@ def decode_kernel(
     weights = exp2(q @ k.T * scale), and one more, exp2(sink), in the first split
     part, sum = weights @ v / sum(weights), log2(sum(weights))
 
-    The last program of a sequence and kv head to get here joins the splits, in order:
-    out = sum over splits of exp2(sum) * part / sum over splits of exp2(sum)
+    The part of an only split is the output. Others are left to `join_kernel`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     head, split = tl.program_id(0), tl.program_id(2)
     row = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
-    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    # The kernel before may still be writing the newest key.
-    end = length - 1 if EARLY else length
-    # How a sequence is split depends on its own length alone.
     splits = tl.num_programs(2)
-    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
-    share = tl.cdiv(share, BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(end - lowest, share), 1)
+    lowest, end, share, used = divide(length, splits, least, WINDOW, BLOCK, EARLY)
     if split >= used:
         return
     start = lowest + split * share
@@ -247,68 +254,74 @@ def decode_kernel(
     # Without keys there is the sink alone, or nothing at all.
     part = acc / tl.where(total > 0, total, 1.0)[:, None]
 
-    out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
-    if (not JOINS) | (used == 1):
+    if used == 1:
+        out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
         tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cell)
         return
-    first_sum = (row * K + head) * (splits * G)
-    mine = first_sum + split * G + group
+    mine = ((row * K + head) * splits + split) * G + group
     tl.store(sums_ptr + mine, top + tl.log2(total), mask=inside)
     tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], part, mask=cell)
-    # All threads have stored before one of them counts this program in.
-    tl.debug_barrier()
-    counter_ptr = counters_ptr + row * K + head
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used - 1:
-        sums_ptr += first_sum
-        parts_ptr += first_sum * D
-        joined = join(sums_ptr, parts_ptr, used, G, D, ROWS, DIMS, CHUNK)
-        tl.store(out_ptr + out_at, joined.to(out_ptr.dtype.element_ty), mask=cell)
-        tl.store(counter_ptr, 0)
 
 
-@triton.jit
-def join(
-    sums_ptr,  # [splits, G]
-    parts_ptr,  # [splits, G, D]
-    used,
+@triton.jit(
+    do_not_specialize=["splits", "least"],
+    do_not_specialize_on_alignment=["offsets_ptr", "lengths_ptr"],
+)
+def join_kernel(
+    # Pointers
+    parts_ptr,  # float32 [B, K, splits, G, D]
+    sums_ptr,  # float32 [B, K, splits, G]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    out_ptr,  # [B, H, D]
+    # Sizes
+    splits,
+    least,  # keys that are worth a split
+    # Sizes and switches, as in decode_kernel
+    K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,  # of a kv head's G, that a program takes
     DIMS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits, rounded up to a power of two
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The mean [ROWS, DIMS] of the first ``used`` parts, weighted by exp2(sum)."""
-    group, d = tl.arange(0, ROWS), tl.arange(0, DIMS)[None, :]
-    top = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    for first in tl.range(0, used, CHUNK, num_stages=1):
-        # Not from the L1 cache: other processors have written all this just now.
-        # All loads of a chunk come first, to be under way at once.
-        sums, parts, new_top = (), (), top
-        for step in tl.static_range(CHUNK):
-            at = (first + step) * G + group
-            there = group < tl.where(first + step < used, G, 0)
-            x = tl.load(sums_ptr + at, there, LOWEST, cache_modifier=".cg")
-            cell = there[:, None] & (d < D)
-            part_at = parts_ptr + (at * D)[:, None] + d
-            part = tl.load(part_at, cell, 0.0, cache_modifier=".cg")
-            sums += (x,)  # type: ignore[assignment]
-            parts += (part,)  # type: ignore[assignment]
-        for step in tl.static_range(CHUNK):
-            new_top = tl.maximum(new_top, sums[step])
-        shrink = tl.exp2(top - new_top)
-        total, acc, top = total * shrink, acc * shrink[:, None], new_top
-        for step in tl.static_range(CHUNK):
-            weights = tl.exp2(sums[step] - top)
-            total += weights
-            acc += weights[:, None] * parts[step]
-    return acc / total[:, None]
+    """out = sum over splits of exp2(sum) * part / sum over splits of exp2(sum)"""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    programs = tl.cdiv(G, HEADS)
+    head = tl.program_id(0) // programs
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    _, _, _, used = divide(length, splits, least, WINDOW, BLOCK, EARLY)
+    group = tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS)
+    split, d = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIMS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if used == 1:
+        return
+
+    at = ((row * K + head) * splits + split) * G + group[None, :]
+    there = (split < used) & (group < G)[None, :]
+    sums = tl.load(sums_ptr + at, there, LOWEST)
+    cells = there[:, :, None] & (d < D)[None, None, :]
+    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    joined = tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+    out_at = ((row * K + head) * G + group) * D
+    tl.store(
+        out_ptr + out_at[:, None] + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(group < G)[:, None] & (d < D)[None, :],
+    )
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Where programs that share a sequence leave their parts for the last of them.
+    """Where programs that share a sequence leave their parts for the join.
 
     Launches that use the same scratch must not overlap. With ``splits``, a sequence is
     split in the same way in any batch, so that its output does not depend on the
@@ -317,7 +330,6 @@ class Scratch:
 
     parts: Tensor  # float32, room for [B, K, splits, G, D]
     sums: Tensor  # float32, room for [B, K, splits, G]
-    counters: Tensor  # int32, room for [B, K]; 0 between launches
     splits: int | None
 
     @classmethod
@@ -338,9 +350,6 @@ class Scratch:
         return cls(
             parts=torch.empty(rows * dim, dtype=torch.float32, device=device),
             sums=torch.empty(rows, dtype=torch.float32, device=device),
-            counters=torch.zeros(
-                max_batch * kv_heads, dtype=torch.int32, device=device
-            ),
             splits=splits,
         )
 
@@ -359,10 +368,10 @@ def full_tiles(batch: int) -> Tiles:
 def choose_splits(batch: int, kv_heads: int) -> int:
     """Most programs that share the keys of one sequence and kv head.
 
-    Three or four programs for each of 132 processors, but always some, for one long
+    Nearly four programs for each of 132 processors, but always some, for one long
     sequence among short ones.
     """
-    return max(4, min(64, full_tiles(batch).programs // (batch * kv_heads)))
+    return max(4, min(64, 512 // (batch * kv_heads)))
 
 
 def paged_decode(
@@ -429,7 +438,19 @@ def launch_decode(
     longest = tables.shape[1] * page_size
     longest = longest if window is None else min(longest, window)
     splits = min(splits, -(-longest // tiles.least))
-    pdl = supports_pdl(q.device)
+    group, pdl = heads // kv_heads, supports_pdl(q.device)
+    rows = triton.next_power_of_2(group)
+    common: dict[str, Any] = {
+        "K": kv_heads,
+        "G": group,
+        "D": dim,
+        "WINDOW": window or 0,
+        "DIMS": max(16, triton.next_power_of_2(dim)),
+        "BLOCK": tiles.block,
+        "EARLY": tiles.early,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+    }
     decode_kernel[kv_heads, batch, splits](
         q,
         keys,
@@ -441,29 +462,36 @@ def launch_decode(
         out,
         scratch.parts,
         scratch.sums,
-        scratch.counters,
         LOG2E.value * dim**-0.5,
         tiles.least,
         q.stride(0),
         keys.stride(0),
         tables.stride(0),
-        K=kv_heads,
-        G=heads // kv_heads,
-        D=dim,
         PAGE=page_size,
-        WINDOW=window or 0,
-        JOINS=splits > 1,
-        ROWS=triton.next_power_of_2(heads // kv_heads),
-        DIMS=max(16, triton.next_power_of_2(dim)),
-        BLOCK=tiles.block,
-        CHUNK=min(tiles.chunk, triton.next_power_of_2(splits)),
-        EARLY=tiles.early,
+        ROWS=rows,
         HAS_SINKS=sinks is not None,
-        PDL=pdl,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        launch_pdl=pdl,
+        **common,
     )
+    if splits > 1:
+        # A program for each head, or if those are too many, for each kv head.
+        few = batch <= 8 and scratch.splits is None
+        taken, most = 1 if few else rows, triton.next_power_of_2(splits)
+        join_kernel[kv_heads * triton.cdiv(group, taken), batch](
+            scratch.parts,
+            scratch.sums,
+            offsets,
+            lengths,
+            out,
+            splits,
+            tiles.least,
+            HEADS=taken,
+            SPLITS=most,
+            # 4,096 numbers, 16 KB of parts, a warp
+            num_warps=max(1, most * taken * common["DIMS"] // 4096),
+            **common,
+        )
     return out
 
 

@@ -1,17 +1,17 @@
 """Compare the flash-attn libraries with our prefill kernel, where they can be had.
 
-    python tools/gpu/flash.py --source flash_attn-2.8.3.post2.tar.gz --json OUT
+    python tools/gpu/flash.py --source flash_attn-2.8.3.post2.tar.gz --packages DIR
     python tools/gpu/flash.py --packages DIR --json OUT
 
 The whole of flash-attn takes hours to build. The first form compiles the few files that
-gpt-oss needs on this GPU: forward, bfloat16, heads of 64. The second takes a folder of
-unpacked wheels, with flash-attn or flash-attn-4 in it.
+gpt-oss needs on this GPU: forward, bfloat16, heads of 64. It leaves them in DIR. The
+second times what is in DIR: that, or unpacked wheels of flash-attn or flash-attn-4.
 """
 
 import argparse
 import json
-import math
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from statistics import median
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -87,29 +87,33 @@ def compile_file(source: Path, root: Path) -> tuple[Path, float]:
     return out, time.monotonic() - began
 
 
-def build(archive: Path) -> dict[str, float]:
-    """Compile what gpt-oss needs of flash-attn's source and make it importable.
+def build(archive: Path, packages: Path) -> None:
+    """Compile what gpt-oss needs of flash-attn's source, and leave it in ``packages``.
 
-    Returns the seconds that each file took.
+    Beside it, in build.json, are the seconds that each file took.
     """
-    folder = Path(mkdtemp())
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    (root,) = folder.iterdir()
+    with TemporaryDirectory() as folder:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        (root,) = Path(folder).iterdir()
+        seconds = build_library(root, packages)
+        shutil.copytree(root / "flash_attn", packages / "flash_attn")
+    (packages / "build.json").write_text(json.dumps(seconds, indent=1) + "\n")
+
+
+def build_library(root: Path, packages: Path) -> dict[str, float]:
     sources = [root / "csrc/flash_attn" / name for name in SOURCES]
     with ThreadPoolExecutor() as pool:
         built = list(pool.map(lambda source: compile_file(source, root), sources))
     libraries = [f"-L{path}" for path in cpp_extension.library_paths("cuda")]
     names = ["c10", "torch", "torch_cpu", "torch_python", "c10_cuda", "torch_cuda"]
-    # Kernels for other sizes are missing. They are looked for when they are called.
     subprocess.run(
-        ["g++", "-shared", "-Wl,-z,lazy", "-o", str(root / "flash_attn_2_cuda.so")]
+        ["g++", "-shared", "-Wl,-z,lazy"]
+        + ["-o", str(packages / "flash_attn_2_cuda.so")]
         + [str(out) for out, _ in built]
         + [*libraries, *(f"-l{name}" for name in names), "-lcudart"],
         check=True,
     )
-    sys.path.insert(0, str(root))
-    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
     return {
         source.name: round(seconds, 1)
         for source, (_, seconds) in zip(sources, built, strict=True)
@@ -150,8 +154,8 @@ def sides(window: int | None, none: Any) -> tuple:
     return (none, none) if window is None else (window - 1, 0)
 
 
-def flash_2() -> Attend:
-    """flash-attn 2, with the sinks put in afterwards. Raises ImportError."""
+def flash_2(has_sinks: bool) -> Attend:
+    """flash-attn 2, maybe with the sinks put in afterwards. Raises ImportError."""
     from flash_attn import flash_attn_func
 
     def attend(
@@ -163,7 +167,7 @@ def flash_2() -> Attend:
             window_size=sides(window, -1),
             return_attn_probs=True,
         )
-        return with_sinks(out, lse, sinks)
+        return with_sinks(out, lse, sinks) if has_sinks else out
 
     return attend
 
@@ -206,7 +210,9 @@ def operations(batch: int, length: int, window: int | None) -> float:
     return 4.0 * batch * HEADS * DIM * pairs
 
 
-def compare(name: str, make: Callable[[int, int], Attend]) -> list[dict[str, Any]]:
+def compare(
+    name: str, make: Callable[[int, int], Attend], has_sinks: bool
+) -> list[dict[str, Any]]:
     """Error and speed of a function for each shape, with and without a window."""
     rows = []
     for batch, length in SHAPES:
@@ -219,11 +225,11 @@ def compare(name: str, make: Callable[[int, int], Attend]) -> list[dict[str, Any
             )
             sinks = torch.randn(HEADS, device="cuda").bfloat16()
             out = attend(q, k, v, sinks, window)
-            error = math.nan
+            error = None
             if length == 2048:
-                exact = attention(
-                    *(x[0].float() for x in (q, k, v, sinks[None])), window=window
-                )
+                counted = sinks.float() if has_sinks else None
+                inputs = q[0].float(), k[0].float(), v[0].float(), counted
+                exact = attention(*inputs, window=window)
                 error = (out[0] - exact).abs().max().item()
             took = microseconds(lambda: attend(q, k, v, sinks, window))  # noqa: B023
             rate = operations(batch, length, window) / took / 1e6
@@ -237,7 +243,7 @@ def compare(name: str, make: Callable[[int, int], Attend]) -> list[dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, help="flash-attn's source archive")
-    parser.add_argument("--packages", type=Path, help="a folder of unpacked wheels")
+    parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     record: dict[str, Any] = {
@@ -258,21 +264,30 @@ def main() -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
-    def measure(name: str, make: Callable[[int, int], Attend]) -> Callable[[], str]:
+    def measure(
+        name: str, make: Callable[[int, int], Attend], *, has_sinks: bool = True
+    ) -> None:
         def run() -> str:
-            record["rows"] += compare(name, make)
+            record["rows"] += compare(name, make, has_sinks)
             return "measured"
 
-        return run
+        attempt(name, run)
 
+    packages = arguments.packages
+    packages.mkdir(parents=True, exist_ok=True)
+    if arguments.source:
+        build(arguments.source, packages)
+    built = packages / "build.json"
+    record["build_seconds"] = json.loads(built.read_text()) if built.exists() else None
+    site.addsitedir(str(packages))
+    # Kernels for other sizes are missing. They are looked for when they are called.
+    sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
     with torch.inference_mode():
-        attempt("ours", measure("ours", ours))
-        if arguments.source:
-            attempt("build", lambda: build(arguments.source))
-        if arguments.packages:
-            site.addsitedir(str(arguments.packages))
-        attempt("flash-attn 2", measure("flash-attn 2", lambda *shape: flash_2()))
-        attempt("flash-attn 4", measure("flash-attn 4", lambda *shape: flash_4()))
+        measure("ours", ours)
+        measure("flash-attn 2", lambda *shape: flash_2(True))
+        name = "flash-attn 2, no sinks"
+        measure(name, lambda *shape: flash_2(False), has_sinks=False)
+        measure("flash-attn 4", lambda *shape: flash_4())
 
 
 if __name__ == "__main__":
