@@ -194,6 +194,18 @@ def test_decode_joins_splits(kernel_device, lengths, window):
     assert_near(case.decode(paged_decode, scratch=scratch), expected)
 
 
+@pytest.mark.parametrize("splits", [None, 5])
+@pytest.mark.parametrize("batch", [2, 9])
+def test_decode_joins_odd_sizes(kernel_device, batch, splits):
+    """Three heads a group and 24 numbers a head: neither fills its tile."""
+    lengths = [LEAST + 1, 3 * LEAST, *range(1, batch - 1)]
+    case = make_case(kernel_device, lengths, heads=(6, 2), dim=24)
+    scratch = Scratch.create(batch, 6, 2, 24, kernel_device, splits)
+    scratch.parts.fill_(math.nan)
+    scratch.sums.fill_(math.nan)
+    assert_near(case.decode(paged_decode, scratch=scratch), case.expected())
+
+
 def test_decode_is_deterministic_and_batch_invariant(kernel_device):
     case = make_case(kernel_device, [1100, 700, 5])
     scratch = Scratch.create(3, 8, 2, 16, kernel_device, splits=8)
