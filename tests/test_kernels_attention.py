@@ -208,15 +208,16 @@ def test_decode_joins_odd_sizes(kernel_device, batch, splits):
 
 def test_decode_is_deterministic_and_batch_invariant(kernel_device):
     case = make_case(kernel_device, [1100, 700, 5])
-    scratch = Scratch.create(3, 8, 2, 16, kernel_device, splits=8)
+    scratch = Scratch.create(3, 8, 2, 16, kernel_device, splits=64)
     together = case.decode(paged_decode, scratch=scratch)
     assert torch.equal(case.decode(paged_decode, scratch=scratch), together)
-    for row in range(3):
+    for row, length in enumerate([1100, 700, 5]):
         single = paged_decode(
             case.q[row : row + 1],
             case.keys,
             case.values,
-            case.tables[row : row + 1],
+            # No wider than this sequence needs it
+            case.tables[row : row + 1, : -(-length // 16)].contiguous(),
             case.offsets[row : row + 1],
             case.lengths[row : row + 1],
             case.sinks,

@@ -100,10 +100,10 @@ def decode_case(tiles, window=0):
 
 def join_case(tiles, heads, splits):
     sizes = {"K": 8, "G": 8, "D": 64, "WINDOW": 0, "HEADS": heads, "DIMS": 64}
-    loop = {"SPLITS": splits, "BLOCK": tiles.block, "EARLY": tiles.early, "PDL": True}
+    how = {"SPLITS": splits, "BLOCK": tiles.block, "EARLY": tiles.early, "PDL": True}
     types = "*fp32 *fp32 *i32 *i32 *bf16 i32 i32"
     warps = max(1, splits * heads * 64 // 4096)
-    return Case(attention.join_kernel, types, sizes | loop, warps=warps)
+    return Case(attention.join_kernel, types, sizes | how, warps=warps)
 
 
 def prefill_case(tiles, window=0):
@@ -123,6 +123,7 @@ CASES = [
     decode_case(attention.DECODE_WINDOW, 128),
     join_case(attention.DECODE[1], heads=1, splits=64),
     join_case(attention.DECODE[64], heads=8, splits=4),
+    join_case(attention.DECODE[1], heads=8, splits=64),
     prefill_case(attention.PREFILL),
     prefill_case(attention.PREFILL_WINDOW, 128),
     prefill_case(attention.INVARIANT_WINDOW, 128),

@@ -97,7 +97,9 @@ def build(archive: Path, packages: Path) -> None:
             tar.extractall(folder, filter="data")
         (root,) = Path(folder).iterdir()
         seconds = build_library(root, packages)
-        shutil.copytree(root / "flash_attn", packages / "flash_attn")
+        shutil.copytree(
+            root / "flash_attn", packages / "flash_attn", dirs_exist_ok=True
+        )
     (packages / "build.json").write_text(json.dumps(seconds, indent=1) + "\n")
 
 
@@ -277,6 +279,7 @@ def main() -> None:
     packages.mkdir(parents=True, exist_ok=True)
     if arguments.source:
         build(arguments.source, packages)
+        return
     built = packages / "build.json"
     record["build_seconds"] = json.loads(built.read_text()) if built.exists() else None
     site.addsitedir(str(packages))

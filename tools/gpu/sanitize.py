@@ -110,7 +110,8 @@ def attention(
 
 def run_decode() -> Iterator[Tensor]:
     for window in (None, 128):
-        yield attention([700], [1], 1, window)  # split, and joined
+        yield attention([700], [1], 1, window)  # split, and joined by heads
+        yield attention([600] * 9, [1] * 9, 9, window)  # by kv heads
         yield attention([300, 0, 129], [1] * 3, 3, window)
         yield attention([65] * 17, [1] * 17, 17, window)
 
