@@ -47,6 +47,7 @@ from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import EngineConfig
 from simplellm.graphs import GPUConfig
 from simplellm.llm import LLM
+from simplellm.model import find_device
 from simplellm.sampler import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,10 +169,9 @@ def serve(way: Way, model: str | None, count: int, rounds: int) -> dict[str, Any
 
 
 def header() -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "date": date.today().isoformat(),
-        "device": describe_device(device),
+        "device": describe_device(find_device(None)),
         "versions": versions(),
         "command": shlex.join(["python", "tools/bench_full.py", *sys.argv[1:]]),
     }

@@ -38,6 +38,7 @@ from simplellm.checkpoint import (
 )
 from simplellm.config import MODELS, ModelConfig
 from simplellm.graphs import GPUConfig
+from simplellm.model import find_device
 from simplellm.sampler import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,8 +63,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def stored_tensors(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors on the CPU, under the names that files have on Hugging Face."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = RandomCheckpoint(config, device=device)
+    source = RandomCheckpoint(config, device=find_device(None))
     for ours, parts in stored_shapes(config, "huggingface", packed=True).items():
         value = source[ours]
         if isinstance(value, Packed):
@@ -217,10 +217,9 @@ def launch(part: str, folder: Path, cache: Path) -> dict[str, Any]:
 
 
 def header() -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "date": date.today().isoformat(),
-        "device": describe_device(device) | {"cpus": os.cpu_count()},
+        "device": describe_device(find_device(None)) | {"cpus": os.cpu_count()},
         "versions": versions(),
         "command": shlex.join(["python", "tools/bench_start.py", *sys.argv[1:]]),
     }

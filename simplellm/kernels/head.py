@@ -155,13 +155,10 @@ def head(
         return head_invariant(x, weight, logits)
     config = choose(x.shape[0])
     if config is None or x.shape[0] == 0:
-        if x.is_cuda and x.dtype == torch.bfloat16:  # without rounding the sums to it
-            y = torch.mm(x, weight.T, out_dtype=torch.float32)
-        else:
-            y = functional.linear(x.float(), weight.float())
-        if logits is not None:
-            logits.copy_(y)
-        return y.argmax(-1).int()
+        if not x.is_cuda or x.dtype != torch.bfloat16:
+            return head_torch(x, weight, logits)
+        # The sums are not rounded to bfloat16.
+        return likeliest(torch.mm(x, weight.T, out_dtype=torch.float32), logits)
     return best_of(x, weight, logits, config)
 
 
@@ -171,7 +168,11 @@ def head_torch(
     logits: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:
-    y = functional.linear(x.float(), weight.float())
+    return likeliest(functional.linear(x.float(), weight.float()), logits)
+
+
+def likeliest(y: Tensor, logits: Tensor | None) -> Tensor:
+    """The index of each row's largest number, int32; ``logits`` gets all of them."""
     if logits is not None:
         logits.copy_(y)
     return y.argmax(-1).int()
@@ -180,9 +181,7 @@ def head_torch(
 def head_invariant(x: Tensor, weight: Tensor, logits: Tensor | None) -> Tensor:
     """`head` with the same order of sums for any number of tokens."""
     y = linear_parts(x, weight, None, replace(INVARIANT, parts=1))[:, 0]
-    if logits is not None:
-        logits.copy_(y)
-    return y.argmax(-1).int()
+    return likeliest(y, logits)
 
 
 def best_of(

@@ -511,7 +511,6 @@ def contests() -> list[Contest]:
         (256, 500),
     ):
         now = kernels.full_tiles(batch)
-        least = now.least
         shapes = [(128, 4, 2), (64, 4, 4), (64, 4, 3)]
         if batch > 2:
             shapes += [(128, 8, 2), (64, 4, 2)]
@@ -519,7 +518,7 @@ def contests() -> list[Contest]:
             shapes += [(128, 4, 3)]
         trials: list[Trial] = [(now, None)]
         for shape in shapes:
-            tiles = Tiles(*shape, least=least)
+            tiles = Tiles(*shape, least=now.least)
             if batch > 2:
                 trials += [(tiles, None)]
             trials += [(replace(tiles, early=True), None)]
@@ -537,8 +536,7 @@ def compile_contests(report: Report, entries: Sequence[Contest]) -> None:
         case = entry.inputs(1)[0]
         for tiles, splits in entry.trials:
             scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
-            used = splits or kernels.choose_splits(entry.batch, KV_HEADS)
-            key = replace(tiles, least=1), entry.window, used, entry.batch <= 8
+            key = replace(tiles, least=1), entry.window, entry.batch, splits
             out = torch.empty_like(case.q)
             jobs[key] = partial(case.decode, tiles, scratch, out)
     compile_all(list(jobs.values()))

@@ -60,7 +60,7 @@ NVCC_FLAGS = [
     *("-Xcompiler", "-fPIC"),
 ]
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, int | None], Tensor]
 
 
 def compile_file(source: Path, root: Path) -> tuple[Path, float]:
@@ -134,7 +134,7 @@ def ours(batch: int, length: int) -> Attend:
     queries = numbers(range(0, batch * length + 1, length))
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None
     ) -> Tensor:
         keys, values = (x.view(-1, PAGE, KV_HEADS, DIM) for x in (k, v))
         rows = q.view(-1, HEADS, DIM)
@@ -156,12 +156,12 @@ def sides(window: int | None, none: Any) -> tuple:
     return (none, none) if window is None else (window - 1, 0)
 
 
-def flash_2(has_sinks: bool) -> Attend:
-    """flash-attn 2, maybe with the sinks put in afterwards. Raises ImportError."""
+def flash_2() -> Attend:
+    """flash-attn 2, with the sinks put in afterwards. Raises ImportError."""
     from flash_attn import flash_attn_func
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None
     ) -> Tensor:
         out, lse, _ = flash_attn_func(
             *(q, k, v),
@@ -169,7 +169,7 @@ def flash_2(has_sinks: bool) -> Attend:
             window_size=sides(window, -1),
             return_attn_probs=True,
         )
-        return with_sinks(out, lse, sinks) if has_sinks else out
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     return attend
 
@@ -179,7 +179,7 @@ def flash_4() -> Attend:
     from flash_attn.cute import flash_attn_func
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None
     ) -> Tensor:
         out = flash_attn_func(
             *(q, k, v),
@@ -225,13 +225,12 @@ def compare(
                 torch.randn(batch, length, heads, DIM, device="cuda").bfloat16()
                 for heads in (HEADS, KV_HEADS, KV_HEADS)
             )
-            sinks = torch.randn(HEADS, device="cuda").bfloat16()
+            sinks = torch.randn(HEADS, device="cuda").bfloat16() if has_sinks else None
             out = attend(q, k, v, sinks, window)
             error = None
             if length == 2048:
-                counted = sinks.float() if has_sinks else None
-                inputs = q[0].float(), k[0].float(), v[0].float(), counted
-                exact = attention(*inputs, window=window)
+                inputs = q[0].float(), k[0].float(), v[0].float()
+                exact = attention(*inputs, sinks, window=window)
                 error = (out[0] - exact).abs().max().item()
             took = microseconds(lambda: attend(q, k, v, sinks, window))  # noqa: B023
             rate = operations(batch, length, window) / took / 1e6
@@ -257,23 +256,17 @@ def main() -> None:
         "rows": [],
     }
 
-    def attempt(name: str, function: Callable[[], object]) -> None:
+    def measure(
+        name: str, make: Callable[[int, int], Attend], *, has_sinks: bool = True
+    ) -> None:
         try:
-            record[name] = function()
+            record["rows"] += compare(name, make, has_sinks)
+            record[name] = "measured"
         except Exception as error:
             traceback.print_exc()
             record[name] = f"{type(error).__name__}: {str(error)[:1500]}"
         if arguments.json:
             arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-    def measure(
-        name: str, make: Callable[[int, int], Attend], *, has_sinks: bool = True
-    ) -> None:
-        def run() -> str:
-            record["rows"] += compare(name, make, has_sinks)
-            return "measured"
-
-        attempt(name, run)
 
     packages = arguments.packages
     packages.mkdir(parents=True, exist_ok=True)
@@ -287,9 +280,9 @@ def main() -> None:
     sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)
     with torch.inference_mode():
         measure("ours", ours)
-        measure("flash-attn 2", lambda *shape: flash_2(True))
+        measure("flash-attn 2", lambda *shape: flash_2())
         name = "flash-attn 2, no sinks"
-        measure(name, lambda *shape: flash_2(False), has_sinks=False)
+        measure(name, lambda *shape: flash_2(), has_sinks=False)
         measure("flash-attn 4", lambda *shape: flash_4())
 
 
