@@ -38,7 +38,7 @@ from simplellm.generate import (
     RequestOutput,
     TextSide,
     TokenLogprobs,
-    join,
+    Whole,
     token_logprobs,
 )
 from simplellm.model import Transformer
@@ -735,7 +735,7 @@ class Completion:
         self.engine = engine
         self.future = future
         self.sides = sides
-        self.parts: list[list[RequestOutput]] = [[] for _ in sides]
+        self.wholes = [Whole() for _ in sides]
 
     def push(self, index: int, event: Event) -> None:
         """What came for one of the requests; the last of all sets the result."""
@@ -745,13 +745,13 @@ class Completion:
             return
         try:
             new = accept(request, event)
-            self.parts[index].append(side.push(new) if new else ending(side))
+            self.wholes[index].add(side.push(new) if new else ending(side))
             if request.finish_reason is not None and event.finish_reason is None:
                 self.engine.abort(tickets[index].job, request.finish_reason)
             if any(side.request.finish_reason is None for side in self.sides):
                 return
             with suppress(InvalidStateError):  # it may have been cancelled
-                self.future.set_result([join(parts) for parts in self.parts])
+                self.future.set_result([whole.output() for whole in self.wholes])
         except Exception as error:
             with suppress(InvalidStateError):
                 self.future.set_exception(error)

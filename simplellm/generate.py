@@ -234,16 +234,33 @@ class TextSide:
         )
 
 
-def join(parts: Sequence[RequestOutput]) -> RequestOutput:
-    """The whole of a stream's parts."""
-    logprobs = [entry for part in parts for entry in part.logprobs or ()]
-    return RequestOutput(
-        text="".join(part.text for part in parts),
-        token_ids=[token for part in parts for token in part.token_ids],
-        finish_reason=parts[-1].finish_reason,
-        logprobs=None if parts[-1].logprobs is None else logprobs,
-        prompt_token_ids=parts[-1].prompt_token_ids,
-    )
+class Whole:
+    """The parts of a stream, put together as they come.
+
+    Keeps their strings and numbers, and of the parts only the last. Parts kept for ten
+    thousands of tokens would have Python's garbage collector go through every object
+    there is, with all threads waiting for 0.1 s.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+
+    def add(self, part: RequestOutput) -> None:
+        self.texts.append(part.text)
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs or ()
+        self.last = part
+
+    def output(self) -> RequestOutput:
+        """All that has been added, of one part at least."""
+        return replace(
+            self.last,
+            text="".join(self.texts),
+            token_ids=self.token_ids,
+            logprobs=None if self.last.logprobs is None else self.logprobs,
+        )
 
 
 Prompt = str | Sequence[int]
@@ -453,10 +470,10 @@ class LLM:
 
     def _complete(self, requests: Sequence[Request]) -> list[RequestOutput]:
         sides = {request: TextSide(request, self._tokenizer) for request in requests}
-        parts: dict[Request, list[RequestOutput]] = {r: [] for r in requests}
+        wholes = {request: Whole() for request in requests}
         for new in self._tokens(requests):
-            parts[new.request].append(sides[new.request].push(new))
-        return [join(parts[request]) for request in requests]
+            wholes[new.request].add(sides[new.request].push(new))
+        return [whole.output() for whole in wholes.values()]
 
     def _outputs(
         self, request: Request, tokens: Iterator[NewToken]

@@ -21,7 +21,7 @@ from checkpoints import TINY, write_checkpoint
 from simplellm.cpu import CPU
 from simplellm.engine import LLM, Engine, EngineConfig, Event, Submission, Ticket
 from simplellm.generate import LLM as PlainLLM
-from simplellm.generate import RecomputeEngine, Request, join
+from simplellm.generate import RecomputeEngine, Request, Whole
 from simplellm.harmony import Message, render
 from simplellm.model import TORCH, Transformer, load_model
 from simplellm.paged import PageManager
@@ -298,7 +298,10 @@ def test_the_evaluation_gets_the_same_answers(plain: PlainLLM) -> None:
             assert outputs == [output, output]
         parts = pool.map(lambda prompt: list(llm.stream(prompt, **options)), prompts)
         for stream, output in zip(parts, expected, strict=True):
-            assert join(stream) == output
+            whole = Whole()
+            for part in stream:
+                whole.add(part)
+            assert whole.output() == output
 
 
 def test_seeded_samples_do_not_depend_on_the_batch(tiny: Transformer) -> None:
