@@ -81,6 +81,8 @@ TILINGS = [
     Tiling(rows=64, tokens=16),
     Tiling(rows=128, tokens=16, unroll=2, stages=2),
     Tiling(rows=64, tokens=64, widths=3, unroll=3),
+    Tiling(rows=64, tokens=8, warps=2),
+    Tiling(rows=128, tokens=16, widths=2),
 ]
 
 

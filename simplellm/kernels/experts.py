@@ -3,8 +3,9 @@
 Weights are the left operand: a wgmma or mma instruction takes 16 rows by 16 columns of
 them from each warp's registers, in an order known beforehand, so `repack` stores them
 in that order and `decode` turns what a thread loads into what it multiplies, with no
-exchange between threads. Tokens are the right operand, 16 at least, so that few padding
-tokens are multiplied when an expert has only one or two.
+exchange between threads. Tokens are the right operand, 8 at least, so that few padding
+tokens are multiplied when an expert has only one or two. Up to 8 tokens Triton takes
+mma, which needs no wait for products under way, else wgmma.
 
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
 columns of a weight, G = K / 64 rounded up, I intermediate size.
@@ -574,19 +575,20 @@ class Tiling(NamedTuple):
     warps: int = 4
 
 
-NARROW = Tiling(rows=128, tokens=16, unroll=3, stages=3)
+NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
 NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
+LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
 # By the pairs of an expert, if tokens spread evenly: the tilings of gate_up and down
-# that were fastest on an H200 on 2026-11-21.
+# that were fastest on an H200 on 2026-11-21, at its power limit.
 TUNED: tuple[tuple[float, Tiling, Tiling], ...] = (
     (0.07, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
     (0.13, NARROWEST, NARROW._replace(stages=4)),  # 4 tokens of 128 experts
-    (0.3, NARROWEST, NARROWEST),
+    (0.6, NARROW, NARROW),
+    (6, LEAN, LEAN),
     (12, NARROW, NARROW),
     (96, MIDDLE, MIDDLE),
-    (192, WIDE._replace(warps=8), WIDE._replace(unroll=3, stages=2)),
     (math.inf, WIDE, WIDE),
 )
 

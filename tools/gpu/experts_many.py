@@ -10,13 +10,18 @@ is fastest.
 
 Times are medians of replays of a CUDA graph whose launches take turns between the
 weights of two layers and four routings, each token with 4 of 128 experts at random.
-Bandwidth counts the weights of the experts in use, once.
+Bandwidth counts the weights of the experts in use, once. The last two columns are the
+clock and the power meanwhile: these kernels bring a card to its power limit, which then
+lowers its clock. So each is repeated for long enough to be slowed by it.
 """
 
 import argparse
 import json
 import math
+import statistics
+import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,39 +41,39 @@ PEAK = 4650  # GB/s, best read measured on an H200
 MATMUL = 790  # TFLOP/s, bf16
 LAYERS, ROUTINGS = 2, 4
 
+SECONDS = 0.35  # of each measurement; its first third is left out
+
 DECODE = [
-    Tiling(128, 16, 1, 5, 3, 4),
-    Tiling(128, 16, 1, 5, 2, 4),
-    Tiling(128, 16, 1, 5, 4, 4),
     Tiling(128, 16, 1, 3, 3, 4),
-    Tiling(128, 16, 1, 3, 5, 4),
-    Tiling(64, 16, 1, 5, 3, 4),
-    Tiling(64, 16, 1, 9, 3, 4),
-    Tiling(256, 16, 1, 3, 3, 4),
-    Tiling(256, 16, 1, 3, 3, 8),
-    Tiling(128, 32, 2, 5, 3, 4),
-    Tiling(128, 32, 2, 3, 3, 4),
+    Tiling(64, 16, 1, 3, 3, 4),
+    Tiling(128, 16, 2, 3, 3, 4),
+    Tiling(128, 16, 2, 5, 2, 4),
+    Tiling(128, 32, 3, 3, 3, 4),
+    Tiling(128, 8, 1, 3, 3, 4),
+    Tiling(128, 8, 1, 3, 3, 2),
+    Tiling(128, 8, 1, 3, 3, 1),
+    Tiling(128, 8, 1, 5, 2, 2),
+    Tiling(64, 8, 1, 3, 3, 2),
+    Tiling(64, 8, 1, 5, 3, 2),
+    Tiling(64, 8, 1, 3, 3, 1),
 ]
 MIDDLE = [
     Tiling(128, 64, 3, 1, 4, 4),
-    Tiling(128, 64, 3, 3, 2, 4),
-    Tiling(128, 32, 2, 3, 3, 4),
-    Tiling(256, 64, 3, 1, 4, 8),
+    Tiling(128, 64, 4, 1, 4, 4),
+    Tiling(128, 32, 3, 3, 3, 4),
+    Tiling(128, 64, 3, 1, 4, 8),
 ]
 PREFILL = [
-    Tiling(128, 128, 1, 1, 4, 4),
     Tiling(128, 128, 3, 1, 4, 4),
-    Tiling(128, 128, 3, 1, 3, 4),
-    Tiling(128, 64, 3, 1, 4, 4),
     Tiling(128, 128, 3, 1, 4, 8),
+    Tiling(128, 128, 3, 3, 2, 4),
     Tiling(256, 128, 3, 1, 4, 8),
     Tiling(128, 256, 4, 1, 4, 8),
-    Tiling(128, 128, 3, 3, 2, 4),
 ]
-STAGES = [  # name, tokens to tune at, tilings, tokens to time the best at
-    ("decode", [16, 64, 256], DECODE, [8, 16, 32, 64, 128, 256]),
-    ("middle", [2048], MIDDLE, [512, 1024, 2048]),
-    ("prefill", [8192], PREFILL, [4096, 8192, 16384]),
+STAGES = [  # name, tokens to tune at, tilings
+    ("decode", [8, 16, 32, 64, 128, 256], DECODE),
+    ("middle", [512, 1024, 2048], MIDDLE),
+    ("prefill", [4096, 8192, 16384], PREFILL),
 ]
 HALVES = ("gate_up", "down")
 
@@ -199,16 +204,42 @@ class Bench:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        graph.replay()
         times = []
-        for _ in range(5):
+        began = time.perf_counter()
+        while time.perf_counter() - began < SECONDS:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            for _ in range(8):
+                graph.replay()
             stop.record()
             stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3 / launches)
-        return sorted(times)[len(times) // 2]
+            times.append(start.elapsed_time(stop) / 1e3 / launches / 8)
+        return statistics.median(times[len(times) // 3 :])
+
+
+class Watch:
+    """Reads the card's clock and power all the time."""
+
+    def __init__(self) -> None:
+        query = "--query-gpu=clocks.sm,power.draw.instant"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "50"]
+        self.seen: list[tuple[float, list[float]]] = []
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        for line in self.process.stdout or ():
+            values = [float(value) for value in line.split(",")]
+            self.seen.append((time.perf_counter(), values))
+
+    def since(self, start: float) -> dict[str, float]:
+        """Medians of what was read in the last two thirds since ``start``."""
+        start += (time.perf_counter() - start) / 3
+        values = [values for at, values in self.seen if at > start]
+        if not values:
+            return {"mhz": math.nan, "watts": math.nan}
+        mhz, watts = (statistics.median(column) for column in zip(*values, strict=True))
+        return {"mhz": mhz, "watts": watts}
 
 
 def repeats(bench: Bench, times: int = 100) -> None:
@@ -238,6 +269,7 @@ def show(tiling: Tiling) -> str:
 
 
 def line(half: str, tokens: int, tiling: Tiling, seconds: float, gb: float) -> str:
+    """A row of the table, without the clock and the power."""
     rate = gb / seconds
     rows = 2 * INTERMEDIATE if half == "gate_up" else HIDDEN
     flops = 2 * tokens * TOP_K * rows * HIDDEN / seconds / 1e12
@@ -256,7 +288,7 @@ def main() -> None:
     print("columns of a tiling: rows x tokens x widths x unroll x stages x warps")
 
     checks = Checks()
-    jobs = [(h, t) for h in HALVES for _, _, ts, _ in STAGES for t in ts]
+    jobs = [(h, t) for h in HALVES for _, _, ts in STAGES for t in ts]
     jobs = list(dict.fromkeys(jobs))
 
     def check(job) -> bool:
@@ -278,35 +310,32 @@ def main() -> None:
     torch.use_deterministic_algorithms(False)
     print(f"{len(good)} of {len(jobs)} right, {time.perf_counter() - began:.0f} s")
 
-    bench = Bench()
+    bench, watch = Bench(), Watch()
     repeats(bench)
     results = []
 
     def measure(half: str, tokens: int, tiling: Tiling) -> float:
+        start = time.perf_counter()
         try:
             seconds = bench.seconds(half, tokens, tiling)
         except Exception as failure:
             print(f"{half} {tokens} {show(tiling)} failed: {str(failure)[:200]}")
             return float("inf")
-        gb = bench.gigabytes(half, tokens)
-        print(line(half, tokens, tiling, seconds, gb), flush=True)
-        results.append(
-            dict(half=half, tokens=tokens, tiling=tiling, seconds=seconds, gb=gb)
-        )
+        gb, card = bench.gigabytes(half, tokens), watch.since(start)
+        said = line(half, tokens, tiling, seconds, gb)
+        print(f"{said}{card['mhz']:6.0f}{card['watts']:5.0f}", flush=True)
+        row = dict(half=half, tokens=tokens, tiling=tiling, seconds=seconds, gb=gb)
+        results.append(row | card)
         return seconds
 
-    for name, tune, tilings, tokens in STAGES:
+    for name, counts, tilings in STAGES:
         for half in HALVES:
             print(f"-- {name}, {time.perf_counter() - began:.0f} s")
             usable = [t for t in tilings if (half, t) in good]
             best: dict[int, Tiling] = {}
-            for count in tune:
+            for count in counts:
                 times = {t: measure(half, count, t) for t in usable}
                 best[count] = min(times, key=lambda t: times[t])
-            for count in tokens:
-                nearest = min(best, key=lambda known: abs(known - count))
-                if count not in best:
-                    measure(half, count, best[nearest])
             print("best:", {count: show(t) for count, t in best.items()})
     print(f"done in {time.perf_counter() - began:.0f} s")
     if args.json:
