@@ -62,7 +62,7 @@ def sorting(step):
 
 def expert_cases():
     """Both halves in every tiling that is used."""
-    tilings = dict.fromkeys((up, back) for _, up, back in experts.TUNED)
+    tilings = dict.fromkeys((up, back) for *_, up, back in experts.TUNED)
     for up, back in tilings:
         sizes = {"N": 5760, "LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4}
         types = "*bf16 *i32 *i32 *bf16 *i32 *i32 *i32 *bf16"

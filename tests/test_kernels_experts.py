@@ -82,7 +82,7 @@ TILINGS = [
     Tiling(rows=128, tokens=16, unroll=2, stages=2),
     Tiling(rows=64, tokens=64, widths=3, unroll=3),
     Tiling(rows=64, tokens=8, warps=2),
-    Tiling(rows=128, tokens=16, widths=2),
+    Tiling(rows=64, tokens=16, widths=2),
 ]
 
 
@@ -173,9 +173,10 @@ def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiles):
         assert torch.equal(result(rows), together[rows])
 
 
-@pytest.mark.parametrize("tokens", [8, 64, 256, 2048, 16384])
-def test_a_tiling_exists_for_every_number_of_tokens(tokens):
-    both = tilings(tokens, 128, 4)
+@pytest.mark.parametrize("experts", [4, 32, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 64, 256, 2048, 16384])
+def test_a_tiling_exists_for_every_number_of_tokens(tokens, experts):
+    both = tilings(tokens, experts, 4)
     assert both[0].tokens == both[1].tokens  # they share their blocks of pairs
     assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
 

@@ -73,6 +73,7 @@ def entry(row: Row, options: argparse.Namespace) -> Row:
         "launches": options.launches,
         "us": round(microseconds(row), 2),
     }
+    made |= {name: row[name] for name in ("mhz", "watts") if name in row}
     if options.dropped:
         made["kept"] = False
     return made | ({"why": options.why} if options.why else {})

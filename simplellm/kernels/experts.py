@@ -580,16 +580,17 @@ NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
-# By the pairs of an expert, if tokens spread evenly: the tilings of gate_up and down
-# that were fastest on an H200 on 2026-11-21, at its power limit.
-TUNED: tuple[tuple[float, Tiling, Tiling], ...] = (
-    (0.07, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
-    (0.13, NARROWEST, NARROW._replace(stages=4)),  # 4 tokens of 128 experts
-    (0.6, NARROW, NARROW),
-    (6, LEAN, LEAN),
-    (12, NARROW, NARROW),
-    (96, MIDDLE, MIDDLE),
-    (math.inf, WIDE, WIDE),
+# The tilings of gate_up and down that were fastest on an H200 on 2026-11-21, at its power
+# limit: up to so many experts in use, with up to so many pairs each if tokens spread
+# evenly. Few experts need narrow tilings, to have programs for all processors.
+TUNED: tuple[tuple[float, float, Tiling, Tiling], ...] = (
+    (8, 1, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
+    (16, 1, NARROWEST, NARROW._replace(stages=4)),
+    (76, 12, NARROW, NARROW),
+    (math.inf, 6, LEAN, LEAN),
+    (math.inf, 12, NARROW, NARROW),
+    (math.inf, 96, MIDDLE, MIDDLE),
+    (math.inf, math.inf, WIDE, WIDE),
 )
 
 
@@ -599,8 +600,10 @@ INVARIANT = MIDDLE
 
 def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
     """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
-    mean = tokens * top_k / experts
-    return next((up, back) for most, up, back in TUNED if mean <= most)
+    pairs = tokens * top_k
+    used, mean = min(pairs, experts), pairs / experts
+    fits = ((up, back) for u, m, up, back in TUNED if used <= u and mean <= m)
+    return next(fits)
 
 
 def gate_up(

@@ -280,7 +280,7 @@ def compare_tilings() -> dict[str, str]:
     want = run(2048, experts.INVARIANT, experts.INVARIANT)
     rows = {}
     trials = [(experts.INVARIANT, experts.INVARIANT)]
-    trials += [(up, back) for _, up, back in experts.TUNED]
+    trials += [(up, back) for *_, up, back in experts.TUNED]
     for up, back in trials:
         for tokens in (1, 2, 7, 64, 500, 2048):
             name = f"T{tokens} {tuple(up)} {tuple(back)}"
