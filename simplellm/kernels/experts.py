@@ -580,9 +580,9 @@ NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
-# The tilings of gate_up and down that were fastest on an H200 on 2026-11-21, at its power
-# limit: up to so many experts in use, with up to so many pairs each if tokens spread
-# evenly. Few experts need narrow tilings, to have programs for all processors.
+# The tilings of gate_up and down that were fastest on an H200 on 2026-11-21, at its
+# power limit: up to so many experts in use, with up to so many pairs each if tokens
+# spread evenly. Few experts need more warps, to have some for all processors.
 TUNED: tuple[tuple[float, float, Tiling, Tiling], ...] = (
     (8, 1, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
     (16, 1, NARROWEST, NARROW._replace(stages=4)),
