@@ -237,9 +237,9 @@ class TextSide:
 class Whole:
     """The parts of a stream, put together as they come.
 
-    Keeps their strings and numbers, and of the parts only the last. Parts kept for ten
-    thousands of tokens would have Python's garbage collector go through every object
-    there is, with all threads waiting for 0.1 s.
+    Keeps what they hold, and of the parts only the last. Each part is two objects for
+    Python's garbage collector: with 100,000 of them it looks through all objects that
+    there are, and all threads wait.
     """
 
     def __init__(self) -> None:

@@ -306,8 +306,11 @@ def test_a_weight_is_decoded_after_the_multiplications_before(case):
 
 @pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.kernel.__name__)
 def test_decoded_weights_stay_in_their_threads(case):
-    """Triton would like them in another order, see `experts.opaque`."""
-    assert "shfl.sync" not in compile_case(case).asm["ptx"]
+    """Triton 3.6 would exchange them, see `experts.opaque`; 3.9 would not."""
+    ptx = compile_case(case).asm["ptx"]
+    assert "shfl.sync" not in ptx
+    if case.constants["BLOCK_T"] == 8:
+        assert "mma.sync" in ptx
 
 
 def test_every_kernel_is_in_the_list():

@@ -181,6 +181,10 @@ def test_a_tiling_exists_for_every_number_of_tokens(tokens, experts):
     assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
 
 
+def test_invariant_blocks_take_one_kind_of_instruction():
+    assert INVARIANT.tokens >> (INVARIANT.widths - 1) >= 16
+
+
 def test_mismatched_arguments_are_refused(kernel_device):
     weights = layer()
     ids, odds = routing(4)

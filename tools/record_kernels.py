@@ -7,8 +7,9 @@ The second argument names a row of OUT: kernel, shape and config, or half, token
 tiling, as the script prints them, with an x between a tiling's numbers. The third is
 what the chapter calls that version. An entry of figures/11-kernels.json says which
 kernel, in which version, at which shape, how many bytes it has to move, in how many
-launches, how many microseconds it took, whether it was kept, and maybe why. Several
-kernels that were timed together have null bytes.
+launches, how many microseconds it took, maybe at what clock and power (mhz, watts),
+whether it was kept, and maybe why. Several kernels that were timed together have null
+bytes.
 """
 
 import argparse

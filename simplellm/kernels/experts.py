@@ -4,8 +4,9 @@ Weights are the left operand: a wgmma or mma instruction takes 16 rows by 16 col
 them from each warp's registers, in an order known beforehand, so `repack` stores them
 in that order and `decode` turns what a thread loads into what it multiplies, with no
 exchange between threads. Tokens are the right operand, 8 at least, so that few padding
-tokens are multiplied when an expert has only one or two. Up to 8 tokens Triton takes
-mma, which needs no wait for products under way, else wgmma.
+tokens are multiplied when an expert has only one or two. For 8 tokens Triton 3.6 takes
+mma, which needs no wait for products under way, else wgmma; later versions take it only
+with fewer than 4 warps.
 
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
 columns of a weight, G = K / 64 rounded up, I intermediate size.
@@ -310,9 +311,9 @@ def finished(out):
 def opaque(weight):
     """``weight`` itself, bfloat16, as an instruction that nobody looks behind.
 
-    For an mma, Triton looks for joins in what made an operand and then wants columns in
-    another order. They are in the right one; another would have every register
-    exchanged between threads.
+    For an mma, Triton 3.6 looks for joins in what made an operand and then wants its
+    columns in another order. They are in the right one; another would have every
+    register exchanged between threads. Not pure, since Triton looks through what is.
     """
     return tl.inline_asm_elementwise(
         "", "=r,0", [weight], dtype=tl.bfloat16, is_pure=False, pack=2
@@ -565,7 +566,7 @@ def down_kernel(
 
 
 class Tiling(NamedTuple):
-    """How a kernel divides its work. None of it changes what is computed."""
+    """How a kernel divides its work. It may change the last bits of a result."""
 
     rows: int  # of weights a program
     tokens: int  # of a block, `dispatch`'s ``block``
@@ -580,9 +581,10 @@ NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
-# The tilings of gate_up and down that were fastest on an H200 on 2026-11-21, at its
-# power limit: up to so many experts in use, with up to so many pairs each if tokens
-# spread evenly. Few experts need more warps, to have some for all processors.
+# The tilings of gate_up and down for at most so many experts in use, with at most so
+# many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest on
+# an H200 on 2026-11-21, at its power limit; those for fewer were timed in bursts. Few
+# experts need more warps, to have some for all processors; 16 tokens have up to 64.
 TUNED: tuple[tuple[float, float, Tiling, Tiling], ...] = (
     (8, 1, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
     (16, 1, NARROWEST, NARROW._replace(stages=4)),
@@ -594,7 +596,8 @@ TUNED: tuple[tuple[float, float, Tiling, Tiling], ...] = (
 )
 
 
-# For any number of tokens, where each must be summed in the same order.
+# For any number of tokens, where each must be summed in the same order: never less than
+# 16 in a block, since 8 may take another instruction.
 INVARIANT = MIDDLE
 
 

@@ -222,7 +222,8 @@ class Watch:
 
     def __init__(self) -> None:
         query = "--query-gpu=clocks.sm,power.draw.instant"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "50"]
+        command = ["nvidia-smi", "-i", "0", query, "--format=csv,noheader,nounits"]
+        command += ["-lms", "50"]
         self.seen: list[tuple[float, list[float]]] = []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         threading.Thread(target=self.read, daemon=True).start()
@@ -237,7 +238,7 @@ class Watch:
         start += (time.perf_counter() - start) / 3
         values = [values for at, values in self.seen if at > start]
         if not values:
-            return {"mhz": math.nan, "watts": math.nan}
+            return {}
         mhz, watts = (statistics.median(column) for column in zip(*values, strict=True))
         return {"mhz": mhz, "watts": watts}
 
@@ -323,7 +324,8 @@ def main() -> None:
             return float("inf")
         gb, card = bench.gigabytes(half, tokens), watch.since(start)
         said = line(half, tokens, tiling, seconds, gb)
-        print(f"{said}{card['mhz']:6.0f}{card['watts']:5.0f}", flush=True)
+        shown = card.get("mhz", math.nan), card.get("watts", math.nan)
+        print(f"{said}{shown[0]:6.0f}{shown[1]:5.0f}", flush=True)
         row = dict(half=half, tokens=tokens, tiling=tiling, seconds=seconds, gb=gb)
         results.append(row | card)
         return seconds
@@ -337,6 +339,7 @@ def main() -> None:
                 times = {t: measure(half, count, t) for t in usable}
                 best[count] = min(times, key=lambda t: times[t])
             print("best:", {count: show(t) for count, t in best.items()})
+    watch.process.terminate()
     print(f"done in {time.perf_counter() - began:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
