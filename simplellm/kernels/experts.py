@@ -582,9 +582,9 @@ LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
 # The tilings of gate_up and down for at most so many experts in use, with at most so
-# many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest on
-# an H200 on 2026-11-21, at its power limit; those for fewer were timed in bursts. Few
-# experts need more warps, to have some for all processors; 16 tokens have up to 64.
+# many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest
+# on an H200 on 2026-11-21, at its power limit; those for fewer were timed in bursts.
+# Few experts need more warps, to have some for all processors; 16 tokens have up to 64.
 TUNED: tuple[tuple[float, float, Tiling, Tiling], ...] = (
     (8, 1, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
     (16, 1, NARROWEST, NARROW._replace(stages=4)),
