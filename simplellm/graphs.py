@@ -8,7 +8,7 @@ vocabulary.
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -87,6 +87,10 @@ class Forward(Protocol):
     """A model's forward pass over a paged cache that never waits for the GPU."""
 
     vocab_size: int
+
+    def compile(self, steps: Iterable[Callable[[], object]]) -> None:
+        """Have ready what ``steps`` need; to do them is one way to."""
+        ...
 
     def __call__(self, step: Step, previous: Tensor) -> Tensor:
         """Hidden states [T, hidden]; ``previous`` int32, the tokens sampled last."""
@@ -181,12 +185,13 @@ class Runner:
         for which there is no room are left out, with one line in the log, and the rest
         of them if the driver cannot record.
         """
+        self.forward.compile([partial(self._try, size) for size in sizes])
         pool, cause = None, ""
         for size in sorted(sizes, reverse=True):
             step = self._view(self.inputs, size, size, size)
             self._pad(step)
             try:
-                self._decode(step)  # compiles the kernels
+                self._decode(step)  # compiles what is not compiled yet
                 graph, logits = record(partial(self._decode, step), pool)
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition("\n")[0]  # itself, it holds memory
@@ -204,6 +209,13 @@ class Runner:
                 len(sizes),
                 cause,
             )
+
+    @torch.inference_mode()
+    def _try(self, size: int) -> None:
+        """A step of nothing but padding, in memory of its own."""
+        step = self._view(torch.zeros_like(self.inputs), size, size, size)
+        self._pad(step)
+        self._decode(step)
 
     def _decode(self, step: Step) -> Tensor:
         return self._head(self.forward(step, self.output))

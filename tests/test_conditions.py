@@ -5,7 +5,9 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,3 +242,18 @@ def test_batch_invariant_kernels_do_not_give_way(
     for name in names:
         with pytest.raises(RuntimeError, match="PassManager::run failed"):
             getattr(kernels, name)()
+
+
+def test_threads_that_fail_together_warn_once(
+    forward: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    together = threading.Barrier(4)
+
+    def launch(x: int) -> int:
+        together.wait(10)
+        raise RuntimeError("PassManager::run failed")
+
+    guarded = forward.Fallback(launch, lambda x: -x)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(guarded, [1, 2, 3, 4])) == [-1, -2, -3, -4]
+    assert len(caplog.messages) == 1

@@ -6,7 +6,7 @@ before the tokens of the ones before them are known, which is what can go wrong.
 
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +70,10 @@ class PlainForward:
     ) -> None:
         self.model, self.cache = model, cache
         self.vocab_size = model.config.vocab_size
+
+    def compile(self, steps: Iterable[Callable[[], object]]) -> None:
+        for step in steps:
+            step()
 
     def __call__(self, step: Step, previous: Tensor) -> Tensor:
         unseen = previous[(-1 - step.tokens).clamp(min=0)]

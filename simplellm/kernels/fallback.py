@@ -35,12 +35,16 @@ class Fallback:
         except FAILURES as error:
             if "out of memory" in str(error):  # there was no room to load the kernel
                 raise torch.OutOfMemoryError(str(error)) from error
-            self.broken = True
-            LOGGER.warning(
-                "%s does not compile, so that PyTorch computes it, which is slower: "
-                "%s: %s",
-                self.launcher.__name__,
-                type(error).__name__,
-                str(error).strip().partition("\n")[0],
-            )
+            self._give_way(error)
         return self.twin(*args, **options)
+
+    def _give_way(self, error: Exception) -> None:
+        if self.broken:  # another thread has said it
+            return
+        self.broken = True
+        LOGGER.warning(
+            "%s does not compile, so that PyTorch computes it, which is slower: %s: %s",
+            self.launcher.__name__,
+            type(error).__name__,
+            str(error).strip().partition("\n")[0],
+        )

@@ -4,7 +4,7 @@ T packed tokens, B sequences, S of them sampling, P pages in a row of a table, H
 heads, K kv heads, D head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend, paged_prefill_torch
+from simplellm.kernels.compiling import compile_in_threads
 from simplellm.kernels.experts import INVARIANT as INVARIANT_TILING
 from simplellm.kernels.experts import (
     Packed,
@@ -178,6 +179,12 @@ class Fused:
         self.scratch = Scratch.create(
             max_num_seqs, heads, kv_heads, config.head_dim, model.device
         )
+
+    def compile(self, steps: Iterable[Callable[[], object]]) -> None:
+        """Do ``steps``, in no order, so that the kernels they need are compiled."""
+        if self.device.type == "cuda":
+            compile_in_threads(steps)
+            torch.cuda.empty_cache()
 
     def __call__(self, step: Step, previous: Tensor) -> Tensor:
         """Hidden states [T, hidden], normed, of the tokens of ``step``.

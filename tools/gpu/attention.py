@@ -522,6 +522,9 @@ def contests() -> list[Contest]:
             if batch > 2:
                 trials += [(tiles, None)]
             trials += [(replace(tiles, early=True), None)]
+        if batch < 5:  # one tile a program, not two, of a few hundred keys
+            narrow = ((64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3))
+            trials += [(Tiles(*shape, least=64, early=True), None) for shape in narrow]
         entries += [Contest(batch, length, None, tuple(dict.fromkeys(trials)))]
     now = kernels.DECODE_WINDOW
     for batch in (1, 64):
