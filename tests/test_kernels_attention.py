@@ -1,12 +1,15 @@
 """Attention over pages: kernels against twins, twins against plain attention."""
 
+import ctypes
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from simplellm import kernels
 from simplellm.attention import attention
 from simplellm.kernels.attention import (
     DECODE,
@@ -396,3 +399,19 @@ def test_prefill_wants_an_end_for_each_sequence():
     case.queries = case.queries[:-1]
     with pytest.raises(ValueError, match=r"queries is \[2\]; expected \[3\]"):
         case.prefill(paged_prefill)
+
+
+def test_the_wish_for_shared_memory_reaches_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wishes: list[tuple[int | None, int, int]] = []
+
+    def set_attribute(function: ctypes.c_void_p, attribute: int, value: int) -> int:
+        wishes.append((function.value, attribute, value))
+        return 0
+
+    driver = SimpleNamespace(cuFuncSetAttribute=set_attribute)
+    monkeypatch.setattr(kernels, "cuda_driver", lambda: driver)
+    kernels.set_carveout(SimpleNamespace(function=2**40), 58)
+    # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    assert wishes == [(2**40, 9, 58)]

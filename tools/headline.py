@@ -109,9 +109,9 @@ def smaller(report: dict[str, Any]) -> str:
     ]
     last = report["prefill"][-1]
     return (
-        f"{report['model']} also fits into one {report['device']['name']}, where an "
-        f"earlier version of the kernels gave {', '.join(decode)} and "
-        f"{last['tokens_per_second']:,.0f} tokens a second of prefill."
+        f"{report['model']} also fits into one {report['device']['name']}, which gives "
+        f"{', '.join(decode)} and {last['tokens_per_second']:,.0f} tokens a second of "
+        "prefill."
     )
 
 

@@ -9,12 +9,35 @@ what that one wrote. Until then it loads only what no kernel that may still run 
 weights, page tables, keys of earlier steps.
 """
 
+import ctypes
 from functools import cache
+from typing import Any
 
 import torch
+
+PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute in cuda.h
 
 
 @cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether programmatic dependent launch works on ``device``."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def cuda_driver() -> ctypes.CDLL:
+    """NVIDIA's driver, which Triton has found as well."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def set_carveout(kernel: Any, percent: int) -> None:
+    """How much of a processor's L1 cache a compiled kernel wants as shared memory.
+
+    Left to itself (-1) the driver takes what the kernel could use if the processor were
+    full of its programs. What starts beside them has that much less of a cache. This is
+    a wish; the kernel gets what it needs in any case.
+    """
+    function = ctypes.c_void_p(kernel.function)
+    cuda_driver().cuFuncSetAttribute(
+        function, PREFERRED_SHARED_MEMORY_CARVEOUT, percent
+    )

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.attention import masked_attention, visible
-from simplellm.kernels import supports_pdl
+from simplellm.kernels import set_carveout, supports_pdl
 from simplellm.paged import gather
 
 
@@ -30,15 +30,17 @@ class Tiles:
     # Of a decode:
     least: int = 128  # keys that are worth a program of their own
     early: bool = False  # whether keys but the newest are loaded before the wait
+    carveout: int = -1  # percent of the L1 cache that it wants as shared memory
     # Of a prefill:
     tokens: int = 1  # queries that a program takes
 
 
-# By the least number of sequences, as timed in a layer on an H200 on 2026-11-21. Alone,
-# tiles of 64 keys are quicker for long sequences. Of 8 sequences, early keys made a
-# layer half a microsecond longer, of 128 more than one.
+# By the least number of sequences, as timed in a layer on an H200 on 2026-11-21 and 22.
+# Tiles of 128 keys in 2 stages made a layer with one sequence of 500 a microsecond
+# shorter, with one of 32,768 half a one longer. With 8 sequences, early keys made it
+# half a microsecond longer, with 128 more than one.
 DECODE = {
-    1: Tiles(128, 4, 2, least=128, early=True),
+    1: Tiles(64, 4, 3, least=64, early=True, carveout=58),
     5: Tiles(64, 4, 4, least=128),
     16: Tiles(128, 8, 2, least=256, early=True),
     32: Tiles(128, 8, 2, least=512, early=True),
@@ -454,7 +456,7 @@ def launch_decode(
         "PDL": pdl,
         "launch_pdl": pdl,
     }
-    decode_kernel[kv_heads, batch, splits](
+    kernel = decode_kernel[kv_heads, batch, splits](
         q,
         keys,
         values,
@@ -477,6 +479,8 @@ def launch_decode(
         num_stages=tiles.stages,
         **common,
     )
+    if pdl:
+        set_carveout(kernel, tiles.carveout)
     if splits > 1:
         # A program for each head, or if those are too many, for each kv head. Neither
         # this nor the order of a sum may depend on the batch where splits are fixed.

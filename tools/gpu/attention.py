@@ -184,6 +184,7 @@ def name_of(tiles: Tiles, *, splits: int | None = None) -> str:
     if tiles.tokens > 1:
         return f"{text} t{tiles.tokens}"
     text += f" l{tiles.least}" + " early" * tiles.early
+    text += f" c{tiles.carveout}" if tiles.carveout >= 0 else ""
     return text + (f" x{splits}" if splits else "")
 
 
@@ -486,6 +487,8 @@ class Contest:
 
 
 PAGE = 64
+# Percent for 100, 132, 164 and 196 of 228 KB, which is what an H200 can divide.
+CARVEOUTS = (-1, 44, 58, 72, 86)
 
 
 def contests() -> list[Contest]:
@@ -515,16 +518,17 @@ def contests() -> list[Contest]:
         if batch > 2:
             shapes += [(128, 8, 2), (64, 4, 2)]
         else:
-            shapes += [(128, 4, 3)]
+            shapes += [(128, 4, 3), (64, 2, 3)]
         trials: list[Trial] = [(now, None)]
         for shape in shapes:
             tiles = Tiles(*shape, least=now.least)
             if batch > 2:
                 trials += [(tiles, None)]
             trials += [(replace(tiles, early=True), None)]
-        if batch < 5:  # one tile a program, not two, of a few hundred keys
-            narrow = ((64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3))
-            trials += [(Tiles(*shape, least=64, early=True), None) for shape in narrow]
+        trials += [(replace(now, carveout=percent), None) for percent in CARVEOUTS]
+        if batch < 5:  # a tile for each program
+            wide = Tiles(128, 4, 2, least=128, early=True)
+            trials += [(wide, None), (replace(wide, carveout=58), None)]
         entries += [Contest(batch, length, None, tuple(dict.fromkeys(trials)))]
     now = kernels.DECODE_WINDOW
     for batch in (1, 64):
@@ -539,7 +543,8 @@ def compile_contests(report: Report, entries: Sequence[Contest]) -> None:
         case = entry.inputs(1)[0]
         for tiles, splits in entry.trials:
             scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
-            key = replace(tiles, least=1), entry.window, entry.batch, splits
+            plain = replace(tiles, least=1, carveout=-1)
+            key = plain, entry.window, entry.batch, splits
             out = torch.empty_like(case.q)
             jobs[key] = partial(case.decode, tiles, scratch, out)
     compile_all(list(jobs.values()))
