@@ -89,7 +89,7 @@ class Forward(Protocol):
     vocab_size: int
 
     def compile(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Have ready what ``steps`` need; to do them is one way to."""
+        """Prepare what ``steps`` need, perhaps by doing them, in no order."""
         ...
 
     def __call__(self, step: Step, previous: Tensor) -> Tensor:
@@ -212,7 +212,10 @@ class Runner:
 
     @torch.inference_mode()
     def _try(self, size: int) -> None:
-        """A step of nothing but padding, in memory of its own."""
+        """A step of nothing but padding, whose results nobody reads.
+
+        Several may be under way at once, and write over each other's.
+        """
         step = self._view(torch.zeros_like(self.inputs), size, size, size)
         self._pad(step)
         self._decode(step)

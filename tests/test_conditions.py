@@ -193,6 +193,10 @@ def test_without_any_kernel_the_twins_give_the_same_tokens(
         (ValueError("x is [2]; expected [3]"), ValueError),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
         (RuntimeError("Triton Error [CUDA]: out of memory"), torch.OutOfMemoryError),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
+            torch.OutOfMemoryError,
+        ),
     ],
 )
 def test_other_errors_of_a_launch_are_no_reason_to_fall_back(

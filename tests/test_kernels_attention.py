@@ -415,3 +415,22 @@ def test_the_wish_for_shared_memory_reaches_the_driver(
     kernels.set_carveout(SimpleNamespace(function=2**40), 58)
     # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     assert wishes == [(2**40, 9, 58)]
+
+
+def test_a_decode_asks_for_what_its_tiles_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Launched:
+        def __getitem__(self, grid: object) -> object:
+            return lambda *args, **options: self
+
+    wishes: list[tuple[object, int]] = []
+    decode = Launched()
+    module = "simplellm.kernels.attention"
+    monkeypatch.setattr(f"{module}.decode_kernel", decode)
+    monkeypatch.setattr(f"{module}.join_kernel", Launched())
+    monkeypatch.setattr(f"{module}.set_carveout", lambda *wish: wishes.append(wish))
+    q, pages = torch.zeros(1, 8, 64), torch.zeros(64, 16, 8, 64)
+    tables, one = torch.zeros(1, 64, dtype=torch.int32), torch.ones(1).int()
+    for pdl in (False, True):
+        monkeypatch.setattr(f"{module}.supports_pdl", lambda device, pdl=pdl: pdl)
+        paged_decode(q, pages, pages, tables, 0 * one, one, None, None)
+    assert wishes == [(decode, DECODE[1].carveout)]

@@ -1,8 +1,11 @@
 """Threads that need the same kernels compile each of them once, without a GPU here."""
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from simplellm.kernels.compiling import THREADS, compile_in_threads
+from simplellm.kernels import forward
+from simplellm.kernels.compiling import THREADS, compile_in_threads, hash_kernels
 
 
 @triton.jit
@@ -65,33 +69,103 @@ def warm_up(kernel: Any, *arguments: object) -> None:
     kernel.warmup(*tensors, *arguments, grid=(1,))
 
 
+def hooks() -> tuple[Any, Any]:
+    runtime = triton.knobs.runtime
+    return runtime.jit_cache_hook, runtime.jit_post_compile_hook
+
+
 def test_each_kernel_is_compiled_once(compiled: Counter[Any]) -> None:
     together = threading.Barrier(THREADS)
-    hooks = triton.knobs.runtime.jit_cache_hook
+    before = hooks()
+    started: list[int] = []
+    ended: list[int] = []
 
-    def job() -> None:
-        together.wait(10)
+    def job(number: int, begun: list[int]) -> None:
+        if not begun:
+            together.wait(10)
+        begun.append(number)
         for block in (64, 128, 256):
             warm_up(add_kernel, block)
+        ended.append(number)
+
+    compile_in_threads(
+        [partial(job, number, []) for number in range(THREADS)],
+        lambda: started.append(threading.get_ident()),
+    )
+    assert compiled == {("add_kernel", block): 1 for block in (64, 128, 256)}
+    assert sorted(ended) == list(range(THREADS))
+    assert len(set(started)) == THREADS
+    assert hooks() == before
+
+
+def test_who_has_waited_finds_the_kernel_in_memory(compiled: Counter[Any]) -> None:
+    """A kernel that is read from disk would be in the GPU's memory twice."""
+    loaded: list[int] = []
+    lock = threading.Lock()
+
+    def job() -> None:
+        warm_up(add_kernel, 64)
+        kernels = add_kernel.device_caches[0][0]
+        with lock:
+            loaded.append(id(next(iter(kernels.values()))))
 
     compile_in_threads([job] * THREADS)
+    assert len(loaded) == THREADS
+    # Who looks just before the first one is done, and asks just after, reads from disk.
+    assert len(set(loaded)) < THREADS / 2
+
+
+def test_two_engines_may_start_at_once(compiled: Counter[Any]) -> None:
+    before = hooks()
+
+    def engine(block: int) -> None:
+        compile_in_threads([partial(warm_up, add_kernel, block)] * THREADS)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(engine, [64, 64, 128, 256]))
     assert compiled == {("add_kernel", block): 1 for block in (64, 128, 256)}
-    assert triton.knobs.runtime.jit_cache_hook is hooks
+    assert hooks() == before
+
+
+def test_other_threads_compile_as_ever(compiled: Counter[Any]) -> None:
+    """A thread that serves meanwhile holds no lock, even if its kernel is broken."""
+    meanwhile = threading.Barrier(2)
+
+    def serve() -> None:
+        meanwhile.wait(10)
+        with pytest.raises(triton.CompilationError):
+            warm_up(broken_kernel, 64)
+        warm_up(add_kernel, 64)
+        meanwhile.wait(10)
+
+    def job() -> None:
+        meanwhile.wait(10)
+        meanwhile.wait(10)
+        with pytest.raises(triton.CompilationError):
+            warm_up(broken_kernel, 64)
+        warm_up(add_kernel, 64)
+
+    with ThreadPoolExecutor(1) as threads:
+        serving = threads.submit(serve)
+        compile_in_threads([job])
+        serving.result()
+    assert compiled == {("add_kernel", 64): 1}
 
 
 def test_a_kernel_that_does_not_compile_stops_nobody(compiled: Counter[Any]) -> None:
-    failures: list[str] = []
+    ended: list[int] = []
 
-    def job() -> None:
+    def job(number: int) -> None:
         for kernel in (broken_kernel, add_kernel, broken_kernel):
             try:
                 warm_up(kernel, 64)
             except triton.CompilationError as error:
-                failures.append(str(error))
+                assert "it is too small" in str(error)
+                assert kernel is broken_kernel
+        ended.append(number)
 
-    compile_in_threads([job] * THREADS)
-    assert len(failures) == 2 * THREADS
-    assert all("it is too small" in failure for failure in failures)
+    compile_in_threads([partial(job, number) for number in range(THREADS)])
+    assert sorted(ended) == list(range(THREADS))
     assert compiled == {("add_kernel", 64): 1}
 
 
@@ -108,3 +182,27 @@ def test_memory_may_run_out_and_other_errors_are_raised(
     assert compiled == {("add_kernel", 64): 1}
     with pytest.raises(triton.CompilationError):
         compile_in_threads([wrong, full])
+
+
+def test_every_kernel_has_its_key() -> None:
+    kernels = [
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("simplellm.kernels.")
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    ]
+    for kernel in kernels:
+        kernel.hash = None
+    hash_kernels()
+    assert len(kernels) > 20
+    assert all(kernel.hash for kernel in kernels)
+
+
+def test_on_a_cpu_there_is_nothing_to_compile() -> None:
+    def step() -> None:
+        raise AssertionError("it was run")
+
+    fused = object.__new__(forward.Fused)
+    fused.device = torch.device("cpu")
+    fused.compile([step])

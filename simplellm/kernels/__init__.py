@@ -31,11 +31,12 @@ def cuda_driver() -> ctypes.CDLL:
 
 
 def set_carveout(kernel: Any, percent: int) -> None:
-    """How much of a processor's L1 cache a compiled kernel wants as shared memory.
+    """How much shared memory a compiled kernel wants in each processor.
 
-    Left to itself (-1) the driver takes what the kernel could use if the processor were
-    full of its programs. What starts beside them has that much less of a cache. This is
-    a wish; the kernel gets what it needs in any case.
+    ``percent`` is of the most that a processor can have, 228 KB on Hopper; the driver
+    takes the next size that there is. What is not shared is L1 cache, also for kernels
+    that start beside this one. With -1 the driver chooses, so that as many programs fit
+    as registers allow. This is a wish; the kernel gets what it needs in any case.
     """
     function = ctypes.c_void_p(kernel.function)
     cuda_driver().cuFuncSetAttribute(

@@ -30,7 +30,7 @@ class Tiles:
     # Of a decode:
     least: int = 128  # keys that are worth a program of their own
     early: bool = False  # whether keys but the newest are loaded before the wait
-    carveout: int = -1  # percent of the L1 cache that it wants as shared memory
+    carveout: int = -1  # what `set_carveout` is told
     # Of a prefill:
     tokens: int = 1  # queries that a program takes
 
@@ -40,7 +40,7 @@ class Tiles:
 # shorter, with one of 32,768 half a one longer. With 8 sequences, early keys made it
 # half a microsecond longer, with 128 more than one.
 DECODE = {
-    1: Tiles(64, 4, 3, least=64, early=True, carveout=58),
+    1: Tiles(64, 4, 3, least=64, early=True, carveout=64),
     5: Tiles(64, 4, 4, least=128),
     16: Tiles(128, 8, 2, least=256, early=True),
     32: Tiles(128, 8, 2, least=512, early=True),
@@ -479,7 +479,7 @@ def launch_decode(
         num_stages=tiles.stages,
         **common,
     )
-    if pdl:
+    if pdl:  # without, no other kernel is there to need the cache
         set_carveout(kernel, tiles.carveout)
     if splits > 1:
         # A program for each head, or if those are too many, for each kv head. Neither

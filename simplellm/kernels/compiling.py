@@ -9,14 +9,19 @@ from typing import Any
 import torch
 import triton
 
-THREADS = 8
+THREADS = 8  # with more they would wait for Python, which a part of Triton is
+HOOKS = threading.Lock()  # Triton has one set of hooks
+
+
+class Compiled(Exception):
+    """Another thread has compiled the kernel that was to be launched."""
 
 
 def hash_kernels() -> None:
     """Have Triton compute the keys of all kernels' sources, in the order they stand in.
 
-    In 3.6 a key depends on whether the functions that a kernel calls have theirs. Did
-    threads come to them in any order, a later process would not find all in the cache.
+    In 3.6 a key depends on whether the functions that a kernel calls have theirs. If
+    threads came to them in any order, a later process would not find all in the cache.
     """
     for name, module in sorted(sys.modules.items()):
         if name.startswith("simplellm.kernels."):
@@ -25,42 +30,56 @@ def hash_kernels() -> None:
                     value.cache_key  # noqa: B018 (computes and keeps it)
 
 
-def compile_in_threads(jobs: Iterable[Callable[[], object]]) -> None:
+def compile_in_threads(
+    jobs: Iterable[Callable[[], object]], start: Callable[[], object] | None = None
+) -> None:
     """Do ``jobs``, which launch kernels, in threads that compile them side by side.
 
     Triton would compile a kernel in every thread that comes to it. Here others wait for
-    the first one, and find in the cache on disk what it made. A job ends early if the
-    GPU has no memory for it; other errors are raised.
+    the first one, and begin their job again. ``start`` is called in every thread. A job
+    ends early if the GPU has no memory for it; other errors are raised.
     """
-    hash_kernels()
     locks: dict[tuple[triton.JITFunction, str], threading.Lock] = {}
-    held = threading.local()
+    held = threading.local()  # lock: of the kernel that this thread compiles, if any
 
     def release(**_: Any) -> None:
-        lock, held.lock = getattr(held, "lock", None), None
+        lock = getattr(held, "lock", None)
         if lock is not None:
+            held.lock = None
             lock.release()
 
     def acquire(*, fn: Any, key: str, **_: Any) -> bool:
-        release()  # that of a kernel which does not compile
-        lock = locks.setdefault((fn.jit_function, key), threading.Lock())
-        lock.acquire()
-        held.lock = lock
-        return False  # go on
+        if hasattr(held, "lock"):  # else this is not one of these threads
+            release()  # that of a kernel which does not compile
+            lock = locks.setdefault((fn.jit_function, key), threading.Lock())
+            if not lock.acquire(blocking=False):
+                with lock:
+                    raise Compiled
+            held.lock = lock
+        return False  # go on and compile
 
-    def do(job: Callable[[], object]) -> None:
+    def is_done(job: Callable[[], object]) -> bool:
+        held.lock = None
         try:
             job()
+        except Compiled:
+            return False
         except torch.OutOfMemoryError:
             pass
         finally:
             release()
+        return True
+
+    def do(job: Callable[[], object]) -> None:
+        while not is_done(job):
+            pass
 
     runtime = triton.knobs.runtime
-    before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-    runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
-    try:
-        with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(do, jobs))
-    finally:
-        runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
+    with HOOKS:
+        before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
+        try:
+            with ThreadPoolExecutor(THREADS, initializer=start) as threads:
+                list(threads.map(do, jobs))
+        finally:
+            runtime.jit_cache_hook, runtime.jit_post_compile_hook = before

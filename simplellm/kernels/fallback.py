@@ -11,6 +11,12 @@ from triton import TritonError
 LOGGER = logging.getLogger("simplellm")
 # Triton reports a pass that failed and a missing C compiler as RuntimeErrors.
 FAILURES = TritonError, RuntimeError, OSError, SubprocessError
+# What a RuntimeError says when there was no room for a kernel or for cuBLAS.
+NO_ROOM = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)
 
 
 class Fallback:
@@ -33,7 +39,7 @@ class Fallback:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except FAILURES as error:
-            if "out of memory" in str(error):  # there was no room to load the kernel
+            if any(words in str(error) for words in NO_ROOM):
                 raise torch.OutOfMemoryError(str(error)) from error
             self._give_way(error)
         return self.twin(*args, **options)

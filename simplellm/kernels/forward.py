@@ -16,7 +16,7 @@ from torch import Tensor
 
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend, paged_prefill_torch
-from simplellm.kernels.compiling import compile_in_threads
+from simplellm.kernels.compiling import compile_in_threads, hash_kernels
 from simplellm.kernels.experts import INVARIANT as INVARIANT_TILING
 from simplellm.kernels.experts import (
     Packed,
@@ -168,6 +168,7 @@ class Fused:
     ) -> None:
         config = model.config
         self.vocab_size = config.vocab_size
+        hash_kernels()
         self.kernels = Kernels(batch_invariant)
         self.model, self.cache = model, cache
         self.batch_invariant = batch_invariant
@@ -181,9 +182,13 @@ class Fused:
         )
 
     def compile(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Do ``steps``, in no order, so that the kernels they need are compiled."""
+        """Do ``steps``, several at once, so that the kernels they need are compiled."""
         if self.device.type == "cuda":
-            compile_in_threads(steps)
+            # A thread begins on the first GPU.
+            device = torch.cuda.current_device()
+            compile_in_threads(steps, partial(torch.cuda.set_device, device))
+            # What each thread had cuBLAS work in would stay.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def __call__(self, step: Step, previous: Tensor) -> Tensor:
