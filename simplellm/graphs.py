@@ -188,8 +188,7 @@ class Runner:
         self.forward.compile([partial(self._try, size) for size in sizes])
         pool, cause = None, ""
         for size in sorted(sizes, reverse=True):
-            step = self._view(self.inputs, size, size, size)
-            self._pad(step)
+            step = self._padding(self.inputs, size)
             try:
                 self._decode(step)  # compiles what is not compiled yet
                 graph, logits = record(partial(self._decode, step), pool)
@@ -216,9 +215,7 @@ class Runner:
 
         Several may be under way at once, and write over each other's.
         """
-        step = self._view(torch.zeros_like(self.inputs), size, size, size)
-        self._pad(step)
-        self._decode(step)
+        self._decode(self._padding(torch.zeros_like(self.inputs), size))
 
     def _decode(self, step: Step) -> Tensor:
         return self._head(self.forward(step, self.output))
@@ -236,6 +233,12 @@ class Runner:
 
     def _view(self, flat: Any, tokens: int, sequences: int, decodes: int) -> Step:
         return Step.of(flat, tokens, sequences, self.pages, decodes)
+
+    def _padding(self, flat: Tensor, size: int) -> Step:
+        """A decode step of so many rows, all of them padding."""
+        step = self._view(flat, size, size, size)
+        self._pad(step)
+        return step
 
     def _pad(self, step: Step) -> None:
         """Make every row a padding row: of no length, and written nowhere."""

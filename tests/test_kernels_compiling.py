@@ -1,6 +1,5 @@
 """Threads that need the same kernels compile each of them once, without a GPU here."""
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernels_interpreter import kernel_modules
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -187,8 +187,7 @@ def test_memory_may_run_out_and_other_errors_are_raised(
 def test_every_kernel_has_its_key() -> None:
     kernels = [
         value
-        for name, module in list(sys.modules.items())
-        if name.startswith("simplellm.kernels.")
+        for module in kernel_modules()
         for value in vars(module).values()
         if isinstance(value, triton.JITFunction)
     ]

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -58,21 +59,17 @@ def compile_in_threads(
             held.lock = lock
         return False  # go on and compile
 
-    def is_done(job: Callable[[], object]) -> bool:
-        held.lock = None
-        try:
-            job()
-        except Compiled:
-            return False
-        except torch.OutOfMemoryError:
-            pass
-        finally:
-            release()
-        return True
-
     def do(job: Callable[[], object]) -> None:
-        while not is_done(job):
-            pass
+        held.lock = None
+        while True:
+            try:
+                with suppress(torch.OutOfMemoryError):
+                    job()
+                return
+            except Compiled:
+                continue
+            finally:
+                release()
 
     runtime = triton.knobs.runtime
     with HOOKS:
