@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:  # importing torch takes seconds; files are checked before
     from simplellm.engine import LLM
-    from simplellm.generate import RequestOutput
+    from simplellm.generate import ChatOutput, NewToken, RequestOutput
     from simplellm.sampler import SamplingParams
 
 IN_FLIGHT = 256  # requests that the engine has at a time
@@ -124,6 +124,8 @@ def open_results(
     """The output, open for more lines, and what `read_results` found in it."""
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file; expected one, since it is read again")
     with path.open("ab") as file:
         lock(file, path)
         done, end = read_results(path, ids)
@@ -167,31 +169,33 @@ def sampling_options(request: dict[str, Any], others: Sequence[str]) -> dict[str
     options = {name: request[name] for name in sampling if name in request}
     bias = options.get("logit_bias")
     if isinstance(bias, dict):  # in JSON its keys can only be text
-        options["logit_bias"] = {int(token): value for token, value in bias.items()}
+        options["logit_bias"] = {token_id(key): value for key, value in bias.items()}
     return options
+
+
+def token_id(key: str) -> int:
+    """The token that a key of logit_bias names."""
+    try:
+        return int(key)
+    except ValueError:
+        raise ValueError(
+            f"logit_bias has token id {key!r}; expected an integer"
+        ) from None
 
 
 def prepare_chat(
     llm: "LLM", request: dict[str, Any]
 ) -> "tuple[list[int], SamplingParams]":
-    from simplellm.generate import CHAT_MAX_TOKENS
-    from simplellm.harmony import from_openai, render
-
-    options = sampling_options(request, CHAT_FIELDS)
-    messages, tools = request["messages"], request.get("tools") or ()
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"messages is {messages!r}; expected a list of at least one message"
-        )
-    ids = render(
-        from_openai(messages, tools),
-        llm.tokenizer,
-        reasoning_effort=request.get("reasoning_effort", "medium"),
-        tools=tools,
+    checked = llm._chat_request(
+        request["messages"],
+        request.get("tools"),
+        request.get("reasoning_effort", "medium"),
+        None,
+        sampling_options(request, CHAT_FIELDS),
     )
-    default = replace(llm.default_params, max_tokens=CHAT_MAX_TOKENS)
-    # Stop strings count in the final answer only: `chat_result` looks for them.
-    return ids, replace(replace(default, **options), stop=())
+    # The engine looks for stop strings in all text; here they count in the final answer
+    # only. So the turn goes on to its end, and `chat_output` cuts it.
+    return checked.prompt, replace(checked.params, stop=())
 
 
 def result_of(
@@ -208,42 +212,46 @@ def choice_of(
     """What one of a request's samples gave."""
     choice: dict[str, Any]
     if "messages" in request:
-        choice = chat_result(llm, request, output)
+        turn = chat_output(llm, request, output)
+        token_ids = turn.token_ids
+        choice = {
+            "content": turn.content,
+            "reasoning": turn.reasoning,
+            "tool_calls": [asdict(call) for call in turn.tool_calls],
+            "finish_reason": turn.finish_reason,
+        }
     else:
+        token_ids = output.token_ids
         choice = {"text": output.text, "finish_reason": output.finish_reason}
     choice["prompt_tokens"] = len(output.prompt_token_ids)
-    choice["completion_tokens"] = len(output.token_ids)
+    choice["completion_tokens"] = len(token_ids)
     if output.logprobs is not None:
-        choice["logprobs"] = [asdict(entry) for entry in output.logprobs]
+        logprobs = output.logprobs[: len(token_ids)]
+        choice["logprobs"] = [asdict(entry) for entry in logprobs]
     return choice
 
 
-def chat_result(
+def chat_output(
     llm: "LLM", request: dict[str, Any], output: "RequestOutput"
-) -> dict[str, Any]:
-    """The parts of an assistant's turn, as `LLM.chat` gives them."""
-    from simplellm.generate import StopStrings
-    from simplellm.harmony import parse, tool_calls
+) -> "ChatOutput":
+    """The assistant's turn up to a stop string, as `LLM.chat` gives it."""
+    from simplellm.generate import NewToken, Request
+    from simplellm.sampler import SamplingParams
 
-    stop = request.get("stop", ())
-    stops = StopStrings([stop] if isinstance(stop, str) else stop)
-    messages = parse(output.token_ids, llm.tokenizer)
-    reasoning = content = ""
-    for message in messages:
-        if message.recipient or stops.found:
-            continue
-        if message.channel == "analysis":
-            reasoning += message.content
-        elif message.channel == "final":
-            content += stops.push(message.content)
-        else:
-            content += message.content
-    return {
-        "content": content + stops.flush(),
-        "reasoning": reasoning,
-        "tool_calls": [asdict(call) for call in tool_calls(messages)],
-        "finish_reason": "stop" if stops.found else output.finish_reason,
-    }
+    replayed = Request(
+        prompt=output.prompt_token_ids,
+        params=SamplingParams(stop=request.get("stop", ())),
+        stop_ids=frozenset(),
+        max_tokens=len(output.token_ids),
+    )
+
+    def tokens() -> "Iterator[NewToken]":
+        for token_id in output.token_ids:
+            replayed.output.append(token_id)
+            yield NewToken(replayed, token_id, None)
+        replayed.finish_reason = output.finish_reason
+
+    return llm._turn(replayed, tokens())
 
 
 @dataclass

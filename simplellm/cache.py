@@ -276,7 +276,7 @@ class Read(NamedTuple):
 
 
 class DecodeStep:
-    """A cache during a step. On a CPU, one of decodes alone may use `extend`.
+    """A cache during a step. On a CPU, one of nothing but decodes may use `extend`.
 
     ``decodes`` says whether the step is such a one, in float32.
     """

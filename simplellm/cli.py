@@ -10,6 +10,7 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import ast
 import json
 import operator
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -125,22 +126,31 @@ Where = Annotated[
 
 
 @dataclass
+class Call:
+    """A function call, put together from its deltas."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
 class Turn:
     """One turn of the model, put together from its deltas."""
 
     reasoning: str = ""
     content: str = ""
-    calls: dict[str, str] = field(default_factory=dict)  # arguments by function name
+    calls: list[Call] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
         """The turn as a message of the OpenAI chat format."""
         calls = [
             {
-                "id": name,
+                "id": call.id,
                 "type": "function",
-                "function": {"name": name, "arguments": arguments},
+                "function": {"name": call.name, "arguments": call.arguments},
             }
-            for name, arguments in self.calls.items()
+            for call in self.calls
         ]
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
@@ -179,25 +189,32 @@ class Screen:
         self.err.out(f"error: {line}", style="red", highlight=False)
 
 
+def function_name(recipient: str) -> str:
+    """The name of the function that is called, as the next prompt can hold it."""
+    return re.sub(r"[^\w.-]", "_", recipient.removeprefix("functions.")) or "_"
+
+
 def show(deltas: Iterable["Delta"], screen: Screen) -> Turn:
     """Write a turn of the model while it arrives, and collect it."""
     turn = Turn()
     before = None
     for delta in deltas:
-        call = (delta.recipient or "").removeprefix("functions.")
-        aside = bool(call) or delta.channel == "analysis"
-        if before is not None and before != (aside, call):
+        aside = delta.recipient is not None or delta.channel == "analysis"
+        now = (aside, delta.recipient, delta.call)
+        if before is not None and before != now:
             screen.end_line(aside=before[0])
-        if call:
-            if call not in turn.calls:
-                screen.write(f"{call} ", aside=True)
-            turn.calls[call] = turn.calls.get(call, "") + delta.text
-        elif aside:
+        if delta.call is not None:
+            if delta.call == len(turn.calls):
+                name = function_name(delta.recipient or "")
+                turn.calls.append(Call(f"call_{delta.call}", name))
+                screen.write(f"{name} ", aside=True)
+            turn.calls[-1].arguments += delta.text
+        elif delta.recipient is None and aside:
             turn.reasoning += delta.text
-        else:
+        elif delta.recipient is None:
             turn.content += delta.text
         screen.write(delta.text, aside=aside)
-        before = (aside, call)
+        before = now
     screen.end_line(aside=before is not None and before[0])
     return turn
 
@@ -245,10 +262,11 @@ def respond(
     for _ in range(MAX_TOOL_CALLS):
         turn = show(llm.stream_chat(messages, **options), screen)
         messages.append(turn.message())
-        for name, arguments in turn.calls.items():
-            result = call_tool(name, arguments)
+        for call in turn.calls:
+            result = call_tool(call.name, call.arguments)
             screen.write(f"= {result}\n", aside=True)
-            messages.append({"role": "tool", "tool_call_id": name, "content": result})
+            answer = {"role": "tool", "tool_call_id": call.id, "content": result}
+            messages.append(answer)
         if not turn.calls:
             break
     if not turn.content:
@@ -489,20 +507,20 @@ def batch(
     device: Where = None,
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was."""
-    from simplellm import batch
+    from simplellm import batch as batches
 
     screen = Screen()
     if target.exists() and source.samefile(target):
         raise ValueError(f"{target} is both input and output; expected two files")
     if not source.is_file():
         raise ValueError(f"{source} is no file; expected one, since it is read twice")
-    ids = batch.read_ids(source)
-    with batch.open_results(target, ids) as (file, done):
-        totals = batch.count(done)
+    ids = batches.read_ids(source)
+    with batches.open_results(target, ids) as (file, done):
+        totals = batches.count(done)
         if len(done) < len(ids):
             with load(model, device, screen) as llm:
                 try:
-                    totals = batch.run(llm, source, file, done)
+                    totals = batches.run(llm, source, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
@@ -581,8 +599,9 @@ def bench(
     """Measure a model's speed, and what this machine allows."""
     screen = Screen()
     with screen.err.status("Starting PyTorch"):
-        from simplellm import bench
-    plan = bench.Plan(
+        from simplellm import bench as benchmark
+        from simplellm import report
+    plan = benchmark.Plan(
         batches=numbers("batch", batch),
         input_len=input_len,
         output_len=output_len,
@@ -594,8 +613,8 @@ def bench(
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
     if plot is not None:
-        bench.check_plot(plot)
-    report = bench.measure(
+        report.check_plot(plot)
+    found = benchmark.measure(
         plan,
         model,
         random_weights=random_weights,
@@ -603,13 +622,13 @@ def bench(
         command=shlex.join(["simplellm", *ctx.obj]),
     )
     if json_file is not None:
-        bench.write_json(report, json_file)
+        report.write_json(found, json_file)
     if plot is not None:
-        bench.plot(report, plot)
+        report.plot(found, plot)
     console = Console(highlight=False)
-    for line in bench.summary(report):
+    for line in report.summary(found):
         console.out(line, highlight=False)
-    for table in bench.tables(report):
+    for table in report.tables(found):
         console.print()
         console.print(table)
 

@@ -145,23 +145,29 @@ def _rope(
             "rope_parameters (rope_scaling in older files) is missing; expected an "
             "object with rope_type"
         )
+    entry = {name: value for name, value in entry.items() if value is not None}
     context = number(data, int, "max_position_embeddings")
     theta = number({**data, **entry}, float, "rope_theta")
     return theta, RopeScaling.from_dict(entry), context
 
 
-def _eos(data: Mapping[str, Any], original: bool) -> tuple[int, ...]:
-    """The ids that end a turn; the original layout leaves them to its tokenizer."""
-    ids = data.get("eos_token_id")
-    if ids is None and original:
-        vocab_size = number(data, int, "vocab_size")
-        ids = [i for i in HARMONY_EOS if i < vocab_size]
-    ids = () if ids is None else (ids,) if isinstance(ids, int) else ids
-    if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+def end_token_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that ``eos_token_id`` names: one, a list of them, or none."""
+    found = data.get("eos_token_id")
+    ids = () if found is None else found if isinstance(found, list) else (found,)
+    if not all(type(i) is int for i in ids):
         raise ConfigError(
-            f"eos_token_id is {short(ids)}; expected a token id or a list of them"
+            f"eos_token_id is {short(found)}; expected a token id or a list of them"
         )
     return tuple(ids)
+
+
+def _eos(data: Mapping[str, Any], original: bool) -> tuple[int, ...]:
+    """The ids that end a turn; the original layout leaves them to its tokenizer."""
+    if data.get("eos_token_id") is None and original:
+        vocab_size = number(data, int, "vocab_size")
+        return tuple(i for i in HARMONY_EOS if i < vocab_size)
+    return end_token_ids(data)
 
 
 @dataclass(frozen=True)

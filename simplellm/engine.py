@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -30,6 +30,7 @@ from torch import Tensor
 from simplellm.attention import NoCache
 from simplellm.cache import Chunk, Manager, SlotCache, kv_bytes
 from simplellm.cpu import choose_backend
+from simplellm.futures import Completion, RequestFuture, ending
 from simplellm.generate import LLM as PlainLLM
 from simplellm.generate import (
     NewToken,
@@ -38,7 +39,6 @@ from simplellm.generate import (
     RequestOutput,
     TextSide,
     TokenLogprobs,
-    Whole,
     token_logprobs,
 )
 from simplellm.model import Transformer
@@ -53,7 +53,6 @@ from simplellm.sampler import (
     sample,
 )
 from simplellm.scheduler import Job, QueueFullError, Scheduler, Work
-from simplellm.tokenizer import StreamDecoder
 
 CPU_CACHE_BYTES = 2**28
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
@@ -105,6 +104,16 @@ class EngineConfig:
         if self.num_pages is not None and self.cache_bytes is not None:
             raise ValueError(
                 "both num_pages and cache_bytes are given; expected one of them"
+            )
+        if self.num_pages is not None and self.cache != "paged":
+            raise ValueError(
+                f"num_pages is {self.num_pages} and cache is {self.cache!r}; expected "
+                "num_pages with cache='paged' only"
+            )
+        if self.cache_bytes is not None and self.cache == "none":
+            raise ValueError(
+                f"cache_bytes is {self.cache_bytes} and cache is 'none'; expected "
+                "cache_bytes with a cache only"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -212,6 +221,16 @@ class Submission(Request):
     priority: int = 0
     deadline: float = math.inf  # by time.monotonic()
 
+    def accept(self, event: Event) -> NewToken | None:
+        """Write down what the reader is told. Raises the event's error."""
+        self.finish_reason = event.finish_reason
+        if event.error is not None:
+            raise event.error
+        if event.token_id is None:
+            return None
+        self.output.append(event.token_id)
+        return NewToken(self, event.token_id, event.logprobs)
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -237,7 +256,10 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Stats:
-    """How the engine is doing. Times are in seconds, of the last 4,096 tokens."""
+    """How the engine is doing.
+
+    Times are in seconds: ttft of the last 4,096 requests, itl of as many tokens.
+    """
 
     waiting: int
     running: int
@@ -245,7 +267,7 @@ class Stats:
     refused: int  # because the queue was full
     steps: int
     generated_tokens: int
-    tokens_per_second: float  # generated, over the last 256 steps
+    tokens_per_second: float  # generated, in the last 256 steps without a pause
     cache_usage: float  # 0 to 1
     cache_hit_rate: float  # the share of prompt tokens found in the cache
     preemptions: int
@@ -271,6 +293,11 @@ class Meter:
         self.recent: deque[tuple[float, int]] = deque(maxlen=256)
         self.ttft: deque[float] = deque(maxlen=4096)
         self.itl: deque[float] = deque(maxlen=4096)
+
+    def begin(self) -> None:
+        """The first request of a busy time comes: the pause before is not counted."""
+        self.recent.clear()
+        self.recent.append((time.monotonic(), 0))
 
     def step(self, tickets: Sequence[Ticket]) -> None:
         """Each of ``tickets`` has got a token just now."""
@@ -524,6 +551,8 @@ class Engine:
             self.check()
             if self.closing:
                 raise EngineError("this LLM is closed; expected one that is open")
+            if not self.scheduler.jobs:
+                self.meter.begin()
             try:
                 self.scheduler.add([group[0].job for group in groups])
             except QueueFullError:
@@ -542,7 +571,8 @@ class Engine:
         if os.getpid() != self.pid:
             raise EngineError(
                 f"this LLM belongs to process {self.pid} and does not work in "
-                f"{os.getpid()}, a fork of it; expected a new LLM in each process"
+                f"{os.getpid()}, a fork of it; expected processes that are spawned, "
+                "not forked, each with its own LLM"
             )
         if self.dead is not None:
             raise EngineError(f"the engine died: {self.dead!r}") from self.dead
@@ -575,6 +605,8 @@ class Engine:
                 thread.join(timeout)
 
     def _loop(self) -> None:
+        if self.model.device.type == "cuda":  # a thread begins on the first GPU
+            torch.cuda.set_device(self.model.device)
         try:
             while self._obey():
                 for job in self._expired():
@@ -625,19 +657,6 @@ class Engine:
             del task  # which knows its LLM, so that this can go when nobody else does
 
 
-def accept(request: Request, event: Event) -> NewToken | None:
-    """Write an event down in its request. Raises the event's error."""
-    if event.error is not None:
-        request.finish_reason = event.finish_reason
-        raise event.error
-    if event.token_id is not None:
-        request.output.append(event.token_id)
-    request.finish_reason = event.finish_reason
-    if event.token_id is None:
-        return None
-    return NewToken(request, event.token_id, event.logprobs)
-
-
 class TokenStream:
     """The new tokens of one request, as they come. Dropped, it ends the request."""
 
@@ -660,7 +679,10 @@ class TokenStream:
             except queue.Empty:
                 self.engine.check()
                 continue
-            if (new := accept(self.request, event)) is not None:
+            except BaseException:  # Ctrl-C, whose traceback may keep this for long
+                self.close()
+                raise
+            if (new := self.request.accept(event)) is not None:
                 return new
         raise StopIteration
 
@@ -673,112 +695,10 @@ class TokenStream:
             self.close()
 
 
-class RequestFuture(Future[list[RequestOutput]]):
-    """The future of some requests. Cancelling it ends them.
-
-    Each callback runs in a thread of its own, so that a slow one delays nobody.
-    """
-
-    def __init__(self, owner: "LLM") -> None:
-        super().__init__()
-        # Stays open for as long as somebody waits for the result.
-        self.owner: LLM | None = owner
-        self.tickets: list[Ticket] = []
-
-    def release(self) -> None:
-        """Let go of the engine and its memory: a future may be kept for long."""
-        self.tickets, self.owner = [], None
-
-    def cancel(self) -> bool:
-        owner, tickets = self.owner, self.tickets
-        if self.cancelled():
-            return True
-        if not super().cancel():
-            return False
-        with suppress(InvalidStateError, RuntimeError):
-            self.set_running_or_notify_cancel()  # wakes those who wait
-        if owner is not None:
-            for ticket in tickets:
-                owner.engine.abort(ticket.job)
-        self.release()
-        return True
-
-    def result(self, timeout: float | None = None) -> list[RequestOutput]:
-        if (owner := self.owner) is not None:
-            owner.engine.check()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        if (owner := self.owner) is not None:
-            owner.engine.check()
-        return super().exception(timeout)
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        def call(future: object) -> None:
-            try:
-                fn(future)
-            except Exception:
-                LOGGER.exception("a callback of %r raised", future)
-
-        def start(future: object) -> None:
-            threading.Thread(target=call, args=[future], daemon=True).start()
-
-        super().add_done_callback(start)
-
-
-class Completion:
-    """Collects what the requests of one future give, in the engine's text thread."""
-
-    def __init__(
-        self, engine: Engine, future: RequestFuture, sides: Sequence[TextSide]
-    ) -> None:
-        self.engine = engine
-        self.future = future
-        self.sides = sides
-        self.wholes = [Whole() for _ in sides]
-
-    def push(self, index: int, event: Event) -> None:
-        """What came for one of the requests; the last of all sets the result."""
-        side, tickets = self.sides[index], self.future.tickets
-        request = side.request
-        if self.future.done() or request.finish_reason is not None:
-            return
-        try:
-            new = accept(request, event)
-            self.wholes[index].add(side.push(new) if new else ending(side))
-            if request.finish_reason is not None and event.finish_reason is None:
-                self.engine.abort(tickets[index].job, request.finish_reason)
-            if any(side.request.finish_reason is None for side in self.sides):
-                return
-            with suppress(InvalidStateError):  # it may have been cancelled
-                self.future.set_result([whole.output() for whole in self.wholes])
-        except Exception as error:
-            with suppress(InvalidStateError):
-                self.future.set_exception(error)
-            for ticket in tickets:
-                self.engine.abort(ticket.job)
-        self.future.release()
-
-
-def ending(side: TextSide) -> RequestOutput:
-    """What is left to show of a request that ended without another token."""
-    request, text = side.request, ""
-    if isinstance(side.decoder, StreamDecoder):
-        text = side.stops.push(side.decoder.flush()) + side.stops.flush()
-    return RequestOutput(
-        text=text,
-        token_ids=[],
-        finish_reason=request.finish_reason,
-        logprobs=None if request.params.logprobs is None else [],
-        prompt_token_ids=request.prompt,
-    )
-
-
 def sibling(request: Request, number: int) -> Submission:
     """The request of one more sample: the same, drawn with another seed."""
     assert isinstance(request, Submission) and request.params.seed is not None
-    seed = request.params.seed + number
-    seed -= 2**64 * (seed >= 2**64)
+    seed = (request.params.seed + number) % 2**64
     return replace(request, params=replace(request.params, seed=seed), output=[])
 
 
@@ -801,6 +721,8 @@ class LLM(PlainLLM):
     Raises QueueFullError if too many requests wait. A request whose step fails raises
     EngineError with the failure as its cause; the others go on.
     """
+
+    _known = (*PlainLLM._known, "priority", "timeout")
 
     def __init__(
         self,
@@ -907,7 +829,7 @@ class LLM(PlainLLM):
         self.engine.submit([[ticket]])
         try:
             while request.finish_reason is None:
-                new = accept(request, await events.get())
+                new = request.accept(await events.get())
                 output = side.push(new) if new else ending(side)
                 if side.stops.found:
                     self.engine.abort(ticket.job, "stop")

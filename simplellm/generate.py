@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from simplellm.attention import NoCache
-from simplellm.config import ConfigError, check_tokenizer, read_json
+from simplellm.config import ConfigError, check_tokenizer, end_token_ids, read_json
 from simplellm.harmony import (
     Delta,
     HarmonyParser,
@@ -28,7 +29,15 @@ from simplellm.harmony import (
     render,
     tool_calls,
 )
-from simplellm.model import EMBEDDED, TORCH, Backend, Choice, Transformer, load_model
+from simplellm.model import (
+    EMBEDDED,
+    TORCH,
+    Backend,
+    Choice,
+    Transformer,
+    config_of,
+    load_model,
+)
 from simplellm.sampler import (
     Columns,
     Sampled,
@@ -57,7 +66,7 @@ class Request:
     stop_ids: frozenset[int]  # tokens that end it
     max_tokens: int  # what params ask for, or what is left of the context
     output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # see RequestOutput; "error" if a step failed
 
     @property
     def tokens(self) -> list[int]:
@@ -196,7 +205,8 @@ class RequestOutput:
 
     ``text`` leaves special tokens out, ``token_ids`` hold them, the last one included.
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
-    "length", or None while a stream goes on.
+    "length" or, from chapter 9 on, "timeout" or "abort" (cancelled, or the LLM closed);
+    None while a stream goes on.
     """
 
     text: str
@@ -282,27 +292,41 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def default_params(generation: Mapping[str, Any]) -> SamplingParams:
-    """What generation_config.json recommends, read as vLLM reads it."""
-    if not generation.get("do_sample", True):
+    """What generation_config.json recommends: five numbers, null as good as absent.
+
+    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
+    Raises TypeError or ValueError.
+    """
+    do_sample = generation.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
+    if do_sample is False:
         return SamplingParams(temperature=0.0)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation[name] for name in names if generation.get(name)}
-    return SamplingParams(**given)
+    given = {name: generation.get(name) for name in names}
+    return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
 
 def find_file(folder: Path, name: str) -> Path | None:
     """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
-    places = [folder, folder.parent] if folder.name == "original" else [folder]
+    places = [folder]
+    if folder.is_dir():
+        names = (folder.absolute(), folder.resolve())  # it may be "." or a link
+        places += [path.parent for path in names if path.name == "original"]
     files = [place / name for place in places if (place / name).is_file()]
     return files[0] if files else None
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """What generation_config.json holds; nothing if there is none."""
+def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+    """How to sample and what ends a turn, by generation_config.json if there is one.
+
+    Raises ConfigError, which names the file.
+    """
     file = find_file(folder, "generation_config.json")
     try:
-        return read_json(file) if file else {}
-    except ConfigError as error:
+        generation = read_json(file) if file else {}
+        return default_params(generation), end_token_ids(generation)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
@@ -331,6 +355,8 @@ class LLM:
     TokenizerError.
     """
 
+    _known: tuple[str, ...] = tuple(SamplingParams.__dataclass_fields__)  # overrides
+
     def __init__(
         self,
         path: str | Path | None = None,
@@ -344,7 +370,10 @@ class LLM:
         folder = EMBEDDED if path is None else Path(path)
         file = find_file(folder, "tokenizer.json")
         self._tokenizer = Tokenizer.from_file(file) if file else None
-        generation = read_generation_config(folder)
+        self.default_params, ends = read_generation_config(folder)
+        if self._tokenizer:  # before the weights are read, which may take minutes
+            shapes = config_of(path, random_weights)
+            check_tokenizer(shapes, self._tokenizer.vocab_size)
         self.model = load_model(
             path,
             dtype,
@@ -354,10 +383,7 @@ class LLM:
             backend=backend,
         )
         self.config = self.model.config
-        if self._tokenizer:
-            check_tokenizer(self.config, self._tokenizer.vocab_size)
-        self.default_params = default_params(generation)
-        self.eos_token_ids = self._eos_token_ids(generation)
+        self.eos_token_ids = self._eos_token_ids(ends)
         self.engine = RecomputeEngine(self.model)
         self._lock = threading.Lock()  # held for one step
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="simplellm")
@@ -420,20 +446,7 @@ class LLM:
         request = self._chat_request(
             messages, tools, reasoning_effort, sampling_params, overrides
         )
-        parser = HarmonyParser(self.tokenizer)
-        reasoning, content = "", ""
-        for delta in self._deltas(request, parser, self._tokens([request])):
-            if delta.recipient is None and delta.channel == "analysis":
-                reasoning += delta.text
-            elif delta.recipient is None:
-                content += delta.text
-        return ChatOutput(
-            reasoning=reasoning,
-            content=content,
-            tool_calls=tool_calls(parser.messages),
-            finish_reason=request.finish_reason,
-            token_ids=request.output,
-        )
+        return self._turn(request, self._tokens([request]))
 
     def stream_chat(
         self,
@@ -485,21 +498,39 @@ class LLM:
     def _deltas(
         self, request: Request, parser: HarmonyParser, tokens: Iterator[NewToken]
     ) -> Iterator[Delta]:
+        def parsed() -> Iterator[Delta]:
+            for new in tokens:
+                yield from parser.push(new.token_id)
+            yield from parser.finish()  # it may have ended without another token
+
         stops = StopStrings(request.params.stop)
-        for new in tokens:
-            deltas = parser.push(new.token_id)
-            if request.finish_reason:
-                deltas += parser.finish()
-            for delta in deltas:
-                if delta.channel == "final":
-                    delta = replace(delta, text=stops.push(delta.text))
-                if delta.text:
-                    yield delta
-                if stops.found:
-                    request.finish_reason = "stop"
-                    return
+        for delta in parsed():
+            if delta.channel == "final" and delta.recipient is None:
+                delta = replace(delta, text=stops.push(delta.text))
+            if delta.text or delta.call is not None:
+                yield delta
+            if stops.found:
+                request.finish_reason = "stop"
+                return
         if rest := stops.flush():
             yield Delta("final", None, rest)
+
+    def _turn(self, request: Request, tokens: Iterator[NewToken]) -> ChatOutput:
+        """The parts of the turn that ``tokens`` are."""
+        parser = HarmonyParser(self.tokenizer)
+        reasoning, content = "", ""
+        for delta in self._deltas(request, parser, tokens):
+            if delta.recipient is None and delta.channel == "analysis":
+                reasoning += delta.text
+            elif delta.recipient is None:
+                content += delta.text
+        return ChatOutput(
+            reasoning=reasoning,
+            content=content,
+            tool_calls=tool_calls(parser.messages),
+            finish_reason=request.finish_reason,
+            token_ids=request.output,
+        )
 
     def _chat_request(
         self,
@@ -521,7 +552,8 @@ class LLM:
             harmony, self.tokenizer, reasoning_effort=reasoning_effort, tools=tools
         )
         default = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        return self._request(ids, sampling_params or default, overrides)
+        params = default if sampling_params is None else sampling_params
+        return self._request(ids, params, overrides)
 
     def _requests(
         self,
@@ -564,7 +596,7 @@ class LLM:
         if unknown:
             raise TypeError(
                 f"{unknown[0]!r} is no sampling parameter; expected one of "
-                f"{', '.join(SamplingParams.__dataclass_fields__)}"
+                f"{', '.join(self._known)}"
             )
         params = replace(params, **overrides)
         if params.seed is None:
@@ -614,11 +646,8 @@ class LLM:
                 raise TypeError(f"a prompt holds {token!r}; expected token ids")
         return ids
 
-    def _eos_token_ids(self, generation: Mapping[str, Any]) -> frozenset[int]:
+    def _eos_token_ids(self, recommended: Sequence[int]) -> frozenset[int]:
         """What ends a turn, by the config, generation_config.json and harmony."""
-        recommended = generation.get("eos_token_id") or ()
-        if isinstance(recommended, int):
-            recommended = (recommended,)
         special = self._tokenizer.special if self._tokenizer else {}
         ends = (special[name] for name in TURN_ENDS if name in special)
         return frozenset([*self.config.eos_token_ids, *recommended, *ends])

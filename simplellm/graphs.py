@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -120,30 +120,35 @@ class Captured:
 
     size: int
     replay: Callable[[], None]
-    logits: Tensor  # float32 [B, V], written by each replay
 
 
 class CaptureError(RuntimeError):
     """A graph could not be recorded."""
 
 
-def record(
-    run: Callable[[], Tensor], pool: Any = None
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of what ``run`` starts on the GPU, and the tensor that it returns.
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
+    return torch.cuda.Stream(device)
+
+
+def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` starts on the GPU.
 
     ``pool`` is that of another graph, whose memory this one may share. Raises
     torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
     """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    stream = capture_stream(torch.cuda.current_device())
     try:
-        with torch.cuda.graph(graph, pool=pool):
-            return graph, run()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            run()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
+    return graph
 
 
 class Runner:
@@ -168,6 +173,8 @@ class Runner:
         self.landing = [self._pinned(seqs) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
+        shape = seqs, forward.vocab_size
+        self.logits = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self.turn = 0
         self.previous: dict[int, int] = {}  # job -> place of its token in the output
         self.captured: list[Captured] = []  # by size
@@ -191,7 +198,7 @@ class Runner:
             step = self._padding(self.inputs, size)
             try:
                 self._decode(step)  # compiles what is not compiled yet
-                graph, logits = record(partial(self._decode, step), pool)
+                graph = record(partial(self._decode, step), pool)
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition("\n")[0]  # itself, it holds memory
                 continue
@@ -199,7 +206,7 @@ class Runner:
                 cause = str(error).partition("\n")[0]
                 break
             pool = graph.pool()
-            self.captured.insert(0, Captured(size, graph.replay, logits))
+            self.captured.insert(0, Captured(size, graph.replay))
         if cause:
             LOGGER.warning(
                 "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
@@ -217,19 +224,13 @@ class Runner:
         """
         self._decode(self._padding(torch.zeros_like(self.inputs), size))
 
-    def _decode(self, step: Step) -> Tensor:
-        return self._head(self.forward(step, self.output))
+    def _decode(self, step: Step) -> None:
+        self._head(self.forward(step, self.output))
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """float32 logits [S, V] of hidden states [S, hidden]; the best go to output."""
-        logits = torch.empty(
-            len(hidden),
-            self.forward.vocab_size,
-            dtype=torch.float32,
-            device=self.device,
-        )
-        self.output[: len(hidden)] = self.forward.head(hidden, logits)
-        return logits
+    def _head(self, hidden: Tensor) -> None:
+        """Write the logits of hidden states [S, hidden], and the likeliest tokens."""
+        count = len(hidden)
+        self.output[:count] = self.forward.head(hidden, self.logits[:count])
 
     def _view(self, flat: Any, tokens: int, sequences: int, decodes: int) -> Step:
         return Step.of(flat, tokens, sequences, self.pages, decodes)
@@ -252,7 +253,7 @@ class Runner:
     def start(self, works: Sequence[Work]) -> Tensor:
         """Start a step: float32 logits [S, V] of the works that sample.
 
-        The likeliest tokens are in ``output``.
+        The likeliest tokens are in ``output``. The next step writes over both.
         """
         self.cache.copy_pages()
         tokens, batch = sum(work.length for work in works), len(works)
@@ -269,10 +270,11 @@ class Runner:
         self.previous = {number: place for place, number in enumerate(sampling)}
         if graph is not None:
             graph.replay()
-            return graph.logits[: len(works)]
-        step = self._view(self.inputs, tokens, batch, decodes)
-        hidden = self.forward(step, self.output)
-        return self._head(hidden[step.samples[: len(sampling)]])
+        else:
+            step = self._view(self.inputs, tokens, batch, decodes)
+            hidden = self.forward(step, self.output)
+            self._head(hidden[step.samples[: len(sampling)]])
+        return self.logits[: len(sampling)]
 
     def finish(self, count: int, sampled: Sampled | None) -> Flight:
         """Let the first ``count`` tokens of the output come to the host.
@@ -351,6 +353,12 @@ class GPUConfig(EngineConfig):
                 raise TypeError(
                     f"{name} is {getattr(self, name)!r}; expected True or False"
                 )
+        # A kernel may have a program for each, and so many a launch at most.
+        if self.max_num_batched_tokens + self.max_num_seqs >= 2**16:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} and "
+                f"max_num_seqs {self.max_num_seqs}; expected less than 65,536 together"
+            )
 
 
 class GraphEngine(Engine):

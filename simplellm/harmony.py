@@ -61,11 +61,16 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of the message being written."""
+    """New text of the message being written.
+
+    ``call`` is None outside calls. A call begins with the first delta of its number,
+    whose text may be empty.
+    """
 
     channel: str | None
     recipient: str | None
     text: str
+    call: int | None = None  # the reply's first call is 0
 
 
 def system_text(
@@ -118,7 +123,12 @@ def function_type(tool: Tool) -> str:
     """The TypeScript declaration of a function under its description's lines."""
     lines = tool.description.removesuffix("\n").split("\n") if tool.description else []
     comments = "".join(f"// {line.removesuffix(chr(13))}\n" for line in lines)
-    arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
+    try:
+        arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
+    except RecursionError:
+        raise ValueError(
+            f"the schema of {tool.name!r} is nested too deep; expected fewer levels"
+        ) from None
     return f"{comments}type {tool.name} = ({arguments}) => any;\n"
 
 
@@ -241,10 +251,15 @@ def from_openai(
             text = developer_text(text, functions if number == 0 else ())
             found += [Message("developer", text)] if text else []
         elif role == "user":
-            found.append(Message("user", text, name=message.get("name")))
+            name = message.get("name")
+            if not isinstance(name, str | None):
+                raise TypeError(f"{where} has name {name!r}; expected a str")
+            found.append(Message("user", text, name=name))
         elif role == "assistant":
             thought = message.get("reasoning") or message.get("reasoning_content")
             calls = message.get("tool_calls") or ()
+            if not isinstance(calls, list | tuple):
+                raise TypeError(f"{where} has tool_calls {calls!r}; expected a list")
             if thought:
                 found.append(Message("assistant", thought, channel="analysis"))
             if text or not (thought or calls):
@@ -252,10 +267,10 @@ def from_openai(
                 found.append(Message("assistant", text, channel=channel))
             for call in calls:
                 found.append(call_message(call, where))
-                called[call.get("id")] = call["function"]["name"]
+                called[checked_id(call.get("id"), where)] = call["function"]["name"]
         elif role == "tool":
-            call_id = message.get("tool_call_id")
-            name = called.get(call_id) or message.get("name")
+            call_id = checked_id(message.get("tool_call_id"), where)
+            name = called.get(call_id, message.get("name"))
             if name is None:
                 raise ValueError(
                     f"{where} answers tool call {call_id!r}; expected the id of a call "
@@ -271,6 +286,8 @@ def from_openai(
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
     """``tools`` with OpenAI's dicts turned into Tool."""
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"tools is {tools!r}; expected a list")
     found = []
     for number, tool in enumerate(tools):
         if isinstance(tool, Tool):
@@ -299,6 +316,13 @@ def content_text(content: Any, where: str) -> str:
         raise TypeError(
             f"{where} has content {content!r}; expected a str or a list of text parts"
         ) from None
+
+
+def checked_id(call_id: Any, where: str) -> str | int | None:
+    """``call_id`` if it can be that of a tool call."""
+    if not isinstance(call_id, str | int | None):
+        raise TypeError(f"{where} has tool call id {call_id!r}; expected a str")
+    return call_id
 
 
 def call_message(call: Mapping[str, Any], where: str) -> Message:
@@ -441,8 +465,9 @@ def controls(tokenizer: Tokenizer) -> dict[str, int]:
 class HarmonyParser:
     """Parses what the model writes behind `<|start|>assistant`, token by token.
 
-    `push` returns the text that a token adds, complete characters only; `messages`
-    holds the messages that have ended. Whatever the ids are, nothing is raised:
+    `push` returns the text that a token adds, complete characters only, and says where
+    a call begins; `messages` holds the messages that have ended. Whatever the ids are,
+    nothing is raised:
 
     - a header is read word by word, and words that mean nothing are passed over;
     - a header that never reaches `<|message|>` gives its remaining text as content;
@@ -457,13 +482,14 @@ class HarmonyParser:
         self._tokenizer = tokenizer
         self._control = {id: name for name, id in controls(tokenizer).items()}
         self._message: Message | None = None  # None while in a header
+        self._num_calls = 0
         self._text: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         # What a header holds: each marker with the bytes that follow it.
         self._header: list[tuple[str, bytearray]] = [("", bytearray())]
 
     def push(self, token_id: int) -> list[Delta]:
-        """Take one token; the text it adds, at most one delta."""
+        """Take one token; what it adds, at most one delta."""
         name = self._control.get(token_id)
         if name is None:
             if self._tokenizer.is_special(token_id):
@@ -485,19 +511,26 @@ class HarmonyParser:
         elif self._message is None:
             if name == "<|message|>":
                 self._message, _ = read_header(self._header, complete=True)
-            else:
-                self._header.append((name, bytearray()))
+                return self._add("", begins=True)
+            self._header.append((name, bytearray()))
         return []
 
     def finish(self) -> list[Delta]:
         """The model has stopped: end the message that is under way, if any."""
         return self._end()
 
-    def _add(self, text: str) -> list[Delta]:
-        if self._message is None or not text:
+    def _add(self, text: str, *, begins: bool = False) -> list[Delta]:
+        message = self._message
+        if message is None:
+            return []
+        call = None
+        if message.role == "assistant" and message.recipient:
+            self._num_calls += begins
+            call = self._num_calls - 1
+        if not text and (call is None or not begins):
             return []
         self._text.append(text)
-        return [Delta(self._message.channel, self._message.recipient, text)]
+        return [Delta(message.channel, message.recipient, text, call)]
 
     def _end(self) -> list[Delta]:
         if self._message is not None:
@@ -505,7 +538,7 @@ class HarmonyParser:
         else:
             message, rest = read_header(self._header, complete=False)
             self._message = message if rest.strip() else None
-            deltas = self._add(rest)
+            deltas = self._add(rest, begins=True)
         if self._message is not None:
             content = "".join(self._text)
             self.messages.append(replace(self._message, content=content))

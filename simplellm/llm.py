@@ -87,12 +87,14 @@ class LLM(PlainLLM):
                 "batch_invariant is True; expected False, since PyTorch computes and "
                 f"promises no order of sums ({reason})"
             )
-        memory: AbstractContextManager[None] = nullcontext()
+        guard: AbstractContextManager[object] = nullcontext()
+        current: AbstractContextManager[object] = nullcontext()
         if device.type == "cuda":
+            current = torch.cuda.device(device)  # where Triton launches
             if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
                 dtype = torch.float32
             shapes = config_of(path, options.get("random_weights", False))
-            memory = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
+            guard = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
         backend: dict[str, Any] = {}
         if self._fused:
             from simplellm.kernels.forward import FUSED
@@ -101,14 +103,15 @@ class LLM(PlainLLM):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.how = f"PyTorch, since {reason}" if reason else "Triton kernels"
         LOGGER.info("computing on %s with %s", name, self.how)
-        with memory:
+        with guard, current:
             super().__init__(
                 path, config, dtype=dtype, device=device, **backend, **options
             )
 
     def _make_engine(self, config: EngineConfig | None) -> Engine:
-        if not self._fused or config is None:
+        if not self._fused:
             return super()._make_engine(config)
+        assert config is not None  # since __init__ has chosen one
         from simplellm.kernels.forward import Fused
 
         if not isinstance(config, GPUConfig):

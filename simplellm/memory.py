@@ -1,5 +1,6 @@
 """Whether a model and what it works with fit into a GPU's memory."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,13 @@ class Need:
         experts = counts.by_kind["experts"]
         weights = int(experts * MXFP4_BYTES) + (counts.total - experts) * itemsize
         tokens = config.max_num_batched_tokens
-        cache = config.cache_bytes or kv_bytes(model, tokens, itemsize=itemsize)
+        if config.num_pages is not None:
+            # A page serves as many layers as the larger group has, full or sliding.
+            layers = max(Counter(model.layer_types).values())
+            row = 2 * model.num_key_value_heads * model.head_dim * itemsize
+            cache = config.num_pages * config.page_size * layers * row
+        else:
+            cache = config.cache_bytes or kv_bytes(model, tokens, itemsize=itemsize)
         rows = model.num_experts_per_tok * (model.intermediate_size + model.hidden_size)
         rows += 3 * model.hidden_size
         rows += 2 * model.num_attention_heads * model.head_dim

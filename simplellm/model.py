@@ -262,6 +262,7 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
 
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Choice = Callable[[ModelConfig, torch.dtype, torch.device], Backend]
 
@@ -307,13 +308,18 @@ def load_model(
     of a known model, whose shapes are then filled with random numbers. ``backend`` may
     be a function that chooses one for the model. Weights that fit as they are stay on
     the mapped file. Raises CheckpointError or ConfigError for a folder that is no
-    checkpoint, and ValueError for a GPU that is not there.
+    checkpoint, ValueError for a GPU that is not there, and TypeError or ValueError for
+    a dtype that no model has.
     """
     device = find_device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
+        )
     path = EMBEDDED if path is None else path
     checkpoint: Checkpoint | RandomCheckpoint
     if random_weights:

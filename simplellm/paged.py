@@ -601,9 +601,11 @@ class PagedCache:
         if max_bytes is not None:
             num_pages = max_bytes // self.page_nbytes
         if not num_pages:
+            given = f"num_pages is {num_pages}"
+            if max_bytes is not None:
+                given = f"the room for pages is {max_bytes} bytes"
             raise ValueError(
-                f"num_pages is {num_pages} and max_bytes {max_bytes}; expected room "
-                f"for at least one page of {self.page_nbytes} bytes"
+                f"{given}; expected at least one page of {self.page_nbytes} bytes"
             )
         window = config.sliding_window if counts[1] else None
         self.manager = PageManager(

@@ -107,6 +107,10 @@ class Scheduler:
                 f"{max_num_batched_tokens}; expected at least one sequence, and a "
                 "token for each of them"
             )
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(
+                f"prefill_chunk is {prefill_chunk}; expected at least 1, or None"
+            )
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -121,7 +125,7 @@ class Scheduler:
         self.preemptions = 0
         self._count = 0
         self._closed = False  # to newcomers, until the running jobs have ended
-        self._refused = (-1, 0)  # who did not fit last, and how much room there was
+        self._refused = (-1, 0)  # who did not fit last, and how much room was spare
 
     @property
     def num_waiting(self) -> int:
@@ -238,8 +242,9 @@ class Scheduler:
 
     def _chunk(self, job: Job, budget: int) -> int:
         """How many tokens of ``job`` to compute in this step."""
-        # The last token of a prompt is left to each of its samples.
-        wanted = job.missing - (bool(job.siblings) and job.missing > 1)
+        wanted = job.missing
+        if job.siblings and wanted > 1:  # each sample computes the prompt's last token
+            wanted -= 1
         if self.prefill_chunk is None:
             return wanted if wanted <= budget else 0
         return min(wanted, self.prefill_chunk, budget)
@@ -267,24 +272,22 @@ class Scheduler:
         promised = sum(map(attrgetter("missing"), self.running))
         promised -= sum(work.length for work in works)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            job, free = self.waiting[0], self.manager.free_tokens
+            job, spare = self.waiting[0], self.manager.free_tokens - promised
             if job.tokens[-1] == UNKNOWN:
                 return  # preempted just now; its pages cannot be looked up yet
             refused, room = self._refused
-            if self.running and refused == job.number and free <= room:
+            if self.running and refused == job.number and spare <= room:
                 return  # as little room as the last time
             job.computed = self.manager.add(job.number, job.tokens)
             length = self._chunk(job, budget)
             fits = promised + job.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
-            grown = (
-                length and fits and self.manager.grow(job.number, job.computed + length)
-            )
-            if not grown:
+            end = job.computed + length
+            if length == 0 or not fits or not self.manager.grow(job.number, end):
                 self.manager.remove(job.number)
                 job.computed = 0
-                if length:
-                    self._refused = (job.number, free)
+                if length > 0:  # it was not the budget
+                    self._refused = (job.number, spare)
                 return
             del self.waiting[0]
             insort(self.running, job, key=by_rank)
@@ -305,6 +308,7 @@ class Scheduler:
             if (
                 job.finish_reason is None
                 and job.computed > 0
+                and not self._closed
                 and len(self.running) < self.max_num_seqs
                 and self.manager.fork(job.number, sibling.number)
             ):

@@ -179,6 +179,11 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], list[str
         ConfigError,
         ["the tokenizer has ", "expected at most the model's vocab_size, 97"],
     ),
+    "generation_config that no sampler understands": (
+        overwrite("generation_config.json", b'{"top_k": 50.0}'),
+        ConfigError,
+        ["generation_config.json: top_k is 50.0", "expected an integer"],
+    ),
     "tokenizer is no tokenizer": (
         overwrite("tokenizer.json", b"[" + b" " * 100_000),
         TokenizerError,
@@ -213,10 +218,7 @@ def test_undamaged(tmp_path):
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_checkpoint(tmp_path, case):
     damage, error, parts = CHECKPOINTS[case]
-    write_checkpoint(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(
-        (EMBEDDED / "tokenizer.json").read_bytes()
-    )
+    write_good(tmp_path)
     damage(tmp_path)
     with pytest.raises(error) as caught:
         LLM(tmp_path)
@@ -422,7 +424,9 @@ def test_batch_invariance_without_the_kernels():
 def test_load_model():
     with pytest.raises(ValueError) as caught:
         load_model(dtype=torch.int8)
-    assert_says(caught, ValueError, ["dtype is torch.int8", "expected a floating"])
+    assert_says(
+        caught, ValueError, ["dtype is torch.int8", "expected one of", "torch.bfloat16"]
+    )
     with pytest.raises(CheckpointError) as caught:
         load_model("gpt-oss-20b")
     assert_says(caught, CheckpointError, ["gpt-oss-20b: does not exist", "expected"])

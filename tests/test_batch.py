@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from simplellm import LLM, QueueFullError, SamplingParams, batch, cli
 from simplellm.generate import RequestOutput, as_prompts
+from simplellm.sampler import Sampled
 
 
 class EchoLLM:
@@ -110,6 +113,9 @@ def test_results_have_the_ids_of_their_requests(echo, tmp_path, capsys):
     assert "4 requests: 4 answered, 0 errors" in capsys.readouterr().err
 
 
+BIAS = "logit_bias has token id 'a'; expected an integer"
+
+
 def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
     bad = [
         ("{", "not JSON"),
@@ -123,7 +129,7 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
         ({"id": "both", "prompt": "x", "messages": []}, "expected either"),
         ({"id": "typo", "prompt": "x", "temprature": 1}, "unknown field 'temprature'"),
         ({"id": "hot", "prompt": "x", "temperature": 1e9}, "temperature is"),
-        ({"id": "bias", "prompt": "x", "logit_bias": {"a": 1}}, "'a'"),
+        ({"id": "bias", "prompt": "x", "logit_bias": {"a": 1}}, BIAS),
         ({"id": "refused", "prompt": "refuse"}, "the engine refuses this"),
     ]
     source = write(
@@ -157,6 +163,8 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
         {"messages": [{"role": "assistant", "tool_calls": 5}]},
         {"messages": [{"role": "user", "content": "Hi"}], "tools": 5},
         {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "max"},
+        {"messages": [{"role": "user", "content": "Hi"}], "stop": ["x"] * 65},
+        {"messages": [{"role": "user", "content": "Hi"}], "stop": "x" * 5000},
         {"prompt": ["a", "b"]},
         {"prompt": []},
         {"prompt": 5},
@@ -233,6 +241,56 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
     assert json.loads(tool_call["arguments"]) == {"expression": "12 * 34"}
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (
+            "<|channel|>analysis<|message|>STOP?<|end|><|start|>assistant"
+            f"<|channel|>final<|message|>one STOP{' two' * 9}<|return|>",
+            "one ",
+            [],
+        ),
+        (  # a call behind the stop string is no part of the turn
+            "<|channel|>final<|message|>one STOP<|start|>assistant<|channel|>commentary"
+            " to=functions.f<|message|>{}<|call|>",
+            "one ",
+            [],
+        ),
+        (
+            "<|channel|>commentary to=functions.f<|message|>STOP<|call|>",
+            "",
+            [{"name": "f", "arguments": "STOP"}],
+        ),
+        ("<|channel|>final<|message|>one STO<|return|>", "one STO", []),
+    ],
+)
+def test_a_chat_ends_at_its_stop_string(
+    llm, tmp_path, monkeypatch, text, content, calls
+):
+    ids = llm.tokenizer.encode(text, special=True)
+
+    def sample(works: Any, logits: torch.Tensor) -> Sampled:
+        jobs = [work.job for work in works if work.samples]
+        tokens = [ids[min(job.num_output, len(ids) - 1)] for job in jobs]
+        zeros = torch.zeros(len(jobs))
+        top = zeros[:, None].long(), zeros[:, None]
+        return Sampled(torch.tensor(tokens), zeros, top)
+
+    monkeypatch.setattr(llm.engine, "sample", sample)
+    messages = [{"role": "user", "content": "x"}]
+    options = {"stop": "STOP", "max_tokens": 40, "logprobs": 1}
+    source = write(tmp_path / "in.jsonl", {"messages": messages, **options})
+    with batch.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
+        batch.run(llm, source, file, done)
+    found = results(tmp_path / "out.jsonl")["line-1"]
+    turn = llm.chat(messages, **options)
+    assert found["content"] == turn.content == content
+    assert found["reasoning"] == turn.reasoning
+    assert found["tool_calls"] == [asdict(call) for call in turn.tool_calls] == calls
+    assert found["finish_reason"] == turn.finish_reason
+    assert found["completion_tokens"] == len(turn.token_ids) == len(found["logprobs"])
+
+
 def test_failed_requests_are_tried_again(echo, tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", {"prompt": "fail"}, {"prompt": "x"})
     target = tmp_path / "out.jsonl"
@@ -296,6 +354,17 @@ def test_a_pipe_is_refused(echo, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert call(tmp_path / "pipe", tmp_path / "out.jsonl") == 2
     assert "is no file; expected one, since it is read twice" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
+def test_an_output_that_cannot_be_read_again_is_refused(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/full")):
+        assert call(source, target) == 2
+        assert f"{target} is no file; expected one, since it is read again" in " ".join(
+            capsys.readouterr().err.split()
+        )
 
 
 def test_a_torn_line_is_done_again(echo, tmp_path):

@@ -20,6 +20,7 @@ from simplellm.checkpoint import Checkpoint
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, MODELS, ModelConfig
 from simplellm.engine import EngineConfig
 from simplellm.model import EMBEDDED, load_model
+from simplellm.report import summary, tables, write_json
 
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()
@@ -45,7 +46,7 @@ def report() -> bench.Report:
 def known_machine(monkeypatch):
     """Nothing is measured of the machine, which would take a second or more."""
     machine = bench.Machine(bytes_per_second=1e10, flops_per_second=1e11)
-    monkeypatch.setattr(bench, "measure_machine", lambda device: machine)
+    monkeypatch.setattr(bench, "measure_machine", lambda *arguments: machine)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,23 @@ def test_the_roof_is_the_slower_of_reading_and_computing():
     machine = bench.Machine(bytes_per_second=10.0, flops_per_second=100.0)
     assert machine.least_seconds(50, 100) == 5
     assert machine.least_seconds(5, 100) == 1
+
+
+def test_on_a_cpu_as_much_is_read_as_the_model_has(monkeypatch):
+    """A small model is in the cache, which is faster than memory."""
+    read: list[int] = []
+    monkeypatch.setattr(bench, "matmul_speed", lambda *arguments: 1e12)
+
+    def read_speed(device, nbytes):
+        read.append(nbytes)
+        return 1e10
+
+    monkeypatch.setattr(bench, "read_speed", read_speed)
+    plan = bench.Plan(batches=(1,), input_len=9, output_len=4)
+    bench.measure(plan, device="cpu")
+    held = sum(bench.weight_bytes(TINY, 4).values())
+    bench.measure_machine(torch.device("cpu"), 10**12)
+    assert read == [held, 2**28]
 
 
 def test_rows_are_what_was_asked_for(report):
@@ -211,7 +229,7 @@ def test_switches_of_the_engine_reach_it(known_machine):
 
 def test_json_holds_the_report(report, tmp_path):
     file = tmp_path / "bench.json"
-    bench.write_json(report, file)
+    write_json(report, file)
     found = json.loads(file.read_text())
     assert found == json.loads(json.dumps(asdict(report)))
     assert set(found) >= {"date", "command", "model", "device", "versions", "machine"}
@@ -236,9 +254,9 @@ def test_the_tables_fit_a_terminal(report):
     )
     report = replace(report, context=[wide])
     console = Console(width=200, record=True, file=io.StringIO())
-    for table in bench.tables(report):
+    for table in tables(report):
         console.print(table)
-    lines = [*console.export_text().splitlines(), *bench.summary(report)]
+    lines = [*console.export_text().splitlines(), *summary(report)]
     assert max(map(len, lines)) <= 80
     assert any("130816" in line for line in lines)
 

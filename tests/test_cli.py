@@ -18,7 +18,8 @@ from rich.console import Console
 from simplellm import __version__, cli
 from simplellm.checkpoint import stored_shapes
 from simplellm.config import GPT_OSS_20B, LAYER_TYPES
-from simplellm.harmony import Delta
+from simplellm.harmony import Delta, from_openai, render
+from simplellm.tokenizer import Tokenizer
 
 
 class ScriptedLLM:
@@ -49,13 +50,17 @@ THOUGHT = [Delta("analysis", None, "7+5"), Delta("analysis", None, "=12")]
 ANSWER = [*THOUGHT, Delta("final", None, "47 + 85"), Delta("final", None, " = 132")]
 
 
-def call(expression: str, name: str = "functions.calculator") -> list[Delta]:
-    arguments = json.dumps({"expression": expression})
-    return [
-        Delta("analysis", None, "I call it."),
-        Delta("commentary", name, arguments[:5]),
-        Delta("commentary", name, arguments[5:]),
-    ]
+def call(expression: str) -> list[Delta]:
+    text = json.dumps({"expression": expression})
+    return [Delta("analysis", None, "I call it."), *call_deltas(0, text)]
+
+
+def call_deltas(
+    number: int, text: str, name: str = "functions.calculator"
+) -> list[Delta]:
+    """What the parser gives of one call."""
+    texts = filter(None, [text[:5], text[5:]])
+    return [Delta("commentary", name, text, number) for text in ["", *texts]]
 
 
 @pytest.fixture
@@ -120,6 +125,59 @@ def test_tool_is_called_and_answered(scripted, capsys):
     assert assistant["reasoning"] == "I call it."
     assert tool["content"] == "408"
     assert tool["tool_call_id"] == assistant["tool_calls"][0]["id"]
+
+
+def test_two_calls_of_one_function_are_two(scripted, capsys):
+    both = [*call("1+1"), *call_deltas(1, '{"expression": "2+2"}')]
+    llm = scripted(both, [Delta("final", None, "2 and 4")])
+    assert cli.main(["What are 1+1 and 2+2?", "--calculator"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "2 and 4\n"
+    assert err.splitlines() == [
+        "I call it.",
+        'calculator {"expression": "1+1"}',
+        'calculator {"expression": "2+2"}',
+        "= 2",
+        "= 4",
+    ]
+    _, assistant, *answers = llm.seen[1]
+    ids = [made["id"] for made in assistant["tool_calls"]]
+    assert [(a["tool_call_id"], a["content"]) for a in answers] == [
+        (ids[0], "2"),
+        (ids[1], "4"),
+    ]
+    assert ids[0] != ids[1]
+
+
+def test_a_call_without_arguments_is_answered(scripted, capsys):
+    llm = scripted(call_deltas(0, ""), [Delta("final", None, "Sorry.")])
+    assert cli.main(["What is 1?", "--calculator"]) == 0
+    assert capsys.readouterr().err.startswith("calculator \n= error: ")
+    assert llm.seen[1][-1]["content"].startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["a<b", "a\0b", "é b", ""])
+def test_the_next_prompt_can_hold_any_call(scripted, name):
+    bad = call_deltas(0, "{}", f"functions.{name}")
+    llm = scripted(bad, [Delta("final", None, "Sorry.")])
+    assert cli.main(["What is 1?", "--calculator"]) == 0
+    assert "expected 'calculator'" in llm.seen[1][-1]["content"]
+    tokenizer = Tokenizer.from_file(
+        Path(cli.__file__).with_name("embedded") / "tokenizer.json"
+    )
+    render(from_openai(llm.seen[1]), tokenizer)
+
+
+def test_the_result_that_a_model_invents_is_no_call(scripted, capsys):
+    invented = [*call("1+1"), Delta("commentary", "assistant", "3")]
+    llm = scripted(invented, [Delta("final", None, "2")])
+    assert cli.main(["What is 1+1?", "--calculator"]) == 0
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        'calculator {"expression": "1+1"}',
+        "3",
+        "= 2",
+    ]
+    assert [message["content"] for message in llm.seen[1][1:]] == ["", "2"]
 
 
 def test_lines_end_in_the_stream_they_began_in(scripted, capsys):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ from test_graphs import PROMPTS, Tape, answers, make
 
 from simplellm import graphs, llm
 from simplellm.bench import weight_bytes
-from simplellm.config import MODELS
+from simplellm.config import MODELS, ModelConfig
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import CaptureError, GPUConfig, GraphEngine
 from simplellm.llm import LLM, why_not_fused
 from simplellm.memory import Need, enough
-from simplellm.model import TORCH, Transformer, load_model
+from simplellm.model import EMBEDDED, TORCH, Transformer, load_model
+from simplellm.paged import PagedCache
 
 GPU = torch.device("cuda")
 
@@ -38,6 +40,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     card = SimpleNamespace(capability=(9, 0), free=20 * 10**9)
     for name, answer in (
         ("get_device_capability", lambda device: card.capability),
+        ("device", lambda device: nullcontext()),
         ("get_device_name", lambda device: "a card"),
         ("mem_get_info", lambda device: (card.free, 80 * 10**9)),
         ("memory_reserved", lambda device: 0),
@@ -124,6 +127,13 @@ def test_the_need_for_weights_is_that_of_the_shapes(name: str) -> None:
     assert Need.of(MODELS[name], GPUConfig()).weights == pytest.approx(exact, rel=2e-3)
 
 
+def test_the_need_for_the_cache_is_that_of_its_pages() -> None:
+    config = ModelConfig.from_file(EMBEDDED / "config.json")
+    cache = PagedCache(config, num_pages=3, page_size=8, dtype=torch.bfloat16)
+    need = Need.of(config, GPUConfig(num_pages=3, page_size=8))
+    assert need.cache == cache.nbytes
+
+
 def test_a_model_too_large_is_refused_before_it_loads(card: SimpleNamespace) -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:
         LLM("gpt-oss-120b", random_weights=True, device="cuda")
@@ -196,6 +206,10 @@ def test_without_any_kernel_the_twins_give_the_same_tokens(
         (
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
             torch.OutOfMemoryError,
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access was met"),
+            RuntimeError,
         ),
     ],
 )

@@ -106,6 +106,14 @@ def test_yarn_truncates_when_it_does_not_say() -> None:
     assert scaling == RopeScaling(4.0, 64, 32.0, 1.0, True)
 
 
+def test_null_in_the_rope_entry_is_as_good_as_absent() -> None:
+    expected = ModelConfig.from_dict(changed())
+    entry = config_json(TINY)["rope_scaling"] | {"rope_theta": None, "mscale": None}
+    assert ModelConfig.from_dict(changed(rope_scaling=entry)) == expected
+    entry |= {"type": entry.pop("rope_type"), "rope_type": None}
+    assert ModelConfig.from_dict(changed(rope_scaling=entry)) == expected
+
+
 @pytest.mark.parametrize(
     ("written", "read"), [(7, (7,)), ([7, 9], (7, 9)), (None, ()), (..., ())]
 )
@@ -158,6 +166,7 @@ def test_window_alternates() -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"eos_token_id": [1.5]}, "eos_token_id is [1.5]"),
+        ({"eos_token_id": True}, "eos_token_id is True; expected a token id or a"),
     ],
 )
 def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from simplellm.engine import (
 from simplellm.generate import LLM as PlainLLM
 from simplellm.generate import RequestOutput
 from simplellm.model import EMBEDDED
-from simplellm.sampler import SamplingParams
+from simplellm.sampler import Sampled, SamplingParams
 from simplellm.scheduler import QueueFullError, Work
 
 CONFIG = replace(TINY, vocab_size=1100)
@@ -127,7 +129,7 @@ def inject(llm: LLM, fault: Callable[[Sequence[Work]], bool]) -> None:
 
 PROMPTS = [[5, 6, 7], [900], list(range(40)), list(range(30)), list(range(40))]
 CONFIGS = {
-    "no cache": {"cache": "none"},
+    "no cache": {"cache": "none", "num_pages": None},
     "slots": {"cache": "slot", "num_pages": None, "max_model_len": 60},
     "pages": {},
     "tight pages": {"num_pages": 26},
@@ -446,6 +448,82 @@ def test_text_held_back_is_shown_at_a_timeout() -> None:
         assert whole.text.startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("reply", "content", "call"),
+    [
+        ("The answer is 5", "The answer is 5", None),  # without a header
+        (
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
+            "",
+            "{}",
+        ),
+    ],
+)
+def test_a_chat_that_ends_without_a_token_keeps_what_was_under_way(
+    start: Any, reply: str, content: str, call: str | None
+) -> None:
+    llm = start()
+    ids = llm.tokenizer.encode(reply, special=True)
+
+    def sample(works: Sequence[Work], logits: torch.Tensor) -> Sampled:
+        tokens = [ids[work.job.num_output] for work in works if work.samples]
+        if works[0].job.num_output == len(ids) - 1:
+            llm.engine.abort(works[0].job, "timeout")
+        return Sampled(torch.tensor(tokens, dtype=torch.int64))
+
+    llm.engine.sample = sample
+    messages = [{"role": "user", "content": "x"}]
+    turn = llm.chat(messages)
+    assert turn.finish_reason == "timeout" and turn.token_ids == ids
+    assert turn.content == content
+    assert [found.arguments for found in turn.tool_calls] == ([call] if call else [])
+    text = "".join(delta.text for delta in llm.stream_chat(messages))
+    assert text == (call or content)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_interrupt_ends_the_request_though_its_traceback_is_kept(
+    start: Any, chat: bool
+) -> None:
+    llm = start()
+    sample = llm.engine.sample
+
+    def interrupt(works: Sequence[Work], logits: torch.Tensor) -> Sampled:
+        if any(work.job.num_output == 3 for work in works):
+            time.sleep(0.1)  # until the reader waits
+            os.kill(os.getpid(), signal.SIGINT)
+        return sample(works, logits)
+
+    llm.engine.sample = interrupt
+    with pytest.raises(KeyboardInterrupt) as kept:
+        if chat:
+            llm.chat([{"role": "user", "content": "x"}], **LONG)
+        else:
+            list(llm.stream([1], **LONG))
+    until(lambda: llm.stats().finished.get("abort") == 1)
+    del kept
+
+
+def test_two_threads_may_cancel_at_once(
+    start: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    future = start().generate([1], **LONG)
+    cancel, both = Future.cancel, threading.Barrier(2)
+
+    def slow(self: Future[Any]) -> bool:
+        with suppress(threading.BrokenBarrierError):  # only one may be here
+            both.wait(0.3)
+        return cancel(self)
+
+    monkeypatch.setattr(Future, "cancel", slow)
+    threads = [threading.Thread(target=future.cancel) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert future.cancelled() and not caplog.text
+
+
 # Priorities and the queue
 
 
@@ -664,6 +742,8 @@ def test_a_dead_engine_says_so(start: Any, caplog: pytest.LogCaptureFixture) -> 
         ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temprature": 1}, "temprature"),
+        ({"foo": 1}, "'foo' is no sampling parameter; expected one of max_tokens, "),
+        ({"foo": 1}, "logit_bias, priority, timeout"),
     ],
 )
 def test_bad_options_are_refused_at_once(
@@ -708,6 +788,9 @@ def test_what_does_not_fit_is_refused_or_cut(start: Any) -> None:
         ({"share_prefixes": 1}, "share_prefixes is 1; expected True or False"),
         ({"max_num_seqs": 4000}, "max_num_batched_tokens is 2048; expected at least"),
         ({"num_pages": 8, "cache_bytes": 1000}, "both num_pages and cache_bytes"),
+        ({"num_pages": 8, "cache": "slot"}, "num_pages is 8 and cache is 'slot'; exp"),
+        ({"num_pages": 8, "cache": "none"}, "num_pages is 8 and cache is 'none'; exp"),
+        ({"cache_bytes": 1, "cache": "none"}, "cache_bytes is 1 and cache is 'none'"),
     ],
 )
 def test_bad_configs_are_refused(options: dict[str, Any], message: str) -> None:
@@ -723,7 +806,8 @@ def test_a_config_is_no_dict(folder: Path) -> None:
 
 @pytest.mark.parametrize("cache", ["slot", "paged"])
 def test_too_little_memory_is_refused(folder: Path, cache: Any) -> None:
-    with pytest.raises(ValueError, match=r"bytes (is )?100;"):
+    message = r"^cache_bytes is 100;|^the room for pages is 100 bytes;"
+    with pytest.raises(ValueError, match=message):
         LLM(folder, EngineConfig(cache=cache, cache_bytes=100), device="cpu")
 
 
@@ -936,7 +1020,7 @@ def test_a_fork_is_told_to_load_its_own(folder: Path) -> None:
                 try:
                     call()
                 except RuntimeError as error:
-                    assert "a fork of it; expected a new LLM" in str(error), error
+                    assert "expected processes that are spawned" in str(error), error
                     errors += 1
             llm.close()
             sys.exit(errors)
@@ -978,6 +1062,15 @@ def test_stats_add_up(start: Any) -> None:
     assert stats.steps == 3 + 9 + 1 + 9
     assert stats.ttft and stats.itl and stats.tokens_per_second > 0
     assert stats.ttft_p99 >= stats.ttft and stats.itl_p99 >= stats.itl
+
+
+def test_a_pause_does_not_count_for_the_speed(start: Any) -> None:
+    llm = start()
+    llm.generate([1], max_tokens=20, **GREEDY).result(PATIENCE)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    llm.generate([1], max_tokens=20, **GREEDY).result(PATIENCE)
+    assert llm.stats().tokens_per_second >= 20 / (time.monotonic() - begin)
 
 
 def test_quantiles() -> None:

@@ -29,6 +29,7 @@ from simplellm.generate import (
     RequestOutput,
     StopStrings,
     default_params,
+    find_file,
 )
 from simplellm.harmony import Message, Tool, ToolCall
 from simplellm.model import EMBEDDED
@@ -355,6 +356,23 @@ def test_chat_looks_for_stop_strings_in_the_answer_only(llm: LLM, say: Any) -> N
     assert reply.content == "one, two, three"
 
 
+def test_chat_looks_for_no_stop_strings_in_a_call(llm: LLM, say: Any) -> None:
+    say("<|channel|>final to=functions.f<|message|>one, two<|call|>")
+    reply = llm.chat([{"role": "user", "content": "count"}], stop=[", ", "o, three"])
+    assert reply.tool_calls == [ToolCall("f", "one, two")]
+    assert reply.content == ""
+
+
+def test_a_stream_tells_calls_apart(llm: LLM, say: Any) -> None:
+    call = "<|channel|>commentary to=functions.f<|message|>"
+    say(
+        f"{call}1<|end|><|start|>assistant{call}<|end|><|start|>assistant{call}2<|call|>"
+    )
+    deltas = list(llm.stream_chat([{"role": "user", "content": "?"}]))
+    texts = [(delta.call, delta.text) for delta in deltas]
+    assert texts == [(0, ""), (0, "1"), (1, ""), (2, ""), (2, "2")]
+
+
 def test_chat_that_runs_out_of_tokens(llm: LLM, say: Any) -> None:
     say("<|channel|>analysis<|message|>hm, let me think about that")
     reply = llm.chat([{"role": "user", "content": "?"}], max_tokens=9)
@@ -459,6 +477,8 @@ def test_a_closed_llm_finishes_its_work_and_takes_no_more(folder: Path) -> None:
             SamplingParams(temperature=0.6, top_p=0.9, top_k=20),
         ),
         ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1)),
+        ({"temperature": 0, "top_k": 0}, SamplingParams(temperature=0)),
+        ({"do_sample": None, "top_p": None}, SamplingParams()),
     ],
 )
 def test_defaults_come_from_generation_config(
@@ -480,6 +500,30 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
             harmony = {model.tokenizer.special[name] for name in names}
             listed = {recommended} if recommended == 12 else {12, 13}
             assert model.eos_token_ids == {11} | listed | harmony
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"eos_token_id": True}, "eos_token_id is True; expected a token id or a list"),
+        ({"eos_token_id": "<|return|>"}, "eos_token_id is '<|return|>'; expected"),
+        ({"eos_token_id": ["1044"]}, "eos_token_id is ['1044']; expected"),
+        ({"eos_token_id": 5.5}, "eos_token_id is 5.5; expected"),
+        ({"top_k": 50.0}, "top_k is 50.0; expected an integer"),
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+        ({"top_p": 0}, "top_p is 0; expected more than 0"),
+        ({"do_sample": "no"}, "do_sample is 'no'; expected true or false"),
+    ],
+)
+def test_a_wrong_generation_config_is_named(
+    folder: Path, tmp_path: Path, generation: dict[str, Any], message: str
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps(generation))
+    with pytest.raises(ConfigError) as error:
+        LLM(copy, device="cpu")
+    assert str(error.value).startswith(f"{file}: {message}")
 
 
 def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
@@ -520,6 +564,35 @@ def test_an_original_folder_uses_the_tokenizer_beside_it(
         assert original.tokenizer.decode(original.tokenizer.encode("hi")) == "hi"
         assert original.tokenizer.special["<|return|>"] in original.eos_token_ids
         assert original.generate("hi", max_tokens=2, seed=0).result()[0].token_ids
+
+
+def test_an_original_folder_by_another_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    original = tmp_path / "original"
+    original.mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.parent.mkdir()
+    link.symlink_to(original)
+    monkeypatch.chdir(original)
+    for name in (Path("."), link, link.absolute(), Path("../original")):
+        file = find_file(name, "tokenizer.json")
+        assert file is not None and file.samefile(tmp_path / "tokenizer.json")
+    (link.parent / "original").symlink_to(tmp_path)
+    assert find_file(link.parent / "original", "x") is None
+    (link.parent / "x").touch()
+    assert find_file(link.parent / "original", "x") == link.parent / "x"
+
+
+def test_a_wrong_tokenizer_is_refused_before_the_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, TINY)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    monkeypatch.setattr("simplellm.generate.load_model", None)
+    with pytest.raises(ConfigError, match="tokenizer has 1053 token ids"):
+        LLM(tmp_path, device="cpu")
 
 
 def test_what_cannot_be_loaded_says_so(folder: Path, tmp_path: Path) -> None:
@@ -616,6 +689,11 @@ def test_bad_parameters_are_refused_at_once(
         ([{"role": "user", "content": "x"}], {"tools": ["calculator"]}, "tools[0]"),
         ([{"role": "user", "content": "x"}], {"reasoning_effort": "max"}, "max"),
         ([{"role": "user", "content": "x"}], {"top_k": -3}, "top_k is -3"),
+        (
+            [{"role": "user", "content": "x"}],
+            {"sampling_params": {}},
+            "sampling_params is dict",
+        ),
     ],
 )
 def test_bad_chats_are_refused_at_once(

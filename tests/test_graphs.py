@@ -7,6 +7,7 @@ before the tokens of the ones before them are known, which is what can go wrong.
 import random
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,18 +218,16 @@ class Tape:
         self.room, self.error = room, error
         self.replays: list[int] = []  # batch sizes
 
-    def __call__(
-        self, run: Callable[[], Tensor], pool: Any = None
-    ) -> tuple[SimpleNamespace, Tensor]:
-        out = run()
-        if len(out) > self.room:
+    def __call__(self, run: partial[None], pool: Any = None) -> SimpleNamespace:
+        (step,) = run.args
+        if step.decodes > self.room:
             raise self.error("no more room\nand details")
 
         def replay() -> None:
-            self.replays.append(len(out))
-            out.copy_(run())
+            self.replays.append(step.decodes)
+            run()
 
-        return SimpleNamespace(replay=replay, pool=lambda: "a pool"), out
+        return SimpleNamespace(replay=replay, pool=lambda: "a pool")
 
 
 def test_padding_rows_change_no_token(
@@ -343,3 +342,9 @@ def test_a_cache_without_pages_is_refused(model: Transformer) -> None:
 def test_a_switch_that_is_no_bool_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} is 1; expected True or False"):
         GPUConfig(**{name: 1})  # type: ignore[arg-type]
+
+
+def test_a_step_that_no_launch_has_room_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected less than 65,536 together"):
+        GPUConfig(max_num_batched_tokens=2**16 - 1, max_num_seqs=1)
+    GPUConfig(max_num_batched_tokens=2**16 - 2, max_num_seqs=1)

@@ -385,7 +385,8 @@ def test_any_ids_parse_and_deltas_add_up(ids) -> None:
     deltas, ended = [], 0
     for id in ids:
         new = parser.push(id)
-        assert len(new) <= 1 and all(delta.text for delta in new)
+        assert len(new) <= 1
+        assert all(delta.text or delta.call is not None for delta in new)
         deltas += new
         assert len(parser.messages) >= ended
         ended = len(parser.messages)
@@ -394,6 +395,13 @@ def test_any_ids_parse_and_deltas_add_up(ids) -> None:
     assert "".join(d.text for d in deltas) == "".join(
         message.content for message in parser.messages
     )
+    calls: dict[int, str] = {}
+    for delta in deltas:
+        if delta.call is not None:
+            calls[delta.call] = calls.get(delta.call, "") + delta.text
+    assert list(calls) == list(range(len(calls)))
+    arguments = [call.arguments for call in tool_calls(parser.messages)]
+    assert list(calls.values()) == arguments
 
 
 @settings(max_examples=100, deadline=None)
@@ -535,6 +543,36 @@ def test_a_character_split_over_tokens_comes_whole() -> None:
     ]
 
 
+def test_calls_are_told_apart() -> None:
+    """Two of one function, one without arguments, one without `<|message|>`."""
+    header = f"<|channel|>commentary to=functions.f {JSON}<|message|>"
+    then = "<|end|><|start|>assistant"
+    text = f"{header}{{}}{then}{header}{{}}{then}{header}{then}"
+    parser = HarmonyParser(TOKENIZER)
+    deltas = [
+        (delta.call, delta.recipient, delta.text)
+        for id in reply(f"{text}<|channel|>commentary to=functions.g [1]<|call|>")
+        for delta in parser.push(id)
+    ]
+    f = "functions.f"
+    assert deltas == [
+        *((0, f, text) for text in ["", "{", "}"]),
+        *((1, f, text) for text in ["", "{", "}"]),
+        (2, f, ""),
+        (3, "functions.g", "[1]"),
+    ]
+    names = [call.name for call in tool_calls(parser.messages)]
+    assert names == ["f", "f", "f", "g"]
+
+
+def test_a_message_of_another_role_is_no_call() -> None:
+    text = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>4<|end|>"
+    parser = HarmonyParser(TOKENIZER)
+    deltas = [delta for id in reply(text) for delta in parser.push(id)]
+    assert deltas == [Delta("commentary", "assistant", "4")]
+    assert tool_calls(parser.messages) == []
+
+
 OPENAI_TOOL = {
     "type": "function",
     "function": {
@@ -585,6 +623,13 @@ def test_an_assistant_message_is_empty_only_if_all_of_it_is() -> None:
     assert from_openai([empty]) == [Message("assistant", "", channel="final")]
 
 
+def test_a_call_of_no_name_can_be_answered() -> None:
+    made = {"id": "c", "function": {"name": "", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "no such function"}
+    messages = from_openai([{"role": "assistant", "tool_calls": [made]}, answer])
+    assert messages == [call("", "{}"), result("", "no such function")]
+
+
 def test_tools_alone_make_a_developer_message() -> None:
     question = [{"role": "user", "content": "12 * 34?"}]
     messages = from_openai(question, [OPENAI_TOOL])
@@ -615,6 +660,26 @@ def test_tools_alone_make_a_developer_message() -> None:
             [{"role": "assistant", "tool_calls": [{"id": "c"}]}],
             ValueError,
             "expected id and function: name, arguments",
+        ),
+        (
+            [{"role": "user", "content": "x", "name": 5}],
+            TypeError,
+            r"messages\[0\] has name 5; expected a str",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": 5}],
+            TypeError,
+            r"messages\[0\] has tool_calls 5; expected a list",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{**OPENAI_CALL, "id": ["c"]}]}],
+            TypeError,
+            r"messages\[0\] has tool call id \['c'\]; expected a str",
+        ),
+        (
+            [{"role": "tool", "tool_call_id": ["c"], "content": "5"}],
+            TypeError,
+            r"messages\[0\] has tool call id \['c'\]; expected a str",
         ),
     ],
 )
@@ -660,6 +725,15 @@ def test_other_bad_input_is_named() -> None:
             from_openai([], [OPENAI_TOOL, {"function": function}])
     with pytest.raises(ValueError, match=r"tools\[0\] is .*expected a dict with"):
         from_openai([], [{"function": {"name": "f", "description": 5}}])
+    with pytest.raises(TypeError, match="tools is 5; expected a list"):
+        from_openai([], 5)  # type: ignore[arg-type]
+    deep: dict[str, Any] = {}
+    for _ in range(1000):
+        deep = {"type": "object", "properties": {"a": deep}}
+    function = {"name": "f", "parameters": deep}
+    for tool in ({"function": function}, Tool("f", "", deep)):
+        with pytest.raises(ValueError, match="schema of 'f' is nested too deep; exp"):
+            from_openai([], [tool])
     with pytest.raises(ValueError, match="does not describe the tools"):
         render([Message("developer", "Be brief.")], TOKENIZER, tools=[CALCULATOR])
     plain = Tokenizer(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})

@@ -2,13 +2,14 @@
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from simplellm import attention as plain
 from simplellm import kernels
 from simplellm.attention import attention
 from simplellm.kernels.attention import (
@@ -197,37 +198,39 @@ def test_decode_joins_splits(kernel_device, lengths, window):
     assert_near(case.decode(paged_decode, scratch=scratch), expected)
 
 
-@pytest.mark.parametrize("splits", [None, 5])
 @pytest.mark.parametrize("batch", [2, 9])
-def test_decode_joins_odd_sizes(kernel_device, batch, splits):
+def test_decode_joins_odd_sizes(kernel_device, batch):
     """Three heads a group and 24 numbers a head: neither fills its tile."""
     lengths = [LEAST + 1, 3 * LEAST, *range(1, batch - 1)]
     case = make_case(kernel_device, lengths, heads=(6, 2), dim=24)
-    scratch = Scratch.create(batch, 6, 2, 24, kernel_device, splits)
+    scratch = Scratch.create(batch, 6, 2, 24, kernel_device)
     scratch.parts.fill_(math.nan)
     scratch.sums.fill_(math.nan)
     assert_near(case.decode(paged_decode, scratch=scratch), case.expected())
 
 
-def test_decode_is_deterministic_and_batch_invariant(kernel_device):
+def test_decode_has_the_same_bits_twice(kernel_device):
     case = make_case(kernel_device, [1100, 700, 5])
-    scratch = Scratch.create(3, 8, 2, 16, kernel_device, splits=64)
-    together = case.decode(paged_decode, scratch=scratch)
-    assert torch.equal(case.decode(paged_decode, scratch=scratch), together)
-    for row, length in enumerate([1100, 700, 5]):
-        single = paged_decode(
-            case.q[row : row + 1],
-            case.keys,
-            case.values,
-            # No wider than this sequence needs it
-            case.tables[row : row + 1, : -(-length // 16)].contiguous(),
-            case.offsets[row : row + 1],
-            case.lengths[row : row + 1],
-            case.sinks,
-            None,
-            scratch=scratch,
-        )
-        assert torch.equal(single[0], together[row])
+    scratch = Scratch.create(3, 8, 2, 16, kernel_device)
+    once = case.decode(paged_decode, scratch=scratch)
+    scratch.parts.fill_(math.nan)
+    scratch.sums.fill_(math.nan)
+    assert torch.equal(case.decode(paged_decode, scratch=scratch), once)
+
+
+@pytest.mark.parametrize("name, room", [("parts", 16), ("sums", 1)])
+def test_a_scratch_must_have_room(kernel_device, name, room):
+    """Enough of it for what a launch uses, which may be less than it could."""
+    case = make_case(kernel_device, [LEAST + 2, 3 * LEAST])
+    scratch = Scratch.create(2, 8, 2, 16, kernel_device)
+    splits = -(-case.tables.shape[1] * 16 // LEAST)
+    needed = 2 * 8 * splits * room
+    enough = replace(scratch, **{name: getattr(scratch, name)[:needed]})
+    assert_near(case.decode(paged_decode, scratch=enough), case.expected())
+    short = replace(scratch, **{name: getattr(scratch, name)[: needed - 1]})
+    message = f"scratch has .*{needed - 1}.*; expected at least .*{splits} splits"
+    with pytest.raises(ValueError, match=message):
+        case.decode(paged_decode, scratch=short)
 
 
 @pytest.mark.parametrize("level", [-1e4, 30.0])
@@ -276,6 +279,24 @@ def test_prefill_of_chunks(kernel_device, name, window):
     expected = case.expected()
     assert_near(case.prefill(paged_prefill_torch), expected)
     assert_near(case.prefill(paged_prefill), expected)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_twin_takes_a_long_chunk_in_pieces(monkeypatch, window):
+    """Its scores would not fit into memory otherwise."""
+    pieces: list[int] = []
+
+    def observed(q: Tensor, *rest) -> Tensor:
+        pieces.append(len(q))
+        return masked_attention(q, *rest)
+
+    masked_attention = plain.masked_attention
+    monkeypatch.setattr(plain, "masked_attention", observed)
+    chunk = 2 * plain.QUERY_CHUNK + 5
+    case = make_case("cpu", [9, chunk + 30], [9, chunk], window=window)
+    got = case.prefill(paged_prefill_torch)
+    assert pieces == [9, plain.QUERY_CHUNK, plain.QUERY_CHUNK, 5]
+    assert_near(got, case.expected())
 
 
 def test_prefill_without_sinks(kernel_device):
@@ -362,15 +383,23 @@ def test_strided_pages(kernel_device):
     assert_near(case.prefill(paged_prefill), case.expected())
 
 
+def strided(x: Tensor) -> Tensor:
+    """The same numbers, with others between them."""
+    return torch.stack([x, x + 1], dim=-1)[..., 0]
+
+
 @pytest.mark.parametrize(
     "name, change, message",
     [
         ("q", lambda x: x[:, :3], r"q is .*multiple of 2"),
         ("values", lambda x: x[:1], "keys is .* and values"),
         ("keys", lambda x: x.transpose(1, 2), "keys is"),
-        ("sinks", lambda x: x[:2], r"sinks is \[2\]; expected \[8\]"),
-        ("offsets", lambda x: x[:1], r"offsets is \[1\]; expected \[2\]"),
-        ("lengths", lambda x: x[:1], r"lengths is \[1\]; expected \[2\]"),
+        ("sinks", lambda x: x[:2], r"sinks is \[2\] .*expected \[8\], contiguous"),
+        ("offsets", lambda x: x[:1], r"offsets is \[1\] .*expected \[2\]"),
+        ("lengths", lambda x: x[:1], r"lengths is \[1\] .*expected \[2\]"),
+        ("sinks", strided, r"sinks is \[8\] with strides \[2\]"),
+        ("offsets", strided, r"offsets is \[2\] with strides \[2\]"),
+        ("lengths", strided, r"lengths is \[2\] with strides \[2\]"),
         ("window", lambda x: 0, "window is 0; expected at least 1"),
     ],
 )
@@ -379,6 +408,20 @@ def test_bad_input(name, change, message):
     setattr(case, name, change(getattr(case, name)))
     with pytest.raises(ValueError, match=message):
         case.decode(paged_decode)
+
+
+@pytest.mark.parametrize(
+    "change, strides",
+    [(strided, r"\[256, 32, 2\]"), (lambda x: x[:1], r"\[128, 16, 1\]")],
+)
+def test_out_is_contiguous_and_as_large_as_q(change, strides):
+    case = make_case("cpu", [5, 7])
+    out = change(torch.zeros_like(case.q))
+    message = rf"out is .* with strides {strides}; expected \[2, 8, 16\], contiguous"
+    for call in (case.decode, case.prefill):
+        function = paged_decode if call == case.decode else paged_prefill
+        with pytest.raises(ValueError, match=message):
+            call(function, out=out)
 
 
 def test_pages_of_keys_and_values_have_one_stride():
@@ -397,7 +440,14 @@ def test_decode_wants_one_query_a_sequence():
 def test_prefill_wants_an_end_for_each_sequence():
     case = make_case("cpu", [5, 7])
     case.queries = case.queries[:-1]
-    with pytest.raises(ValueError, match=r"queries is \[2\]; expected \[3\]"):
+    with pytest.raises(ValueError, match=r"queries is \[2\] .*; expected \[3\]"):
+        case.prefill(paged_prefill)
+
+
+def test_prefill_wants_contiguous_ends():
+    case = make_case("cpu", [5, 7], [2, 1])
+    case.queries = strided(case.queries)
+    with pytest.raises(ValueError, match=r"queries is \[3\] with strides \[2\]"):
         case.prefill(paged_prefill)
 
 

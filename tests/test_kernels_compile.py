@@ -29,6 +29,26 @@ from simplellm.kernels import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
+WAIT = r"griddepcontrol\.wait|grid_dependency_wait"  # as one Triton or another has it
+
+# What a kernel may read before it waits for the kernel ahead: weights, what the step
+# came with, and what a kernel has written that all later ones have waited for.
+EARLY = {
+    "decode_kernel": "lengths_ptr offsets_ptr tables_ptr sinks_ptr keys_ptr values_ptr",
+    "join_kernel": "lengths_ptr offsets_ptr",
+    "prefill_kernel": "queries_ptr lengths_ptr offsets_ptr tables_ptr sinks_ptr",
+    "rope_kernel": "bias_ptr positions_ptr cos_ptr sin_ptr slots_ptr",
+    "add_norm_kernel": "weight_ptr",
+    "gemv_kernel": "weight_ptr bias_ptr",
+    "dot_kernel": "weight_ptr",
+    "head_gemv_kernel": "weight_ptr",
+    "head_dot_kernel": "weight_ptr",
+    "down_few_kernel": "ids_ptr weights_ptr words_ptr scales_ptr bias_ptr",
+    "route_kernel": "live_ptr",
+    "sort_small_kernel": "live_ptr",
+    "count_kernel": "live_ptr",
+    "place_kernel": "live_ptr",
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +66,65 @@ class Case:
     aligned: tuple[str, ...] = field(default=())
 
 
-def projection(rows=4, tokens=1):
-    sizes = {"N": 5120, "K": 2880, "HAS_BIAS": True, "PDL": True}
-    return {**sizes, "TOKENS": tokens, "ROWS": rows}
+def launches(table):
+    """Each way in a table of `choose`, with every TOKENS that it is compiled for."""
+    least = 1
+    for most, how in table:
+        for tokens in range(least, most + 1):
+            # A dot takes up to 128 tokens in a program, rounded up.
+            rounded = min(128, max(16, triton.next_power_of_2(tokens)))
+            yield how, tokens if isinstance(how, linear.Gemv) else rounded
+        least = most + 1
+
+
+def linear_cases():
+    """All projections of gpt-oss in all ways that are used."""
+    for (rows, columns), table in linear.TUNED.items():
+        # Others' biases are added by the kernels behind them.
+        sizes = {"N": rows, "K": columns, "HAS_BIAS": rows == 2880}
+        for how, tokens in dict.fromkeys(launches(table)):
+            yield linear_case(how, sizes | {"TOKENS": tokens})
+
+
+def linear_case(how, sizes):
+    constants = sizes | constants_of(how, sizes["K"])
+    if isinstance(how, linear.Gemv):
+        kernel, types = linear.gemv_kernel, "*bf16 *bf16 *bf16 *bf16 i32"
+        return Case(kernel, types, constants, how.warps, aligned=("stride_x",))
+    constants |= {"PARTS": how.parts}
+    kernel, types = linear.dot_kernel, "*bf16 *bf16 *bf16 *fp32 i32 i32"
+    return Case(kernel, types, constants, how.warps, how.stages, ("stride_x",))
+
+
+def head_cases():
+    """The head in all ways that are used."""
+    for how, tokens in dict.fromkeys(launches(head.TUNED)):
+        sizes = {"V": 201088, "N": 2880, "WRITE": True, "TOKENS": tokens}
+        constants = sizes | constants_of(how, sizes["N"])
+        if isinstance(how, linear.Gemv):
+            kernel, types = head.head_gemv_kernel, "*bf16 *bf16 *fp32 *i64 i32"
+            yield Case(kernel, types, constants, how.warps, aligned=("stride_x",))
+        else:
+            kernel, types = head.head_dot_kernel, "*bf16 *bf16 *fp32 *i64 i32 i32"
+            yield Case(kernel, types, constants, how.warps, how.stages, ("stride_x",))
+
+
+def constants_of(how, columns):
+    """What a gemv or a dot of so many columns is told by a table's entry."""
+    common = {"ROWS": how.rows, "PDL": how.pdl}
+    if isinstance(how, linear.Gemv):
+        block, rest = linear.split(columns)
+        return common | {"BLOCK": block, "REST": rest}
+    return common | {"DEPTH": how.depth, "AHEAD": how.ahead}
+
+
+def route_case(tokens):
+    tiling, _ = experts.tilings(tokens, 128, 4)
+    blocks = routing.max_blocks(4 * tokens, 128, tiling.tokens)
+    sizes = {"PARTS": 1, "BLOCK": tiling.tokens, "STEP": blocks}
+    types = "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32"
+    constants = top_choices(rows=tokens) | sizes
+    return Case(routing.route_kernel, types, constants, warps=max(1, tokens // 2))
 
 
 def top_choices(rows):
@@ -57,7 +133,8 @@ def top_choices(rows):
 
 
 def sorting(step):
-    return {"E": 128, "BLOCK_E": 128, "BLOCK": 16, "STEP": step, "PDL": True}
+    sizes = {"E": 128, "TOP_K": 4, "BLOCK_E": 128, "BLOCK": 16}
+    return sizes | {"STEP": step, "PDL": True}
 
 
 def expert_cases():
@@ -123,7 +200,7 @@ CASES = [
     decode_case(attention.DECODE_WINDOW, 128),
     join_case(attention.DECODE[1], heads=1, splits=64),
     join_case(attention.DECODE[64], heads=8, splits=4),
-    join_case(attention.DECODE[1], heads=8, splits=64),
+    join_case(attention.DECODE[5], heads=8, splits=8),
     prefill_case(attention.PREFILL),
     prefill_case(attention.PREFILL_WINDOW, 128),
     prefill_case(attention.INVARIANT_WINDOW, 128),
@@ -142,27 +219,10 @@ CASES = [
         warps=8,
         aligned=("stride_token", "stride_part"),
     ),
-    Case(
-        linear.gemv_kernel,
-        "*bf16 *bf16 *bf16 *bf16 i32",
-        projection() | {"BLOCK": 2048, "REST": 1024},
-        aligned=("stride_x",),
-    ),
-    Case(
-        linear.dot_kernel,
-        "*bf16 *bf16 *bf16 *fp32 i32 i32",
-        projection(rows=64, tokens=16) | {"DEPTH": 128, "PARTS": 3, "AHEAD": 2},
-        stages=4,
-        aligned=("stride_x",),
-    ),
-    Case(
-        linear.dot_kernel,
-        "*bf16 *bf16 *bf16 *fp32 i32 i32",
-        projection(linear.INVARIANT.rows, linear.INVARIANT.width)
-        | {"DEPTH": linear.INVARIANT.depth, "PARTS": linear.INVARIANT.parts}
-        | {"AHEAD": 0, "PDL": False},
-        stages=linear.INVARIANT.stages,
-        aligned=("stride_x",),
+    *linear_cases(),
+    linear_case(
+        linear.INVARIANT,
+        {"N": 5120, "K": 2880, "HAS_BIAS": False, "TOKENS": linear.INVARIANT.width},
     ),
     Case(
         linear.add_parts_kernel,
@@ -175,27 +235,22 @@ CASES = [
         top_choices(rows=1),
         warps=1,
     ),
-    Case(
-        routing.route_kernel,
-        "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 i32 i32",
-        top_choices(rows=64) | {"BLOCK": 16, "STEP": 256},
-        warps=32,
-    ),
+    *(route_case(tokens) for tokens in (1, 2, routing.FEW_PAIRS // 4)),
     Case(
         routing.sort_small_kernel,
-        "*i32 *i32 *i32 *i32 i32 i32",
+        "*i32 *i32 *i32 *i32 *i32 i32 i32",
         sorting(step=32) | {"ROWS": 32, "CHUNK": 512},
         warps=8,
     ),
     Case(
         routing.count_kernel,
-        "*i32 *i32 i32",
-        {"CHUNK": 512, "BLOCK_E": 128, "PDL": True},
+        "*i32 *i32 *i32 i32",
+        {"TOP_K": 4, "CHUNK": 512, "BLOCK_E": 128, "PDL": True},
         warps=16,
     ),
     Case(
         routing.place_kernel,
-        "*i32 *i32 *i32 *i32 *i32 i32 i32",
+        "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32",
         sorting(step=16) | {"CHUNK": 512, "TILE": 32},
         warps=16,
     ),
@@ -210,22 +265,7 @@ CASES = [
         "*i64 *i32 *fp32 *i32 i32",
         {"BLOCK": 128, "PDL": True},
     ),
-    Case(
-        head.head_gemv_kernel,
-        "*bf16 *bf16 *fp32 *i64 i32",
-        {"V": 201088, "N": 2880, "TOKENS": 1, "WRITE": True}
-        | {"ROWS": 8, "BLOCK": 2048, "REST": 1024, "PDL": True},
-        warps=8,
-        aligned=("stride_x",),
-    ),
-    Case(
-        head.head_dot_kernel,
-        "*bf16 *bf16 *fp32 *i64 i32 i32",
-        {"V": 201088, "N": 2880, "TOKENS": 64, "WRITE": True}
-        | {"ROWS": 128, "DEPTH": 64, "AHEAD": 2, "PDL": True},
-        stages=4,
-        aligned=("stride_x",),
-    ),
+    *head_cases(),
     *EXPERTS,
     Case(
         experts_few.gate_up_few_kernel,
@@ -242,7 +282,15 @@ CASES = [
     Case(forward.embed_kernel, "*i32 *i32 *bf16 *bf16", {"N": 2880, "BLOCK": 4096}),
     Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": 2048, "PDL": True}, warps=8),
+    Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": 8192, "PDL": True}, warps=32),
 ]
+
+
+WAITING = [case for case in CASES if case.constants.get("PDL")]
+
+
+def kernel_name(case: Case) -> str:
+    return case.kernel.__name__
 
 
 def compile_case(case: Case):
@@ -263,23 +311,71 @@ def compile_case(case: Case):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kernel.__name__)
+def lines_before_the_wait(ttir: str) -> list[str]:
+    """A kernel's lines in front of its wait; of its last one, if branches have some."""
+    _, _, kernel = ttir.partition("tt.func public ")
+    blocks = kernel.split("\n  ^bb")
+    while not re.search(WAIT, blocks[-1]):
+        blocks.pop()
+    early = [re.split(WAIT, block)[0] for block in blocks]
+    return "\n".join(early).splitlines()
+
+
+def touched_before_the_wait(ttir: str) -> set[str]:
+    """The arguments that a kernel reads or writes in front of its wait.
+
+    That is what any instruction is given a pointer for, but those that only move it.
+    """
+    arguments, *lines = lines_before_the_wait(ttir)
+    origin = {f"%{name}": name for name in re.findall(r"%(\w+): !tt\.ptr", arguments)}
+    touched = set()
+    for line in lines:
+        used = {origin[value] for value in re.findall(r"%\w+", line) if value in origin}
+        moved = re.match(r" *(%\w+) = tt\.(addptr|splat|broadcast|expand_dims) ", line)
+        if moved and used:
+            origin[moved[1]] = used.pop()
+        touched |= used
+    return touched
+
+
+@pytest.mark.parametrize("case", CASES, ids=kernel_name)
 def test_it_compiles_and_fits(case):
     compiled = compile_case(case)
     assert len(compiled.asm["cubin"]) > 0
     assert compiled.metadata.shared <= 227 * 1024
-    if case.constants.get("PDL"):
-        assert "griddepcontrol.wait" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.kernel.__name__)
+@pytest.mark.parametrize("case", WAITING, ids=kernel_name)
 def test_nothing_is_read_or_written_too_early(case):
-    """Before the wait nothing may be written."""
-    if not case.constants.get("PDL"):
-        pytest.skip("no PDL")
-    before, _ = compile_case(case).asm["ptx"].split("griddepcontrol.wait", 1)
+    """Before the wait, only what `EARLY` names is read, and nothing written."""
+    compiled = compile_case(case)
+    allowed = set(EARLY.get(kernel_name(case), "").split())
+    if case.kernel is attention.decode_kernel and not case.constants["EARLY"]:
+        allowed -= {"keys_ptr", "values_ptr"}
+    assert touched_before_the_wait(compiled.asm["ttir"]) <= allowed
+    before, _ = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
     assert "st.global" not in before
     assert "atom." not in before
+
+
+# Of attention's programs, those without work do not wait, but there are always others.
+ATTENTION = attention.decode_kernel, attention.prefill_kernel
+ALL_WAIT = [case for case in WAITING if case.kernel not in ATTENTION]
+
+
+@pytest.mark.parametrize("case", ALL_WAIT, ids=kernel_name)
+def test_no_program_is_over_before_it_waits(case):
+    """The kernel behind waits for this one alone, not for the one ahead."""
+    lines = lines_before_the_wait(compile_case(case).asm["ttir"])
+    assert not [line for line in lines if re.search(r"\b(cf|scf)\.", line)]
+
+
+def test_the_ids_are_there_before_down_starts():
+    """`down_few_kernel` reads them without waiting."""
+    (case,) = (c for c in CASES if c.kernel is experts_few.gate_up_few_kernel)
+    ptx = compile_case(case).asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    assert wait < ptx.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.parametrize("tiles", attention.DECODE.values(), ids=str)
@@ -290,7 +386,7 @@ def test_keys_are_on_their_way_before_the_wait(tiles):
     assert "ld.global" in after  # the queries, which the kernel before has written
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.kernel.__name__)
+@pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
 def test_a_weight_is_decoded_after_the_multiplications_before(case):
     """ptxas before 13.3 reuses registers of a wgmma that is under way."""
     ptx = compile_case(case).asm["ptx"]
@@ -304,7 +400,7 @@ def test_a_weight_is_decoded_after_the_multiplications_before(case):
         assert step != "mma_async" or following != "mul"
 
 
-@pytest.mark.parametrize("case", EXPERTS, ids=lambda case: case.kernel.__name__)
+@pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
 def test_decoded_weights_stay_in_their_threads(case):
     """Triton 3.6 would exchange them, see `experts.opaque`; 3.9 would not."""
     ptx = compile_case(case).asm["ptx"]

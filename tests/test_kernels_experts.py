@@ -200,6 +200,9 @@ def test_mismatched_arguments_are_refused(kernel_device):
         gate_up(x[:, :64], up, weights.gate_up_bias, plan, 7.0, 1.702, tiles)
     with pytest.raises(ValueError, match="8 pairs; expected a multiple of x's 3"):
         gate_up(x[:3], up, weights.gate_up_bias, plan, 7.0, 1.702, tiles)
+    with pytest.raises(ValueError, match="5 blocks; expected 6 of 2 pairs each"):
+        narrow = Tiling(rows=64, tokens=2)
+        gate_up(x, up, weights.gate_up_bias, plan, 7.0, 1.702, narrow)
     with pytest.raises(ValueError, match="hidden has 7 rows"):
         hidden = torch.randn(7, INTERMEDIATE)
         down(hidden, low, weights.down_bias, odds, plan, tiles)

@@ -1,5 +1,6 @@
 """The fused forward pass and the graph runner, with the kernels' twins on a CPU."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from torch import Tensor
 
 from simplellm.engine import Engine, EngineConfig, Event, Submission, Ticket
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.kernels import (
     attention,
     experts,
+    experts_few,
     forward,
     head,
     linear,
@@ -20,8 +23,9 @@ from simplellm.kernels import (
     rope,
     routing,
 )
-from simplellm.kernels.forward import FUSED, Fused
+from simplellm.kernels.forward import FUSED, Fused, embed, embed_torch
 from simplellm.model import load_model
+from simplellm.paged import PagedCache
 from simplellm.sampler import SamplingParams
 
 TWINS = {
@@ -29,6 +33,9 @@ TWINS = {
     "embed": forward.embed_torch,
     "linear": linear.linear_torch,
     "rope_and_cache": rope.rope_and_cache_torch,
+    "route": routing.route_torch,
+    "gate_up_few": experts_few.gate_up_few_torch,
+    "down_few": experts_few.down_few_torch,
     "route_and_dispatch": routing.route_and_dispatch_torch,
     "gate_up": experts.gate_up_torch,
     "down": experts.down_torch,
@@ -109,3 +116,31 @@ def test_logprobs_have_the_same_bits_in_any_company(
     assert len(alone) == 3 and alone[0].logprobs is not None
     assert run([first, other]) == alone
     assert run([first, other], prefill_chunk=5) == alone
+
+
+def test_one_tokens_experts_are_those_of_the_plain_model(
+    twins: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    plain = load_model(dtype=torch.float32, device=device)
+    model = load_model(dtype=torch.bfloat16, device=device, backend=FUSED)
+    fused = Fused(model, PagedCache(model.config, num_pages=4), max_num_seqs=1)
+    # The path of several tokens would give the same.
+    monkeypatch.delattr(fused.kernels, "route_and_dispatch")
+    torch.manual_seed(0)
+    h = torch.randn(1, model.config.hidden_size).to(device, torch.bfloat16)
+    live = torch.ones(1, dtype=torch.int32, device=device)
+    for layer, exact in zip(fused.layers, plain.layers, strict=True):
+        update = fused.experts(layer.mlp, h, live).sum(1)
+        expected = exact.get_submodule("mlp")(h.float())
+        assert (update - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("function", [embed, embed_torch])
+def test_a_token_may_be_one_that_the_step_before_has_sampled(
+    function: Callable[..., Tensor], kernel_device: str
+) -> None:
+    tokens = torch.tensor([4, -1, -3, -2, 0], dtype=torch.int32, device=kernel_device)
+    previous = torch.tensor([7, 8, 9], dtype=torch.int32, device=kernel_device)
+    table = torch.randn(12, 24, device=kernel_device)
+    assert torch.equal(function(tokens, previous, table), table[[4, 7, 9, 8, 0]])

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from simplellm.kernels.head import TUNED, best_of, choose, head, head_torch
+from simplellm.kernels import head as module
+from simplellm.kernels.head import (
+    TUNED,
+    best_of,
+    choose,
+    head,
+    head_torch,
+)
 from simplellm.kernels.linear import Dot, Gemv
 
 CONFIGS = [Gemv(8, 4), Dot(64, 64, 1, 4, 2)]
@@ -36,6 +43,22 @@ def test_of_equal_logits_the_lowest_id_wins(kernel_device, config):
     assert best_of(x, weight, None, config).tolist() == [3]
     assert best_of(x, -x.expand(1088, -1).contiguous(), None, config).tolist() == [0]
     assert best_of(x, torch.zeros_like(weight), None, config).tolist() == [0]
+
+
+@pytest.mark.parametrize("count", [1, 64, 65, 200])
+def test_the_best_of_several_tiles_of_keys(kernel_device, count):
+    """A key has its logit in the upper half and its id, reversed, in the lower one."""
+    ids = torch.arange(3 * count).view(3, count)
+    logits = torch.randint(
+        -5, 5, (3, count), generator=torch.Generator().manual_seed(0)
+    )
+    keys = (logits << 32 | 0x7FFFFFFF - ids).to(kernel_device)
+    best = torch.empty(3, dtype=torch.int32, device=kernel_device)
+    module.best_kernel[(3,)](  # as `kernel_device` has made it
+        keys, best, count, BLOCK=64, PDL=False
+    )
+    tied = logits == logits.amax(1)[:, None]
+    assert best.tolist() == (ids[:, 0] + tied.int().argmax(1)).tolist()
 
 
 @pytest.mark.parametrize("config", CONFIGS)

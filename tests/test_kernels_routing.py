@@ -43,13 +43,15 @@ def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
         torch.randn(*shape, generator=generator).to(kernel_device)
         for shape in ((100, 96), (32, 96), (32,))
     )
-    ids, weights, pairs = route_and_dispatch(x, weight, bias, 4, 16, True)
+    ids, weights, pairs = route_and_dispatch(
+        x, weight, bias, 4, 16, batch_invariant=True
+    )
     expected = route_and_dispatch_torch(x, weight, bias, 4, 16)
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(weights, expected[1])
     assert torch.equal(pairs.blocks, expected[2].blocks)
     for rows in (slice(9, 10), slice(60, 70)):
-        some = route_and_dispatch(x[rows], weight, bias, 4, 16, True)
+        some = route_and_dispatch(x[rows], weight, bias, 4, 16, batch_invariant=True)
         assert torch.equal(some[0], ids[rows])
         assert torch.equal(some[1], weights[rows])
 
@@ -150,6 +152,28 @@ def test_dispatch_is_its_twin(kernel_device, tokens, experts, top_k, block):
         strict=True,
     ):
         assert torch.equal(got, expected), field
+
+
+@pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.parametrize("tokens", [2, 4, 40, SMALL // 2])
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_padding_has_no_expert(kernel_device, tokens, top_k, padding):
+    """It changes nothing for the others, and its own pairs come last."""
+    logits = random_logits(kernel_device, tokens, 8)
+    live = torch.tensor([tokens - padding], dtype=torch.int32, device=kernel_device)
+    ids, weights, got = top_k_and_dispatch(logits, top_k, 16, live=live)
+    expected = dispatch_torch(ids, 8, 16, live)
+    for field, found, want in zip(got._fields, got, expected, strict=True):
+        assert torch.equal(found, want), field
+    alone = top_k_and_dispatch(logits[: tokens - padding], top_k, 16)
+    pairs = (tokens - padding) * top_k
+    assert torch.equal(weights[: tokens - padding], alone[1])
+    assert torch.equal(got.pairs[:pairs], alone[2].pairs)
+    assert got.pairs[pairs:].tolist() == list(range(pairs, tokens * top_k))
+    assert torch.equal(got.offsets, alone[2].offsets)
+    used = len(alone[2].blocks)
+    assert torch.equal(got.blocks[:used], alone[2].blocks)
+    assert (got.blocks[used:, 0] == -1).all()
 
 
 @pytest.mark.parametrize("tokens", [9, 300])

@@ -280,8 +280,12 @@ def test_a_loaded_model_cannot_be_moved_or_cast() -> None:
     model: Transformer = load_model(device="cpu")
     with pytest.raises(RuntimeError, match=r"given to load_model\(\)"):
         model.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="expected a floating-point dtype"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected one of"):
         load_model(dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"dtype is torch\.float8_e4m3fn; expect"):
+        load_model(dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"dtype is 'float32'; expected a torch\.d"):
+        load_model(dtype="float32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gpu", [False, True])

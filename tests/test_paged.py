@@ -679,8 +679,11 @@ def test_bytes() -> None:
     assert many.manager.num_pages == 5461
     assert 2**31 - many.page_nbytes < many.nbytes <= 2**31
     for size in ({"max_bytes": 1000}, {"num_pages": 0}):
-        with pytest.raises(ValueError, match=f"one page of {one.page_nbytes} bytes"):
+        (given,) = size.values()
+        message = rf"{given}\b.*; expected .* one page of {one.page_nbytes} bytes"
+        with pytest.raises(ValueError, match=message) as error:
             PagedCache(GPT_OSS_20B, **size, **options)
+        assert ("num_pages" in str(error.value)) == ("num_pages" in size)
     with pytest.raises(ValueError, match="expected one of them"):
         PagedCache(GPT_OSS_20B, num_pages=9, max_bytes=2**31, **options)
 

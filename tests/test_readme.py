@@ -48,7 +48,7 @@ def test_speed_follows_its_records(tmp_path):
         ["vLLM 0.26.0", "240"],
         ["the GPU's limit", "1,000"],
     ]
-    assert "gpt-oss-120b: 60 and 24 at 1," in below
+    assert "gpt-oss-120b: 60 and 26 at 1," in below
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)
     assert not headline.is_old(tmp_path)

@@ -186,6 +186,18 @@ def test_static_batches_take_no_newcomers() -> None:
     assert [first_steps(run)[job] for job in jobs] == [0, 0, 1, 2]
 
 
+def test_static_batches_take_no_samples_either() -> None:
+    """A sample that would start in an emptied place waits for the next batch."""
+    run = Run(PageManager(100, 4), continuous=False)
+    short, long = run.add(3, max_tokens=1), run.add(20, max_tokens=6, samples=3)
+    samples = list(long.siblings)
+    run.finish()
+    starts = first_steps(run)
+    assert starts[short] == starts[long] == 0
+    last = max(n for n, works in enumerate(run.steps) for w in works if w.job is long)
+    assert [starts[job] for job in samples] == [last + 1] * 2
+
+
 # Ends
 
 
@@ -278,6 +290,14 @@ def test_limits_that_let_nothing_run_are_refused(seqs: int, tokens: int) -> None
         Scheduler(Unlimited(), max_num_seqs=seqs, max_num_batched_tokens=tokens)
 
 
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_of_nothing_is_refused(chunk: int) -> None:
+    with pytest.raises(ValueError, match=f"prefill_chunk is {chunk}; expected at l"):
+        Scheduler(
+            Unlimited(), max_num_seqs=1, max_num_batched_tokens=4, prefill_chunk=chunk
+        )
+
+
 # Memory
 
 
@@ -368,6 +388,25 @@ def test_a_blocked_head_starts_as_soon_as_there_is_room() -> None:
     run.step()
     assert blocked.computed == 0
     assert [work.job for work in run.step()][-1] is blocked
+
+
+@pytest.mark.parametrize(
+    ("manager", "jobs", "start"),
+    [
+        (SlotManager(2, 200), [(150, 50), (150, 50)], 6),
+        (PageManager(120, 16, window=128, max_chunk=16), [(600, 300), (500, 20)], 26),
+    ],
+)
+def test_a_blocked_head_starts_once_less_is_promised(
+    manager: Manager, jobs: list[tuple[int, int]], start: int
+) -> None:
+    """What is promised shrinks with each chunk, what is free does not or less."""
+    run = Run(manager, max_num_batched_tokens=64, prefill_chunk=16)
+    for number, (length, most) in enumerate(jobs):
+        prompt = list(range(1000 * number, 1000 * number + length))  # nothing shared
+        run.scheduler.add([Job(prompt, most)])
+    run.finish()
+    assert sorted(first_steps(run).values()) == [0, start]
 
 
 # Samples of one prompt

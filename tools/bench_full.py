@@ -36,11 +36,8 @@ from simplellm.bench import (
     TimedLLM,
     cache_bytes,
     check_cache,
-    describe_device,
-    describe_memory,
     engine_config,
     find_config,
-    versions,
 )
 from simplellm.config import MODELS
 from simplellm.engine import LLM as PlainLLM
@@ -48,6 +45,7 @@ from simplellm.engine import EngineConfig
 from simplellm.graphs import GPUConfig
 from simplellm.llm import LLM
 from simplellm.model import find_device
+from simplellm.report import describe_device, describe_memory, versions
 from simplellm.sampler import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

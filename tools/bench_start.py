@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from simplellm.bench import TimedLLM, describe_device, versions
+from simplellm.bench import TimedLLM
 from simplellm.checkpoint import (
     INDEX,
     Checkpoint,
@@ -39,6 +39,7 @@ from simplellm.checkpoint import (
 from simplellm.config import MODELS, ModelConfig
 from simplellm.graphs import GPUConfig
 from simplellm.model import find_device
+from simplellm.report import describe_device, versions
 from simplellm.sampler import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]

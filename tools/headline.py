@@ -9,22 +9,31 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
+from simplellm.bench import Machine, step_bytes, step_flops
+from simplellm.config import MODELS
+
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
 PICTURE = "headline"
 TABULATED = (1, 8, 64, 256)  # batch sizes; the picture has all
+VLLM_LENGTHS = 128, 128  # of prompts and answers, as vllm-h200.json says in words
 
 
 class Point(NamedTuple):
-    """Tokens a second at one batch size: this engine's, vLLM's, and the most."""
+    """Tokens a second at one batch size: this engine's and vLLM's, and the most.
+
+    Each run has its own limit: vLLM's contexts are shorter.
+    """
 
     batch: int
     ours: float
     vllm: float
     limit: float
+    vllm_limit: float
 
     def share(self, whose: str) -> float:
-        """Percent of the limit that "ours" or "vllm" reaches."""
-        return 100 * getattr(self, whose) / self.limit
+        """Percent of its limit that "ours" or "vllm" reaches."""
+        limit = {"ours": self.limit, "vllm": self.vllm_limit}[whose]
+        return 100 * getattr(self, whose) / limit
 
 
 def read(figures: Path, name: str) -> Any:
@@ -36,26 +45,40 @@ def faster(row: dict[str, Any]) -> float:
     return max(row["triton"], row["marlin"])
 
 
+def vllm_limit(model: str, batch: int, vllm: dict[str, Any]) -> float:
+    """Tokens a second at most in the middle of vLLM's run, on the machine of that."""
+    prompt, answer = VLLM_LENGTHS
+    machine = Machine(
+        1e9 * vllm["read_gigabytes_per_second"], 1e12 * vllm["bf16_teraflops"]
+    )
+    read = step_bytes(MODELS[model], batch, prompt + answer // 2).total
+    return batch / machine.least_seconds(read, step_flops(MODELS[model], batch, batch))
+
+
 def points(report: dict[str, Any], vllm: dict[str, Any]) -> list[Point]:
     """Decoding, at each batch size that both engines ran."""
+    model = report["model"]
     theirs = {
-        row["batch"]: faster(row)
+        row["batch"]: (faster(row), vllm_limit(model, row["batch"], vllm))
         for row in vllm["decode"]
-        if row["model"] == report["model"]
+        if row["model"] == model
     }
-    return [
-        Point(r["batch"], r["tokens_per_second"], theirs[r["batch"]], r["limit"])
-        for r in report["decode"]
-        if r["batch"] in theirs
-    ]
+    found = []
+    for row in report["decode"]:
+        if row["batch"] in theirs:
+            speed, limit = theirs[row["batch"]]
+            ours = row["tokens_per_second"]
+            found.append(Point(row["batch"], ours, speed, row["limit"], limit))
+    return found
 
 
 def prefill(report: dict[str, Any], vllm: dict[str, Any]) -> Point:
-    """The prompts that vLLM was given, all at once."""
+    """The prompts that vLLM was given, all at once; the lengths are the same."""
     (row,) = (r for r in vllm["prefill"] if r["model"] == report["model"])
     size = row["batch"], row["input_len"]
     (ours,) = (r for r in report["prefill"] if (r["batch"], r["input_len"]) == size)
-    return Point(row["batch"], ours["tokens_per_second"], faster(row), ours["limit"])
+    speed, limit = ours["tokens_per_second"], ours["limit"]
+    return Point(row["batch"], speed, faster(row), limit, limit)
 
 
 def first_token(report: dict[str, Any], vllm: dict[str, Any]) -> tuple[float, float]:
@@ -96,8 +119,8 @@ def described(figures: Path) -> str:
         ]
         parts.append(f"{model}: {', '.join(shares)}.")
     return (
-        "Bars: percent of the GPU's limit that this engine and vLLM reach, over the "
-        f"batch size. {' '.join(parts)}"
+        "Bars over the batch size: percent of the GPU's limit that this engine and "
+        f"vLLM reach, each of the limit for its own contexts. {' '.join(parts)}"
     )
 
 
@@ -107,11 +130,11 @@ def smaller(report: dict[str, Any]) -> str:
         f"{row['tokens_per_second']:,.0f} at batch {row['batch']}"
         for row in report["decode"]
     ]
+    decode[0] = decode[0].replace(" at", " tokens a second at")
     last = report["prefill"][-1]
     return (
         f"{report['model']} also fits into one {report['device']['name']}, which gives "
-        f"{', '.join(decode)} and {last['tokens_per_second']:,.0f} tokens a second of "
-        "prefill."
+        f"{', '.join(decode)} and {last['tokens_per_second']:,.0f} in prefill."
     )
 
 
@@ -135,16 +158,21 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         f"{run['versions']['torch']} and triton {run['versions']['triton']}: random "
         "weights in the real shapes, distinct prompts of "
         f"{run['plan']['input_len']} tokens, {run['plan']['output_len']} new ones "
-        "each, greedy; batch size over the median step. At the limit a step would "
-        "take no longer than reading each of its bytes once, or than its arithmetic "
-        "where that is slower, at the speeds measured in the same run. vLLM ran once, "
-        f"on {vllm['date']}, on the same kind of GPU, with 128 new tokens. To repeat "
-        "it: `simplellm bench`, as in [chapter 12](chapters/12-full-speed.md)."
+        "each, greedy; batch size over the median step. The limit is the speed at "
+        "which a step takes exactly as long as reading its bytes once or doing its "
+        "arithmetic, whichever is longer, at the read and matmul speeds measured in "
+        f"the same run. vLLM's numbers were recorded once, on {vllm['date']}, on the "
+        "same kind of GPU, not necessarily the same card. Each is the better of its "
+        "Triton and Marlin kernels for the experts. They have "
+        f"{VLLM_LENGTHS[1]} new tokens, for which the picture takes a slightly higher "
+        "limit. To repeat ours: `simplellm bench`, as in [chapter "
+        "12](chapters/12-full-speed.md)."
     )
     start = (
-        "From files in the page cache to the first token of gpt-oss-20b it takes "
-        f"{compiled['seconds']:.0f} seconds, and {cached['seconds']:.0f} once the "
-        f"kernels are compiled. {memory['batch']} sequences of {memory['length']:,} "
+        "A new process gives the first token of gpt-oss-20b after "
+        f"{compiled['seconds']:.0f} seconds, or {cached['seconds']:.0f} once its "
+        "kernels have been compiled, with the checkpoint in the page cache. "
+        f"{memory['batch']} sequences of {memory['length']:,} "
         f"tokens of {memory['model']} take {taken / 2**30:.0f} "
         "GiB of the GPU's memory, weights and all."
     )

@@ -1,7 +1,8 @@
 """Triton kernels for what the engine does in every step.
 
-Each module holds kernels, a launcher for each, and beside the launcher a twin in plain
-PyTorch with the same signature, ``NAME_torch``, which says what the kernel computes.
+A module holds kernels and a launcher for each. Beside a launcher stands its twin,
+``NAME_torch``, the same in plain PyTorch, which says what the kernel computes and takes
+its place where it does not compile. `forward` puts them together.
 
 Kernels take a constexpr PDL, for programmatic dependent launch (Hopper and later): the
 kernel is started while the one before it still runs, and waits before it first reads

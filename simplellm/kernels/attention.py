@@ -15,49 +15,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.attention import masked_attention, visible
+from simplellm.attention import attention
 from simplellm.kernels import set_carveout, supports_pdl
 from simplellm.paged import gather
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """How a kernel runs: keys in a tile, and what Triton makes of a program."""
+class DecodeTiles:
+    """How the decode kernel runs: the keys of a tile, and how Triton compiles it."""
 
     block: int
     warps: int
     stages: int
-    # Of a decode:
     least: int = 128  # keys that are worth a program of their own
     early: bool = False  # whether keys but the newest are loaded before the wait
     carveout: int = -1  # what `set_carveout` is told
-    # Of a prefill:
-    tokens: int = 1  # queries that a program takes
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """How the prefill kernel runs."""
+
+    block: int
+    warps: int
+    stages: int
+    tokens: int  # queries that a program takes
 
 
 # By the least number of sequences, as timed in a layer on an H200 on 2026-11-21 and 22.
-# Tiles of 128 keys in 2 stages made a layer with one sequence of 500 a microsecond
-# shorter, with one of 32,768 half a one longer. With 8 sequences, early keys made it
-# half a microsecond longer, with 128 more than one.
+# Tiles of 128 keys in 2 stages made a layer with one sequence of 500 up to one
+# microsecond shorter, with one of 32,768 a third of one longer. With 8 sequences, early
+# keys made it half a microsecond longer, with 128 more than one.
 DECODE = {
-    1: Tiles(64, 4, 3, least=64, early=True, carveout=64),
-    5: Tiles(64, 4, 4, least=128),
-    16: Tiles(128, 8, 2, least=256, early=True),
-    32: Tiles(128, 8, 2, least=512, early=True),
-    64: Tiles(64, 4, 3, least=1024, early=True),
-    128: Tiles(64, 4, 2, least=1024),
+    1: DecodeTiles(64, 4, 3, least=64, early=True, carveout=64),
+    5: DecodeTiles(64, 4, 4, least=128),
+    16: DecodeTiles(128, 8, 2, least=256, early=True),
+    32: DecodeTiles(128, 8, 2, least=512, early=True),
+    64: DecodeTiles(64, 4, 3, least=1024, early=True),
+    128: DecodeTiles(64, 4, 2, least=1024),
 }
 # 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
-DECODE_WINDOW = Tiles(block=128, warps=4, stages=1)
+DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
-PREFILL = Tiles(block=64, warps=8, stages=3, tokens=16)
-PREFILL_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=8)
+PREFILL = PrefillTiles(block=64, warps=8, stages=3, tokens=16)
+PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
 # A window's first tile of keys begins with the first key of the program's first query.
 # With a query to a program, that depends on nothing else.
-INVARIANT_WINDOW = Tiles(block=32, warps=4, stages=3, tokens=1)
+INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
 LOG2E = tl.constexpr(math.log2(math.e))
 # Stands for "no key yet". Unlike -inf it can be subtracted from itself.
-LOWEST = tl.constexpr(-1e30)
+NO_KEY = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -107,7 +114,10 @@ def fold(
 
 @triton.jit
 def wait():
-    """`gdc_wait` as Triton 3.6 has it: later ones load nothing ahead of its loop."""
+    """`gdc_wait` of Triton 3.6.
+
+    Later versions of Triton load nothing ahead of a loop with their own.
+    """
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -117,7 +127,7 @@ def wait():
 def fold_one(q, k, v, there, top, total, scale):
     """The first step of an online softmax: one key [1, D], if ``there`` [1]."""
     logit = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    logit = tl.where(there, logit, LOWEST)
+    logit = tl.where(there, logit, NO_KEY)
     new_top = tl.maximum(top, logit)
     weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
     total = total * tl.exp2(top - new_top) + weight
@@ -127,7 +137,7 @@ def fold_one(q, k, v, there, top, total, scale):
 @triton.jit
 def initial(sinks_ptr, heads, counted, HAS_SINKS: tl.constexpr):
     """The top and the total that a softmax starts with: of its sink, or of nothing."""
-    top = tl.full(heads.shape, LOWEST, tl.float32)
+    top = tl.full(heads.shape, NO_KEY, tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
     if HAS_SINKS:
         sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
@@ -303,7 +313,7 @@ def join_kernel(
     _, _, _, used = divide(length, splits, least, WINDOW, BLOCK, EARLY)
     group = tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS)
     split, d = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIMS)
-    # Even if there is nothing to join: the kernel behind waits for this one alone.
+    # Even if there is nothing to join: the next kernel waits for this one alone.
     if PDL:
         tl.extra.cuda.gdc_wait()
     if used == 1:
@@ -311,7 +321,7 @@ def join_kernel(
 
     at = ((row * K + head) * splits + split) * G + group[None, :]
     there = (split < used) & (group < G)[None, :]
-    sums = tl.load(sums_ptr + at, there, LOWEST)
+    sums = tl.load(sums_ptr + at, there, NO_KEY)
     cells = there[:, :, None] & (d < D)[None, None, :]
     parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
     weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
@@ -328,14 +338,11 @@ def join_kernel(
 class Scratch:
     """Where programs that share a sequence leave their parts for the join.
 
-    Launches that use the same scratch must not overlap. With ``splits``, a sequence is
-    split in the same way in any batch, so that its output does not depend on the
-    others; without, a large batch has fewer splits.
+    Launches that use the same scratch must not overlap.
     """
 
     parts: Tensor  # float32, room for [B, K, splits, G, D]
     sums: Tensor  # float32, room for [B, K, splits, G]
-    splits: int | None
 
     @classmethod
     def create(
@@ -345,33 +352,37 @@ class Scratch:
         kv_heads: int,
         dim: int,
         device: torch.device | str,
-        splits: int | None = None,
     ) -> "Scratch":
         """Enough for batches of up to ``max_batch`` sequences."""
         rows = num_heads * max(
-            batch * (splits or choose_splits(batch, kv_heads))
-            for batch in range(1, max_batch + 1)
+            batch * choose_splits(batch, kv_heads) for batch in range(1, max_batch + 1)
         )
         return cls(
             parts=torch.empty(rows * dim, dtype=torch.float32, device=device),
             sums=torch.empty(rows, dtype=torch.float32, device=device),
-            splits=splits,
         )
 
+    def check(self, batch: int, heads: int, dim: int, splits: int) -> None:
+        """Raise ValueError without room for the parts of such a launch."""
+        rows = batch * heads * splits
+        if self.sums.numel() < rows or self.parts.numel() < rows * dim:
+            raise ValueError(
+                f"scratch has {self.sums.numel()} sums and parts of "
+                f"{self.parts.numel()} numbers; expected at least {rows} and "
+                f"{rows * dim} for {batch} sequences, {heads} heads of {dim} and "
+                f"{splits} splits"
+            )
 
-def decode_tiles(batch: int, window: int | None, scratch: Scratch) -> Tiles:
-    """What `paged_decode` runs with: with fixed splits the same in any batch."""
+
+def decode_tiles(batch: int, window: int | None) -> DecodeTiles:
+    """What `paged_decode` runs with."""
     if window is not None and window <= DECODE_WINDOW.block:
         return DECODE_WINDOW
-    return full_tiles(1 if scratch.splits else batch)
-
-
-def full_tiles(batch: int) -> Tiles:
     return DECODE[max(least for least in DECODE if least <= max(batch, 1))]
 
 
 def choose_splits(batch: int, kv_heads: int) -> int:
-    """Most programs that share the keys of one sequence and kv head.
+    """The largest number of programs that may share a sequence and kv head.
 
     Nearly four programs for each of 132 processors, but always some, for one long
     sequence among short ones.
@@ -400,14 +411,15 @@ def paged_decode(
     from position ``offsets`` int32 [B] on. ``sinks`` [H] are logits; ``window`` counts
     the query itself. Scores are scaled by 1/sqrt(D), and float32. ``scratch`` has room
     for B sequences; it is created for this call if not given. ``out``, if given, takes
-    the result. Raises ValueError for shapes that do not fit.
+    the result; it has q's shape. All but q, the pages and the tables must be
+    contiguous. Raises ValueError for what does not fit.
 
     On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
     all tokens but the newest are read before the kernels ahead in the stream are done.
     They must come from before something that all later work waits for: the start of a
     graph, a copy from or to the host, a synchronization.
     """
-    check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
+    check_pages(q, keys, values, tables, offsets, lengths, sinks, window, out)
     if len(q) != len(tables):
         raise ValueError(
             f"q is {list(q.shape)}; expected one query for each of the {len(tables)} "
@@ -416,7 +428,7 @@ def paged_decode(
     if scratch is None:
         heads, dim = q.shape[1:]
         scratch = Scratch.create(len(q), heads, keys.shape[2], dim, q.device)
-    tiles = decode_tiles(len(q), window, scratch)
+    tiles = decode_tiles(len(q), window)
     return launch_decode(
         q, keys, values, tables, offsets, lengths, sinks, window, scratch, out, tiles
     )
@@ -433,16 +445,18 @@ def launch_decode(
     window: int | None,
     scratch: Scratch,
     out: Tensor | None,
-    tiles: Tiles,
+    tiles: DecodeTiles,
 ) -> Tensor:
     (batch, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
     out = torch.empty_like(q) if out is None else out
     if not batch:
         return out
-    splits = scratch.splits or choose_splits(batch, kv_heads)
+    splits = choose_splits(batch, kv_heads)
     longest = tables.shape[1] * page_size
     longest = longest if window is None else min(longest, window)
     splits = min(splits, -(-longest // tiles.least))
+    if splits > 1:
+        scratch.check(batch, heads, dim, splits)
     group, pdl = heads // kv_heads, supports_pdl(q.device)
     rows = triton.next_power_of_2(group)
     common: dict[str, Any] = {
@@ -480,13 +494,14 @@ def launch_decode(
         **common,
     )
     if pdl:  # without, no other kernel is there to need the cache
+        # A wish stays until the next one, and tiles for other batch sizes may be the
+        # same compiled kernel. It counts from the next launch on: a graph is recorded
+        # after a step of its own size, whose wish it finds.
         set_carveout(kernel, tiles.carveout)
     if splits > 1:
-        # A program for each head, or if those are too many, for each kv head. Neither
-        # this nor the order of a sum may depend on the batch where splits are fixed.
-        few = batch * heads <= 512 and scratch.splits is None
-        taken = 1 if few else rows
-        most = triton.next_power_of_2(scratch.splits or splits)
+        # A program for each head, or for each kv head if that would be too many.
+        taken = 1 if batch * heads <= 512 else rows
+        most = triton.next_power_of_2(splits)
         join_kernel[kv_heads * triton.cdiv(group, taken), batch](
             scratch.parts,
             scratch.sums,
@@ -570,7 +585,7 @@ def prefill_kernel(
     out = weights @ v / sum(weights)
 
     The rows of all matrices are (query, head) pairs, the heads of a query together.
-    Tokens behind the last sequence get zeros.
+    Tokens after the last sequence get zeros.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -638,8 +653,8 @@ def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.const
 
     The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
     that any number of tokens fits in before the next one's. Some of these tiles begin
-    outside their sequence and are nobody's. What is behind the last sequence counts as
-    one more.
+    outside their sequence and are nobody's. What comes after the last sequence
+    counts as one more.
     """
     low, high = 0, num_sequences
     while low < high:
@@ -673,15 +688,11 @@ def paged_prefill(
 
     As `paged_decode`, but sequence i has the tokens from ``queries[i]`` up to
     ``queries[i + 1]``, int32 [B + 1], of q [T, H, D]: the last of its ``lengths[i]``.
-    Tokens before the first sequence are left alone in ``out``, those behind the last
-    one become zeros. With ``batch_invariant`` the bits of a token's row depend neither
+    Tokens before the first sequence are left alone in ``out``, those after the last one
+    become zeros. With ``batch_invariant`` the bits of a token's row depend neither
     on the others nor on where its chunk begins.
     """
-    check_pages(q, keys, values, tables, offsets, lengths, sinks, window)
-    if queries.shape != (len(tables) + 1,):
-        raise ValueError(
-            f"queries is {list(queries.shape)}; expected [{len(tables) + 1}]"
-        )
+    check_pages(q, keys, values, tables, offsets, lengths, sinks, window, out, queries)
     tiles = PREFILL
     if window is not None:
         tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
@@ -701,7 +712,7 @@ def launch_prefill(
     sinks: Tensor | None,
     window: int | None,
     out: Tensor | None,
-    tiles: Tiles,
+    tiles: PrefillTiles,
 ) -> Tensor:
     (num_tokens, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
     out = torch.empty_like(q) if out is None else out
@@ -772,11 +783,8 @@ def paged_prefill_torch(
         k, v = (
             gather(x, table)[lowest - offset : length - offset] for x in (keys, values)
         )
-        positions = torch.arange(lowest, length, device=q.device)
-        mask = visible(positions[start - lowest :], positions, window)
-        out[begin:end] = masked_attention(
-            q[begin:end], k, v, mask, sinks, q.shape[2] ** -0.5
-        )
+        # It takes the queries in pieces: their scores might not fit all at once.
+        out[begin:end] = attention(q[begin:end], k, v, sinks, window=window)
     return out
 
 
@@ -842,6 +850,8 @@ def check_pages(
     lengths: Tensor,
     sinks: Tensor | None,
     window: int | None,
+    out: Tensor | None,
+    queries: Tensor | None = None,
 ) -> None:
     """Raise ValueError for tensors that do not fit each other."""
     if keys.ndim != 4 or keys.shape != values.shape:
@@ -865,12 +875,19 @@ def check_pages(
         raise ValueError(f"q has strides {list(q.stride())}; expected contiguous rows")
     if tables.ndim != 2 or tables.stride(1) != 1:
         raise ValueError(f"tables is {list(tables.shape)}; expected rows [B, P]")
-    for name, tensor, size in (
-        ("offsets", offsets, len(tables)),
-        ("lengths", lengths, len(tables)),
-        ("sinks", sinks, q.shape[1]),
+    for name, tensor, shape in (
+        ("offsets", offsets, [len(tables)]),
+        ("lengths", lengths, [len(tables)]),
+        ("queries", queries, [len(tables) + 1]),
+        ("sinks", sinks, [q.shape[1]]),
+        ("out", out, list(q.shape)),
     ):
-        if tensor is not None and tensor.shape != (size,):
-            raise ValueError(f"{name} is {list(tensor.shape)}; expected [{size}]")
+        if tensor is None:
+            continue
+        if list(tensor.shape) != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} with strides {list(tensor.stride())}; "
+                f"expected {shape}, contiguous"
+            )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1")

@@ -13,7 +13,8 @@ columns of a weight, G = K / 64 rounded up, I intermediate size.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
-from simplellm.kernels.routing import Dispatch
+from simplellm.kernels.routing import Dispatch, max_blocks
 from simplellm.moe import swiglu
 from simplellm.mxfp4 import BLOCK, MXFP4
 
@@ -64,6 +65,10 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes in memory, as many as before where K is a multiple of 64."""
         return self.words.nbytes + self.scales.nbytes
+
+    def __getitem__(self, experts: Tensor | slice) -> "Packed":
+        """The same of some experts."""
+        return replace(self, words=self.words[experts], scales=self.scales[experts])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight [E, N, K] as ordinary numbers, rows in their first order."""
@@ -622,11 +627,13 @@ def gate_up(
     """The activations of every pair: the first half of its expert's network.
 
     x [T, K], ``weight`` paired [E, 2I, K], bias [E, 2I] -> hidden [n, I] in x's dtype,
-    in the order of ``dispatch``, whose blocks have tiling.tokens pairs.
+    in the order of ``dispatch``, whose blocks have tiling.tokens pairs. Padding's are
+    not written.
 
     Raises ValueError for other shapes.
     """
     top_k = check_gate_up(x, weight, bias, dispatch)
+    check_blocks(dispatch, tiling)
     _, rows, columns = weight.shape
     hidden = x.new_empty(len(dispatch.pairs), rows // 2)
     pdl = pdl and supports_pdl(x.device)
@@ -675,10 +682,12 @@ def down(
 
     hidden [n, I] from `gate_up`, ``weight`` [E, N, I], bias [E, N], weights [T, k] from
     `route` -> [T, k, N] in hidden's dtype; the token's sum is the caller's to take.
+    What padding would get is not written.
 
     Raises ValueError for other shapes.
     """
     check_down(hidden, weight, bias, weights, dispatch)
+    check_blocks(dispatch, tiling)
     _, rows, columns = weight.shape
     out = hidden.new_empty(*weights.shape, rows)
     pdl = pdl and supports_pdl(hidden.device)
@@ -715,11 +724,16 @@ def down_torch(
 
 
 def linear_each(x: Tensor, weight: Packed, bias: Tensor, dispatch: Dispatch) -> Tensor:
-    """float32 [n, N]: each row of x [n, K] through the matrix of its expert."""
-    matrices = weight.dequantize(torch.float32)
-    counts = dispatch.offsets.diff().tolist()
-    parts = zip(x.float().split(counts), matrices, bias.float(), strict=True)
-    return torch.cat([part @ matrix.T + b for part, matrix, b in parts])
+    """float32 [n, N]: each row of x [n, K] through the matrix of its expert.
+
+    One matrix at a time: unpacked, all of a layer of the 120b would be 25 GB.
+    """
+    out = torch.zeros(len(x), weight.shape[1], device=x.device)  # what padding gets
+    for expert, (begin, end) in enumerate(pairwise(dispatch.offsets.tolist())):
+        if begin < end:
+            (matrix,) = weight[expert : expert + 1].dequantize(torch.float32)
+            out[begin:end] = x[begin:end].float() @ matrix.T + bias[expert].float()
+    return out
 
 
 def options(tiling: Tiling, x: Tensor, pdl: bool) -> dict:
@@ -747,6 +761,17 @@ def check_gate_up(x: Tensor, weight: Packed, bias: Tensor, dispatch: Dispatch) -
             f"dispatch has {pairs} pairs; expected a multiple of x's {len(x)} tokens"
         )
     return max(pairs // max(len(x), 1), 1)
+
+
+def check_blocks(dispatch: Dispatch, tiling: Tiling) -> None:
+    """Raise ValueError if the blocks are clearly not of tiling.tokens pairs."""
+    pairs, experts = len(dispatch.pairs), len(dispatch.offsets) - 1
+    expected = max_blocks(pairs, experts, tiling.tokens)
+    if len(dispatch.blocks) != expected:
+        raise ValueError(
+            f"dispatch has {len(dispatch.blocks)} blocks; expected {expected} of "
+            f"{tiling.tokens} pairs each"
+        )
 
 
 def check_down(

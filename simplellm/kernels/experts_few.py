@@ -37,7 +37,7 @@ from simplellm.moe import swiglu
 
 # Weights are read as bfloat16 numbers, 2^-126 times too small. With x larger by half as
 # much, products are numbers that float32 has, and so is every x below 2^63.
-ENLARGED = tl.constexpr(0x5F805F80)  # twice 2^64 in bfloat16
+ENLARGED = tl.constexpr(0x5F805F80)  # 2^64 in bfloat16, in both halves
 UNSHIFT = tl.constexpr(2.0 ** (SHIFT - 64))
 
 
@@ -406,6 +406,11 @@ def down_few(
     Raises ValueError for other shapes.
     """
     check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
+    if weights.shape != ids.shape or not weights.is_contiguous():
+        raise ValueError(
+            f"weights are {list(weights.shape)} with strides {list(weights.stride())}; "
+            f"expected {list(ids.shape)}, contiguous"
+        )
     out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
     pdl = pdl and supports_pdl(hidden.device)
     down_few_kernel[(tiling.programs, ids.numel())](
@@ -438,10 +443,7 @@ def down_few_torch(
 def linear_each(x: Tensor, ids: Tensor, weight: Packed, bias: Tensor) -> Tensor:
     """float32 [k, N]: each row of x [k, K] through the matrix of its expert."""
     chosen = ids.flatten().long()
-    picked = Packed(
-        weight.words[chosen], weight.scales[chosen], weight.columns, weight.paired
-    )
-    matrices = picked.dequantize(torch.float32)
+    matrices = weight[chosen].dequantize(torch.float32)
     return torch.einsum("enk,ek->en", matrices, x.float()) + bias[chosen].float()
 
 

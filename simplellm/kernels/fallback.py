@@ -17,6 +17,14 @@ NO_ROOM = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_NOT_INITIALIZED",
 )
+# How an error of the GPU begins, and what says that it only cannot run this kernel.
+GPU_ERROR = "Triton Error [CUDA]"
+NOT_LOADED = (
+    "no kernel image",
+    "invalid ptx",
+    "image is invalid",
+    "too many resources",
+)
 
 
 class Fallback:
@@ -39,8 +47,12 @@ class Fallback:
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except FAILURES as error:
-            if any(words in str(error) for words in NO_ROOM):
-                raise torch.OutOfMemoryError(str(error)) from error
+            message = str(error)
+            if any(words in message for words in NO_ROOM):
+                raise torch.OutOfMemoryError(message) from error
+            loaded = not any(words in message for words in NOT_LOADED)
+            if message.startswith(GPU_ERROR) and loaded:
+                raise
             self._give_way(error)
         return self.twin(*args, **options)
 

@@ -77,7 +77,19 @@ def embed_kernel(
 
 
 def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
-    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i]."""
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
+
+    The caller answers for tokens being in the table, or in ``previous``, int32. Raises
+    ValueError for other dtypes, and for tensors that are not contiguous.
+    """
+    for name, ids in (("tokens", tokens), ("previous", previous)):
+        if ids.dtype != torch.int32 or ids.ndim != 1 or not ids.is_contiguous():
+            raise ValueError(
+                f"{name} are {ids.dtype} {list(ids.shape)}; expected torch.int32 "
+                "[length], contiguous"
+            )
+    if table.ndim != 2 or not table.is_contiguous():
+        raise ValueError(f"table is {list(table.shape)}; expected [V, N], contiguous")
     out = table.new_empty(len(tokens), table.shape[1])
     block = triton.next_power_of_2(table.shape[1])
     embed_kernel[(len(tokens),)](
@@ -185,8 +197,7 @@ class Fused:
         """Do ``steps``, several at once, so that the kernels they need are compiled."""
         if self.device.type == "cuda":
             # A thread begins on the first GPU.
-            device = torch.cuda.current_device()
-            compile_in_threads(steps, partial(torch.cuda.set_device, device))
+            compile_in_threads(steps, partial(torch.cuda.set_device, self.device))
             # What each thread had cuBLAS work in would stay.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
@@ -204,7 +215,7 @@ class Fused:
             x, h = add_norm(x, update, layer.attn_norm.weight, eps)
             update = self.attention(layer.attn, h, step, index)
             x, h = add_norm(x, update, layer.mlp_norm.weight, eps)
-            update = self.experts(layer.mlp, h)
+            update = self.experts(layer.mlp, h, step.queries[-1:])
         return add_norm(x, update, model.norm.weight, eps)[1]
 
     def attention(self, attn: Attention, h: Tensor, step: Step, layer: int) -> Tensor:
@@ -237,8 +248,12 @@ class Fused:
         )
         return self.kernels.project(out.flatten(1), attn.o.weight, attn.o.bias)
 
-    def experts(self, mlp: MoE, h: Tensor) -> Tensor:
-        """What each chosen expert adds to each token: [T, k, hidden]."""
+    def experts(self, mlp: MoE, h: Tensor, live: Tensor) -> Tensor:
+        """What each chosen expert adds to each token: [T, k, hidden].
+
+        Only the first ``live``, int32 [1], tokens are no padding: no expert is read for
+        the others, and nothing written.
+        """
         kernels, weights = self.kernels, mlp.experts
         router = mlp.router_weight, mlp.router_bias, mlp.top_k
         limits = weights.limit, weights.alpha
@@ -251,7 +266,7 @@ class Fused:
         up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
         if self.batch_invariant:
             up = back = INVARIANT_TILING
-        _, scores, pairs = kernels.route_and_dispatch(h, *router, up.tokens)
+        _, scores, pairs = kernels.route_and_dispatch(h, *router, up.tokens, live)
         hidden = kernels.gate_up(h, *first, pairs, *limits, up)
         return kernels.down(hidden, *second, scores, pairs, back)
 

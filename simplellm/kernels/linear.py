@@ -58,18 +58,18 @@ ROUTER: Table = (
     (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
 )
 TUNED: dict[tuple[int, int], Table] = {
-    (5120, 2880): (
+    (5120, 2880): (  # query, key and value of both models
         (2, Gemv(rows=2, warps=4)),
         (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
         (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
     ),
-    (2880, 4096): (
+    (2880, 4096): (  # the output of attention
         (2, Gemv(rows=2, warps=4)),
         (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
         (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
     ),
-    (128, 2880): ROUTER,
-    (32, 2880): ROUTER,
+    (128, 2880): ROUTER,  # of the 120b
+    (32, 2880): ROUTER,  # of the 20b
 }
 # For any number of tokens: each is then summed in the same order, by the same program.
 INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
@@ -237,7 +237,7 @@ def dot_tile(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # as in routing
 def dot_kernel(
     x_ptr,
     weight_ptr,
@@ -391,6 +391,7 @@ def linear_parts(
 
     `add_norm` takes them as its update, which saves adding them up first.
     """
+    check_linear(x, weight, bias)
     tokens, (size_out, size_in) = x.shape[0], weight.shape
     y = torch.empty(tokens, config.parts, size_out, dtype=dtype, device=x.device)
     width = config.width or min(max(16, triton.next_power_of_2(tokens)), 128)

@@ -114,6 +114,15 @@ def count_parts(update: Tensor | None) -> int:
     return 1 if update.ndim == 2 else update.shape[1]
 
 
+def add_norm_torch(
+    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    if update is not None:
+        parts = update.float().unsqueeze(1).flatten(1, -2)  # [T, S, N]
+        residual.copy_(residual.float() + parts.sum(1))
+    return residual, rms_norm(residual, weight, eps)
+
+
 def check_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor) -> None:
     """Raise ValueError unless the three belong together."""
     if residual.ndim != 2 or not residual.is_contiguous():
@@ -132,12 +141,3 @@ def check_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor) -> N
             f"update is {list(update.shape)} with strides {list(update.stride())}; "
             f"expected [{tokens}, {size}] or [{tokens}, S, {size}], rows contiguous"
         )
-
-
-def add_norm_torch(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    if update is not None:
-        parts = update.float().unsqueeze(1).flatten(1, -2)  # [T, S, N]
-        residual.copy_(residual.float() + parts.sum(1))
-    return residual, rms_norm(residual, weight, eps)

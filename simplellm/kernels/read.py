@@ -21,10 +21,11 @@ def read(x: Tensor) -> Tensor:
 
     Raises ValueError unless 8,192 divides N.
     """
-    if x.dtype != torch.int32 or x.ndim != 1 or len(x) % BLOCK or not len(x):
+    fits = x.ndim == 1 and x.is_contiguous() and len(x) and len(x) % BLOCK == 0
+    if x.dtype != torch.int32 or not fits:
         raise ValueError(
-            f"x is {x.dtype} {list(x.shape)}; expected torch.int32 [N] with N a "
-            f"multiple of {BLOCK}"
+            f"x is {x.dtype} {list(x.shape)}; expected torch.int32 [N], contiguous, "
+            f"with N a multiple of {BLOCK}"
         )
     sums = x.new_empty(len(x) // BLOCK)
     read_kernel[(len(sums),)](x, sums, BLOCK=BLOCK, num_warps=8)

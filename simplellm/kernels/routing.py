@@ -22,11 +22,14 @@ from simplellm.kernels.linear import (
     linear_torch,
 )
 
-FUSED = 16  # pairs that are chosen and sorted in one program
+FEW_PAIRS = 16  # that are chosen and sorted in one program
 SMALL = 4096  # pairs of which each is compared with each
 CHUNK = 512  # pairs that a program counts and then places when there are more
 MANY = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)  # the router's tokens
 LOWEST = tl.constexpr(-(2**63))
+# What changes from step to step. Triton would compile a kernel again for numbers that
+# 16 divides, and for 1, in the middle of somebody's answer.
+VARYING = ["tokens", "n", "num_blocks"]
 
 
 @triton.jit
@@ -46,6 +49,18 @@ def ordered(values, indices):
 def index_of(keys):
     """The indices that went into `ordered`."""
     return (0x7FFFFFFF - (keys & 0x7FFFFFFF)).to(tl.int32)
+
+
+@triton.jit
+def largest_key(keys_ptr, count, BLOCK: tl.constexpr):
+    """The largest of ``count`` keys of `ordered`."""
+    lane = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.int64) + LOWEST
+    for first in range(0, count, BLOCK):
+        here = first + lane
+        keys = tl.load(keys_ptr + here, here < count, LOWEST)
+        largest = tl.maximum(largest, keys)
+    return tl.max(largest, 0)
 
 
 @triton.jit
@@ -91,7 +106,7 @@ def load_logits(
     return tl.where(experts < E, logits, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def top_k_kernel(
     logits_ptr,
     bias_ptr,
@@ -221,7 +236,10 @@ def check_logits(
 
 
 class Dispatch(NamedTuple):
-    """The n pairs in order of their experts, and blocks of pairs of one expert."""
+    """The n pairs in order of their experts, and blocks of pairs of one expert.
+
+    Pairs of padding come last, after ``offsets[E]``.
+    """
 
     pairs: Tensor  # int32 [n]; pair p is choice p % k of token p // k
     offsets: Tensor  # int32 [E + 1], where each expert's pairs begin
@@ -251,7 +269,7 @@ def write_blocks(
     count,
     offsets_ptr,
     blocks_ptr,
-    BLOCKS,
+    num_blocks,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -276,12 +294,21 @@ def write_blocks(
     hit = (nth >= 0) & (nth < own[None, :])
     expert = tl.sum(tl.where(hit, experts[None, :] + 1, 0), 1) - 1
     first = tl.sum(tl.where(hit, begin[None, :] + nth * BLOCK, 0), 1)
-    tl.store(blocks_ptr + b * 2, expert, b < BLOCKS)
-    tl.store(blocks_ptr + b * 2 + 1, first, b < BLOCKS)
+    tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
+    tl.store(blocks_ptr + b * 2 + 1, first, b < num_blocks)
     return begin
 
 
 @triton.jit
+def count_live(live_ptr, tokens):
+    """How many tokens have experts; those after them are padding."""
+    live = tokens
+    if live_ptr is not None:
+        live = tl.load(live_ptr)
+    return live
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def route_kernel(
     logits_ptr,
     bias_ptr,
@@ -290,8 +317,9 @@ def route_kernel(
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
+    live_ptr,
     tokens,
-    BLOCKS,
+    num_blocks,
     E: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -323,13 +351,15 @@ def route_kernel(
     tl.store(weights_ptr + where, weights, inside)
 
     SIZE: tl.constexpr = ROWS * BLOCK_K
-    keys = tl.where(inside, ids, E) * SIZE + where  # padding sorts behind every expert
+    # After every expert come the pairs of padding, and then what is no pair.
+    ids = tl.where(rows < count_live(live_ptr, tokens), ids, E)
+    keys = tl.where(inside, ids, E + 1) * SIZE + where
     keys = tl.reshape(keys, [SIZE])
     position = tl.sum((keys[None, :] < keys[:, None]).to(tl.int32), 1)
     expert, pair = keys // SIZE, keys % SIZE
-    tl.store(pairs_ptr + position, pair, expert < E)
+    tl.store(pairs_ptr + position, pair, expert <= E)
     count = tl.histogram(expert, BLOCK_E, expert < E)
-    write_blocks(count, offsets_ptr, blocks_ptr, BLOCKS, E, BLOCK, STEP)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
 
 
 def route_and_dispatch(
@@ -338,18 +368,18 @@ def route_and_dispatch(
     bias: Tensor,
     top_k: int,
     block: int,
+    live: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Dispatch]:
     """`route` and `dispatch` of its ids, in one kernel after the router's matmul if
     there are few tokens. With ``batch_invariant`` no token's weights depend on the
     others."""
     if batch_invariant:
-        check_linear(x, weight, bias)
         logits = linear_parts(x, weight, None, INVARIANT)
         ids, weights = top_k_softmax(logits, top_k, bias, rows=1)
-        return ids, weights, dispatch(ids, len(weight), block)
+        return ids, weights, dispatch(ids, len(weight), block, live)
     logits = router_logits(x, weight, bias)
-    return top_k_and_dispatch(logits, top_k, block, bias)
+    return top_k_and_dispatch(logits, top_k, block, bias, live)
 
 
 def route_and_dispatch_torch(
@@ -358,10 +388,11 @@ def route_and_dispatch_torch(
     bias: Tensor,
     top_k: int,
     block: int,
+    live: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Dispatch]:
     ids, weights = route_torch(x, weight, bias, top_k)
-    return ids, weights, dispatch_torch(ids, len(weight), block)
+    return ids, weights, dispatch_torch(ids, len(weight), block, live)
 
 
 def top_k_and_dispatch(
@@ -369,14 +400,15 @@ def top_k_and_dispatch(
     top_k: int,
     block: int,
     bias: Tensor | None = None,
+    live: Tensor | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor, Dispatch]:
     """`route_and_dispatch` from the logits on, which are as for `top_k_softmax`."""
     tokens, parts, experts = check_logits(logits, top_k, bias)
     check_block(block)
-    if not 0 < tokens * top_k <= FUSED:
+    if not 0 < tokens * top_k <= FEW_PAIRS:
         ids, weights = top_k_softmax(logits, top_k, bias, pdl)
-        return ids, weights, dispatch(ids, experts, block, pdl)
+        return ids, weights, dispatch(ids, experts, block, live, pdl)
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     result = Dispatch.empty(tokens * top_k, experts, block, logits.device)
@@ -389,6 +421,7 @@ def top_k_and_dispatch(
         ids,
         weights,
         *result,
+        live,
         tokens,
         blocks,
         E=experts,
@@ -407,15 +440,17 @@ def top_k_and_dispatch(
     return ids, weights, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def sort_small_kernel(
     ids_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
+    live_ptr,
     n,
-    BLOCKS,
+    num_blocks,
     E: tl.constexpr,
+    TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -430,25 +465,28 @@ def sort_small_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    live = count_live(live_ptr, n // TOP_K) * TOP_K
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < n, E) * n + i
+    mine = tl.load(ids_ptr + i, i < live, E) * n + i
     position = tl.zeros([ROWS], tl.int32)
     count = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < n, E)  # padding sorts behind every expert
-        count += tl.histogram(other, BLOCK_E, j < n)
+        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
+        count += tl.histogram(other, BLOCK_E, j < live)
         lower = (other * n + j)[None, :] < mine[:, None]
         position += tl.sum(lower.to(tl.int32), 1)
     tl.store(pairs_ptr + position, i, i < n)
-    write_blocks(count, offsets_ptr, blocks_ptr, BLOCKS, E, BLOCK, STEP)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def count_kernel(
     ids_ptr,
     counts_ptr,
+    live_ptr,
     n,
+    TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
@@ -459,20 +497,23 @@ def count_kernel(
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < n, 0), BLOCK_E, i < n)
+    live = count_live(live_ptr, n // TOP_K) * TOP_K
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def place_kernel(
     ids_ptr,
     counts_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
+    live_ptr,
     n,
-    BLOCKS,
+    num_blocks,
     E: tl.constexpr,
+    TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -484,6 +525,8 @@ def place_kernel(
 
     position[i] = offset[id[i]] + #{j in earlier chunks: id[j] = id[i]}
                   + #{j < i in this chunk: id[j] = id[i]}
+
+    Pairs of padding stay in their places, after all others.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -498,25 +541,36 @@ def place_kernel(
         counts = tl.load(where, c < tl.num_programs(0), 0)
         count += tl.sum(counts, 0)
         before += tl.sum(tl.where(c < chunk, counts, 0), 0)
-    begin = write_blocks(count, offsets_ptr, blocks_ptr, BLOCKS, E, BLOCK, STEP)
+    begin = write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
 
+    live = count_live(live_ptr, n // TOP_K) * TOP_K
     i = tl.arange(0, CHUNK)
-    inside = chunk * CHUNK + i < n
-    mine = tl.load(ids_ptr + chunk * CHUNK + i, inside, 0)
+    pair = chunk * CHUNK + i
+    mine = tl.load(ids_ptr + pair, pair < live, 0)
     position = tl.gather(begin + before, mine, 0)
     for first in range(0, CHUNK, TILE):
         j = first + tl.arange(0, TILE)
         other = tl.load(ids_ptr + chunk * CHUNK + j, chunk * CHUNK + j < n, E)
         same = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
         position += tl.sum(same.to(tl.int32), 1)
-    tl.store(pairs_ptr + position, chunk * CHUNK + i, inside)
+    tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
 
 
-def dispatch(ids: Tensor, experts: int, block: int, pdl: bool = True) -> Dispatch:
+def dispatch(
+    ids: Tensor,
+    experts: int,
+    block: int,
+    live: Tensor | None = None,
+    pdl: bool = True,
+) -> Dispatch:
     """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
 
     The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
-    The caller answers for ids in 0 to ``experts`` - 1. Never waits for the GPU.
+    Only the first ``live``, int32 [1], tokens have experts, all if None. The others are
+    padding: their pairs come last, and no block has them.
+
+    The caller answers for ids in 0 to ``experts`` - 1 and ``live`` in 0 to T. Never
+    waits for the GPU.
     """
     n = check_ids(ids)
     check_block(block)
@@ -530,6 +584,7 @@ def dispatch(ids: Tensor, experts: int, block: int, pdl: bool = True) -> Dispatc
     programs = triton.cdiv(n, rows)
     sizes = {
         "E": experts,
+        "TOP_K": ids.shape[1],
         "BLOCK_E": triton.next_power_of_2(experts),
         "BLOCK": block,
         "STEP": triton.next_power_of_2(triton.cdiv(blocks, programs)),
@@ -539,24 +594,29 @@ def dispatch(ids: Tensor, experts: int, block: int, pdl: bool = True) -> Dispatc
     if n <= SMALL:
         chunk = min(512, max(32, triton.next_power_of_2(n)))
         sort_small_kernel[(programs,)](
-            ids, *result, n, blocks, ROWS=rows, CHUNK=chunk, **sizes, **how
+            ids, *result, live, n, blocks, ROWS=rows, CHUNK=chunk, **sizes, **how
         )
         return result
     shape = programs, sizes["BLOCK_E"]
     counts = torch.empty(shape, dtype=torch.int32, device=ids.device)
-    count_kernel[(programs,)](
-        ids, counts, n, CHUNK=rows, BLOCK_E=sizes["BLOCK_E"], **how
-    )
+    first = {name: sizes[name] for name in ("TOP_K", "BLOCK_E")}
+    count_kernel[(programs,)](ids, counts, live, n, CHUNK=rows, **first, **how)
     place_kernel[(programs,)](
-        ids, counts, *result, n, blocks, CHUNK=rows, TILE=32, **sizes, **how
+        ids, counts, *result, live, n, blocks, CHUNK=rows, TILE=32, **sizes, **how
     )
     return result
 
 
-def dispatch_torch(ids: Tensor, experts: int, block: int) -> Dispatch:
-    flat = ids.flatten().long()
+def dispatch_torch(
+    ids: Tensor, experts: int, block: int, live: Tensor | None = None
+) -> Dispatch:
+    ids = ids.long()
+    if live is not None:
+        padding = torch.arange(len(ids), device=ids.device) >= live
+        ids = ids.masked_fill(padding[:, None], experts)  # after every expert
+    flat = ids.flatten()
     pairs = flat.argsort(stable=True).int()
-    counts = flat.bincount(minlength=experts)
+    counts = flat.bincount(minlength=experts + 1)[:experts]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     entries = [
         (expert, first)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
-from simplellm.kernels.routing import LOWEST, index_of, ordered
+from simplellm.kernels.routing import LOWEST, index_of, largest_key, ordered
 from simplellm.sampler import gumbel_noise
 
 BLOCK = 2048  # logits a program looks at
@@ -51,7 +51,7 @@ def draw_kernel(
     seeds_ptr,
     steps_ptr,
     keys_ptr,
-    V,
+    vocabulary,
     BLOCK: tl.constexpr,
     LIBRARY: tl.constexpr,
     PDL: tl.constexpr,
@@ -68,8 +68,8 @@ def draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        logits = logits_ptr + row.to(tl.int64) * V
-        score = tl.load(logits + tokens, tokens < V, -float("inf"))
+        logits = logits_ptr + row.to(tl.int64) * vocabulary
+        score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
         score -= tl.load(logits + tl.load(best_ptr + row))
         seed = tl.load(seeds_ptr + row)
         first = mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
@@ -78,7 +78,7 @@ def draw_kernel(
         bits = mix(mix(tokens.to(tl.uint32) ^ first) ^ second)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         score += gumbel(bits, LIBRARY)
-        keys = tl.where(tokens < V, ordered(score, tokens), LOWEST)
+        keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
@@ -97,13 +97,7 @@ def drawn_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
-    lane = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.int64) + LOWEST
-    for first in range(0, count, BLOCK):
-        here = first + lane
-        keys = tl.load(keys_ptr + row * count + here, here < count, LOWEST)
-        largest = tl.maximum(largest, keys)
-    drawn = index_of(tl.max(largest, 0))
+    drawn = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
     greedy = tl.load(temperature_ptr + row) <= 0
     tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), drawn))
 

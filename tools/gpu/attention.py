@@ -20,14 +20,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from simplellm.config import GPT_OSS_120B
 from simplellm.kernels import attention as kernels
-from simplellm.kernels.attention import Scratch, Tiles
+from simplellm.kernels.attention import DecodeTiles, PrefillTiles, Scratch
 from simplellm.kernels.forward import project
 from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
 from simplellm.rope import Rope
@@ -39,7 +39,8 @@ L2 = 150e6  # bytes of inputs after which nothing of the first is cached any mor
 DEVICE = "cuda"
 
 
-Trial = tuple[Tiles, int | None]  # and the number of splits, if not the usual
+Tiles = DecodeTiles | PrefillTiles
+Some = TypeVar("Some", bound=Tiles)
 
 
 @dataclass
@@ -56,12 +57,12 @@ class Batch:
     sinks: Tensor
     window: int | None
 
-    def decode(self, tiles: Tiles, scratch: Scratch, out: Tensor) -> Tensor:
+    def decode(self, tiles: DecodeTiles, scratch: Scratch, out: Tensor) -> Tensor:
         arguments: list[Any] = list(vars(self).values())
         del arguments[6]
         return kernels.launch_decode(*[*arguments, scratch, out, tiles])
 
-    def prefill(self, tiles: Tiles, out: Tensor) -> Tensor:
+    def prefill(self, tiles: PrefillTiles, out: Tensor) -> Tensor:
         arguments: list[Any] = list(vars(self).values())
         return kernels.launch_prefill(*[*arguments, out, tiles])
 
@@ -179,13 +180,12 @@ class Report:
         print(f"[{time.perf_counter() - self.begun:5.1f} s] {text}", flush=True)
 
 
-def name_of(tiles: Tiles, *, splits: int | None = None) -> str:
+def name_of(tiles: Tiles) -> str:
     text = f"b{tiles.block} w{tiles.warps} s{tiles.stages}"
-    if tiles.tokens > 1:
+    if isinstance(tiles, PrefillTiles):
         return f"{text} t{tiles.tokens}"
     text += f" l{tiles.least}" + " early" * tiles.early
-    text += f" c{tiles.carveout}" if tiles.carveout >= 0 else ""
-    return text + (f" x{splits}" if splits else "")
+    return text + (f" c{tiles.carveout}" if tiles.carveout >= 0 else "")
 
 
 def compile_all(jobs: Sequence[Callable[[], object]]) -> None:
@@ -260,22 +260,22 @@ DECODE_TILES = [
     SMALL,
     kernels.DECODE[16],
     kernels.DECODE[64],
-    Tiles(block=64, warps=4, stages=2),
-    Tiles(block=64, warps=2, stages=4),
-    Tiles(block=128, warps=4, stages=2),
-    Tiles(block=128, warps=4, stages=3),
+    DecodeTiles(block=64, warps=4, stages=2),
+    DecodeTiles(block=64, warps=2, stages=4),
+    DecodeTiles(block=128, warps=4, stages=2),
+    DecodeTiles(block=128, warps=4, stages=3),
 ]
 WINDOW_TILES = [
     kernels.DECODE_WINDOW,
-    Tiles(block=64, warps=4, stages=3),
-    Tiles(block=128, warps=2, stages=1),
+    DecodeTiles(block=64, warps=4, stages=3),
+    DecodeTiles(block=128, warps=2, stages=1),
 ]
 PREFILL_TILES = [
-    Tiles(block=64, warps=warps, stages=stages, tokens=16)
+    PrefillTiles(block=64, warps=warps, stages=stages, tokens=16)
     for warps, stages in ((8, 3), (8, 2), (4, 3))
 ]
 PREFILL_WINDOW_TILES = [
-    Tiles(block=block, warps=warps, stages=stages, tokens=tokens)
+    PrefillTiles(block=block, warps=warps, stages=stages, tokens=tokens)
     for block, warps, stages, tokens in (
         (32, 4, 3, 8), (32, 8, 3, 16), (64, 8, 2, 16), (64, 4, 2, 8),
     )
@@ -286,18 +286,19 @@ def variant(tiles: Tiles, case: Batch) -> tuple[object, ...]:
     """What is compiled apart, of a kernel."""
     page_size, width = case.keys.shape[1], case.tables.shape[1]
     splits = kernels.choose_splits(len(case.lengths), KV_HEADS)
-    alone = (case.window or width * page_size) <= tiles.least
+    least = tiles.least if isinstance(tiles, DecodeTiles) else 0
+    alone = (case.window or width * page_size) <= least
     return tiles, case.window, page_size, splits, alone
 
 
 def check(
-    report: Report, name: str, shapes: list[Shape], choices: tuple[list[Tiles], ...]
-) -> tuple[list[Tiles], ...]:
+    report: Report, name: str, shapes: list[Shape], choices: tuple[list[Some], ...]
+) -> tuple[list[Some], ...]:
     """The tiles, for full and for sliding layers, that are right every time."""
     scratch = Scratch.create(128, HEADS, KV_HEADS, DIM, DEVICE)
 
     def run(case: Batch, tiles: Tiles, out: Tensor) -> Tensor:
-        if name == "prefill":
+        if isinstance(tiles, PrefillTiles):
             return case.prefill(tiles, out)
         return case.decode(tiles, scratch, out)
 
@@ -316,7 +317,7 @@ def check(
         ]
     )
     report.note(f"compiled {name}, {len(warm)} variants")
-    bad: set[Tiles] = set()
+    bad: set[Some] = set()
     for tiles, index in pairs:
         case, largest, different = cases[index], math.nan, 0
         try:
@@ -355,9 +356,9 @@ def sanitize() -> None:
         for tiles in choices:
             out = decode.decode(tiles, scratch, torch.empty_like(decode.q))
             print("decode", name_of(tiles), error_of(out, decode.expected()))
-        tiles = kernels.PREFILL_WINDOW if window else kernels.PREFILL
-        out = prefill.prefill(tiles, torch.empty_like(prefill.q))
-        print("prefill", name_of(tiles), error_of(out, prefill.expected()))
+        chosen = kernels.PREFILL_WINDOW if window else kernels.PREFILL
+        out = prefill.prefill(chosen, torch.empty_like(prefill.q))
+        print("prefill", name_of(chosen), error_of(out, prefill.expected()))
     rope_and_cache(*rope_inputs(40, 1)[0])
     torch.cuda.synchronize()
     print("rope")
@@ -368,10 +369,10 @@ def time_decode(
     batch: int,
     length: int,
     window: int | None,
-    trials: Sequence[Trial],
+    trials: Sequence[DecodeTiles],
     page_size: int = 16,
     note: str = "",
-) -> Trial:
+) -> DecodeTiles:
     """Times all, reports the best eight, returns the best."""
     seen = min(length, window or length)
     moved = batch * (seen * TOKEN_BYTES + 2 * HEADS * DIM * 2)
@@ -381,8 +382,8 @@ def time_decode(
     )
     outs = [torch.empty_like(case.q) for case in batches]
     results = []
-    for tiles, splits in trials:
-        scratch = Scratch.create(batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+    scratch = Scratch.create(batch, HEADS, KV_HEADS, DIM, DEVICE)
+    for tiles in trials:
         try:
             us = microseconds(
                 [
@@ -393,15 +394,15 @@ def time_decode(
         except Exception as error:
             report.note(f"{name_of(tiles)}: {str(error).splitlines()[0][:100]}")
             continue
-        results.append((us, tiles, splits))
+        results.append((us, tiles))
     results.sort(key=lambda result: result[0])
     kind = "decode" if window is None else f"dec {window}"
-    for us, tiles, splits in results[:8]:
-        config = name_of(tiles, splits=splits or kernels.choose_splits(batch, KV_HEADS))
-        report.row(kind, f"{batch} x {length}{note}", config, us, gbs=moved / us / 1e3)
+    shape = f"{batch} x {length}{note}"
+    for us, tiles in results[:8]:
+        report.row(kind, shape, name_of(tiles), us, gbs=moved / us / 1e3)
     if len(results) > 8:
         print(f"{'':24}slowest {name_of(results[-1][1])} {results[-1][0]:.2f} us")
-    return results[0][1:]
+    return results[0][1]
 
 
 def time_prefill(
@@ -409,10 +410,10 @@ def time_prefill(
     lengths: Sequence[int],
     chunks: Sequence[int],
     window: int | None,
-    trials: Sequence[Tiles],
+    trials: Sequence[PrefillTiles],
     page_size: int = 16,
     note: str = "",
-) -> Tiles:
+) -> PrefillTiles:
     """As `time_decode`."""
     cases = make_batches(lengths, chunks, window, page_size, 2)
     pairs = sum(
@@ -440,29 +441,29 @@ def time_prefill(
     return results[0][1]
 
 
-def tune_decode(report: Report, full: list[Tiles], sliding: list[Tiles]) -> None:
+def tune_decode(
+    report: Report, full: list[DecodeTiles], sliding: list[DecodeTiles]
+) -> None:
     small = full[0]
     for batch, length in ((1, 128), (1, 1000), (8, 1000), (16, 1000), (32, 1000)):
-        trials: list[Trial] = [(t, None) for t in full[:5]]
-        trials += [(replace(small, least=n), None) for n in (256, 512, 1024)]
+        trials = [*full[:5], *(replace(small, least=n) for n in (256, 512, 1024))]
         time_decode(report, batch, length, None, trials, 64)
     for batch, length in ((64, 1000), (128, 256), (256, 500)):
-        trials = [(replace(t, least=1024), None) for t in full]
-        trials += [(replace(small, stages=3, least=n), None) for n in (256, 512)]
+        trials = [replace(t, least=1024) for t in full]
+        trials += [replace(small, stages=3, least=n) for n in (256, 512)]
         time_decode(report, batch, length, None, trials, 64)
     for batch, length in ((1, 8192), (1, 32_768), (1, 131_072), (8, 32_768)):
-        counts = (16, 32, 33, 64, 66) if batch == 1 else (8, 16)
-        trials = [(t, None) for t in full] + [(small, n) for n in counts]
-        best, splits = time_decode(report, batch, length, None, trials, 64)
+        counts = (16, 32, 33) if batch == 1 else (4,)  # programs for a sequence
+        trials = [*full, *(replace(small, least=-(-length // n)) for n in counts)]
+        best = time_decode(report, batch, length, None, trials, 64)
         for page_size in (16, 32):
             note = f" p{page_size}"
-            trials = [(best, splits), (small, None)]
+            trials = [best, small]
             time_decode(report, batch, length, None, trials, page_size, note)
     for batch in (1, 8, 64, 128, 256):
-        trials = [(tiles, None) for tiles in sliding]
         for page_size in (64, 16):
             note = f" p{page_size}"
-            time_decode(report, batch, 1000, 128, trials, page_size, note)
+            time_decode(report, batch, 1000, 128, sliding, page_size, note)
     report.note("timed decode")
 
 
@@ -473,7 +474,7 @@ class Contest:
     batch: int
     length: int
     window: int | None
-    trials: tuple[Trial, ...]
+    trials: tuple[DecodeTiles, ...]
 
     @property
     def name(self) -> str:
@@ -513,27 +514,26 @@ def contests() -> list[Contest]:
         (128, 500),
         (256, 500),
     ):
-        now = kernels.full_tiles(batch)
+        now = kernels.decode_tiles(batch, None)
         shapes = [(128, 4, 2), (64, 4, 4), (64, 4, 3)]
         if batch > 2:
             shapes += [(128, 8, 2), (64, 4, 2)]
         else:
             shapes += [(128, 4, 3), (64, 2, 3)]
-        trials: list[Trial] = [(now, None)]
+        trials = [now]
         for shape in shapes:
-            tiles = Tiles(*shape, least=now.least)
+            tiles = DecodeTiles(*shape, least=now.least)
             if batch > 2:
-                trials += [(tiles, None)]
-            trials += [(replace(tiles, early=True), None)]
-        trials += [(replace(now, carveout=percent), None) for percent in CARVEOUTS]
+                trials += [tiles]
+            trials += [replace(tiles, early=True)]
+        trials += [replace(now, carveout=percent) for percent in CARVEOUTS]
         if batch < 5:  # a tile for each program
-            wide = Tiles(128, 4, 2, least=128, early=True)
-            trials += [(wide, None), (replace(wide, carveout=64), None)]
+            wide = DecodeTiles(128, 4, 2, least=128, early=True)
+            trials += [wide, replace(wide, carveout=64)]
         entries += [Contest(batch, length, None, tuple(dict.fromkeys(trials)))]
     now = kernels.DECODE_WINDOW
     for batch in (1, 64):
-        trials = [(now, None), (replace(now, early=True), None)]
-        entries += [Contest(batch, 1000, 128, tuple(trials))]
+        entries += [Contest(batch, 1000, 128, (now, replace(now, early=True)))]
     return entries
 
 
@@ -541,10 +541,10 @@ def compile_contests(report: Report, entries: Sequence[Contest]) -> None:
     jobs = {}
     for entry in entries:
         case = entry.inputs(1)[0]
-        for tiles, splits in entry.trials:
-            scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+        scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE)
+        for tiles in entry.trials:
             plain = replace(tiles, least=1, carveout=-1)
-            key = plain, entry.window, entry.batch, splits
+            key = plain, entry.window, entry.batch
             out = torch.empty_like(case.q)
             jobs[key] = partial(case.decode, tiles, scratch, out)
     compile_all(list(jobs.values()))
@@ -594,8 +594,8 @@ def time_contest(report: Report, entry: Contest) -> list[str]:
     layers = batches[:3]
     weights = [layer_weights(case, entry.batch, entry.length) for case in layers]
     results = []
-    for tiles, splits in entry.trials:
-        scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE, splits)
+    scratch = Scratch.create(entry.batch, HEADS, KV_HEADS, DIM, DEVICE)
+    for tiles in entry.trials:
         launches = [
             partial(case.decode, tiles, scratch, out)
             for case, out in zip(batches, outs, strict=True)
@@ -613,34 +613,32 @@ def time_contest(report: Report, entry: Contest) -> list[str]:
         except Exception as error:
             report.note(f"{name_of(tiles)}: {str(error).splitlines()[0][:100]}")
             continue
-        results.append((layer, us, tiles, splits))
+        results.append((layer, us, tiles))
     lines = []
     ranked = sorted(results[1:], key=lambda result: result[0])
-    for layer, us, tiles, splits in [results[0], *ranked[:4]]:
-        used = splits or kernels.choose_splits(entry.batch, KV_HEADS)
-        config = name_of(tiles, splits=used)
+    for layer, us, tiles in [results[0], *ranked[:4]]:
         share = moved / us / 1e3 / PEAK
         kind = "window" if entry.window else "full"
         lines.append(
-            f"{kind:<7}{entry.name:<11}{config:<30}{us:7.2f} us {share:4.0%}"
+            f"{kind:<7}{entry.name:<11}{name_of(tiles):<30}{us:7.2f} us {share:4.0%}"
             f"  layer {layer:7.2f}"
         )
     kind = "decode" if entry.window is None else f"dec {entry.window}"
-    for layer, us, tiles, splits in results:
-        config = name_of(tiles, splits=splits or 0)
+    for layer, us, tiles in results:
+        config = name_of(tiles)
         row = {"kernel": kind, "shape": entry.name, "config": config, "us": us}
         report.rows.append(row | {"gbs": moved / us / 1e3, "layer_us": layer})
     return lines
 
 
-def reads_newest(report: Report, tiles: Tiles) -> bool:
+def reads_newest(report: Report, tiles: DecodeTiles) -> bool:
     """Whether all sees what the kernel just before, in a graph, writes to the cache."""
     wrong = 0
     for batch, length in ((1, 9000), (3, 65), (3, 1)):
         cases = make_batches([length] * batch, [1] * batch, None, PAGE, 3)
         outs = [torch.full_like(case.q, math.nan) for case in cases]
         weights = [layer_weights(case, batch, length) for case in cases]
-        scratch = Scratch.create(batch, HEADS, KV_HEADS, DIM, DEVICE, 16)
+        scratch = Scratch.create(batch, HEADS, KV_HEADS, DIM, DEVICE)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         parts = list(zip(cases, outs, weights, strict=True))
@@ -671,10 +669,9 @@ def tune(report: Report) -> None:
     """Time the decode with early loads and without, alone and in a layer."""
     entries = contests()
     compile_contests(report, entries)
-    choices: tuple[dict[Tiles, None], dict[Tiles, None]] = {}, {}
+    choices: tuple[dict[DecodeTiles, None], dict[DecodeTiles, None]] = {}, {}
     for entry in entries:
-        for tiles, _ in entry.trials:
-            choices[entry.window is not None][tiles] = None
+        choices[entry.window is not None].update(dict.fromkeys(entry.trials))
     shapes = DECODE_SHAPES + random_shapes(4, decode=True)
     good = check(report, "decode", shapes, tuple(map(list, choices)))
     fine = {tiles for tiles in good[0] if reads_newest(report, tiles)} | {*good[1]}
@@ -682,14 +679,16 @@ def tune(report: Report) -> None:
     lines = []
     try:
         for entry in entries:
-            trials = tuple(trial for trial in entry.trials if trial[0] in fine)
+            trials = tuple(tiles for tiles in entry.trials if tiles in fine)
             lines += time_contest(report, replace(entry, trials=trials))
             report.note(f"timed {entry.name}")
     finally:
         print("\n".join(lines), flush=True)
 
 
-def tune_prefill(report: Report, full: list[Tiles], sliding: list[Tiles]) -> None:
+def tune_prefill(
+    report: Report, full: list[PrefillTiles], sliding: list[PrefillTiles]
+) -> None:
     for window, tiles in ((None, full), (128, sliding)):
         time_prefill(report, [2048] * 32, [2048] * 32, window, tiles, 64)
         time_prefill(report, [2048] * 32, [2048] * 32, window, tiles, 16, " p16")
@@ -784,10 +783,10 @@ def main() -> None:
         shapes = DECODE_SHAPES + random_shapes(16, decode=True)
         good = section(check, "decode", shapes, choices) or choices
         section(tune_decode, *good)
-        choices = (PREFILL_TILES, PREFILL_WINDOW_TILES)
+        prefills = (PREFILL_TILES, PREFILL_WINDOW_TILES)
         shapes = PREFILL_SHAPES + random_shapes(16, decode=False)
-        good = section(check, "prefill", shapes, choices) or choices
-        section(tune_prefill, *good)
+        good_prefills = section(check, "prefill", shapes, prefills) or prefills
+        section(tune_prefill, *good_prefills)
         section(time_rope)
 
 

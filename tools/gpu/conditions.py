@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,19 +152,23 @@ def full_during_the_capture() -> str:
     expected = serve(plain)
     del plain
 
-    def make(model: Transformer, cache: PagedCache, most: int) -> Fused:
-        # The cache is there; what comes next is the runner, and its graphs.
+    def make(spare: int, model: Transformer, cache: PagedCache, most: int) -> Fused:
+        # The cache is there; what comes next is the runner with its logits, and graphs.
         torch.cuda.empty_cache()
-        room = torch.cuda.memory_reserved() + 300_000_000
+        logits = 4 * most * model.config.vocab_size
+        room = torch.cuda.memory_reserved() + logits + spare
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(room / total)
         return Fused(model, cache, most)
 
-    try:
-        engine = GraphEngine(model, SMALL, make)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    sizes = [graph.size for graph in engine.runner.captured]
+    for megabytes in (80, 60, 40, 30, 20):  # until some graphs do not fit
+        try:
+            engine = GraphEngine(model, SMALL, partial(make, megabytes * 10**6))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        sizes = [graph.size for graph in engine.runner.captured]
+        if len(sizes) < len(SIZES):
+            break
     expect(0 < len(sizes) < len(SIZES), f"graphs for {sizes}")
     found = serve(engine)
     if 8 in sizes:  # else padding may change the order of summation
