@@ -655,7 +655,11 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     with TimedLLM(
-        model, config, device=place, random_weights=random_weights, seed=plan.seed
+        model,
+        config,
+        device=place,
+        random_weights=random_weights,
+        seed=plan.seed if random_weights else None,
     ) as llm:
         ready = time.perf_counter()
         check_cache(llm.engine, cases)

@@ -364,7 +364,7 @@ class LLM:
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         random_weights: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
         backend: Backend | Choice = TORCH,
     ) -> None:
         folder = EMBEDDED if path is None else Path(path)

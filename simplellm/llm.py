@@ -76,6 +76,8 @@ class LLM(PlainLLM):
         device = find_device(device)
         if not isinstance(config, EngineConfig | None):
             raise TypeError(f"config is {config!r}; expected an EngineConfig")
+        if not isinstance(dtype, torch.dtype | None):
+            raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)

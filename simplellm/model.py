@@ -297,7 +297,7 @@ def load_model(
     device: str | torch.device | None = None,
     *,
     random_weights: bool = False,
-    seed: int = 0,
+    seed: int | None = None,
     backend: Backend | Choice = TORCH,
 ) -> Transformer:
     """Load a checkpoint folder, or the model that comes with the package.
@@ -305,8 +305,8 @@ def load_model(
     ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
     which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
     is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
-    of a known model, whose shapes are then filled with random numbers. ``backend`` may
-    be a function that chooses one for the model. Weights that fit as they are stay on
+    of a known model, whose shapes are then filled with random numbers, always the same
+    for a ``seed``. ``backend`` may be a function that chooses one for the model. Weights that fit as they are stay on
     the mapped file. Raises CheckpointError or ConfigError for a folder that is no
     checkpoint, ValueError for a GPU that is not there, and TypeError or ValueError for
     a dtype that no model has.
@@ -324,7 +324,14 @@ def load_model(
     checkpoint: Checkpoint | RandomCheckpoint
     if random_weights:
         config = config_of(path, random_weights)
-        checkpoint = RandomCheckpoint(config, dtype=dtype, device=device, seed=seed)
+        checkpoint = RandomCheckpoint(
+            config, dtype=dtype, device=device, seed=seed or 0
+        )
+    elif seed is not None:
+        raise ValueError(
+            f"seed is {seed!r}; expected None without random_weights. The seed for "
+            "drawing tokens is one of SamplingParams"
+        )
     else:
         checkpoint = Checkpoint(path)
         config = checkpoint.config

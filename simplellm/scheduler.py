@@ -190,6 +190,8 @@ class Scheduler:
             self.manager.commit(job.number, job.tokens, job.computed)
             if samples:
                 job.tokens.append(UNKNOWN)
+                if length > 1:  # a prompt is done, and who shares it needs less room
+                    self._refused = (-1, 0)
             elif job.siblings and job.missing == 1:
                 self._release_siblings(job)
 

@@ -311,3 +311,8 @@ def test_a_gpu_computes_the_same_logits() -> None:
     tokens = token_ids(200, model.config.vocab_size)
     ours = model.logits(tokens).cpu()
     assert relative(ours, load_model(device="cpu").logits(tokens)) < 1e-4
+
+
+def test_a_seed_without_random_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="seed is 1; expected None without random_wei"):
+        load_model(device="cpu", seed=1)
