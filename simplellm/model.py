@@ -306,10 +306,10 @@ def load_model(
     which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
     is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
     of a known model, whose shapes are then filled with random numbers, always the same
-    for a ``seed``. ``backend`` may be a function that chooses one for the model. Weights that fit as they are stay on
-    the mapped file. Raises CheckpointError or ConfigError for a folder that is no
-    checkpoint, ValueError for a GPU that is not there, and TypeError or ValueError for
-    a dtype that no model has.
+    for a ``seed``. ``backend`` may be a function that chooses one for the model.
+    Weights that fit as they are stay on the mapped file. Raises CheckpointError or
+    ConfigError for a folder that is no checkpoint, ValueError for a GPU that is not
+    there, and TypeError or ValueError for a dtype that no model has.
     """
     device = find_device(device)
     if dtype is None:
