@@ -14,7 +14,7 @@ from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import config_of, find_device
+from simplellm.model import check_dtype, config_of, find_device
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -76,8 +76,8 @@ class LLM(PlainLLM):
         device = find_device(device)
         if not isinstance(config, EngineConfig | None):
             raise TypeError(f"config is {config!r}; expected an EngineConfig")
-        if not isinstance(dtype, torch.dtype | None):
-            raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
+        if dtype is not None:
+            check_dtype(dtype)
         if config is None:
             config = GPUConfig() if device.type == "cuda" else EngineConfig()
         reason = why_not_fused(device, dtype, config)

@@ -1,6 +1,5 @@
 """Whether a model and what it works with fit into a GPU's memory."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from simplellm.cache import kv_bytes
 from simplellm.checkpoint import count_parameters
 from simplellm.config import ModelConfig
 from simplellm.engine import EngineConfig
+from simplellm.paged import page_bytes
 
 MXFP4_BYTES = 17 / 32  # of a number: 4 bits, and 8 for each 32 of them
 
@@ -31,10 +31,7 @@ class Need:
         weights = int(experts * MXFP4_BYTES) + (counts.total - experts) * itemsize
         tokens = config.max_num_batched_tokens
         if config.num_pages is not None:
-            # A page serves as many layers as the larger group has, full or sliding.
-            layers = max(Counter(model.layer_types).values())
-            row = 2 * model.num_key_value_heads * model.head_dim * itemsize
-            cache = config.num_pages * config.page_size * layers * row
+            cache = config.num_pages * page_bytes(model, config.page_size, itemsize)
         else:
             cache = config.cache_bytes or kv_bytes(model, tokens, itemsize=itemsize)
         rows = model.num_experts_per_tok * (model.intermediate_size + model.hidden_size)

@@ -291,6 +291,16 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
+def check_dtype(dtype: object) -> None:
+    """Raise TypeError or ValueError unless a model can have this dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
+        )
+
+
 def load_model(
     path: str | Path | None = None,
     dtype: torch.dtype | None = None,
@@ -314,12 +324,7 @@ def load_model(
     device = find_device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
-        )
+    check_dtype(dtype)
     path = EMBEDDED if path is None else path
     checkpoint: Checkpoint | RandomCheckpoint
     if random_weights:

@@ -8,9 +8,8 @@ B sequences in a step, T packed tokens, P pages in a row of a table, S positions
 query heads, K kv heads, G = H / K heads a group, D head_dim.
 """
 
-import math
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -560,6 +559,13 @@ def gather(x: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], -1, *x.shape[2:])
 
 
+def page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> int:
+    """Bytes of a page: keys and values of the larger group of layers."""
+    layers = max(Counter(config.layer_types).values())
+    numbers = config.num_key_value_heads * config.head_dim
+    return 2 * layers * page_size * numbers * itemsize
+
+
 class PagedCache:
     """Keys and values of many sequences in the pages of one pool.
 
@@ -597,7 +603,7 @@ class PagedCache:
             self.places.append((group, counts[group]))
             counts[group] += 1
         row = page_size, config.num_key_value_heads, config.head_dim
-        self.page_nbytes = 2 * max(counts) * math.prod(row) * dtype.itemsize
+        self.page_nbytes = page_bytes(config, page_size, dtype.itemsize)
         if max_bytes is not None:
             num_pages = max_bytes // self.page_nbytes
         if not num_pages:

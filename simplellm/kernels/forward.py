@@ -210,12 +210,12 @@ class Fused:
         model, eps = self.model, self.model.config.rms_norm_eps
         add_norm = self.kernels.add_norm
         x = self.kernels.embed(step.tokens, previous, model.embed_tokens)
-        update = None
+        update, live = None, step.queries[-1:]
         for index, layer in enumerate(self.layers):
             x, h = add_norm(x, update, layer.attn_norm.weight, eps)
             update = self.attention(layer.attn, h, step, index)
             x, h = add_norm(x, update, layer.mlp_norm.weight, eps)
-            update = self.experts(layer.mlp, h, step.queries[-1:])
+            update = self.experts(layer.mlp, h, live)
         return add_norm(x, update, model.norm.weight, eps)[1]
 
     def attention(self, attn: Attention, h: Tensor, step: Step, layer: int) -> Tensor:
