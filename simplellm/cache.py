@@ -276,9 +276,10 @@ class Read(NamedTuple):
 
 
 class DecodeStep:
-    """A cache during a step. On a CPU, one of nothing but decodes may use `extend`.
+    """A cache during one forward pass.
 
-    ``decodes`` says whether the step is such a one, in float32.
+    ``decodes`` is true if each chunk is one token and the memory float32 on a CPU. Only
+    then may `extend` be used.
     """
 
     def __init__(self, chunks: Sequence[Chunk], memory: Tensor) -> None:
@@ -310,7 +311,7 @@ class SlotStep(DecodeStep):
 
     def extend(self, layer: int, k: ndarray, v: ndarray) -> Iterable[Read]:
         """Store k and v float32 [T, K, D]; what the tokens attend to, new and old."""
-        keys, values = (memory.numpy() for memory in self.layers[layer])
+        keys, values = self.cache.arrays[layer]
         size = keys.shape[2]  # of [slots, K, S, D]
         for row, (chunk, slot) in enumerate(zip(self.chunks, self.slots, strict=True)):
             place, length = chunk.start % size, min(chunk.start + 1, size)
@@ -407,6 +408,11 @@ class SlotCache:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         self.layers = [(memory(size), memory(size)) for size in self.sizes]
+
+    @cached_property
+    def arrays(self) -> list[tuple[ndarray, ndarray]]:
+        """``layers`` for NumPy, in the same memory; only float32 on a CPU has it."""
+        return [(keys.numpy(), values.numpy()) for keys, values in self.layers]
 
     @property
     def nbytes(self) -> int:

@@ -358,11 +358,9 @@ class Alone:
 class Rows:
     """Where the layers of one group find everything in this step."""
 
-    tables: Tensor  # int32 [B, P], pages from the first one in use, padded with 0
-    offsets: Tensor  # int32 [B], the position where the first of them begins
     slots: Tensor  # int64 [T], page * page_size + place in it of each new token
     queries: Tensor  # int64, the only new tokens of sequences that form one batch
-    pages: Tensor  # int32 [queries, P], the rows of these sequences in ``tables``
+    pages: Tensor  # int32 [queries, P], these sequences' from the first one in use
     hidden: Tensor  # bool [queries, S], what they must not see
     alone: list[Alone]
 
@@ -423,9 +421,7 @@ class PagedStep(DecodeStep):
         """Store k and v float32 [T, K, D]; what the tokens attend to, new and old."""
         group, place = self.cache.places[layer]
         slots, parts = self.gathered[group]
-        dim = k.shape[2]
-        keys = self.cache.k[place].numpy().reshape(-1, dim)
-        values = self.cache.v[place].numpy().reshape(-1, dim)
+        keys, values = self.cache.arrays[place]
         keys[slots], values[slots] = k, v
         for rows, cells, hidden in parts:
             yield Read(rows, keys.take(cells, 0), values.take(cells, 0), hidden)
@@ -489,7 +485,7 @@ class PagedStep(DecodeStep):
         if len(rows.queries):
             k_all = gather(keys, rows.pages)  # [queries, S, K, D]
             v_all = gather(values, rows.pages)
-            # A page's rest may hold anything, and nothing times NaN is NaN.
+            # A page's rest may hold anything, and 0 times NaN is NaN.
             v_all.masked_fill_(rows.hidden[..., None, None], 0)
             out[rows.queries] = decode_attention(
                 q[rows.queries],
@@ -542,8 +538,6 @@ class PagedStep(DecodeStep):
         width = max((len(tables[number]) for number in batch), default=0)
         positions = offset[rows, None] + torch.arange(width * size)
         return Rows(
-            tables=padded.to(device),
-            offsets=offset.to(device),
             slots=slots.to(device),
             queries=(ends[rows] - 1).to(device),
             pages=padded[rows, :width].to(device),
@@ -619,6 +613,18 @@ class PagedCache:
         )
         shape = (2, max(counts), num_pages, *row)
         self.k, self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @cached_property
+    def arrays(self) -> list[tuple[ndarray, ndarray]]:
+        """``k`` and ``v`` for NumPy, each place as [rows, D] in the same memory.
+
+        Only float32 on a CPU has it.
+        """
+        dim = self.k.shape[-1]
+        return [
+            (k.numpy().reshape(-1, dim), v.numpy().reshape(-1, dim))
+            for k, v in zip(self.k, self.v, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
