@@ -622,7 +622,7 @@ class Engine:
         """Carry out what other threads asked for; wait if there is nothing to run."""
         while True:
             with self.lock:  # whoever came before the closing is among the jobs
-                idle = not self.scheduler.jobs
+                idle = not (self.scheduler.jobs or self.flights)
                 over = self.stopping or (self.closing and idle)
             if over:
                 for job in list(self.tickets):
@@ -713,13 +713,14 @@ MAX_STOP_CHARACTERS = 4096
 class LLM(PlainLLM):
     """A model that answers any number of threads, all their requests at once.
 
-    The arguments and methods of chapter 6's LLM, with ``config`` for the engine.
+    The arguments and methods of `simplellm.generate.LLM`, ``config`` for the engine.
     Each method that takes sampling parameters takes two more: ``priority`` (an integer;
     the lower, the sooner) and ``timeout`` (seconds, after which a request ends with
     what it has and the finish_reason "timeout").
 
-    Raises QueueFullError if too many requests wait. A request whose step fails raises
-    EngineError with the failure as its cause; the others go on.
+    Raises QueueFullError if too many requests wait. If the step of a request fails, its
+    call raises EngineError, with the failure as its cause; what other calls have asked
+    for goes on.
     """
 
     _known = (*PlainLLM._known, "priority", "timeout")
@@ -749,9 +750,10 @@ class LLM(PlainLLM):
     ) -> Future[list[RequestOutput]]:
         """Continue each prompt; the result has ``n`` outputs per prompt, in order.
 
-        As in chapter 6. The samples of a prompt share its computation and its pages;
-        with a seed s they draw with s, s + 1, ... Cancelling the future ends its
-        requests. In a coroutine: ``await asyncio.wrap_future(llm.generate(...))``.
+        The other arguments are those of `simplellm.generate.LLM.generate`. The samples
+        of a prompt share its computation and its pages; with a seed s they draw with s,
+        s + 1, ... Cancelling the future ends its requests. In a coroutine:
+        ``await asyncio.wrap_future(llm.generate(...))``.
         """
         check_integer("n", n, 1, MAX_SAMPLES)
         families = [

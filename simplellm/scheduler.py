@@ -20,7 +20,7 @@ UNKNOWN = -1  # stands for a token that is being computed
 
 
 class QueueFullError(RuntimeError):
-    """More requests wait than the queue may hold; try again later."""
+    """More requests would wait than the queue may hold."""
 
 
 @dataclass(eq=False)
