@@ -454,7 +454,7 @@ class Bench:
         outputs = self.llm.generate(prompts, params).result()
         seconds = time.monotonic() - began
         if preempted := self.llm.stats().preemptions - before:
-            raise RuntimeError(f"the cache was too small for {preempted} requests")
+            raise RuntimeError(f"the cache was too small: {preempted} preemptions")
         return Run(outputs, seconds, meter, began)
 
     def decode(self, case: Case) -> Run:

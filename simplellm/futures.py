@@ -1,7 +1,8 @@
 """The future of some requests, and what fills it.
 
 One future may stand for thousands of requests, so it has no thread of its own: all that
-is here runs in the engine's text thread, or in that of whoever cancels or waits.
+is here but callbacks runs in the engine's text thread, or in that of whoever cancels or
+waits.
 """
 
 import logging
@@ -90,6 +91,7 @@ class Completion:
         self.future = future
         self.sides = sides
         self.wholes = [Whole() for _ in sides]
+        self.left = len(sides)  # requests that have not ended
 
     def push(self, index: int, event: "Event") -> None:
         """What came for one of the requests; the last of all sets the result."""
@@ -101,9 +103,12 @@ class Completion:
         try:
             new = request.accept(event)
             self.wholes[index].add(side.push(new) if new else ending(side))
-            if request.finish_reason is not None and event.finish_reason is None:
+            if request.finish_reason is None:
+                return
+            if event.finish_reason is None:
                 self.engine.abort(ticket.job, request.finish_reason)
-            if any(side.request.finish_reason is None for side in self.sides):
+            self.left -= 1
+            if self.left:
                 return
             with suppress(InvalidStateError):  # it may have been cancelled
                 self.future.set_result([whole.output() for whole in self.wholes])

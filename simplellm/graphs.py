@@ -9,7 +9,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from simplellm.engine import Engine, EngineConfig, Flight
 from simplellm.model import Transformer
 from simplellm.paged import PagedCache
-from simplellm.sampler import Columns, Sampled, sample, upload
+from simplellm.sampler import Columns, Sampled, filter_tokens, sample, upload
 from simplellm.scheduler import UNKNOWN, Job, Work
 
 LOGGER = logging.getLogger("simplellm")
@@ -283,6 +283,10 @@ class Runner:
         """
         landing = self.landing[self.turn][:count]
         landing.copy_(self.output[:count], non_blocking=True)
+        landed = Sampled(landing)
+        if sampled is not None and sampled.logprobs is not None and sampled.top:
+            logprobs, ids, values = map(self._fetch, (sampled.logprobs, *sampled.top))
+            landed = Sampled(landing, logprobs, (ids, values))
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
@@ -290,11 +294,15 @@ class Runner:
         def wait() -> Sampled:
             if arrived:
                 arrived.synchronize()
-            if sampled is None:
-                return Sampled(landing)
-            return Sampled(landing, sampled.logprobs, sampled.top)
+            return landed
 
         return wait
+
+    def _fetch(self, x: Tensor) -> Tensor:
+        """A copy of ``x`` that is on its way to the host."""
+        pin = self.device.type == "cuda"
+        place = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin)
+        return place.copy_(x, non_blocking=True)
 
     def _graph(self, works: Sequence[Work]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
@@ -307,31 +315,47 @@ class Runner:
         """Write ``works`` into ``step``, a `Step` of numpy arrays."""
         manager, page_size = self.cache.manager, self.cache.manager.page_size
         self._pad(step)
-        begin = sampling = 0
-        for row, (job, start, length, samples) in enumerate(works):
-            end, stop = begin + length, start + length
-            tokens = job.tokens[start:stop]
+        groups = step.groups[: len(manager.windows)]
+        tokens: list[int] = []
+        positions: list[int] = []
+        for row, (job, start, length, _) in enumerate(works):
+            tokens += job.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
                 tokens[-1] = -1 - self.previous[job.number]
-            step.tokens[begin:end] = tokens
-            positions = np.arange(start, stop)
-            step.positions[begin:end] = positions
-            step.lengths[row] = stop
-            step.queries[row] = begin
-            if samples:
-                step.samples[sampling] = end - 1
-                sampling += 1
+            positions += range(start, start + length)
             table = manager.table(job.number)
-            places = zip(step.groups, table.groups, table.first, strict=False)
-            for group, pages, first in places:
-                live = np.frombuffer(pages, dtype=np.int32)
-                group.tables[row, : len(live) - first] = live[first:]
+            for group, pages, first in zip(
+                groups, table.groups, table.first, strict=True
+            ):
+                live = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size
-                group.slots[begin:end] = (
-                    live[positions // page_size] * page_size + positions % page_size
-                )
-            begin = end
-        step.queries[len(works) :] = begin
+        # The rest is done for all rows at once: a call costs more than a number.
+        count, batch = len(tokens), len(works)
+        counts = [work.length for work in works]
+        ends = np.cumsum(counts)
+        step.tokens[:count], step.positions[:count] = tokens, positions
+        step.lengths[:batch] = [work.start + work.length for work in works]
+        step.queries[1 : batch + 1], step.queries[batch + 1 :] = ends, count
+        samples = ends[[work.samples for work in works]] - 1
+        step.samples[: len(samples)] = samples
+        owners = np.repeat(np.arange(batch), counts)
+        for group in groups:
+            place = step.positions[:count] - group.offsets[owners]
+            pages = group.tables[owners, place // page_size]
+            group.slots[:count] = pages * page_size + place % page_size
+
+
+def filtered(logits: Tensor, best: Tensor, columns: Columns) -> tuple[Tensor, Columns]:
+    """What is left to draw from, with columns that say: as it is, at temperature 1.
+
+    ``best`` int32 [B] is the likeliest token of each row of ``logits`` [B, V].
+    """
+    drawing = columns.temperature > 0
+    scores = logits - logits.gather(1, best[:, None].long())
+    scores /= torch.where(drawing, columns.temperature, 1.0)
+    scores = filter_tokens(scores, columns.top_k, columns.top_p, columns.min_p)
+    return scores, replace(columns, temperature=drawing.float())
 
 
 @dataclass(frozen=True)
@@ -354,10 +378,10 @@ class GPUConfig(EngineConfig):
                     f"{name} is {getattr(self, name)!r}; expected True or False"
                 )
         # A kernel may have a program for each, and so many a launch at most.
-        if self.max_num_batched_tokens + self.max_num_seqs >= 2**16:
+        if self.max_num_batched_tokens + self.max_num_seqs >= 2**16 - 1:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and "
-                f"max_num_seqs {self.max_num_seqs}; expected less than 65,536 together"
+                f"max_num_seqs {self.max_num_seqs}; expected less than 65,535 together"
             )
 
 
@@ -401,11 +425,13 @@ class GraphEngine(Engine):
     ) -> Sampled | None:
         """Put tokens in the place of the likeliest ones, unless all rows want these."""
         output = self.runner.output[: len(jobs)]
-        changed = columns.bias is not None or columns.penalties or columns.filters
+        changed = columns.bias is not None or columns.penalties
         if not (columns.random or changed or columns.logprobs is not None):
             return None
         steps = upload([job.num_output for job in jobs], torch.int64, logits.device)
         if not changed and columns.logprobs is None:
+            if columns.filters:
+                logits, columns = filtered(logits, output, columns)
             output.copy_(self.runner.forward.draw(logits, output, columns, steps))
             return None
         sampled = sample(logits, columns, steps, *self.counts(jobs, columns))

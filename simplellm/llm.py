@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from simplellm.checkpoint import Checkpoint
 from simplellm.engine import LLM as PlainLLM
 from simplellm.engine import Engine, EngineConfig
 from simplellm.graphs import GPUConfig, GraphEngine
 from simplellm.memory import enough
-from simplellm.model import check_dtype, config_of, find_device
+from simplellm.model import EMBEDDED, check_dtype, config_of, find_device
 
 LOGGER = logging.getLogger("simplellm")
 OLDEST = (8, 0)  # compute capability: the first with bfloat16
@@ -83,7 +84,14 @@ class LLM(PlainLLM):
         reason = why_not_fused(device, dtype, config)
         if "backend" in options:
             reason = "a backend was given"
+        random, packed = options.get("random_weights", False), True
+        if device.type == "cuda" and not random:
+            packed = Checkpoint(EMBEDDED if path is None else path).packed
+        if reason is None and not packed:
+            reason = "the experts are not packed, and the kernels read MXFP4"
         self._fused = reason is None
+        if self._fused and not isinstance(config, GPUConfig):
+            config = GPUConfig(**asdict(config))
         if reason and isinstance(config, GPUConfig) and config.batch_invariant:
             raise ValueError(
                 "batch_invariant is True; expected False, since PyTorch computes and "
@@ -95,8 +103,8 @@ class LLM(PlainLLM):
             current = torch.cuda.device(device)  # where Triton launches
             if dtype is None and torch.cuda.get_device_capability(device) < OLDEST:
                 dtype = torch.float32
-            shapes = config_of(path, options.get("random_weights", False))
-            guard = enough(shapes, config, device, (dtype or torch.bfloat16).itemsize)
+            itemsize = (dtype or torch.bfloat16).itemsize
+            guard = enough(config_of(path, random), config, device, itemsize, packed)
         backend: dict[str, Any] = {}
         if self._fused:
             from simplellm.kernels.forward import FUSED
@@ -113,10 +121,8 @@ class LLM(PlainLLM):
     def _make_engine(self, config: EngineConfig | None) -> Engine:
         if not self._fused:
             return super()._make_engine(config)
-        assert config is not None  # since __init__ has chosen one
+        assert isinstance(config, GPUConfig)  # since __init__ has chosen one
         from simplellm.kernels.forward import Fused
 
-        if not isinstance(config, GPUConfig):
-            config = GPUConfig(**asdict(config))
         fused = partial(Fused, batch_invariant=config.batch_invariant)
         return GraphEngine(self.model, config, fused)

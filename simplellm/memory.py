@@ -24,11 +24,18 @@ class Need:
     step: int  # about, for what a step computes
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig, itemsize: int = 2) -> "Need":
-        """``itemsize`` is that of all numbers but the experts', which are MXFP4."""
+    def of(
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        itemsize: int = 2,
+        packed: bool = True,
+    ) -> "Need":
+        """``itemsize`` is that of all numbers but ``packed`` experts', MXFP4."""
         counts = count_parameters(model)
         experts = counts.by_kind["experts"]
-        weights = int(experts * MXFP4_BYTES) + (counts.total - experts) * itemsize
+        each = MXFP4_BYTES if packed else itemsize
+        weights = int(experts * each) + (counts.total - experts) * itemsize
         tokens = config.max_num_batched_tokens
         if config.num_pages is not None:
             cache = config.num_pages * page_bytes(model, config.page_size, itemsize)
@@ -50,14 +57,19 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def enough(
-    model: ModelConfig, config: EngineConfig, device: torch.device, itemsize: int = 2
+    model: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    itemsize: int = 2,
+    packed: bool = True,
 ) -> Iterator[None]:
     """Load a model inside of this, which says what is missing if memory is.
 
     Raises torch.OutOfMemoryError before anything is loaded if the weights and the cache
     asked for cannot fit, and also for one that happens inside.
     """
-    need, (free, total) = Need.of(model, config, itemsize), free_bytes(device)
+    need = Need.of(model, config, itemsize, packed)
+    free, total = free_bytes(device)
     message = (
         f"{torch.cuda.get_device_name(device)} has not enough memory: the model takes "
         f"{need.weights / 1e9:.1f} GB for its weights, {need.cache / 1e9:.1f} for keys "

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from test_graphs import PROMPTS, Tape, answers, make
 
 from simplellm import graphs, llm
@@ -114,6 +116,29 @@ def test_a_gpu_without_bfloat16_gets_float32_and_one_line(
     assert "a card with PyTorch, since the GPU's compute capability is 7.5" in line
 
 
+def test_unpacked_experts_are_left_to_pytorch(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", quantized=False)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        llm.PlainLLM, "__init__", lambda self, path, config, **o: asked.update(o)
+    )
+    assert "the experts are not packed" in LLM(folder, device="cuda").how
+    assert "backend" not in asked
+    assert LLM(write_checkpoint(tmp_path / "packed"), device="cuda").how.startswith(
+        "Triton"
+    )
+
+
+def test_a_config_that_kernels_have_no_room_for_is_refused_before_the_load(
+    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.PlainLLM, "__init__", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(ValueError, match="expected less than 65,535 together"):
+        LLM(config=EngineConfig(max_num_batched_tokens=2**16), device="cuda")
+
+
 def test_a_backend_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "why_not_fused", lambda *arguments: None)
     with LLM(device="cpu", backend=TORCH) as given:
@@ -125,6 +150,9 @@ def test_a_backend_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_need_for_weights_is_that_of_the_shapes(name: str) -> None:
     exact = sum(weight_bytes(MODELS[name]).values())
     assert Need.of(MODELS[name], GPUConfig()).weights == pytest.approx(exact, rel=2e-3)
+    exact = sum(weight_bytes(MODELS[name], packed=False).values())
+    need = Need.of(MODELS[name], GPUConfig(), packed=False)
+    assert need.weights == pytest.approx(exact, rel=2e-3)
 
 
 def test_the_need_for_the_cache_is_that_of_its_pages() -> None:

@@ -5,6 +5,7 @@ before the tokens of the ones before them are known, which is what can go wrong.
 """
 
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -344,7 +345,25 @@ def test_a_switch_that_is_no_bool_is_refused(name: str) -> None:
         GPUConfig(**{name: 1})  # type: ignore[arg-type]
 
 
+def test_a_step_in_advance_is_over_once_nobody_is_left(model: Transformer) -> None:
+    """The last request ends at a stop token, which the next step did not know."""
+    engine = make(model)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=9,
+        stop_token_ids=tuple(range(model.config.vocab_size)),
+    )
+    engine.start()
+    [(_, events)] = submit(engine, [1, 2, 3], params)
+    end = time.monotonic() + 20
+    while (not events or engine.flights) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert events[-1].finish_reason == "stop"
+    assert not engine.flights
+    engine.shutdown(stop=True)
+
+
 def test_a_step_that_no_launch_has_room_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected less than 65,536 together"):
-        GPUConfig(max_num_batched_tokens=2**16 - 1, max_num_seqs=1)
-    GPUConfig(max_num_batched_tokens=2**16 - 2, max_num_seqs=1)
+    with pytest.raises(ValueError, match="expected less than 65,535 together"):
+        GPUConfig(max_num_batched_tokens=2**16 - 2, max_num_seqs=1)
+    GPUConfig(max_num_batched_tokens=2**16 - 3, max_num_seqs=1)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -29,6 +29,7 @@ from simplellm.kernels import (
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
 WAIT = r"griddepcontrol\.wait|grid_dependency_wait"  # as one Triton or another has it
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
@@ -287,14 +288,15 @@ CASES = [
 
 
 WAITING = [case for case in CASES if case.constants.get("PDL")]
+ONE_OF_EACH = list({case.kernel: case for case in CASES}.values())
 
 
 def kernel_name(case: Case) -> str:
     return case.kernel.__name__
 
 
-def compile_case(case: Case):
-    """The kernel's machine code for an H100 or H200."""
+def compile_case(case: Case, target: GPUTarget = HOPPER):
+    """The kernel's machine code, for an H100 or H200 unless told otherwise."""
     names = case.kernel.arg_names
     ordinary = [name for name in names if name not in case.constants]
     types = dict(zip(ordinary, case.types.split(), strict=True))
@@ -308,7 +310,7 @@ def compile_case(case: Case):
     if "PDL" in case.constants:
         options["launch_pdl"] = case.constants["PDL"]
     source = ASTSource(case.kernel, signature, case.constants, aligned)
-    return triton.compile(source, target=HOPPER, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def lines_before_the_wait(ttir: str) -> list[str]:
@@ -343,6 +345,13 @@ def test_it_compiles_and_fits(case):
     compiled = compile_case(case)
     assert len(compiled.asm["cubin"]) > 0
     assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=kernel_name)
+def test_it_compiles_for_older_gpus(case):
+    constants = case.constants | ({"PDL": False} if "PDL" in case.constants else {})
+    compiled = compile_case(replace(case, constants=constants), AMPERE)
+    assert len(compiled.asm["cubin"]) > 0
 
 
 @pytest.mark.parametrize("case", WAITING, ids=kernel_name)
@@ -390,14 +399,14 @@ def test_keys_are_on_their_way_before_the_wait(tiles):
 def test_a_weight_is_decoded_after_the_multiplications_before(case):
     """ptxas before 13.3 reuses registers of a wgmma that is under way."""
     ptx = compile_case(case).asm["ptx"]
-    steps = re.findall(r"wgmma\.(mma_async|wait_group\S+ *\d+)|(mul)\.rn\.bf16x2", ptx)
+    steps = re.findall(r"wgmma\.(mma_async|wait_group\S+ *\d+)|(fma)\.rn\.bf16x2", ptx)
     kinds = [first.split(".")[0] or second for first, second in steps]
-    assert kinds.count("mul")
+    assert kinds.count("fma")
     # mma, for up to 8 tokens, is over when it is over.
     assert kinds.count("mma_async") or case.constants["BLOCK_T"] == 8
     assert all(first.endswith(" 0") for first, _ in steps if "wait" in first)
     for step, following in pairwise(kinds):
-        assert step != "mma_async" or following != "mul"
+        assert step != "mma_async" or following != "fma"
 
 
 @pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)

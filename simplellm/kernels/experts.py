@@ -32,6 +32,7 @@ from simplellm.mxfp4 import BLOCK, MXFP4
 # number times 2^-126: e2m1's subnormal 0.5 is a bfloat16 subnormal.
 NUMBERS = tl.constexpr(0x81C081C0)
 EXPONENTS = tl.constexpr(0x7F807F80)  # of two bfloat16 numbers
+MINUS_ZERO = tl.constexpr(0x80008000)  # of both; what it is added to stays as it is
 FIRST = tl.constexpr(0x60306030)  # what a pair's fourth register has in its first word
 SECOND = tl.constexpr(0x9FCF9FCF)  # and what of its second word, shifted right by 2
 SHIFT = 8  # products are weights * 2^-SHIFT, so that scales up to 2^(1 + SHIFT) fit
@@ -175,9 +176,14 @@ def unpack(packed: Packed) -> MXFP4:
 def decode_ptx() -> str:
     """PTX for 16 bytes of a thread, words $16 to $19 with scales $20.
 
-    Register r of half h, two bfloat16 numbers, goes to output 2 * r + h.
+    Register r of half h, two bfloat16 numbers, goes to output 2 * r + h. It is their
+    product with a scale plus -0, since before Hopper GPUs have no product alone.
     """
-    lines = [".reg .b32 s, u, low, high;", ".reg .b16 l, h;"]
+    lines = [
+        ".reg .b32 s, u, low, high, zero;",
+        ".reg .b16 l, h;",
+        f"mov.b32 zero, {MINUS_ZERO.value};",
+    ]
     for half in range(2):
         out = [f"${2 * r + half}" for r in range(8)]
         first, second = f"${16 + 2 * half}", f"${17 + 2 * half}"
@@ -202,7 +208,7 @@ def decode_ptx() -> str:
             scale = "low" if r < 4 else "high"
             lines += [
                 f"and.b32 {out[r]}, {out[r]}, {NUMBERS.value};",
-                f"mul.rn.bf16x2 {out[r]}, {out[r]}, {scale};",
+                f"fma.rn.bf16x2 {out[r]}, {out[r]}, {scale}, zero;",
             ]
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -434,7 +440,7 @@ def gate_up_block(
     gate += tl.load(bias_ptrs, inside, 0).to(tl.float32)[:, None]
     up += tl.load(bias_ptrs + 1, inside, 0).to(tl.float32)[:, None]
     hidden = activate(gate, up, LIMIT, ALPHA)
-    ptrs = hidden_ptr + (positions[None, :] * (N // 2) + units[:, None])
+    ptrs = hidden_ptr + (positions.to(tl.int64)[None, :] * (N // 2) + units[:, None])
     hidden = hidden.to(hidden_ptr.dtype.element_ty)
     tl.store(ptrs, hidden, valid[None, :] & inside[:, None])
 
@@ -521,7 +527,7 @@ def down_block(
     inside = rows < N
     bias = tl.load(bias_ptr + expert * N + rows, inside, 0).to(tl.float32)
     out = (out + bias[:, None]) * weights[None, :]
-    ptrs = out_ptr + (pairs[None, :] * N + rows[:, None])
+    ptrs = out_ptr + (pairs.to(tl.int64)[None, :] * N + rows[:, None])
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(ptrs, out, valid[None, :] & inside[:, None])
 

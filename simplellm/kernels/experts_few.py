@@ -24,6 +24,7 @@ from torch import Tensor
 from simplellm.kernels import supports_pdl
 from simplellm.kernels.experts import (
     EXPONENTS,
+    MINUS_ZERO,
     SHIFT,
     Packed,
     activate,
@@ -46,9 +47,13 @@ def enlarge(bits, PTX: tl.constexpr):
     """Two bfloat16 numbers in 32 bits, times 2^64."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "mul.rn.bf16x2 $0, $1, $2;",
-            "=r,r,r",
-            [bits, tl.full([], ENLARGED, tl.uint32)],
+            "fma.rn.bf16x2 $0, $1, $2, $3;",  # before Hopper there is no mul of two
+            "=r,r,r,r",
+            [
+                bits,
+                tl.full([], ENLARGED, tl.uint32),
+                tl.full([], MINUS_ZERO, tl.uint32),
+            ],
             dtype=tl.uint32,
             is_pure=True,
             pack=1,
@@ -329,7 +334,7 @@ def down_few_kernel(
 
 
 class FewTiling(NamedTuple):
-    """How a kernel divides its work. None of it changes what is computed."""
+    """How a kernel divides its work. It may change the last bits of a result."""
 
     programs: int = 66  # for each chosen expert
     warps: int = 8  # of a program, on different columns

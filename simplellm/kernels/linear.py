@@ -5,7 +5,8 @@ T tokens, N out, K in, S parts along K.
 Two kernels. ``gemv`` multiplies on the ordinary cores: a program holds whole rows of
 the weight in registers, loaded before it waits for its input. ``dot`` multiplies on
 the tensor cores, with the weight as the tall operand and the tokens as the narrow one.
-Which one runs, and how, is looked up in `TUNED`; more tokens go to PyTorch's matmul.
+Which one runs, and how, is looked up in `TUNED`; more tokens go to PyTorch's matmul, or
+to `routing.MANY`.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Dot:
 
 Config = Gemv | Dot
 
-# (N, K) -> for up to so many tokens, how. Above the last, PyTorch's matmul.
+# (N, K) -> for up to so many tokens, how.
 Table = tuple[tuple[int, Config], ...]
 ROUTER: Table = (
     (2, Gemv(rows=4, warps=4)),

@@ -23,12 +23,10 @@ def sum_parts(
     DTYPE: tl.constexpr,
 ):
     """x plus the parts of its update, which are added first, rounded to DTYPE."""
-    if PARTS > 0:
-        total = tl.load(update, inside, 0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(update + part * stride_part, inside, 0).to(tl.float32)
-        x = (x + total).to(DTYPE).to(tl.float32)
-    return x
+    total = tl.load(update, inside, 0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(update + part * stride_part, inside, 0).to(tl.float32)
+    return (x + total).to(DTYPE).to(tl.float32)
 
 
 @triton.jit

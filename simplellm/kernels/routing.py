@@ -308,6 +308,12 @@ def count_live(live_ptr, tokens):
     return live
 
 
+@triton.jit
+def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
+    """How many pairs have experts."""
+    return count_live(live_ptr, n // TOP_K) * TOP_K
+
+
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def route_kernel(
     logits_ptr,
@@ -335,6 +341,7 @@ def route_kernel(
 
     position[i] = #{j: (id[j], j) < (id[i], i)}
     """
+    live = count_live(live_ptr, tokens)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -352,7 +359,7 @@ def route_kernel(
 
     SIZE: tl.constexpr = ROWS * BLOCK_K
     # After every expert come the pairs of padding, and then what is no pair.
-    ids = tl.where(rows < count_live(live_ptr, tokens), ids, E)
+    ids = tl.where(rows < live, ids, E)
     keys = tl.where(inside, ids, E + 1) * SIZE + where
     keys = tl.reshape(keys, [SIZE])
     position = tl.sum((keys[None, :] < keys[:, None]).to(tl.int32), 1)
@@ -462,10 +469,10 @@ def sort_small_kernel(
 
     position[i] = #{j: (id[j], j) < (id[i], i)}
     """
+    live = count_live_pairs(live_ptr, n, TOP_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    live = count_live(live_ptr, n // TOP_K) * TOP_K
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mine = tl.load(ids_ptr + i, i < live, E) * n + i
     position = tl.zeros([ROWS], tl.int32)
@@ -492,12 +499,12 @@ def count_kernel(
     PDL: tl.constexpr,
 ):
     """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
+    live = count_live_pairs(live_ptr, n, TOP_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    live = count_live(live_ptr, n // TOP_K) * TOP_K
     count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
@@ -528,6 +535,7 @@ def place_kernel(
 
     Pairs of padding stay in their places, after all others.
     """
+    live = count_live_pairs(live_ptr, n, TOP_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -543,7 +551,6 @@ def place_kernel(
         before += tl.sum(tl.where(c < chunk, counts, 0), 0)
     begin = write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
 
-    live = count_live(live_ptr, n // TOP_K) * TOP_K
     i = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + i
     mine = tl.load(ids_ptr + pair, pair < live, 0)
@@ -582,10 +589,9 @@ def dispatch(
     blocks = len(result.blocks)
     rows = CHUNK if n > SMALL else 32
     programs = triton.cdiv(n, rows)
-    sizes = {
+    widths = {"TOP_K": ids.shape[1], "BLOCK_E": triton.next_power_of_2(experts)}
+    sizes = widths | {
         "E": experts,
-        "TOP_K": ids.shape[1],
-        "BLOCK_E": triton.next_power_of_2(experts),
         "BLOCK": block,
         "STEP": triton.next_power_of_2(triton.cdiv(blocks, programs)),
     }
@@ -599,8 +605,7 @@ def dispatch(
         return result
     shape = programs, sizes["BLOCK_E"]
     counts = torch.empty(shape, dtype=torch.int32, device=ids.device)
-    first = {name: sizes[name] for name in ("TOP_K", "BLOCK_E")}
-    count_kernel[(programs,)](ids, counts, live, n, CHUNK=rows, **first, **how)
+    count_kernel[(programs,)](ids, counts, live, n, CHUNK=rows, **widths, **how)
     place_kernel[(programs,)](
         ids, counts, *result, live, n, blocks, CHUNK=rows, TILE=32, **sizes, **how
     )
