@@ -37,7 +37,10 @@ class Line:
 
 
 def read_line(number: int, raw: bytes) -> Line:
-    """One line of the input. Without an "id", its id is "line-" and its number."""
+    """One line of the input. Without an "id", its id is "line-" and its number.
+
+    Any other field that is null counts as absent.
+    """
     unnamed = f"line-{number}"
     try:
         request = json.loads(raw)
@@ -50,7 +53,8 @@ def read_line(number: int, raw: bytes) -> Line:
     if type(name) not in (str, int):
         wrong = f"id is {name!r}; expected a text or an integer"
         return Line(number, unnamed, {}, wrong)
-    return Line(number, name, request)
+    given = {field: value for field, value in request.items() if value is not None}
+    return Line(number, name, given)
 
 
 def read_requests(path: Path) -> Iterator[Line]:

@@ -410,7 +410,7 @@ class Upload:
             sent.synchronize()  # what the buffer held before has arrived
             buffer.copy_(part)
             place.copy_(buffer, non_blocking=True)
-            sent.record()
+            sent.record(torch.cuda.current_stream(self.device))
             self.turn ^= 1
         return out
 
@@ -423,7 +423,7 @@ class RandomCheckpoint:
 
     Same mapping as Checkpoint, experts packed. Nibbles are uniform, scales 2^-8,
     norms 1, biases 0, embeddings and sinks N(0, 1), other weights N(0, 0.02). A
-    tensor depends on the seed, its name and the kind of device alone.
+    tensor depends on the seed, its name, shape and dtype, and the kind of device alone.
     """
 
     def __init__(

@@ -440,7 +440,8 @@ class LLM:
         """The assistant's next turn in a conversation.
 
         ``messages`` are dicts as in OpenAI's chat completions, or harmony messages.
-        Stop strings count in the final answer only. The default max_tokens is 1024.
+        Stop strings count in the final answer only, each message of it by itself. The
+        default max_tokens is 1024.
         Raises TypeError or ValueError at once for what cannot run.
         """
         request = self._chat_request(
@@ -498,22 +499,25 @@ class LLM:
     def _deltas(
         self, request: Request, parser: HarmonyParser, tokens: Iterator[NewToken]
     ) -> Iterator[Delta]:
-        def parsed() -> Iterator[Delta]:
+        def parsed() -> Iterator[list[Delta]]:
             for new in tokens:
-                yield from parser.push(new.token_id)
-            yield from parser.finish()  # it may have ended without another token
+                yield parser.push(new.token_id)
+            yield parser.finish()  # it may have ended without another token
 
-        stops = StopStrings(request.params.stop)
-        for delta in parsed():
-            if delta.channel == "final" and delta.recipient is None:
-                delta = replace(delta, text=stops.push(delta.text))
-            if delta.text or delta.call is not None:
-                yield delta
+        stops, ended = StopStrings(request.params.stop), 0
+        for deltas in parsed():
+            for delta in deltas:
+                if delta.channel == "final" and delta.recipient is None:
+                    delta = replace(delta, text=stops.push(delta.text))
+                if delta.text or delta.call is not None:
+                    yield delta
             if stops.found:
                 request.finish_reason = "stop"
                 return
-        if rest := stops.flush():
-            yield Delta("final", None, rest)
+            if len(parser.messages) > ended:  # no stop string goes on in the next
+                ended = len(parser.messages)
+                if rest := stops.flush():
+                    yield Delta("final", None, rest)
 
     def _turn(self, request: Request, tokens: Iterator[NewToken]) -> ChatOutput:
         """The parts of the turn that ``tokens`` are."""

@@ -2,8 +2,9 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies.
 
 A message is `<|start|>HEADER<|message|>CONTENT<|end|>`; a header names the author, a
-channel, a recipient and a content type. The rendered text is what openai-harmony 0.0.8
-renders (https://github.com/openai/harmony, docs/format.md); the parser is lenient.
+channel, a recipient and a content type. Messages are rendered as openai-harmony 0.0.8
+does; which reasoning is left out follows https://github.com/openai/harmony,
+docs/format.md. The parser is lenient.
 """
 
 import codecs

@@ -23,6 +23,7 @@ from simplellm.checkpoint import (
     RandomCheckpoint,
     Upload,
     count_parameters,
+    find_shards,
 )
 from simplellm.config import MODELS, ConfigError, ModelConfig
 from simplellm.moe import Experts, experts, route
@@ -198,8 +199,9 @@ class Transformer(nn.Module):
             for layer in range(config.num_hidden_layers)
         )
         self.norm = Norm(take, "norm", config.rms_norm_eps, backend)
-        head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
-        self.lm_head = Linear(take, head, backend, bias=False)
+        if config.tie_word_embeddings:
+            take = {"lm_head.weight": self.embed_tokens}.__getitem__
+        self.lm_head = Linear(take, "lm_head", backend, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """tokens and positions int64 [T] -> hidden states [T, hidden], normed.
@@ -271,6 +273,7 @@ def config_of(path: str | Path | None, random_weights: bool = False) -> ModelCon
     """The config of what `load_model` loads for these arguments.
 
     Raises ConfigError for a folder that has none, and for a name that is not known.
+    Raises CheckpointError for what is no checkpoint folder, as `load_model` does.
     """
     folder = EMBEDDED if path is None else Path(path)
     known = MODELS.get(str(path)) if random_weights else None
@@ -279,13 +282,20 @@ def config_of(path: str | Path | None, random_weights: bool = False) -> ModelCon
             f"{path} is neither a checkpoint folder nor a known model; expected "
             f"one of {', '.join(MODELS)}"
         )
+    if not random_weights:
+        find_shards(folder)
     return known or ModelConfig.from_file(folder / "config.json")
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
     """The device to run on, the GPU if there is one. Raises ValueError."""
     gpu = torch.cuda.is_available()
-    found = torch.device(device or ("cuda" if gpu else "cpu"))
+    try:
+        found = torch.device(device or ("cuda" if gpu else "cpu"))
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}; expected a device's name, such as cpu or cuda"
+        ) from None
     if found.type == "cuda" and not gpu:
         raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
     return found
@@ -318,7 +328,7 @@ def load_model(
     of a known model, whose shapes are then filled with random numbers, always the same
     for a ``seed``. ``backend`` may be a function that chooses one for the model.
     Weights that fit as they are stay on the mapped file. Raises CheckpointError or
-    ConfigError for a folder that is no checkpoint, ValueError for a GPU that is not
+    ConfigError for a folder that is no checkpoint, ValueError for a device that is not
     there, and TypeError or ValueError for a dtype that no model has.
     """
     device = find_device(device)
@@ -344,7 +354,7 @@ def load_model(
         backend = backend(config, dtype, device)
 
     small = count_parameters(config).total < BIG
-    total = len(checkpoint.names())
+    total = len(checkpoint.names()) - config.tie_word_embeddings  # no head to load
     send = (
         Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
     )

@@ -49,7 +49,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted once from tokens in the output
     frequency_penalty: float = 0.0  # subtracted for each time in the output
     stop: str | Sequence[str] = ()  # text that ends the output, left out of it
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()  # None is (), here and for stop
     ignore_eos: bool = False
     seed: int | None = None  # None: a new one for each request
     logprobs: int | None = None  # this many alternatives beside the chosen token
@@ -60,6 +60,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         for name, kind in (("stop", str), ("stop_token_ids", int)):
             entries = getattr(self, name)
+            entries = () if entries is None else entries
             listed = isinstance(entries, list | tuple)
             if not listed or not all(isinstance(entry, kind) for entry in entries):
                 raise TypeError(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,7 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
         {"prompt": "x", "max_tokens": 0},
         {"prompt": "x", "stop": 5},
         {"prompt": "x", "n": "many"},
+        {"prompt": None, "messages": None},
     ],
 )
 def test_bad_requests_get_an_error(llm, tmp_path, message):
@@ -181,6 +182,27 @@ def test_bad_requests_get_an_error(llm, tmp_path, message):
         totals = batch.run(llm, source, file, done)
     assert (totals.answered, totals.rejected, totals.failed) == (0, 1, 0)
     assert results(tmp_path / "out.jsonl")["line-1"]["error"].startswith("line 1: ")
+
+
+def test_null_is_as_good_as_absent(llm, tmp_path):
+    names = [field.name for field in fields(SamplingParams)]
+    nulls = dict.fromkeys([*names, "n", "user"])
+    text = {"prompt": "What is 3 + 4?"}
+    chat = {"messages": [{"role": "user", "content": "What is 47 + 85?"}]}
+    source = write(
+        tmp_path / "in.jsonl",
+        text,
+        text | nulls | {"messages": None},
+        chat,
+        chat | nulls | {"prompt": None, "tools": None, "reasoning_effort": None},
+    )
+    target = tmp_path / "out.jsonl"
+    with batch.open_results(target, batch.read_ids(source)) as (file, done):
+        totals = batch.run(llm, source, file, done)
+    assert (totals.answered, totals.rejected, totals.failed) == (4, 0, 0)
+    found = results(target)
+    assert found["line-1"] == found["line-2"] and found["line-1"]["text"]
+    assert found["line-3"] == found["line-4"] and found["line-3"]["content"]
 
 
 def test_answers_are_those_of_the_engine(llm, tmp_path):
@@ -262,6 +284,12 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
             [{"name": "f", "arguments": "STOP"}],
         ),
         ("<|channel|>final<|message|>one STO<|return|>", "one STO", []),
+        (  # two messages
+            "<|channel|>final<|message|>one ST<|end|><|start|>assistant"
+            "<|channel|>final<|message|>OP, two<|return|>",
+            "one STOP, two",
+            [],
+        ),
     ],
 )
 def test_a_chat_ends_at_its_stop_string(

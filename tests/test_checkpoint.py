@@ -557,7 +557,7 @@ def test_every_tensor_has_a_kind() -> None:
 class NoEvent:
     """Stands for a CUDA event where there is no GPU: copies are done at once."""
 
-    def record(self) -> None:
+    def record(self, stream: None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -576,6 +576,7 @@ def upload(monkeypatch: pytest.MonkeyPatch) -> Upload:
 
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return Upload("cpu", 64)
 
 

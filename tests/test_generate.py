@@ -363,6 +363,44 @@ def test_chat_looks_for_no_stop_strings_in_a_call(llm: LLM, say: Any) -> None:
     assert reply.content == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>final<|message|>12 ab<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+            [("final", "12 ab"), ("commentary", "{}")],
+        ),
+        (
+            "<|channel|>final<|message|>x ab<|end|><|start|>assistant"
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+            "<|channel|>final<|message|>cat<|return|>",
+            [("final", "x ab"), ("analysis", "hm"), ("final", "cat")],
+        ),
+        (
+            "<|channel|>final<|message|>x ab<|channel|>final<|message|>cat<|return|>",
+            [("final", "x abcat")],
+        ),
+    ],
+)
+def test_a_stop_string_lies_in_one_message(
+    llm: LLM, say: Any, text: str, expected: list[tuple[str, str]]
+) -> None:
+    engine = say(text)
+    messages = [{"role": "user", "content": "?"}]
+    shown: list[tuple[str | None, str]] = []
+    for delta in llm.stream_chat(messages, stop="abc"):
+        if shown and shown[-1][0] == delta.channel:
+            shown[-1] = (delta.channel, shown[-1][1] + delta.text)
+        else:
+            shown.append((delta.channel, delta.text))
+    assert shown == expected
+    reply = llm.chat(messages, stop="abc")
+    content = [part for channel, part in expected if channel == "final"]
+    assert reply.content == "".join(content) and reply.finish_reason == "stop"
+    assert reply.token_ids == engine.script[0]
+
+
 def test_a_stream_tells_calls_apart(llm: LLM, say: Any) -> None:
     call = "<|channel|>commentary to=functions.f<|message|>"
     say(

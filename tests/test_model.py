@@ -1,20 +1,25 @@
 """The model against transformers' GptOssForCausalLM, its independent oracle."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import TINY, config_json, write_checkpoint
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from simplellm.attention import NoCache
+from simplellm.checkpoint import CheckpointError
 from simplellm.config import MODELS, ConfigError
 from simplellm.model import (
     EMBEDDED,
     TORCH,
     Transformer,
     check_tokens,
+    config_of,
     find_device,
     load_model,
     rms_norm,
@@ -217,6 +222,18 @@ def test_random_weights_in_a_known_shape() -> None:
     assert not torch.allclose(one.logits(tokens), other.logits(tokens))
 
 
+def test_a_tied_head_is_the_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept once, although a dtype other than that on disk needs a copy."""
+    write_checkpoint(tmp_path, replace(TINY, tie_word_embeddings=True))
+    monkeypatch.setattr("simplellm.model.BIG", 0)  # shows the progress bar
+    model = load_model(tmp_path, dtype=torch.float32, device="cpu")
+    assert model.lm_head.weight.data_ptr() == model.embed_tokens.data_ptr()
+    taken, total = re.findall(r"(\d+)/(\d+)", capsys.readouterr().err)[-1]
+    assert taken == total
+
+
 def test_random_weights_need_a_name_or_a_folder() -> None:
     with pytest.raises(ConfigError):
         load_model("gpt-oss-7b", random_weights=True, device="cpu")
@@ -302,6 +319,30 @@ def test_the_device_is_the_gpu_if_there_is_one(
         find_device("cuda:0")
     with pytest.raises(ValueError, match="device is cuda, but"):
         load_model(device="cuda")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:"])
+def test_a_name_of_no_device_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device is '{device}'; expected a device's"):
+        find_device(device)
+
+
+def test_a_config_is_refused_as_its_model_is(tmp_path: Path) -> None:
+    pickle, empty = tmp_path / "model.pt", tmp_path / "empty"
+    pickle.touch()
+    empty.mkdir()
+    for path, fault in {
+        tmp_path / "absent": "does not exist; expected a checkpoint folder",
+        pickle: "is a pickle file, which runs code when loaded",
+        empty: "is not a checkpoint, it holds no weights",
+    }.items():
+        for load in (config_of, load_model):
+            with pytest.raises(CheckpointError, match=fault):
+                load(path)
+    with pytest.raises(ConfigError, match=r"model\.pt is neither a checkpoint folder"):
+        config_of(pickle, random_weights=True)
+    (empty / "config.json").write_text(json.dumps(config_json(TINY)))
+    assert config_of(empty, random_weights=True) == TINY  # it needs no weights
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -375,6 +375,11 @@ def test_stop_is_normalised() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
 
+def test_none_stops_nothing_as_in_vllm() -> None:
+    given: dict[str, Any] = {"stop": None, "stop_token_ids": None}
+    assert SamplingParams(**given) == SamplingParams()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_the_same_tokens() -> None:
     params = [
