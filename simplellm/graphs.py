@@ -20,7 +20,7 @@ from torch import Tensor
 from simplellm.engine import Engine, EngineConfig, Flight
 from simplellm.model import Transformer
 from simplellm.paged import PagedCache
-from simplellm.sampler import Columns, Sampled, filter_tokens, sample, upload
+from simplellm.sampler import Columns, Sampled, prepare, sample, upload
 from simplellm.scheduler import UNKNOWN, Job, Work
 
 LOGGER = logging.getLogger("simplellm")
@@ -346,18 +346,6 @@ class Runner:
             group.slots[:count] = pages * page_size + place % page_size
 
 
-def filtered(logits: Tensor, best: Tensor, columns: Columns) -> tuple[Tensor, Columns]:
-    """What is left to draw from, with columns that say: as it is, at temperature 1.
-
-    ``best`` int32 [B] is the likeliest token of each row of ``logits`` [B, V].
-    """
-    drawing = columns.temperature > 0
-    scores = logits - logits.gather(1, best[:, None].long())
-    scores /= torch.where(drawing, columns.temperature, 1.0)
-    scores = filter_tokens(scores, columns.top_k, columns.top_p, columns.min_p)
-    return scores, replace(columns, temperature=drawing.float())
-
-
 @dataclass(frozen=True)
 class GPUConfig(EngineConfig):
     """An `EngineConfig` with the defaults for a GPU, and its own three switches."""
@@ -430,8 +418,9 @@ class GraphEngine(Engine):
             return None
         steps = upload([job.num_output for job in jobs], torch.int64, logits.device)
         if not changed and columns.logprobs is None:
-            if columns.filters:
-                logits, columns = filtered(logits, output, columns)
+            if columns.filters:  # which leave scores that are over the temperature
+                logits = prepare(logits, columns)
+                columns = replace(columns, temperature=columns.temperature.sign())
             output.copy_(self.runner.forward.draw(logits, output, columns, steps))
             return None
         sampled = sample(logits, columns, steps, *self.counts(jobs, columns))

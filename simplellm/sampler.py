@@ -280,6 +280,17 @@ class Sampled:
     top: tuple[Tensor, Tensor] | None = None  # ids and logprobs [B, N], best first
 
 
+def prepare(scores: Tensor, columns: Columns) -> Tensor:
+    """Scores [B, V] over the temperatures, without what the filters drop."""
+    # The best token sits at 0, so that no temperature, however small, overflows.
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    drawing = columns.temperature > 0
+    scores = scores / torch.where(drawing, columns.temperature, 1.0)
+    if columns.filters:
+        scores = filter_tokens(scores, columns.top_k, columns.top_p, columns.min_p)
+    return scores
+
+
 def sample(
     logits: Tensor,
     columns: Columns,
@@ -305,14 +316,9 @@ def sample(
         penalties = columns.repetition, columns.presence, columns.frequency
         scores = penalize(scores, in_prompt, in_output, *penalties)
     if columns.random:
-        drawing = columns.temperature > 0  # [B, 1]
-        # The best token sits at 0, so that no temperature, however small, overflows.
-        scores = scores - scores.amax(dim=-1, keepdim=True)
-        scores = scores / torch.where(drawing, columns.temperature, 1.0)
-        if columns.filters:
-            scores = filter_tokens(scores, columns.top_k, columns.top_p, columns.min_p)
+        scores = prepare(scores, columns)
         noise = gumbel_noise(columns.seeds, steps, logits.shape[1])
-        scores = torch.where(drawing, scores + noise, scores)
+        scores = torch.where(columns.temperature > 0, scores + noise, scores)
     chosen = scores.argmax(dim=-1)
     if columns.logprobs is None:
         return Sampled(chosen)

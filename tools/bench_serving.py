@@ -171,11 +171,11 @@ def transformers_static(model: Any, jobs: Sequence[Job], batch: int) -> Served:
 def transformers_continuous(model: Any, jobs: Sequence[Job], batch: int) -> Served:
     """transformers' own continuous batching, with pages for all requests at once."""
     size = 64
-    longest = [len(job.prompt) + job.new_tokens for job in jobs]
+    lengths = [len(job.prompt) + job.new_tokens for job in jobs]
     # More pages or a larger batch than needed cost time: masks cover all of them.
     config = ContinuousBatchingConfig(
         page_size=size,
-        num_blocks=2 * sum(-(-tokens // size) for tokens in longest),  # two layer types
+        num_blocks=2 * sum(-(-tokens // size) for tokens in lengths),  # two layer types
         max_batch_tokens=256,
         max_requests_per_batch=batch,
     )
