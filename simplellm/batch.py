@@ -1,341 +1,149 @@
-"""Answer a file of requests: JSON lines in, JSON lines out, resumable.
+"""One step of the engine: all that a forward pass needs beside the weights.
 
-The output is the record of what is done. Each answer is one write at its end, so that
-whatever stops the run leaves finished lines and at most one torn line, which the next
-run removes. The next run then does what is missing, and nothing twice.
+T packed tokens, B sequences, S of them sampling, P pages in a row of a block table.
 """
 
-import json
-from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from time import perf_counter
-from typing import IO, TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
+import numpy as np
+from numpy import ndarray
+from torch import Tensor
 
-if TYPE_CHECKING:  # importing torch takes seconds; files are checked before
-    from simplellm.engine import LLM
-    from simplellm.generate import ChatOutput, NewToken, RequestOutput
-    from simplellm.sampler import SamplingParams
-
-IN_FLIGHT = 256  # requests that the engine has at a time
-
-Id = str | int
+READ = 4096  # positions up to which decodes are read together
 
 
-@dataclass(frozen=True)
-class Line:
-    """One request of the input, or what is wrong with it."""
+class Read(NamedTuple):
+    """What n decodes of similar length read, for operations without a kernel."""
 
-    number: int  # the first line is 1
-    id: Id
-    request: dict[str, Any]
-    error: str | None = None
+    rows: ndarray  # int64 [n], which of the decodes
+    cells: ndarray  # int64 [n, S], page * page_size + row of each position
+    hidden: ndarray | None  # bool [n, S]: what is read, but not to be seen
 
 
-def read_line(number: int, raw: bytes) -> Line:
-    """One line of the input. Without an "id", its id is "line-" and its number.
+def alike(lengths: ndarray) -> Iterator[ndarray]:
+    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one."""
+    order = np.argsort(lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        longest = max(64, 2 * lengths[order[start]])  # below 64 a call costs more
+        stop = np.searchsorted(lengths[order], longest, "right")
+        stop = min(stop, start + max(1, READ // longest))
+        yield order[start:stop]
+        start = stop
 
-    Any other field that is null counts as absent.
+
+@dataclass(frozen=True, eq=False)
+class KVGroup:
+    """Where the layers of one kind, full or sliding, find keys and values in a step.
+
+    The first ``decodes`` sequences have one new token each, the others have chunks of
+    their prompts. The arrays after ``offsets`` are the same for all groups.
     """
-    unnamed = f"line-{number}"
-    try:
-        request = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        return Line(number, unnamed, {}, f"not JSON: {error}")
-    if not isinstance(request, dict):
-        kind = type(request).__name__
-        return Line(number, unnamed, {}, f"the line is a {kind}; expected an object")
-    name = request.pop("id", unnamed)
-    if type(name) not in (str, int):
-        wrong = f"id is {name!r}; expected a text or an integer"
-        return Line(number, unnamed, {}, wrong)
-    given = {field: value for field, value in request.items() if value is not None}
-    return Line(number, name, given)
+
+    slots: Tensor  # int32 [T], page * page_size + row to write to; -1 for padding
+    tables: Tensor  # int32 [B, P], the block table: pages from the first one in use
+    offsets: Tensor  # int32 [B], the position at which the first of them begins
+    lengths: Tensor  # int32 [B], positions in the cache after this step; 0 for padding
+    queries: Tensor  # int32 [B + 1], where each sequence's tokens begin
+    decodes: int
+    window: int | None  # positions that a query sees, itself included; None: all
+    page_size: int
+
+    @cached_property
+    def reads(self) -> list[Read]:
+        """What the decodes read, put together once for all layers of the group."""
+        count = self.decodes
+        tables = self.tables[:count].cpu().numpy().astype(np.int64)
+        offsets = self.offsets[:count].cpu().numpy()[:, None]
+        ends = self.lengths[:count].cpu().numpy()[:, None] - 1  # the newest position
+        oldest = np.zeros_like(ends)
+        if self.window is not None:
+            oldest = np.maximum(ends + 1 - self.window, 0)
+        lengths = (ends + 1 - oldest)[:, 0]
+        reads = []
+        for rows in alike(lengths):
+            positions = oldest[rows] + np.arange(lengths[rows].max())
+            hidden = positions > ends[rows]
+            # What is hidden gets weight 0 and must be a number: the row's newest.
+            places = np.minimum(positions, ends[rows]) - offsets[rows]
+            pages = tables[rows[:, None], places // self.page_size]
+            cells = pages * self.page_size + places % self.page_size
+            reads.append(Read(rows, cells, hidden if hidden.any() else None))
+        return reads
 
 
-def read_requests(path: Path) -> Iterator[Line]:
-    """The lines of the input that are not blank."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if raw.strip():
-                yield read_line(number, raw)
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The input of every forward pass: views of one flat int32 array.
 
+    One array is one copy to the GPU, always to the same place, so that a captured graph
+    finds it there; it is also all that another process would have to be sent.
+    """
 
-def read_ids(path: Path) -> set[Id]:
-    """The ids of the input. Raises ValueError if two lines have the same."""
-    seen: dict[Id, int] = {}
-    for line in read_requests(path):
-        if line.id in seen:
-            raise ValueError(
-                f"{path}: lines {seen[line.id]} and {line.number} both have the id "
-                f"{line.id!r}; expected each id once"
+    tokens: Tensor  # int32 [T]; -1 - i stands for token i that the step before samples
+    positions: Tensor  # int32 [T]
+    lengths: Tensor  # int32 [B], as in KVGroup
+    queries: Tensor  # int32 [B + 1], as in KVGroup
+    samples: Tensor  # int32 [S], the tokens whose successors are wanted
+    groups: tuple[KVGroup, ...]  # one for each of the model's windows
+
+    @staticmethod
+    def size(tokens: int, sequences: int, pages: int, groups: int) -> int:
+        """How many numbers a step of this shape has."""
+        shared = 2 * tokens + 3 * sequences + 1
+        return shared + groups * (tokens + sequences * (pages + 1))
+
+    @classmethod
+    def of(
+        cls,
+        flat: Any,
+        tokens: int,
+        sequences: int,
+        pages: int,
+        decodes: int,
+        windows: tuple[int | None, ...],
+        page_size: int,
+    ) -> "Batch":
+        """The views of ``flat``, an int32 array or tensor, that make up a step."""
+        place = 0
+
+        def take(*shape: int) -> Any:
+            nonlocal place
+            count = math.prod(shape)
+            place += count
+            return flat[place - count : place].reshape(shape)
+
+        ids, positions = take(tokens), take(tokens)
+        lengths, queries = take(sequences), take(sequences + 1)
+        samples = take(sequences)
+        groups = tuple(
+            KVGroup(
+                slots=take(tokens),
+                tables=take(sequences, pages),
+                offsets=take(sequences),
+                lengths=lengths,
+                queries=queries,
+                decodes=decodes,
+                window=window,
+                page_size=page_size,
             )
-        seen[line.id] = line.number
-    return set(seen)
-
-
-HEAD = b'{"id": '  # how every line of the output begins
-
-
-def read_results(path: Path, ids: Set[Id]) -> tuple[dict[Id, bool], int]:
-    """The ids that have a result and whether it is an error; where whole lines end.
-
-    A torn last line does not count. Raises ValueError for a file that is not the
-    output of an earlier run on requests with these ``ids``.
-    """
-    done: dict[Id, bool] = {}
-    end = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.endswith(b"\n") and raw[: len(HEAD)] == HEAD[: len(raw)]:
-                break
-            try:
-                result = json.loads(raw)
-                name = result["id"]
-                known = name in ids and name not in done
-            except (ValueError, RecursionError, TypeError, KeyError):
-                known = False
-            if not known:
-                raise ValueError(
-                    f"{path}: line {number} is not the only result of a request of the "
-                    "input; expected a new file or what an earlier run on the same "
-                    "input wrote"
-                )
-            done[name] = "error" in result
-            end += len(raw)
-    return done, end
-
-
-def lock(file: IO[bytes], path: Path) -> None:
-    """Raise ValueError if another process writes to this file."""
-    with suppress(ImportError):  # there is no fcntl on Windows
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path}: another run is writing to it") from None
-
-
-@contextmanager
-def open_results(
-    path: Path, ids: Set[Id]
-) -> Iterator[tuple[IO[bytes], dict[Id, bool]]]:
-    """The output, open for more lines, and what `read_results` found in it."""
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no file; expected one, since it is read again")
-    with path.open("ab") as file:
-        lock(file, path)
-        done, end = read_results(path, ids)
-        file.truncate(end)
-        yield file, done
-
-
-CHAT_FIELDS = ("messages", "tools", "reasoning_effort")
-
-
-def prepare(llm: "LLM", line: Line) -> "tuple[Any, SamplingParams]":
-    """The prompt of a request, and how it is to be continued. Raises ValueError."""
-    if line.error:
-        raise ValueError(line.error)
-    request = line.request
-    if ("messages" in request) == ("prompt" in request):
-        raise ValueError(
-            f"the fields are {', '.join(request) or 'none'}; expected either prompt or "
-            "messages"
+            for window in windows
         )
-    try:
-        if "messages" in request:
-            return prepare_chat(llm, request)
-        if isinstance(request["prompt"], int):  # in a list it would be a token id
-            raise TypeError("prompt is an integer; expected text or token ids")
-        options = sampling_options(request, ["prompt"])
-        return request["prompt"], replace(llm.default_params, **options)
-    except Exception as error:  # JSON can go wrong in more ways than one can list
-        raise ValueError(str(error) or repr(error)) from error
+        return cls(ids, positions, lengths, queries, samples, groups)
 
+    @property
+    def live(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]
 
-def sampling_options(request: dict[str, Any], others: Sequence[str]) -> dict[str, Any]:
-    """The fields of `SamplingParams` among a request's; ``others`` may be there."""
-    from simplellm.sampler import SamplingParams
-
-    sampling = [field.name for field in fields(SamplingParams)]
-    for name in request:
-        if name not in (*others, "n", *sampling):
-            known = ", ".join(["id", *others, "n", *sampling])
-            raise ValueError(f"unknown field {name!r}; expected {known}")
-    options = {name: request[name] for name in sampling if name in request}
-    bias = options.get("logit_bias")
-    if isinstance(bias, dict):  # in JSON its keys can only be text
-        options["logit_bias"] = {token_id(key): value for key, value in bias.items()}
-    return options
-
-
-def token_id(key: str) -> int:
-    """The token that a key of logit_bias names."""
-    try:
-        return int(key)
-    except ValueError:
-        raise ValueError(
-            f"logit_bias has token id {key!r}; expected an integer"
-        ) from None
-
-
-def prepare_chat(
-    llm: "LLM", request: dict[str, Any]
-) -> "tuple[list[int], SamplingParams]":
-    checked = llm._chat_request(
-        request["messages"],
-        request.get("tools"),
-        request.get("reasoning_effort", "medium"),
-        None,
-        sampling_options(request, CHAT_FIELDS),
-    )
-    # The engine looks for stop strings in all text; here they count in the final answer
-    # only. So the turn goes on to its end, and `chat_output` cuts it.
-    return checked.prompt, replace(checked.params, stop=())
-
-
-def result_of(
-    llm: "LLM", request: dict[str, Any], outputs: "Sequence[RequestOutput]"
-) -> dict[str, Any]:
-    """What the output file says of a finished request, its id aside."""
-    choices = [choice_of(llm, request, output) for output in outputs]
-    return {"choices": choices} if "n" in request else choices[0]
-
-
-def choice_of(
-    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
-) -> dict[str, Any]:
-    """What one of a request's samples gave."""
-    choice: dict[str, Any]
-    if "messages" in request:
-        turn = chat_output(llm, request, output)
-        token_ids = turn.token_ids
-        choice = {
-            "content": turn.content,
-            "reasoning": turn.reasoning,
-            "tool_calls": [asdict(call) for call in turn.tool_calls],
-            "finish_reason": turn.finish_reason,
-        }
-    else:
-        token_ids = output.token_ids
-        choice = {"text": output.text, "finish_reason": output.finish_reason}
-    choice["prompt_tokens"] = len(output.prompt_token_ids)
-    choice["completion_tokens"] = len(token_ids)
-    if output.logprobs is not None:
-        logprobs = output.logprobs[: len(token_ids)]
-        choice["logprobs"] = [asdict(entry) for entry in logprobs]
-    return choice
-
-
-def chat_output(
-    llm: "LLM", request: dict[str, Any], output: "RequestOutput"
-) -> "ChatOutput":
-    """The assistant's turn up to a stop string, as `LLM.chat` gives it."""
-    from simplellm.generate import NewToken, Request
-    from simplellm.sampler import SamplingParams
-
-    replayed = Request(
-        prompt=output.prompt_token_ids,
-        params=SamplingParams(stop=request.get("stop", ())),
-        stop_ids=frozenset(),
-        max_tokens=len(output.token_ids),
-    )
-
-    def tokens() -> "Iterator[NewToken]":
-        for token_id in output.token_ids:
-            replayed.output.append(token_id)
-            yield NewToken(replayed, token_id, None)
-        replayed.finish_reason = output.finish_reason
-
-    return llm._turn(replayed, tokens())
-
-
-@dataclass
-class Totals:
-    """How a run went; the lines of earlier runs count, too."""
-
-    answered: int
-    rejected: int  # requests whose result is an error object
-    failed: int = 0  # requests without a result; the next run tries them again
-    cause: BaseException | None = None  # of the last failure
-
-
-def count(done: dict[Id, bool]) -> Totals:
-    """The totals of what is done already."""
-    rejected = sum(done.values())
-    return Totals(answered=len(done) - rejected, rejected=rejected)
-
-
-def run(llm: "LLM", source: Path, file: IO[bytes], done: dict[Id, bool]) -> Totals:
-    """Append a line to ``file`` for every request of ``source`` not in ``done``.
-
-    A request that the engine refuses gets an error object. One that fails gets
-    nothing. If the engine itself is lost while requests are left to submit, its
-    exception ends the run.
-    """
-    from simplellm.scheduler import QueueFullError
-
-    totals = count(done)
-    pending: dict[Future[list[RequestOutput]], Line] = {}
-    lines = [line for line in read_requests(source) if line.id not in done]
-    tokens, start = 0, perf_counter()
-
-    def write(line: Line, result: dict[str, Any]) -> None:
-        file.write(json.dumps({"id": line.id, **result}).encode() + b"\n")
-        file.flush()
-        totals.rejected += "error" in result
-        totals.answered += "error" not in result
-        bar.update()
-
-    def collect() -> None:
-        nonlocal tokens
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            line = pending.pop(future)
-            try:
-                outputs = future.result()
-            except Exception as error:
-                totals.failed += 1
-                totals.cause = error
-                bar.update()
-                continue
-            write(line, result_of(llm, line.request, outputs))
-            tokens += sum(len(output.token_ids) for output in outputs)
-            bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tokens/s")
-
-    def submit(
-        prompt: Any, params: "SamplingParams", n: int
-    ) -> "Future[list[RequestOutput]]":
-        while True:
-            try:
-                return llm.generate([prompt], params, n=n)
-            except QueueFullError:  # with many samples each, fewer requests fit
-                if not pending:
-                    raise
-                collect()
-
-    with tqdm(
-        total=len(done) + len(lines), initial=len(done), unit="req", disable=None
-    ) as bar:
-        try:
-            for line in lines:
-                while len(pending) >= IN_FLIGHT:
-                    collect()
-                try:
-                    prompt, params = prepare(llm, line)
-                    pending[submit(prompt, params, line.request.get("n", 1))] = line
-                except (TypeError, ValueError) as error:
-                    write(line, {"error": f"line {line.number}: {error}"})
-            while pending:
-                collect()
-        finally:
-            for future in pending:
-                future.cancel()
-    return totals
+    def pad(self) -> None:
+        """Make every row a padding row: of no length, and written nowhere."""
+        self.tokens[:] = self.positions[:] = self.lengths[:] = 0
+        self.queries[:] = self.samples[:] = 0
+        for group in self.groups:
+            group.slots[:] = -1
+            group.tables[:] = group.offsets[:] = 0

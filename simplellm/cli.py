@@ -507,20 +507,20 @@ def batch(
     device: Where = None,
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was."""
-    from simplellm import batch as batches
+    from simplellm import jobs
 
     screen = Screen()
     if target.exists() and source.samefile(target):
         raise ValueError(f"{target} is both input and output; expected two files")
     if not source.is_file():
         raise ValueError(f"{source} is no file; expected one, since it is read twice")
-    ids = batches.read_ids(source)
-    with batches.open_results(target, ids) as (file, done):
-        totals = batches.count(done)
+    ids = jobs.read_ids(source)
+    with jobs.open_results(target, ids) as (file, done):
+        totals = jobs.count(done)
         if len(done) < len(ids):
             with load(model, device, screen) as llm:
                 try:
-                    totals = batches.run(llm, source, file, done)
+                    totals = jobs.run(llm, source, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise

@@ -27,8 +27,8 @@ from simplellm.checkpoint import (
 )
 from simplellm.config import MODELS, ConfigError, ModelConfig
 from simplellm.moe import Experts, experts, route
-from simplellm.mxfp4 import MXFP4, Weight, linear
 from simplellm.rope import Rope, apply_rope
+from simplellm.weights import MXFP4, Weight, linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

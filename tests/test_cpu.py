@@ -35,7 +35,7 @@ from simplellm.cpu import (
 from simplellm.generate import RecomputeEngine, Request
 from simplellm.model import TORCH, Transformer, load_model
 from simplellm.moe import Experts
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 from simplellm.paged import READ, PagedCache, alike
 from simplellm.sampler import SamplingParams
 

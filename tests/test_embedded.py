@@ -20,7 +20,7 @@ from train import ROW, fake_quantize, flatten, pack
 from simplellm import LLM
 from simplellm.config import GPT_OSS_20B, ModelConfig
 from simplellm.model import EMBEDDED
-from simplellm.mxfp4 import quantize
+from simplellm.weights import quantize
 from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

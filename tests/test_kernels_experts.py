@@ -15,7 +15,7 @@ from simplellm.kernels.experts import (
 )
 from simplellm.kernels.routing import dispatch_torch
 from simplellm.moe import Experts, experts
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 64, 5, 2
 

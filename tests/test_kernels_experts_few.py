@@ -12,7 +12,7 @@ from simplellm.kernels.experts_few import (
     gate_up_few_torch,
 )
 from simplellm.moe import Experts, experts
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 160, 32, 5, 2
 TILINGS = [

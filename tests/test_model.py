@@ -25,7 +25,7 @@ from simplellm.model import (
     rms_norm,
 )
 from simplellm.moe import Experts
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 YARN = {
     "rope_type": "yarn",

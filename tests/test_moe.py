@@ -12,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 
 import simplellm.moe
 from simplellm.moe import Experts, experts, route, swiglu
-from simplellm.mxfp4 import MXFP4, quantize
+from simplellm.weights import MXFP4, quantize
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LIMIT, ALPHA = 96, 64, 16, 4, 7.0, 1.702
 # Relative L2. float32 measures 3e-7. bfloat16 measures 5e-3: transformers rounds a

@@ -42,7 +42,7 @@ from simplellm.graphs import GPUConfig
 from simplellm.llm import LLM
 from simplellm.model import load_model
 from simplellm.moe import Experts, experts, route
-from simplellm.mxfp4 import MXFP4, VALUES, decode_scales, linear
+from simplellm.weights import MXFP4, VALUES, decode_scales, linear
 from simplellm.report import describe_device, versions
 from simplellm.sampler import SamplingParams, gumbel_noise
 

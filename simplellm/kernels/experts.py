@@ -25,7 +25,7 @@ from torch import Tensor
 from simplellm.kernels import supports_pdl
 from simplellm.kernels.routing import Dispatch, max_blocks
 from simplellm.moe import swiglu
-from simplellm.mxfp4 import BLOCK, MXFP4
+from simplellm.weights import BLOCK, MXFP4
 
 # The bits of one e2m1 number, or of two, where bfloat16 has its sign, the two lowest
 # bits of its exponent and the highest of its mantissa. Read as bfloat16 that is the

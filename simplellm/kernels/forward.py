@@ -54,9 +54,9 @@ from simplellm.kernels.routing import (
 from simplellm.kernels.sampling import draw, draw_torch
 from simplellm.model import TORCH, Attention, Block, MoE, Transformer
 from simplellm.moe import Experts
-from simplellm.mxfp4 import MXFP4
 from simplellm.paged import PagedCache
 from simplellm.sampler import Columns
+from simplellm.weights import MXFP4
 
 Launcher = Callable[..., Any]
 

@@ -31,7 +31,7 @@ from problems import evaluation_set
 from torch import Tensor, nn
 
 from simplellm.config import ModelConfig
-from simplellm.mxfp4 import quantize
+from simplellm.weights import quantize
 from simplellm.rope import Rope
 from simplellm.tokenizer import Tokenizer
 

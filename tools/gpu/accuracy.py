@@ -18,7 +18,7 @@ from simplellm.config import MODELS
 from simplellm.graphs import Step
 from simplellm.kernels.forward import FUSED, Fused
 from simplellm.model import TORCH, Transformer
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 from simplellm.paged import PagedCache
 
 

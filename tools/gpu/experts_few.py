@@ -31,7 +31,7 @@ from simplellm.kernels.experts_few import FewTiling
 from simplellm.kernels.linear import Gemv, gemv
 from simplellm.kernels.norm import add_norm
 from simplellm.kernels.routing import Dispatch, dispatch_torch, top_k_softmax
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2880, 2880, 128, 4
 LIMIT, ALPHA = 7.0, 1.702

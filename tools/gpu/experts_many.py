@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from simplellm.kernels import experts as kernels
 from simplellm.kernels.experts import Packed, Tiling, repack
 from simplellm.kernels.routing import Dispatch, dispatch_torch
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2880, 2880, 128, 4
 LIMIT, ALPHA = 7.0, 1.702

@@ -36,7 +36,7 @@ from simplellm.kernels.experts import Tiling, down, gate_up, repack
 from simplellm.kernels.forward import FUSED, Fused
 from simplellm.kernels.routing import dispatch
 from simplellm.model import Transformer
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 from simplellm.sampler import SamplingParams
 
 MODEL = MODELS["gpt-oss-120b"]

@@ -38,7 +38,7 @@ from simplellm.kernels.norm import add_norm
 from simplellm.kernels.rope import rope_and_cache
 from simplellm.kernels.routing import route, route_and_dispatch
 from simplellm.kernels.sampling import draw
-from simplellm.mxfp4 import MXFP4
+from simplellm.weights import MXFP4
 
 HIDDEN, QKV, HEADS, KV_HEADS, DIM = 2880, 5120, 64, 8, 64  # gpt-oss's widths
 EXPERTS, TOP_K = 6, 4  # fewer experts than gpt-oss's, for the sake of time

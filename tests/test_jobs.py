@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from simplellm import LLM, QueueFullError, SamplingParams, batch, cli
+from simplellm import LLM, QueueFullError, SamplingParams, cli, jobs
 from simplellm.generate import RequestOutput, as_prompts
 from simplellm.sampler import Sampled
 
@@ -178,8 +178,8 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
 )
 def test_bad_requests_get_an_error(llm, tmp_path, message):
     source = write(tmp_path / "in.jsonl", message)
-    with batch.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
-        totals = batch.run(llm, source, file, done)
+    with jobs.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
+        totals = jobs.run(llm, source, file, done)
     assert (totals.answered, totals.rejected, totals.failed) == (0, 1, 0)
     assert results(tmp_path / "out.jsonl")["line-1"]["error"].startswith("line 1: ")
 
@@ -197,8 +197,8 @@ def test_null_is_as_good_as_absent(llm, tmp_path):
         chat | nulls | {"prompt": None, "tools": None, "reasoning_effort": None},
     )
     target = tmp_path / "out.jsonl"
-    with batch.open_results(target, batch.read_ids(source)) as (file, done):
-        totals = batch.run(llm, source, file, done)
+    with jobs.open_results(target, jobs.read_ids(source)) as (file, done):
+        totals = jobs.run(llm, source, file, done)
     assert (totals.answered, totals.rejected, totals.failed) == (4, 0, 0)
     found = results(target)
     assert found["line-1"] == found["line-2"] and found["line-1"]["text"]
@@ -224,8 +224,8 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
         {"id": "n", "messages": question, "n": 3, "reasoning_effort": "low"},
     )
     target = tmp_path / "out.jsonl"
-    with batch.open_results(target, batch.read_ids(source)) as (file, done):
-        totals = batch.run(llm, source, file, done)
+    with jobs.open_results(target, jobs.read_ids(source)) as (file, done):
+        totals = jobs.run(llm, source, file, done)
     assert (totals.answered, totals.rejected, totals.failed) == (8, 0, 0)
     found = results(target)
 
@@ -308,8 +308,8 @@ def test_a_chat_ends_at_its_stop_string(
     messages = [{"role": "user", "content": "x"}]
     options = {"stop": "STOP", "max_tokens": 40, "logprobs": 1}
     source = write(tmp_path / "in.jsonl", {"messages": messages, **options})
-    with batch.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
-        batch.run(llm, source, file, done)
+    with jobs.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
+        jobs.run(llm, source, file, done)
     found = results(tmp_path / "out.jsonl")["line-1"]
     turn = llm.chat(messages, **options)
     assert found["content"] == turn.content == content
@@ -411,15 +411,15 @@ def test_a_torn_line_is_done_again(echo, tmp_path):
 def test_two_runs_at_once_are_refused(echo, tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", {"prompt": "x"})
     target = tmp_path / "out.jsonl"
-    with batch.open_results(target, {"line-1"}):
+    with jobs.open_results(target, {"line-1"}):
         assert call(source, target) == 2
     assert "another run is writing to it" in capsys.readouterr().err
 
 
 def run_slowly(source: Path, target: Path, log: Path) -> None:
-    ids = batch.read_ids(source)
-    with EchoLLM(delay=0.03, log=log) as llm, batch.open_results(target, ids) as opened:
-        batch.run(llm, source, *opened)
+    ids = jobs.read_ids(source)
+    with EchoLLM(delay=0.03, log=log) as llm, jobs.open_results(target, ids) as opened:
+        jobs.run(llm, source, *opened)
     os._exit(0)
 
 
