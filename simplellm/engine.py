@@ -1,4 +1,3 @@
-# Exported from chapters/09-continuous-batching.md; edit there.
 """The engine that serves many requests at once, and the LLM that stands before it.
 
 One thread runs `Engine.step` for as long as there is work. Any number of other threads

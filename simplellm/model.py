@@ -1,4 +1,3 @@
-# Exported from chapters/06-model.md; edit there.
 """The transformer: blocks of attention and experts on a residual stream.
 
 T packed tokens, V vocabulary, H query heads, K kv heads, D head_dim.

@@ -1,4 +1,3 @@
-# Exported from chapters/06-model.md; edit there.
 """Choose the next token of each row of a batch of logits.
 
 B rows (one sequence each), V vocabulary. Everything is vectorised over the batch and

@@ -1,4 +1,3 @@
-# Exported from chapters/09-continuous-batching.md; edit there.
 """Who computes how many tokens in the next step: iteration-level scheduling.
 
 Plain Python, no tensors. A step takes one token from each job that decodes and chunks
