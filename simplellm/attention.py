@@ -1,4 +1,3 @@
-# Exported from chapters/05-attention.md; edit there.
 """Attention with grouped heads, a sliding window and sinks, in plain PyTorch.
 
 Q queries, S positions, T packed tokens, H query heads, K kv heads, G = H / K heads a

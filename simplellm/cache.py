@@ -1,4 +1,3 @@
-# Exported from chapters/07-kv-cache.md; edit there.
 """Keys and values that stay: what of each token is kept, where, and for how long.
 
 B decodes, T packed tokens, S positions, H query heads, K kv heads, G = H / K heads a

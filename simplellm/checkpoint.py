@@ -1,4 +1,3 @@
-# Exported from chapters/02-weights.md; edit there.
 """Checkpoints: opened by their headers, read through the memory map.
 
 V vocabulary, H query heads, Q rows of all query heads, KV rows of all key heads,

@@ -1,4 +1,3 @@
-# Exported from chapters/02-weights.md; edit there.
 """What a model is made of: the numbers in a checkpoint's config.json."""
 
 import json

@@ -1,4 +1,3 @@
-# Exported from chapters/07-kv-cache.md; edit there.
 """Decodes on a CPU: experts unpacked at load, and calls that cost little.
 
 Most of a step is so small that a call costs more than its numbers, and a call of NumPy

@@ -1,4 +1,3 @@
-# Exported from chapters/06-model.md; edit there.
 """Text in, text out: the LLM class, its text side, and the engine that feeds it tokens.
 
 The text side checks requests, encodes prompts, turns tokens back into text and looks

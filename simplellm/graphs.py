@@ -1,4 +1,3 @@
-# Exported from chapters/10-cuda-graphs.md; edit there.
 """Steps that the host only starts: static buffers, captured graphs, no waiting.
 
 T packed tokens, B sequences, S of them sampling, P pages in a row of a table, V

@@ -1,4 +1,3 @@
-# Exported from chapters/12-full-speed.md; edit there.
 """The LLM that picks the fastest way to compute that a machine has."""
 
 import logging

@@ -1,4 +1,3 @@
-# Exported from chapters/04-moe.md; edit there.
 """Mixture of experts: a router picks a few feed-forward networks for each token.
 
 T tokens, E experts, k experts a token, I intermediate size.

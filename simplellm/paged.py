@@ -1,4 +1,3 @@
-# Exported from chapters/08-paged-cache.md; edit there.
 """Keys and values in pages: a pool, tables per sequence, sharing, eviction.
 
 The bookkeeping (`PageManager`) is plain Python and knows no tensors; the tensors

@@ -1,4 +1,3 @@
-# Exported from chapters/05-attention.md; edit there.
 """Rotary position embedding with YaRN: a token's position as an angle.
 
 T tokens, N heads, D head_dim.

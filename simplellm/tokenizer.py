@@ -1,4 +1,3 @@
-# Exported from chapters/01-tokens.md; edit there.
 """Text to token ids and back: byte-level BPE from a checkpoint's tokenizer.json."""
 
 import codecs

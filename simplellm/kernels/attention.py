@@ -1,4 +1,3 @@
-# Exported from chapters/11-triton-fusions.md; edit there.
 """Attention over the pages of a cache, with grouped heads, a window and sinks.
 
 T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K

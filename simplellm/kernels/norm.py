@@ -1,4 +1,3 @@
-# Exported from chapters/11-triton-fusions.md; edit there.
 """Add a layer's output to the residual stream and normalise the sum.
 
 T tokens, N hidden size, S parts of an update.

@@ -1,4 +1,3 @@
-# Exported from chapters/11-triton-fusions.md; edit there.
 """Bias, rotation and the write into the paged cache, in one launch.
 
 T tokens, S parts of a sum, H query heads, K kv heads, D head_dim, W = (H + 2K) * D.
