@@ -191,26 +191,35 @@ def gather(x: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], -1, *x.shape[2:])
 
 
-def attend(
-    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
-) -> Tensor:
-    """Attention [T, H, D] of each sequence's newest tokens over all of its positions.
-
-    q [T, H, D]; ``keys`` and ``values`` are one layer's pages, the new tokens' among
-    them; ``sinks`` [H] are logits. Scores are scaled by 1/sqrt(D). A padding row is 0.
-    """
-    out = torch.zeros_like(q)
+def attend_decodes(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write what `attend` gives for the sequences that have one new token to ``out``."""
+    scale = q.shape[2] ** -0.5
     for rows, cells, hidden in group.reads:
-        where = torch.from_numpy(cells).to(q.device)
-        mask = torch.ones_like(where, dtype=torch.bool)
+        which, where = (torch.from_numpy(x).to(q.device) for x in (rows, cells))
+        mask = torch.ones_like(where, dtype=torch.bool)  # [n, S]
         if hidden is not None:
             mask = torch.from_numpy(~hidden).to(q.device)
         k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
-        which = torch.from_numpy(rows).to(q.device)
-        found = masked_attention(
-            q[which, None], k, v, mask[:, None], sinks, q.shape[2] ** -0.5
-        )
+        found = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
         out[which] = found[:, 0]
+
+
+def attend_chunks(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write what `attend` gives for the other sequences to ``out``."""
     queries, lengths = group.queries.tolist(), group.lengths.tolist()
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
@@ -225,6 +234,19 @@ def attend(
             for x in (keys, values)
         )
         out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
+) -> Tensor:
+    """Attention [T, H, D] of each sequence's newest tokens over all of its positions.
+
+    q [T, H, D]; ``keys`` and ``values`` are one layer's pages, the new tokens' among
+    them; ``sinks`` [H] are logits. Scores are scaled by 1/sqrt(D). A padding row is 0.
+    """
+    out = torch.zeros_like(q)
+    attend_decodes(q, keys, values, group, sinks, out)
+    attend_chunks(q, keys, values, group, sinks, out)
     return out
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from simplellm.config import ModelConfig
-from simplellm.sizes import page_bytes
 
 NULL = -1  # stands in a table where a page fell behind the window
 

@@ -41,7 +41,8 @@ class Reader:
         try:
             if event.error is not None:
                 raise event.error
-            self.deliver(self.reply.push(event))
+            for part in self.reply.push(event):
+                self.deliver(part)
             if self.reply.finish_reason is None:
                 return False
             self.deliver(END)
