@@ -29,6 +29,11 @@ def has_pdl() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two from ``least`` on; Triton's own takes microseconds."""
+    return 1 << (least - 1).bit_length()
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = True, **options: Any
 ) -> Any:

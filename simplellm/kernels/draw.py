@@ -1,0 +1,144 @@
+"""Draw each row's next token from its logits, with `simplellm.sampler`'s noise.
+
+S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first are the
+sampler's own business.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
+from simplellm.kernels.launch import launch
+
+BLOCK = 2048  # logits a program looks at
+
+
+@triton.jit
+def mix(x):
+    """`simplellm.sampler.mix` in uint32, whose products wrap around by themselves."""
+    x = (x ^ (x >> 16)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), exact for small x because what 1 + x rounds off is divided out."""
+    y = 1.0 + x
+    return tl.where(y == 1.0, x, tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0)))
+
+
+@triton.jit
+def gumbel(bits, LIBRARY: tl.constexpr):
+    """-log(-log(1 - u)) for the midpoint u of one of 2^32 intervals."""
+    uniform = (bits.to(tl.float32) + 0.5) * 2.0**-32
+    uniform = tl.minimum(uniform, 1 - 2.0**-24)
+    if LIBRARY:  # the logarithms that PyTorch uses; tl.log is less exact
+        exponential = -tl.extra.cuda.libdevice.log1p(-uniform)
+        return -tl.extra.cuda.libdevice.log(exponential)
+    else:
+        return -tl.log(-log1p(-uniform))
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr,
+    best_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    steps_ptr,
+    keys_ptr,
+    vocabulary,
+    BLOCK: tl.constexpr,
+    LIBRARY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for BLOCK logits of a row: keys[row, block] = their largest score.
+
+    score[v] = (logit[v] - logit[best]) / temperature + gumbel(hash(seed, step, v))
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1)
+    block = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        tokens = block * BLOCK + tl.arange(0, BLOCK)
+        logits = logits_ptr + row.to(tl.int64) * vocabulary
+        score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
+        score -= tl.load(logits + tl.load(best_ptr + row))
+        seed = tl.load(seeds_ptr + row)
+        first = mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+        first = mix(first ^ tl.load(steps_ptr + row).to(tl.uint32))
+        second = mix(first ^ 0x5BD1E995)
+        bits = mix(mix(tokens.to(tl.uint32) ^ first) ^ second)
+        score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
+        score += gumbel(bits, LIBRARY)
+        keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
+        tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@triton.jit
+def drawn_kernel(
+    keys_ptr,
+    best_ptr,
+    temperature_ptr,
+    ids_ptr,
+    count,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row: ids = the index in the largest key; best at temperature 0."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    drawn = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
+    greedy = tl.load(temperature_ptr + row) <= 0
+    tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), drawn))
+
+
+def draw(
+    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
+) -> Tensor:
+    """One token for each row of ``logits`` float32 [S, V]: int32 [S].
+
+    ``best`` int32 [S] is each row's likeliest token, as `head` finds it; rows whose
+    ``temperature``, float32 [S], is 0 get that one. ``seeds`` int64 [S] and ``steps``
+    int64 [S] fix the noise, as in `simplellm.sampler.sample`, whose tokens these are:
+    hash, subtraction, division and sum are the same to the bit, and on a GPU the
+    logarithms come from the same library. All are contiguous.
+    """
+    rows, vocabulary = logits.shape
+    ids = torch.empty_like(best)
+    blocks = -(-vocabulary // BLOCK)
+    keys = seeds.new_empty(rows, blocks)
+    launch(
+        draw_kernel,
+        (blocks, rows),
+        logits,
+        best,
+        temperature,
+        seeds,
+        steps,
+        keys,
+        vocabulary,
+        BLOCK=BLOCK,
+        LIBRARY=logits.is_cuda,
+        num_warps=8,
+    )
+    launch(
+        drawn_kernel,
+        (rows,),
+        keys,
+        best,
+        temperature,
+        ids,
+        blocks,
+        BLOCK=128,
+        num_warps=4,
+    )
+    return ids
