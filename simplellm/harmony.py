@@ -1,4 +1,3 @@
-# Exported from chapters/01-tokens.md; edit there.
 """Harmony, the message format of gpt-oss: render conversations, parse replies.
 
 A message is `<|start|>HEADER<|message|>CONTENT<|end|>`; a header names the author, a

@@ -78,7 +78,7 @@ def vocabulary() -> dict[bytes, int]:
     return ranks
 
 
-TOKENIZER = Tokenizer(vocabulary(), O200K_PATTERN, SPECIAL)
+TOKENIZER = Tokenizer.from_ranks(vocabulary(), O200K_PATTERN, SPECIAL)
 CALCULATOR = Tool(
     "calculator",
     "Evaluates an expression.\nExact.",
@@ -165,7 +165,7 @@ def their_prompt(openai: Any, messages: list[Any]) -> list[int]:
 # Text of every kind, with much that looks like markup.
 TEXTS = st.lists(
     st.one_of(
-        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+        st.text(st.characters(exclude_categories=["Cs"])),
         st.sampled_from([*SPECIAL, "assistant", " to=functions.f", "\n\n", "é🙂"]),
     ),
     max_size=5,
@@ -697,7 +697,6 @@ def test_from_openai_names_what_is_wrong(messages, error, words) -> None:
         (Message("user", "x", "a b"), ValueError, "'a b' in a header; expected no sp"),
         (Message("user", "x", "a<|end|>"), ValueError, "in a header; expected no"),
         (Message("user", "a\ud800b"), TokenizerError, r"U\+D800 at position 1"),
-        (Message("user", "a\0b"), TokenizerError, "NUL character at position 1"),
         (Message("user", b"bytes"), TypeError, "text is bytes; expected str"),
     ],
 )
@@ -736,6 +735,6 @@ def test_other_bad_input_is_named() -> None:
             from_openai([], [tool])
     with pytest.raises(ValueError, match="does not describe the tools"):
         render([Message("developer", "Be brief.")], TOKENIZER, tools=[CALCULATOR])
-    plain = Tokenizer(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})
+    plain = Tokenizer.from_ranks(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})
     with pytest.raises(TokenizerError, match=r"no <\|start\|>; expected harmony"):
         HarmonyParser(plain)
