@@ -409,7 +409,7 @@ class EngineConfig:
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""
         defaults = GPU_DEFAULTS if device_type == "cuda" else CPU_DEFAULTS
-        missing = {
+        missing: dict[str, Any] = {
             name: value
             for name, value in defaults.items()
             if getattr(self, name) is None
