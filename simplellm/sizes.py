@@ -7,7 +7,7 @@ Each formula stands here once. All sizes are in bytes unless they say otherwise;
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +16,23 @@ from typing import NamedTuple
 import torch
 
 from simplellm.config import EngineConfig, ModelConfig
-from simplellm.names import is_expert_weight, kind, packed_shapes, tensor_shapes
+from simplellm.names import Shape, is_expert_weight, kind, packed_shapes, tensor_shapes
 
-NORM_ITEMSIZE = 4  # norms are kept in float32
 CPU_CACHE_BYTES = 2**28
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
+
+
+def by_kind(config: ModelConfig, size: Callable[[str, Shape], int]) -> dict[str, int]:
+    """Add up a ``size`` of each tensor by the parts of the model they belong to.
+
+    ``size`` gets our name and the shape; `simplellm.names.kind` names the parts.
+    """
+    found: dict[str, int] = {}
+    for ours, shape in tensor_shapes(config).items():
+        found[kind(ours)] = found.get(kind(ours), 0) + size(ours, shape)
+    if config.tie_word_embeddings:
+        del found["embedding"]  # it is the LM head
+    return found
 
 
 class Counts(NamedTuple):
@@ -28,7 +40,7 @@ class Counts(NamedTuple):
 
     total: int
     active: int
-    by_kind: dict[str, int]  # as `simplellm.names.kind` names them
+    by_kind: dict[str, int]
 
 
 def count_parameters(config: ModelConfig) -> Counts:
@@ -38,36 +50,23 @@ def count_parameters(config: ModelConfig) -> Counts:
     are num_experts_per_tok of the experts and everything else except the embedding,
     of which a token reads one row.
     """
-    by_kind: dict[str, int] = {}
-    for ours, shape in tensor_shapes(config).items():
-        by_kind[kind(ours)] = by_kind.get(kind(ours), 0) + math.prod(shape)
-    if config.tie_word_embeddings:
-        del by_kind["embedding"]  # it is the LM head
-    total, experts = sum(by_kind.values()), by_kind["experts"]
+    found = by_kind(config, lambda ours, shape: math.prod(shape))
+    total, experts = sum(found.values()), found["experts"]
     used = experts * config.num_experts_per_tok // config.num_local_experts
-    active = total - experts + used - by_kind.get("embedding", 0)
-    return Counts(total, active, by_kind)
+    return Counts(total, total - experts + used - found.get("embedding", 0), found)
 
 
 def weight_bytes(
     config: ModelConfig, itemsize: int = 2, packed: bool = True
 ) -> dict[str, int]:
-    """The loaded weights by kind, as `simplellm.names.kind` names them.
+    """The loaded weights by kind: norms are float32, ``packed`` experts are MXFP4."""
 
-    ``itemsize`` is that of what is neither a ``packed`` expert, which is MXFP4, nor a
-    norm.
-    """
-    found: dict[str, int] = {}
-    for ours, shape in tensor_shapes(config).items():
+    def size(ours: str, shape: Shape) -> int:
         if packed and is_expert_weight(ours):
-            size = sum(map(math.prod, packed_shapes(shape)))
-        else:
-            size = math.prod(shape)
-            size *= NORM_ITEMSIZE if kind(ours) == "norms" else itemsize
-        found[kind(ours)] = found.get(kind(ours), 0) + size
-    if config.tie_word_embeddings:
-        del found["embedding"]  # it is the LM head
-    return found
+            return sum(map(math.prod, packed_shapes(shape)))
+        return math.prod(shape) * (4 if kind(ours) == "norms" else itemsize)
+
+    return by_kind(config, size)
 
 
 def position_bytes(config: ModelConfig, itemsize: int) -> int:
