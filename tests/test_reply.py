@@ -277,7 +277,7 @@ def test_any_tokens_make_a_text(
     ids: list[int], stops: list[str], reason: str, size: int
 ) -> None:
     reply = TextReply(PROMPT, stops, TOKENIZER, logprobs=True)
-    parts = [reply.push(event) for event in events(ids, reason, size)]
+    parts = [reply.push(event)[0] for event in events(ids, reason, size)]
     output = reply.output()
     text = TOKENIZER.decode(ids, skip_special=True)
     assert output.text == until_stop(text, stops)
