@@ -48,12 +48,11 @@ def decode_case(batch, window=None, heads=GPT_OSS):
     sinks = "*bf16" if has_sinks else ""
     return Case(
         decode.decode_kernel,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 "
-        "i32 i32 i32 i32",
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
         attention_sizes(tiles, window, heads, has_sinks) | {"EARLY": tiles.early},
         warps=tiles.warps,
         stages=tiles.stages,
-        aligned=("stride_q", "stride_page"),
+        aligned=("stride_page",),
     )
 
 
@@ -72,11 +71,11 @@ def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
     sinks = "*bf16" if has_sinks else ""
     return Case(
         prefill.prefill_kernel,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32 i32",
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
         attention_sizes(tiles, window, heads, has_sinks) | {"TOKENS": tiles.tokens},
         warps=tiles.warps,
         stages=tiles.stages,
-        aligned=("stride_q", "stride_page"),
+        aligned=("stride_page",),
     )
 
 
@@ -95,11 +94,10 @@ def rope_case(dim, has_norms):
     sizes |= {} if has_norms else {"q_norm_ptr": None, "k_norm_ptr": None}
     return Case(
         rope.rope_kernel,
-        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 "
-        "i32 i32 i32 i32",
+        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 i32 i32",
         sizes | {"HALF": half, "HAS_BIAS": True, "HAS_NORMS": has_norms, "PDL": True},
         warps=2,
-        aligned=("stride_token", "stride_page_keys", "stride_page_values"),
+        aligned=("stride_page_keys", "stride_page_values"),
     )
 
 
@@ -111,10 +109,9 @@ CASES = [
     rope_case(64, has_norms=False),
     Case(
         norm.add_norm_kernel,
-        "*bf16 *bf16 *fp32 *bf16 i32 i32 fp32",
+        "*bf16 *bf16 *fp32 *bf16 fp32",
         {"N": 2880, "PARTS": 4, "BLOCK": 4096, "PDL": True},
         warps=8,
-        aligned=("stride_token", "stride_part"),
     ),
     Case(
         draw.draw_kernel,

@@ -162,7 +162,6 @@ def decode_kernel(
     # Sizes and strides, in elements
     scale,  # log2(e) / sqrt(D)
     least,  # keys that are worth a split
-    stride_q,
     stride_page,
     stride_table,
     # Sizes and switches
@@ -207,7 +206,7 @@ def decode_kernel(
     counted = group < tl.where(split == 0, G, 0)
     top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    q_ptr += row * stride_q + (heads * D)[:, None] + d[None, :]
+    q_ptr += row * (K * G * D) + (heads * D)[:, None] + d[None, :]
     keys_ptr += head * D
     values_ptr += head * D
     last = stop
@@ -322,8 +321,8 @@ def decode(
     """Put attention of the first ``group.decodes`` tokens into their rows of ``out``.
 
     As `simplellm.ops.attend`; these are the newest tokens of as many sequences. Keys
-    and values are one layer's pages [pages, page_size, K, D] with the same stride.
-    ``scratch`` has room for as many sequences.
+    and values are one layer's pages [pages, page_size, K, D] with the same stride; the
+    rest is contiguous. ``scratch`` has room for as many sequences.
 
     On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
     all tokens but the newest are read before the kernels ahead in the stream are done.
@@ -335,7 +334,8 @@ def decode(
     per_kv_head, dims = heads // kv_heads, max(16, power_of_two(dim))
     rows = power_of_two(per_kv_head)
     tiles = decode_tiles(batch, dims, window)
-    longest = tables.shape[1] * page_size
+    pages_in_row = tables.shape[1]
+    longest = pages_in_row * page_size
     longest = longest if window is None else min(longest, window)
     splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
     compiled = launch(
@@ -353,9 +353,8 @@ def decode(
         scratch.sums,
         LOG2E.value * dim**-0.5,
         tiles.least,
-        q.stride(0),
         keys.stride(0),
-        tables.stride(0),
+        pages_in_row,
         K=kv_heads,
         G=per_kv_head,
         D=dim,

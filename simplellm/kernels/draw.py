@@ -13,6 +13,8 @@ from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.kernels.launch import launch
 
 BLOCK = 2048  # logits a program looks at
+# These may begin anywhere in what a step came with, and are read number by number.
+COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def gumbel(bits, LIBRARY: tl.constexpr):
         return -tl.log(-log1p(-uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     logits_ptr,
     best_ptr,
@@ -81,7 +83,7 @@ def draw_kernel(
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def drawn_kernel(
     keys_ptr,
     best_ptr,
