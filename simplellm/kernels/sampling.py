@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
-from simplellm.kernels.routing import LOWEST, index_of, largest_key, ordered
+from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.sampler import gumbel_noise
 
 BLOCK = 2048  # logits a program looks at
