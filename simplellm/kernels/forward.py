@@ -14,43 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm import layers, ops
 from simplellm.graphs import Step
 from simplellm.kernels.attention import Scratch, attend, paged_prefill_torch
 from simplellm.kernels.compiling import compile_in_threads, hash_kernels
-from simplellm.kernels.experts import INVARIANT as INVARIANT_TILING
-from simplellm.kernels.experts import (
-    Packed,
-    down,
-    down_torch,
-    gate_up,
-    gate_up_torch,
-    repack,
-    tilings,
-)
-from simplellm.kernels.experts_few import (
-    down_few,
-    down_few_torch,
-    gate_up_few,
-    gate_up_few_torch,
-)
+from simplellm.kernels.experts import experts
 from simplellm.kernels.fallback import Fallback
-from simplellm.kernels.head import head, head_torch
-from simplellm.kernels.linear import (
-    INVARIANT,
-    Dot,
-    choose,
-    linear,
-    linear_parts,
-    linear_torch,
-)
+from simplellm.kernels.fragments import repack
+from simplellm.kernels.head import head
+from simplellm.kernels.linear import project
 from simplellm.kernels.norm import add_norm, add_norm_torch
 from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
-from simplellm.kernels.routing import (
-    route,
-    route_and_dispatch,
-    route_and_dispatch_torch,
-    route_torch,
-)
 from simplellm.kernels.sampling import draw, draw_torch
 from simplellm.model import TORCH, Attention, Block, MoE, Transformer
 from simplellm.moe import Experts
@@ -103,16 +77,6 @@ def embed_torch(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
     return table[known]
 
 
-def project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
-) -> Tensor:
-    """`linear`, or its parts [T, S, N], which the next kernel adds up."""
-    config = INVARIANT if batch_invariant else choose(x.shape[0], *weight.shape)
-    if isinstance(config, Dot) and config.parts > 1:
-        return linear_parts(x, weight, bias, config)
-    return linear(x, weight, bias)
-
-
 def attend_torch(
     q: Tensor,
     keys: Tensor,
@@ -150,16 +114,12 @@ class Kernels:
 
         self.embed = kernel(embed, embed_torch)
         self.add_norm = kernel(add_norm, add_norm_torch)
-        self.project = ordered(project, linear_torch)
+        self.project = ordered(project, ops.project)
         self.rope_and_cache = kernel(rope_and_cache, rope_and_cache_torch)
         self.attend = ordered(attend, attend_torch)
-        self.route = kernel(route, route_torch)
-        self.gate_up_few = kernel(gate_up_few, gate_up_few_torch)
-        self.down_few = kernel(down_few, down_few_torch)
-        self.route_and_dispatch = ordered(route_and_dispatch, route_and_dispatch_torch)
-        self.gate_up = kernel(gate_up, gate_up_torch)
-        self.down = kernel(down, down_torch)
-        self.head = ordered(head, head_torch)
+        # Repacked weights have no twin.
+        self.experts = partial(experts, batch_invariant=batch_invariant)
+        self.head = ordered(head, ops.head)
         self.draw = kernel(draw, draw_torch)
 
 
@@ -185,6 +145,7 @@ class Fused:
         self.model, self.cache = model, cache
         self.batch_invariant = batch_invariant
         self.layers = cast(list[Block], list(model.layers))
+        self.mlps = [experts_of(layer.mlp) for layer in self.layers]
         self.device = model.device
         positions = torch.arange(config.max_position_embeddings, device=model.device)
         self.cos, self.sin = model.rope.cos_sin(positions)  # float32 [positions, D/2]
@@ -215,7 +176,7 @@ class Fused:
             x, h = add_norm(x, update, layer.attn_norm.weight, eps)
             update = self.attention(layer.attn, h, step, index)
             x, h = add_norm(x, update, layer.mlp_norm.weight, eps)
-            update = self.experts(layer.mlp, h, live)
+            update = self.kernels.experts(h, self.mlps[index], live)
         return add_norm(x, update, model.norm.weight, eps)[1]
 
     def attention(self, attn: Attention, h: Tensor, step: Step, layer: int) -> Tensor:
@@ -248,28 +209,6 @@ class Fused:
         )
         return self.kernels.project(out.flatten(1), attn.o.weight, attn.o.bias)
 
-    def experts(self, mlp: MoE, h: Tensor, live: Tensor) -> Tensor:
-        """What each chosen expert adds to each token: [T, k, hidden].
-
-        Only the first ``live``, int32 [1], tokens are no padding: no expert is read for
-        the others, and nothing written.
-        """
-        kernels, weights = self.kernels, mlp.experts
-        router = mlp.router_weight, mlp.router_bias, mlp.top_k
-        limits = weights.limit, weights.alpha
-        first = cast(Packed, weights.gate_up), weights.gate_up_bias
-        second = cast(Packed, weights.down), weights.down_bias
-        if len(h) == 1 and h.dtype == torch.bfloat16 and not self.batch_invariant:
-            ids, scores = kernels.route(h, *router)
-            hidden = kernels.gate_up_few(h, ids, *first, *limits)
-            return kernels.down_few(hidden, ids, scores, *second)
-        up, back = tilings(len(h), len(weights.gate_up_bias), mlp.top_k)
-        if self.batch_invariant:
-            up = back = INVARIANT_TILING
-        _, scores, pairs = kernels.route_and_dispatch(h, *router, up.tokens, live)
-        hidden = kernels.gate_up(h, *first, pairs, *limits, up)
-        return kernels.down(hidden, *second, scores, pairs, back)
-
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """The likeliest next token of each row, int32; fills ``logits`` as well."""
         return self.kernels.head(hidden, self.model.lm_head.weight, logits)
@@ -280,6 +219,22 @@ class Fused:
         """A token drawn from each row, int32; ``best`` are the likeliest ones."""
         heat = columns.temperature[:, 0]
         return self.kernels.draw(logits, best, heat, columns.seeds, steps)
+
+
+def experts_of(mlp: MoE) -> layers.Experts:
+    """The record of one layer's experts."""
+    weights = mlp.experts
+    return layers.Experts(
+        mlp.router_weight,
+        mlp.router_bias,
+        weights.gate_up,
+        weights.gate_up_bias,
+        weights.down,
+        weights.down_bias,
+        mlp.top_k,
+        weights.limit,
+        weights.alpha,
+    )
 
 
 def prepare(weights: Experts) -> Experts:
