@@ -81,7 +81,7 @@ def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
 
 def attention_cases(heads):
     """Every tiling that is used."""
-    cases = [decode_case(batch, heads=heads) for batch in decode.DECODE]
+    cases = [decode_case(batch, heads=heads) for batch in decode.DECODE_TILES]
     cases += [decode_case(1, 128, heads), prefill_case(128, True, heads)]
     cases += [prefill_case(window, heads=heads) for window in (None, 128)]
     return list({str(case): case for case in cases}.values())
@@ -178,11 +178,11 @@ def test_no_program_is_over_before_it_waits(case):
 
 
 @pytest.mark.parametrize("heads", [GPT_OSS, *OTHER_HEADS], ids=str)
-@pytest.mark.parametrize("batch", decode.DECODE)
+@pytest.mark.parametrize("batch", decode.DECODE_TILES)
 def test_keys_are_on_their_way_before_the_wait(batch, heads):
     ptx = compile_case(decode_case(batch, heads=heads)).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait", 1)
-    assert ("cp.async" in before) == decode.DECODE[batch].early
+    assert ("cp.async" in before) == decode.DECODE_TILES[batch].early
     assert "ld.global" in after  # the queries, which the kernel before has written
 
 

@@ -40,7 +40,7 @@ class DecodeTiles:
 # Tiles of 128 keys in 2 stages made a layer with one sequence of 500 up to one
 # microsecond shorter, with one of 32,768 a third of one longer. With 8 sequences, early
 # keys made it half a microsecond longer, with 128 more than one.
-DECODE = {
+DECODE_TILES = {
     1: DecodeTiles(64, 4, 3, least=64, early=True, carveout=64),
     5: DecodeTiles(64, 4, 4, least=128),
     16: DecodeTiles(128, 8, 2, least=256, early=True),
@@ -54,8 +54,8 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 @cache
 def decode_tiles(batch: int, dims: int, window: int | None) -> DecodeTiles:
-    """What `decode` runs with; ``dims`` is D, rounded up to a power of two."""
-    tiles = DECODE[max(least for least in DECODE if least <= batch)]
+    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
+    tiles = DECODE_TILES[max(least for least in DECODE_TILES if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
     # Tiles were timed with heads of 64: those of longer ones have as many numbers.
@@ -309,7 +309,7 @@ def join_kernel(
     )
 
 
-def decode(
+def decode_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,

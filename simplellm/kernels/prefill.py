@@ -42,7 +42,7 @@ INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
 
 @cache
 def prefill_tiles(dims: int, window: int | None, batch_invariant: bool) -> PrefillTiles:
-    """What `prefill` runs with; ``dims`` is D, rounded up to a power of two."""
+    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
     tiles = PREFILL
     if window is not None:
         tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
@@ -237,7 +237,7 @@ def prefill_kernel(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
 
 
-def prefill(
+def prefill_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
