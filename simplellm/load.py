@@ -145,6 +145,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         ) from None
     if found.type == "cuda" and not gpu:
         raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
 
 
