@@ -19,6 +19,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
 SKIPPED = set() if find_spec("triton") else {"11-triton-fusions.md"}
+CHAPTER = re.compile(r"(\d\d|[a-z])-.*\.md$")  # a letter is an appendix's
 DIRECTIVE = re.compile(r"#\| (check|solution) +(\S+)")
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -105,7 +106,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | 
     chapters = parent.config.rootpath / "chapters"
     if file_path.name in SKIPPED:
         return None
-    if file_path.parent == chapters and file_path.match("[0-9][0-9]-*.md"):
+    if file_path.parent == chapters and CHAPTER.match(file_path.name):
         return Chapter.from_parent(parent, path=file_path)
     return None
 

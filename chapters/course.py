@@ -1,7 +1,10 @@
 """What every chapter needs besides the engine: figures, recorded numbers, timing."""
 
+import inspect
 import json
 import statistics
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -78,6 +81,31 @@ def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
 def recorded(name: str) -> Any:
     """The measurement recorded in ``figures/NAME.json``."""
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def show(*objects: Any) -> None:
+    """Show the code of the package's functions, classes and methods, with their files.
+
+    A notebook renders it; elsewhere it is printed.
+    """
+    for thing in objects:
+        if not inspect.isclass(thing):
+            # The function of a property, a cached property, a Triton kernel.
+            for inner in ("fget", "func", "fn"):
+                thing = getattr(thing, inner, thing)
+            thing = inspect.unwrap(thing)  # a decorator's file is another one
+        package = sys.modules[thing.__module__.partition(".")[0]]
+        file = Path(inspect.getsourcefile(thing) or "")
+        name = file.relative_to(Path(package.__file__ or "").parents[1]).as_posix()
+        code = textwrap.dedent(inspect.getsource(thing)).rstrip()
+        plain = f"{name}\n\n{code}"
+        shell = sys.modules.get("IPython")  # scripts run without it
+        if shell is None or shell.get_ipython() is None:
+            print(plain)
+            continue
+        # Four backticks, because a docstring may hold three.
+        data = {"text/markdown": f"`{name}`\n\n````python\n{code}\n````"}
+        shell.display.display(data | {"text/plain": plain}, raw=True)
 
 
 def bench(fn: Callable[[], Any], *, repeat: int = 5, warmup: int = 1) -> float:

@@ -1,4 +1,3 @@
-# Exported from chapters/12-full-speed.md; edit there.
 """What a model does on this machine, and the least time that the machine needs.
 
 Decode, prefill and long contexts are timed through the whole engine, `LLM.generate`

@@ -1,255 +1,176 @@
-# Exported from chapters/06-model.md; edit there.
-"""The transformer: blocks of attention and experts on a residual stream.
+"""The transformer: layers as records, and one forward pass over a table of operations.
 
-T packed tokens, V vocabulary, H query heads, K kv heads, D head_dim.
+T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib.resources import files
-from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from tqdm import tqdm
+from torch import Tensor
 
-from simplellm.attention import NoCache
-from simplellm.checkpoint import (
-    Checkpoint,
-    Packed,
-    RandomCheckpoint,
-    Upload,
-    count_parameters,
-    find_shards,
-)
-from simplellm.config import MODELS, ConfigError, ModelConfig
-from simplellm.moe import Experts, experts, route
-from simplellm.rope import Rope, apply_rope
-from simplellm.weights import MXFP4, Weight, linear
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] divided by its root mean square, times weight [N], in x's dtype.
-
-    Computed in float32, and multiplied by the weight before the cast back.
-    """
-    x32 = x.float()
-    scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (x32 * scale * weight.float()).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class Backend:
-    """The functions that a model computes with; a faster record replaces entries.
-
-    Attention is missing here because the cache, an argument of each forward pass,
-    brings its own. ``prepare`` may bring a layer's experts into another layout, and
-    ``model`` be another class than `Transformer`.
-    """
-
-    norm: Callable[[Tensor, Tensor, float], Tensor]
-    linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
-    route: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    experts: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
-    prepare: Callable[[Experts], Experts] = lambda weights: weights
-    model: "type[Transformer] | None" = None
-
-
-TORCH = Backend(rms_norm, linear, apply_rope, route, experts)
-
-
-class Cache(Protocol):
-    """What attention needs of a cache: take a layer's q, k and v, give the output."""
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        window: int | None,
-    ) -> Tensor: ...
-
+from simplellm.batch import Batch
+from simplellm.config import ModelConfig
+from simplellm.layers import Attention, Experts, Layer
+from simplellm.ops import Ops
+from simplellm.pages import KVPool
+from simplellm.sizes import check_room, page_bytes
+from simplellm.weights import Weight
 
 Take = Callable[[str], Weight]  # a weight by its name, on the right device
+CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
+PAGE = 64  # tokens in each of the pages that it uses
 
 
-def parameter(weight: Weight) -> nn.Parameter:
-    """A dense weight as a parameter that asks for no gradient."""
-    if isinstance(weight, MXFP4):
-        raise TypeError("this weight is MXFP4; expected only experts to be packed")
-    return nn.Parameter(weight, requires_grad=False)
+def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Radians per position of each pair of dimensions, and the factor on cos and sin.
+
+    Returns float32 [D/2] and the concentration. Without ``config.rope_scaling`` these
+    are the frequencies theta^(-2i/D) of RoFormer (Su et al., 2021) and 1. With it the
+    slow ones are divided by the factor, the fast ones stay, and a ramp joins the two
+    (YaRN, Peng et al., 2023).
+    """
+    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    period = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [D/2]
+    if scaling is None:
+        return 1.0 / period, 1.0
+
+    def pair_turning(turns: float) -> float:
+        """The pair, as a real number, that turns so often over the original length."""
+        length = scaling.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    keep = 1 - ramp  # 1 for the fast pairs, 0 for the slow ones
+    frequencies = 1.0 / (scaling.factor * period) * (1 - keep) + 1.0 / period * keep
+    concentration = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+    return frequencies, concentration
 
 
-class Norm(nn.Module):
-    def __init__(self, take: Take, name: str, eps: float, backend: Backend) -> None:
-        super().__init__()
-        self.weight = parameter(take(f"{name}.weight"))
-        self.eps = eps
-        self.backend = backend
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.backend.norm(x, self.weight, self.eps)
+def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, float32 [positions, D/2] each."""
+    frequencies, concentration = yarn_frequencies(config)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = positions.to(device)[:, None] * frequencies.to(device)
+    return angles.cos() * concentration, angles.sin() * concentration
 
 
-class Linear(nn.Module):
-    def __init__(
-        self, take: Take, name: str, backend: Backend, bias: bool = True
-    ) -> None:
-        super().__init__()
-        self.weight = parameter(take(f"{name}.weight"))
-        self.bias = parameter(take(f"{name}.bias")) if bias else None
-        self.backend = backend
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.backend.linear(x, self.weight, self.bias)
-
-
-class Attention(nn.Module):
-    """Project to queries, keys and values, rotate, let the cache attend, project."""
-
-    def __init__(
-        self, config: ModelConfig, layer: int, take: Take, backend: Backend
-    ) -> None:
-        super().__init__()
-        name = f"layers.{layer}.attn"
-        self.qkv = Linear(take, f"{name}.qkv", backend)
-        self.o = Linear(take, f"{name}.o", backend)
-        self.sinks = parameter(take(f"{name}.sinks"))
-        self.layer = layer
-        self.window = config.window(layer)
-        kv_heads = config.num_key_value_heads
-        self.heads = [config.num_attention_heads, kv_heads, kv_heads]
-        self.head_dim = config.head_dim
-        self.backend = backend
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [T, H+2K, D]
-        q, k, v = qkv.split(self.heads, dim=1)
-        q, k = self.backend.rope(q, cos, sin), self.backend.rope(k, cos, sin)
-        out = cache.attend(self.layer, q, k, v, self.sinks, self.window)
-        return self.o(out.flatten(1))  # [T, H*D] -> [T, hidden]
-
-
-class MoE(nn.Module):
-    """Send each token to its experts and add up what they return."""
+class Model:
+    """A model's weights, and the operations ``ops`` that compute with them."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, take: Take, backend: Backend
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        *,
+        embed_tokens: Tensor,  # [V, hidden]
+        layers: Sequence[Layer],
+        norm: Tensor,  # [hidden]
+        lm_head: Weight,  # [V, hidden]
     ) -> None:
-        super().__init__()
-        router = f"layers.{layer}.router"
-        self.router_weight = parameter(take(f"{router}.weight"))
-        self.router_bias = parameter(take(f"{router}.bias"))
-        name = f"layers.{layer}.experts"
-        weights = Experts(
-            gate_up=take(f"{name}.gate_up"),
-            gate_up_bias=parameter(take(f"{name}.gate_up_bias")),
-            down=take(f"{name}.down"),
-            down_bias=parameter(take(f"{name}.down_bias")),
-            limit=config.swiglu_limit,
-            alpha=config.swiglu_alpha,
-        )
-        self.experts = backend.prepare(weights)
-        self.top_k = config.num_experts_per_tok
-        self.backend = backend
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self.backend.route(
-            x, self.router_weight, self.router_bias, self.top_k
-        )
-        return self.backend.experts(x, ids, weights, self.experts)
-
-
-class Block(nn.Module):
-    """One layer: attention and experts, each added to the residual stream."""
-
-    def __init__(
-        self, config: ModelConfig, layer: int, take: Take, backend: Backend
-    ) -> None:
-        super().__init__()
-        name, eps = f"layers.{layer}", config.rms_norm_eps
-        self.attn_norm = Norm(take, f"{name}.attn_norm", eps, backend)
-        self.attn = Attention(config, layer, take, backend)
-        self.mlp_norm = Norm(take, f"{name}.mlp_norm", eps, backend)
-        self.mlp = MoE(config, layer, take, backend)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache) -> Tensor:
-        x = x + self.attn(self.attn_norm(x), cos, sin, cache)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Transformer(nn.Module):
-    """gpt-oss from token ids to hidden states, with weights that ``take`` delivers."""
-
-    def __init__(
-        self, config: ModelConfig, take: Take, backend: Backend = TORCH
-    ) -> None:
-        super().__init__()
         self.config = config
-        self.embed_tokens = parameter(take("embed_tokens.weight"))  # [V, hidden]
-        self.rope = Rope(config, self.device)
-        self.layers = nn.ModuleList(
-            Block(config, layer, take, backend)
-            for layer in range(config.num_hidden_layers)
-        )
-        self.norm = Norm(take, "norm", config.rms_norm_eps, backend)
-        if config.tie_word_embeddings:
-            take = {"lm_head.weight": self.embed_tokens}.__getitem__
-        self.lm_head = Linear(take, "lm_head", backend, bias=False)
+        self.ops = ops
+        self.embed_tokens = embed_tokens
+        self.layers = layers
+        self.norm = norm
+        self.lm_head = lm_head
+        self.device, self.dtype = embed_tokens.device, embed_tokens.dtype
 
-    def forward(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """tokens and positions int64 [T] -> hidden states [T, hidden], normed.
+    def forward(self, batch: Batch, pool: KVPool, previous: Tensor) -> Tensor:
+        """Hidden states [T, hidden], normed, of the tokens of ``batch``.
 
-        The tokens of several sequences lie one behind the other; ``cache`` knows which
-        belong together. ``lm_head(hidden)`` gives their logits.
+        Their keys and values are written to ``pool``. ``previous``, int32, holds the
+        tokens that the step before has sampled.
         """
-        x = F.embedding(tokens, self.embed_tokens)
-        cos, sin = self.rope.cos_sin(positions)
-        for layer in self.layers:
-            x = layer(x, cos, sin, cache)
-        return self.norm(x)
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = ops.embed(batch.tokens, previous, self.embed_tokens)
+        update = None
+        for index, layer in enumerate(self.layers):
+            attn, group = layer.attn, batch.groups[pool.groups[index]]
+            keys, values = pool.keys[index], pool.values[index]
+            x, h = ops.add_norm(x, update, layer.attn_norm, eps)
+            qkv = ops.project(h, attn.qkv, None)  # [T, (H+2K)*D], or in parts
+            q = ops.rope_and_cache(
+                qkv, attn, batch.positions, keys, values, group.slots
+            )
+            out = ops.attend(q, keys, values, group, attn.sinks)  # [T, H, D]
+            update = ops.project(out.flatten(1), attn.o, attn.o_bias)
+            x, h = ops.add_norm(x, update, layer.mlp_norm, eps)
+            update = layer.mlp.feed(ops, h, batch.live)  # [T, hidden], or in parts
+        return ops.add_norm(x, update, self.norm, eps)[1]
 
-    @torch.no_grad()
+    def head(self, hidden: Tensor, logits: Tensor) -> Tensor:
+        """The likeliest next token of each row of ``hidden`` [S, hidden]: int32 [S].
+
+        Fills ``logits``, float32 [S, V], as well.
+        """
+        return self.ops.head(hidden, self.lm_head, logits)
+
+    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """float32 logits [T, V] of one sequence: row t scores the token after t.
 
-        Raises ValueError for an empty or too long sequence or an id out of range.
+        Raises TypeError or ValueError for what is no sequence that the model can read,
+        and MemoryError or torch.OutOfMemoryError, before it computes anything, if the
+        logits and the keys and values do not fit.
         """
-        tokens = torch.as_tensor(token_ids, device=self.device)
+        tokens = torch.as_tensor(token_ids)
         check_tokens(tokens, self.config)
-        positions = torch.arange(len(tokens), device=self.device)
-        return self.lm_head(self(tokens, positions, NoCache([len(tokens)]))).float()
+        count, windows = len(tokens), self.config.windows
+        pages = -(-count // PAGE)  # for each of the windows
+        num_pages = pages * len(windows)
+        needed = num_pages * page_bytes(self.config, PAGE, self.dtype.itemsize)
+        needed += 4 * count * self.config.vocab_size
+        check_room(self.device, needed, f"the logits of {count} tokens")
+        pool = KVPool(self.config, num_pages, PAGE, self.dtype, self.device)
+        logits = torch.empty(count, self.config.vocab_size, device=self.device)
+        previous = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for start in range(0, count, CHUNK):
+            stop = min(start + CHUNK, count)
+            chunk = tokens[start:stop]
+            batch = one_sequence(chunk, start, pages, windows, self.device)
+            hidden = self.forward(batch, pool, previous)
+            self.head(hidden, logits[start:stop])
+        return logits
 
-    @property
-    def device(self) -> torch.device:
-        return self.embed_tokens.device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embed_tokens.dtype
+def one_sequence(
+    tokens: Tensor,
+    start: int,
+    pages: int,
+    windows: tuple[int | None, ...],
+    device: torch.device,
+) -> Batch:
+    """A step that computes ``tokens`` of one sequence from position ``start`` on.
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "Transformer":
-        # The experts are plain records: Module.to() would leave them behind.
-        raise RuntimeError(
-            "a loaded model cannot be moved or cast; expected dtype and device to be "
-            "given to load_model()"
-        )
+    Each group of layers has the sequence in ``pages`` pages of its own, in order.
+    """
+    count = len(tokens)
+    flat = torch.zeros(Batch.size(count, 1, pages, len(windows)), dtype=torch.int32)
+    batch = Batch.of(flat, count, 1, pages, 0, windows, PAGE)
+    batch.tokens[:] = tokens
+    batch.positions[:] = torch.arange(start, start + count)
+    batch.lengths[:] = start + count
+    batch.queries[1] = count
+    for number, group in enumerate(batch.groups):
+        group.tables[:] = torch.arange(pages) + number * pages
+        group.slots[:] = batch.positions + number * pages * PAGE
+    return Batch.of(flat.to(device), count, 1, pages, 0, windows, PAGE)
 
 
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
-    """Raise ValueError unless ``tokens`` is one sequence that the model can read."""
+    """Raise TypeError or ValueError unless the model can read ``tokens``."""
     if tokens.ndim != 1 or len(tokens) == 0:
         raise ValueError(
             f"token_ids has shape {list(tokens.shape)}; expected [T], T > 0"
         )
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"token_ids are {tokens.dtype}; expected integers")
+        raise TypeError(f"token_ids are {tokens.dtype}; expected integers")
     if len(tokens) > config.max_position_embeddings:
         raise ValueError(
             f"{len(tokens)} tokens; expected at most {config.max_position_embeddings}, "
@@ -262,111 +183,48 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
         )
 
 
-EMBEDDED = Path(str(files("simplellm"))) / "embedded"
-BIG = 2**28  # parameters from which on loading shows a progress bar
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
+    """A gpt-oss model of the weights that ``take`` delivers, as ``ops`` wants them."""
+    embed_tokens = take("embed_tokens.weight")
+    cos, sin = rotations(config, embed_tokens.device)
+    layers = []
+    for index in range(config.num_hidden_layers):
 
-Choice = Callable[[ModelConfig, torch.dtype, torch.device], Backend]
+        def part(name: str, layer: str = f"layers.{index}") -> Weight:
+            return take(f"{layer}.{name}")
 
-
-def config_of(path: str | Path | None, random_weights: bool = False) -> ModelConfig:
-    """The config of what `load_model` loads for these arguments.
-
-    Raises ConfigError for a folder that has none, and for a name that is not known.
-    Raises CheckpointError for what is no checkpoint folder, as `load_model` does.
-    """
-    folder = EMBEDDED if path is None else Path(path)
-    known = MODELS.get(str(path)) if random_weights else None
-    if random_weights and known is None and not folder.is_dir():
-        raise ConfigError(
-            f"{path} is neither a checkpoint folder nor a known model; expected "
-            f"one of {', '.join(MODELS)}"
+        attn = Attention(
+            qkv=part("attn.qkv.weight"),
+            qkv_bias=part("attn.qkv.bias"),
+            o=part("attn.o.weight"),
+            o_bias=part("attn.o.bias"),
+            sinks=part("attn.sinks"),
+            q_norm=None,
+            k_norm=None,
+            cos=cos,
+            sin=sin,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
         )
-    if not random_weights:
-        find_shards(folder)
-    return known or ModelConfig.from_file(folder / "config.json")
-
-
-def find_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on, the GPU if there is one. Raises ValueError."""
-    gpu = torch.cuda.is_available()
-    try:
-        found = torch.device(device or ("cuda" if gpu else "cpu"))
-    except RuntimeError:
-        raise ValueError(
-            f"device is {device!r}; expected a device's name, such as cpu or cuda"
-        ) from None
-    if found.type == "cuda" and not gpu:
-        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
-    return found
-
-
-def check_dtype(dtype: object) -> None:
-    """Raise TypeError or ValueError unless a model can have this dtype."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
+        mlp = Experts(
+            router=part("router.weight"),
+            router_bias=part("router.bias"),
+            gate_up=part("experts.gate_up"),
+            gate_up_bias=part("experts.gate_up_bias"),
+            down=part("experts.down"),
+            down_bias=part("experts.down_bias"),
+            top_k=config.num_experts_per_tok,
+            limit=config.swiglu_limit,
+            alpha=config.swiglu_alpha,
         )
-
-
-def load_model(
-    path: str | Path | None = None,
-    dtype: torch.dtype | None = None,
-    device: str | torch.device | None = None,
-    *,
-    random_weights: bool = False,
-    seed: int | None = None,
-    backend: Backend | Choice = TORCH,
-) -> Transformer:
-    """Load a checkpoint folder, or the model that comes with the package.
-
-    ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
-    which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
-    is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
-    of a known model, whose shapes are then filled with random numbers, always the same
-    for a ``seed``. ``backend`` may be a function that chooses one for the model.
-    Weights that fit as they are stay on the mapped file. Raises CheckpointError or
-    ConfigError for a folder that is no checkpoint, ValueError for a device that is not
-    there, and TypeError or ValueError for a dtype that no model has.
-    """
-    device = find_device(device)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    check_dtype(dtype)
-    path = EMBEDDED if path is None else path
-    checkpoint: Checkpoint | RandomCheckpoint
-    if random_weights:
-        config = config_of(path, random_weights)
-        checkpoint = RandomCheckpoint(
-            config, dtype=dtype, device=device, seed=seed or 0
-        )
-    elif seed is not None:
-        raise ValueError(
-            f"seed is {seed!r}; expected None without random_weights. The seed for "
-            "drawing tokens is one of SamplingParams"
-        )
-    else:
-        checkpoint = Checkpoint(path)
-        config = checkpoint.config
-    if not isinstance(backend, Backend):
-        backend = backend(config, dtype, device)
-
-    small = count_parameters(config).total < BIG
-    total = len(checkpoint.names()) - config.tie_word_embeddings  # no head to load
-    send = (
-        Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
+        layer = Layer(part("attn_norm.weight"), attn, part("mlp_norm.weight"), mlp)
+        layers.append(ops.prepare(layer))
+    tied = config.tie_word_embeddings
+    return Model(
+        config,
+        ops,
+        embed_tokens=embed_tokens,
+        layers=layers,
+        norm=take("norm.weight"),
+        lm_head=embed_tokens if tied else take("lm_head.weight"),
     )
-    with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
-
-        def take(name: str) -> Weight:
-            weight = checkpoint[name]
-            progress.update()
-            if isinstance(weight, Packed):
-                return MXFP4(send(weight.blocks), send(weight.scales))
-            exact = name.endswith("norm.weight")
-            return send(weight.to(torch.float32 if exact else dtype))
-
-        model = backend.model or Transformer
-        return model(config, take, backend)

@@ -191,6 +191,56 @@ def gather(x: Tensor, pages: Tensor) -> Tensor:
     return found.view(*pages.shape[:-1], -1, *x.shape[2:])
 
 
+def attend_decodes(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write what `attend` gives for the sequences that have one new token to ``out``."""
+    scale = q.shape[2] ** -0.5
+    for rows, cells, hidden in group.reads:
+        which, where = (torch.from_numpy(x).to(q.device) for x in (rows, cells))
+        mask = torch.ones_like(where, dtype=torch.bool)  # [n, S]
+        if hidden is not None:
+            mask = torch.from_numpy(~hidden).to(q.device)
+        k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
+        found = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
+        out[which] = found[:, 0]
+
+
+def attend_chunks(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write what `attend` gives for the other sequences to ``out``."""
+    size, queries, lengths = (
+        keys.shape[1],
+        group.queries.tolist(),
+        group.lengths.tolist(),
+    )
+    for row in range(group.decodes, len(lengths)):
+        begin, end, length = queries[row], queries[row + 1], lengths[row]
+        if begin == end or length == 0:
+            continue
+        lowest = 0
+        if group.window is not None:
+            lowest = max(0, length - (end - begin) - group.window + 1)
+        # What is outside of this may hold anything, and 0 times NaN is NaN.
+        start = lowest - int(group.offsets[row])
+        first, stop = start // size, -(-(start + length - lowest) // size)
+        pages = group.tables[row, first:stop]
+        wanted = slice(start - first * size, start - first * size + length - lowest)
+        k, v = (gather(x, pages)[wanted] for x in (keys, values))
+        out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
+
+
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
 ) -> Tensor:
@@ -200,31 +250,8 @@ def attend(
     them; ``sinks`` [H] are logits. Scores are scaled by 1/sqrt(D). A padding row is 0.
     """
     out = torch.zeros_like(q)
-    for rows, cells, hidden in group.reads:
-        where = torch.from_numpy(cells).to(q.device)
-        mask = torch.ones_like(where, dtype=torch.bool)
-        if hidden is not None:
-            mask = torch.from_numpy(~hidden).to(q.device)
-        k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
-        which = torch.from_numpy(rows).to(q.device)
-        found = masked_attention(
-            q[which, None], k, v, mask[:, None], sinks, q.shape[2] ** -0.5
-        )
-        out[which] = found[:, 0]
-    queries, lengths = group.queries.tolist(), group.lengths.tolist()
-    for row in range(group.decodes, len(lengths)):
-        begin, end, length = queries[row], queries[row + 1], lengths[row]
-        if begin == end or length == 0:
-            continue
-        lowest, offset = 0, int(group.offsets[row])
-        if group.window is not None:
-            lowest = max(0, length - (end - begin) - group.window + 1)
-        # What is outside of this may hold anything, and 0 times NaN is NaN.
-        k, v = (
-            gather(x, group.tables[row])[lowest - offset : length - offset]
-            for x in (keys, values)
-        )
-        out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
+    attend_decodes(q, keys, values, group, sinks, out)
+    attend_chunks(q, keys, values, group, sinks, out)
     return out
 
 

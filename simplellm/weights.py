@@ -1,4 +1,3 @@
-# Exported from chapters/03-mxfp4.md; edit there.
 """MXFP4: weights of 4 bits, each block of 32 sharing one power of two.
 
 The format of the OCP Microscaling Formats specification, v1.0 (2023), described in

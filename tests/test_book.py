@@ -122,6 +122,13 @@ def test_text_output_loses_colors_and_cannot_close_its_fence():
     assert page.text_output(" \n") == ""
 
 
+def test_markdown_is_rendered():
+    data = {"text/markdown": "````python\nx = 1\n````", "text/plain": "x = 1"}
+    output = {"output_type": "display_data", "data": data}
+    made = page.make("01-x", "```python\nshow(f)\n```\n", [[output]]).markdown
+    assert '<div class="output">\n\n````python\nx = 1\n````\n\n</div>' in made
+
+
 def test_warnings_stay_out_of_the_page():
     warning = {**stream("Warning: slow"), "name": "stderr"}
     made = page.make("01-x", "```python\nf()\n```\n", [[warning]]).markdown

@@ -1,12 +1,18 @@
 """The chapters' helper: figures that stay the same, tables that fit, honest timing."""
 
 import json
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import course
 import matplotlib.pyplot as plt
 import pytest
+import torch
+
+from simplellm.report import summary
+from simplellm.sampler import SamplingParams
 
 
 @pytest.fixture
@@ -37,6 +43,38 @@ def test_recorded_numbers_come_from_figures(figures: Path) -> None:
     figures.mkdir()
     (figures / "00-speed.json").write_text(json.dumps({"tokens": 3}))
     assert course.recorded("00-speed") == {"tokens": 3}
+
+
+def test_code_is_printed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    course.show(summary, SamplingParams.__post_init__)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["simplellm/report.py", ""]
+    assert lines[2].startswith("def summary(")
+    second = lines.index("simplellm/sampler.py")
+    assert lines[second + 2].startswith("def __post_init__(")  # without its indent
+
+
+def test_code_of_what_wraps_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    """A property, a kernel, which has its function as ``fn``, a decorated function."""
+    decorated = torch.no_grad()(course.bench)
+    course.show(property(course.recorded), SimpleNamespace(fn=course.table), decorated)
+    printed = capsys.readouterr().out
+    assert printed.count("chapters/course.py\n\ndef ") == 3
+
+
+def test_a_notebook_renders_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    IPython = SimpleNamespace(
+        get_ipython=object,
+        display=SimpleNamespace(display=lambda data, raw: shown.append(data)),
+    )
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    course.show(course.bench)
+    (data,) = shown
+    markdown = data["text/markdown"]
+    assert markdown.startswith("`chapters/course.py`\n\n````python\ndef bench(")
+    assert markdown.endswith("\n````")
+    assert data["text/plain"].startswith("chapters/course.py\n\ndef bench(")
 
 
 def test_bench_is_the_median_without_the_warmup() -> None:

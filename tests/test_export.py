@@ -5,7 +5,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from export import main
+from export import TABLE_HEAD, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,7 +54,6 @@ class Circle:
 '''
 
 FIRST_MODULE = '''\
-# Exported from chapters/01-first.md; edit there.
 """What first does.
 
 T tokens
@@ -99,7 +98,7 @@ def run(root: Path, *arguments: str | Path) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def fails(root: Path, *parts: str, arguments: tuple[Path, ...] = ()) -> None:
+def fails(root: Path, *parts: str, arguments: tuple[str | Path, ...] = ()) -> None:
     """The export ends with status 2 and one line that holds all of ``parts``."""
     status, _, errors = run(root, *arguments)
     assert (status, errors.count("\n")) == (2, 1), errors
@@ -117,6 +116,7 @@ def test_a_module_reads_as_written_by_hand(repository: Path) -> None:
     status, output, _ = run(repository)
     assert status == 0
     assert output.splitlines() == [
+        "wrote chapters/modules.toml",
         "wrote simplellm/first.py",
         "wrote chapters/01-first.md",
     ]
@@ -171,9 +171,7 @@ def test_a_wrong_line_count_is_drift(repository: Path) -> None:
 def test_a_dotted_name_goes_to_a_subpackage(repository: Path, name: str) -> None:
     add(repository, "02-second.md", cell(f"#| export {name}", "N = 1"))
     assert run(repository)[0] == 0
-    assert (repository / "simplellm/kernels/moe.py").read_text() == (
-        "# Exported from chapters/02-second.md; edit there.\n\nN = 1\n"
-    )
+    assert (repository / "simplellm/kernels/moe.py").read_text() == "N = 1\n"
     assert (repository / "simplellm/kernels/__init__.py").exists()
 
 
@@ -201,7 +199,13 @@ def test_other_markdown_and_folded_code_are_not_exported(repository: Path) -> No
 def test_a_name_defined_twice(repository: Path) -> None:
     text = cell("#| export second", "N = 1") + cell("#| export second", "", "N = 2")
     add(repository, "02-second.md", text)
-    fails(repository, "chapters/02-second.md:10:", "'N'", "line 4", "once")
+    fails(
+        repository,
+        "chapters/02-second.md:10:",
+        "'N'",
+        "chapters/02-second.md:4",
+        "once",
+    )
 
 
 def test_overloads_are_one_definition(repository: Path) -> None:
@@ -216,11 +220,157 @@ def test_overloads_are_one_definition(repository: Path) -> None:
     assert run(repository)[0] == 0
 
 
-def test_a_module_of_another_chapter(repository: Path) -> None:
-    second = add(repository, "02-second.md", cell("#| export first", "N = 1"))
-    parts = ("chapters/02-second.md:4:", "'first'", "chapters/01-first.md writes")
-    fails(repository, *parts)
-    fails(repository, *parts, arguments=(second,))
+def test_a_later_chapter_adds_to_a_module(repository: Path) -> None:
+    """One docstring, one list of imports; what the module has is not imported."""
+    later = add(
+        repository,
+        "10-later.md",
+        "It writes `simplellm/first.py` (0 lines).\n"
+        + cell(
+            "#| export first",
+            "import sys",
+            "from simplellm.first import area",
+            "",
+            "UNIT = area(1.0) / sys.maxsize",
+        ),
+    )
+    add(
+        repository,
+        "a-appendix.md",
+        cell(
+            "#| export first", "from simplellm.first import UNIT", "", "TWO = 2 * UNIT"
+        ),
+    )
+    assert run(repository, later)[0] == 0
+    module = FIRST_MODULE.replace("import math\n", "import math\nimport sys\n")
+    module += "\n\nUNIT = area(1.0) / sys.maxsize\n\nTWO = 2 * UNIT\n"
+    assert (repository / "simplellm/first.py").read_text() == module
+    assert (repository / "chapters/modules.toml").read_text() == (
+        TABLE_HEAD + '\n"simplellm/first.py" = ["chapters/01-first.md", '
+        '"chapters/10-later.md", "chapters/a-appendix.md"]\n'
+    )
+    for chapter in ("01-first.md", "10-later.md"):
+        text = (repository / "chapters" / chapter).read_text()
+        assert f"({module.count(chr(10))} lines)" in text
+    assert run(repository, "--check") == (0, "", "")
+
+
+def test_a_name_of_an_earlier_chapter(repository: Path) -> None:
+    add(repository, "02-second.md", cell("#| export first", "SIZE = 1"))
+    fails(repository, "02-second.md:4:", "'SIZE'", "chapters/01-first.md:16", "once")
+
+
+BEGUN = cell(
+    "#| export queue",
+    "class Queue:",
+    '    """Who is next."""',
+    "",
+    "    def __init__(self) -> None:",
+    "        self.items: list[int] = []",
+    "    # The end is where it grows.",
+    "",
+    "LIMIT = 8",
+)
+CONTINUED = cell(
+    "#| export queue",
+    "from simplellm.queue import Queue",
+    "",
+    "# The way in.",
+    "class Queue(Queue):",
+    "    # One at a time.",
+    "    def put(self, item: int) -> None:",
+    "        self.items.append(item)",
+    "",
+    "    @property",
+    "    def full(self) -> bool:",
+    "        return len(self.items) >= LIMIT  # never more",
+    "    @full.setter",
+    "    def full(self, value: bool) -> None:",
+    "        raise AttributeError",
+    "",
+    "EMPTY = Queue()",
+)
+QUEUE = '''\
+class Queue:
+    """Who is next."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    # The end is where it grows.
+
+    # The way in.
+    # One at a time.
+    def put(self, item: int) -> None:
+        self.items.append(item)
+
+    @property
+    def full(self) -> bool:
+        return len(self.items) >= LIMIT  # never more
+
+    @full.setter
+    def full(self, value: bool) -> None:
+        raise AttributeError
+
+    def get(self) -> int:
+        return self.items.pop(0)
+
+
+LIMIT = 8
+
+EMPTY = Queue()
+'''
+
+
+def test_a_class_told_in_several_cells(repository: Path) -> None:
+    add(repository, "02-second.md", BEGUN + CONTINUED)
+    get = ("    def get(self) -> int:", "        return self.items.pop(0)")
+    add(repository, "03-third.md", cell("#| export queue", "class Queue(Queue):", *get))
+    assert run(repository)[0] == 0
+    assert (repository / "simplellm/queue.py").read_text() == QUEUE
+    assert run(repository, "--check") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("begun", "continued", "problem"),
+    [
+        ([], ["class C(C):", "    N = 1"], "before it to begin the class"),
+        (["class C:", "    N = 1"], ["class C(C):", "    N = 2"], "'C.N' again"),
+        (["class C:", "    N = 1"], ["class C:", "    M = 2"], "'C' again"),
+        (["class C:", "    N = 1"], ["class C(C): ..."], "its body below"),
+        (
+            ["class C:", "    N = 1"],
+            ["class C(C):", '    """More."""'],
+            "second docstring",
+        ),
+        (
+            [
+                "from dataclasses import dataclass",
+                "@dataclass",
+                "class C:",
+                "    n: int",
+            ],
+            ["class C(C):", "    m: int"],
+            "adds a field",
+        ),
+        (
+            [
+                "from dataclasses import dataclass",
+                "@dataclass",
+                "class C:",
+                "    n: int",
+            ],
+            ["@dataclass", "class C(C):", "    M = 1"],
+            "alone",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_continued(
+    repository: Path, begun: list[str], continued: list[str], problem: str
+) -> None:
+    add(repository, "02-second.md", cell("#| export c", *begun))
+    add(repository, "03-third.md", cell("#| export c", *continued))
+    fails(repository, "chapters/03-third.md:", "'C", problem, "expected")
 
 
 def test_a_cell_that_does_not_parse(repository: Path) -> None:
@@ -241,7 +391,7 @@ def test_a_bad_module_name(repository: Path) -> None:
 def test_a_name_that_no_exported_cell_defines(repository: Path) -> None:
     text = cell("import os") + cell("#| export second", "def f():", "    return os.sep")
     add(repository, "02-second.md", text)
-    fails(repository, "chapters/02-second.md", "Undefined name `os`", "second.py:5")
+    fails(repository, "chapters/02-second.md", "Undefined name `os`", "second.py:2")
 
 
 def test_a_module_that_does_not_import_is_taken_back(repository: Path) -> None:
@@ -266,9 +416,50 @@ def test_a_module_that_no_chapter_writes(repository: Path) -> None:
     second = add(repository, "02-second.md", cell("#| export second", "N = 1"))
     run(repository)
     second.unlink()
-    fails(repository, "simplellm/second.py", "no chapter writes it", "deleted")
-    (repository / "simplellm/second.py").write_text('"""By hand."""\n')
+    first = repository / "chapters/01-first.md"
+    for arguments in ((), ("--check",), (first,)):
+        parts = ("simplellm/second.py", "no chapter writes it", "deleted")
+        fails(repository, *parts, arguments=arguments)
+    (repository / "simplellm/second.py").unlink()
+    status, output, _ = run(repository, "--check")
+    assert status == 1 and '-"simplellm/second.py"' in output
+    assert run(repository) == (0, "wrote chapters/modules.toml\n", "")
+
+
+def test_a_module_becomes_one_written_by_hand(repository: Path) -> None:
+    """When its line leaves the table."""
+    second = add(repository, "02-second.md", cell("#| export second", "N = 1"))
+    run(repository)
+    second.unlink()
+    table = repository / "chapters/modules.toml"
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(line for line in lines if "second" not in line))
+    assert run(repository, "--check") == (0, "", "")
+
+
+def test_a_module_written_by_hand_is_not_overwritten(repository: Path) -> None:
+    module = repository / "simplellm/second.py"
+    module.write_text('"""By hand."""\n')
     assert run(repository)[0] == 0
+    add(repository, "02-second.md", cell("#| export second", "N = 1"))
+    first = repository / "chapters/01-first.md"
+    for arguments in ((), ("--check",), (first,)):
+        parts = ("02-second.md:4:", "simplellm/second.py", "by hand", "--adopt")
+        fails(repository, *parts, arguments=arguments)
+    assert module.read_text() == '"""By hand."""\n'
+    assert run(repository, "--adopt", "simplellm/second.py")[0] == 0
+    assert module.read_text() == "N = 1\n"
+    assert run(repository, "--check") == (0, "", "")
+
+
+def test_a_table_that_differs_is_drift(repository: Path) -> None:
+    run(repository)
+    table = repository / "chapters/modules.toml"
+    table.write_text(table.read_text().replace("01-first", "07-other"))
+    status, output, _ = run(repository, "--check")
+    assert status == 1
+    assert '-"simplellm/first.py" = ["chapters/07-other.md"]' in output
+    assert '+"simplellm/first.py" = ["chapters/01-first.md"]' in output
 
 
 def test_a_chapter_that_exports_nothing(repository: Path) -> None:

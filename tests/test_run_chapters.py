@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jupytext
 import pytest
+from export import chapter_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +21,7 @@ tool = load("run_chapters", ROOT / "tools/run_chapters.py")
 conftest = load("root_conftest", ROOT / "conftest.py")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("[0-9]*.md")))
+@pytest.mark.parametrize("path", chapter_files(ROOT))
 def test_the_cells_are_those_of_the_notebook(path):
     expected = list(conftest.code_cells(jupytext.read(path)))
     found = [

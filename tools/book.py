@@ -21,11 +21,11 @@ from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
 
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
-EXECUTED = re.compile(r"\d\d-")  # names of pages whose code runs
+EXECUTED = re.compile(r"(\d\d|[a-z])-")  # names of pages whose code runs
 
 
 def outputs(root: Path, name: str, source: str) -> execute.Outputs:
-    """Outputs of a page's cells; code on pages without a number is only shown."""
+    """Outputs of a page's cells; code on other pages is only shown."""
     if EXECUTED.match(name):
         return execute.outputs(root, name, source)
     return [[] for _ in execute.code_cells(execute.read(source))]

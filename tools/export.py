@@ -1,60 +1,50 @@
 """Write simplellm/*.py from the exported cells of the chapters.
 
 A cell whose leading directive lines hold ``#| export`` goes to the chapter's default
-module, set by ``#| default_exp NAME``; ``#| export NAME`` names another one. Imports
-are hoisted, pruned and sorted; the rest keeps its order. One module is written by
-exactly one chapter. In the chapter itself all code gets ruff's format, so that both
-read the same, and the phrase "writes `simplellm/NAME.py` (N lines)" gets its number.
+module, set by ``#| default_exp NAME``; ``#| export NAME`` names another one. A later
+chapter may add to a module, and ``class NAME(NAME):`` adds to the class before it.
+Imports are hoisted, pruned and sorted; the rest keeps its order. In the chapter itself
+all code gets ruff's format, so that both read the same, and the phrase "writes
+`simplellm/NAME.py` (N lines)" gets its number. chapters/modules.toml lists the modules
+that are written in this way; all others are written by hand and left alone.
 
-    python tools/export.py                           every chapter
-    python tools/export.py chapters/03-mxfp4.md      only these chapters
-    python tools/export.py --check                   print a diff, exit 1 on drift
+    python tools/export.py                             every chapter
+    python tools/export.py chapters/03-mxfp4.md        only the modules of these
+    python tools/export.py --check                     print a diff, exit 1 on drift
+    python tools/export.py --adopt simplellm/moe.py    no longer by hand: overwrite it
 """
 
 import argparse
-import ast
 import difflib
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import jupytext
+from joining import Cell, ExportError, joined
 
 PACKAGE = "simplellm"
-HEADER = "# Exported from {}; edit there."
+TABLE = "chapters/modules.toml"
+TABLE_HEAD = """\
+# The chapters that write each module; `make export` keeps this list. A module that is
+# not in it is written by hand.
+"""
 MODULE_NAME = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*")
 LINE_COUNT = re.compile(rf"(writes\s+`({PACKAGE}/[\w/]+\.py)`\s+\()\d+(\s+lines?\))")
 
 IMPORT_CHECK = """
-import importlib, json, sys
-sys.path.insert(0, sys.argv[1])
-failed = {}
-for name in sys.argv[2:]:
+import importlib, sys
+for path in sys.argv[1:]:
     try:
-        importlib.import_module(name)
+        importlib.import_module(path.removesuffix(".py").replace("/", "."))
     except BaseException as error:
-        failed[name] = f"{type(error).__name__}: {error}"
-print(json.dumps(failed))
+        sys.exit(" ".join(f"{path}: {type(error).__name__}: {error}".split()))
 """
-
-
-class ExportError(Exception):
-    """One line that says where, what is wrong and what was expected."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The exported source of one cell and the line of the chapter it starts at."""
-
-    chapter: str
-    line: int
-    module: str
-    source: str
 
 
 def directives(source: str) -> list[list[str]]:
@@ -98,42 +88,31 @@ def exported_cells(root: Path, chapter: Path) -> Iterator[Cell]:
                     "something like `moe` or `kernels.moe`"
                 )
             body = "\n".join(cell.source.splitlines()[len(lines) :])
-            yield Cell(name, line + len(lines), module, body)
+            path = f"{PACKAGE}/{module.replace('.', '/')}.py"
+            yield Cell(name, line + len(lines), path, body)
+
+
+def chapter_files(root: Path) -> list[Path]:
+    """The numbered chapters, then the appendices a-….md, b-….md and on."""
+    folder = root / "chapters"
+    return sorted([*folder.glob("[0-9][0-9]-*.md"), *folder.glob("[a-z]-*.md")])
 
 
 def collect(root: Path) -> dict[str, list[Cell]]:
-    """Every module's cells, over all chapters, with one chapter per module."""
+    """Every module's cells, over all chapters, by the module's path."""
     modules: dict[str, list[Cell]] = {}
-    for chapter in sorted((root / "chapters").glob("[0-9][0-9]-*.md")):
+    for chapter in chapter_files(root):
         for cell in exported_cells(root, chapter):
-            cells = modules.setdefault(cell.module, [])
-            if cells and cells[0].chapter != cell.chapter:
-                raise ExportError(
-                    f"{cell.chapter}:{cell.line}: writes module {cell.module!r}, "
-                    f"which {cells[0].chapter} writes; expected one chapter per module"
-                )
-            cells.append(cell)
+            modules.setdefault(cell.module, []).append(cell)
     return modules
 
 
-def defined_names(node: ast.stmt) -> list[str]:
-    """The top-level names that a statement defines (overloads aside)."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            overload = any("overload" in ast.unparse(d) for d in node.decorator_list)
-            return [] if overload else [node.name]
-        case ast.Assign(targets=targets):
-            found = [n for target in targets for n in ast.walk(target)]
-        case ast.AnnAssign(target=ast.Name() as target):
-            found = [target]
-        case _:
-            return []
-    return [
-        n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-    ]
+def writers(cells: list[Cell]) -> list[str]:
+    """The chapters that ``cells`` come from, in order."""
+    return list(dict.fromkeys(cell.chapter for cell in cells))
 
 
-def ruff(root: Path, path: Path, source: str, *arguments: str) -> str:
+def ruff(root: Path, path: str, source: str, *arguments: str) -> str:
     """ruff's standard output for ``source``, checked as if it stood at ``path``."""
     result = subprocess.run(
         [sys.executable, "-m", "ruff", *arguments, "--stdin-filename", path, "-"],
@@ -148,151 +127,111 @@ def ruff(root: Path, path: Path, source: str, *arguments: str) -> str:
     return result.stdout
 
 
-def build(root: Path, path: Path, cells: list[Cell]) -> str:
+def build(root: Path, path: str, cells: list[Cell]) -> str:
     """The text of the module that ``cells`` make up."""
-    docstring, imports, bodies = "", [], []
-    seen: dict[str, int] = {}
-    for number, cell in enumerate(cells):
-        try:
-            tree = ast.parse(cell.source)
-        except SyntaxError as error:
-            line = cell.line + (error.lineno or 1) - 1
-            raise ExportError(
-                f"{cell.chapter}:{line}: the exported cell does not parse: "
-                f"{error.msg}; expected plain Python"
-            ) from None
-        lines = cell.source.splitlines()
-        for node in reversed(tree.body):
-            span = slice(node.lineno - 1, node.end_lineno)
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                imports += lines[span]
-                del lines[span]
-            elif number == 0 and node is tree.body[0] and ast.get_docstring(tree):
-                docstring = "\n" + "\n".join(lines[span])
-                del lines[span]
-        for node in tree.body:
-            line = cell.line + node.lineno - 1
-            for name in defined_names(node):
-                if name in seen:
-                    raise ExportError(
-                        f"{cell.chapter}:{line}: defines {name!r} again (first at line "
-                        f"{seen[name]}); expected each name once in a module"
-                    )
-                seen[name] = line
-        bodies.append("\n".join(lines).strip("\n"))
-    parts = [HEADER.format(cells[0].chapter) + docstring, "\n".join(imports), *bodies]
-    source = "\n\n".join(part for part in parts if part) + "\n"
+    source = joined(path, cells)
     lint = ("check", "--quiet", "--exit-zero")
     source = ruff(root, path, source, *lint, "--select", "I,F401", "--fix")
     source = ruff(root, path, source, "format")
     undefined = ("--select", "F821", "--output-format", "json")
     for problem in json.loads(ruff(root, path, source, *lint, *undefined)):
-        row = problem["location"]["row"]
         raise ExportError(
-            f"{cells[0].chapter}: {path.relative_to(root)}:{row}: "
+            f"{', '.join(writers(cells))}: {path}:{problem['location']['row']}: "
             f"{problem['message']}; expected an exported cell to define or import it"
         )
     return source
 
 
-def tidy(root: Path, chapter: str, modules: dict[Path, str]) -> str:
+def tidy(root: Path, chapter: str, modules: dict[str, str]) -> str:
     """The chapter with its code formatted and its modules' line counts right."""
 
     def phrase(match: re.Match[str]) -> str:
-        source = modules.get(root / match[2])
+        source = modules.get(match[2])
         if source is None:
             return match[0]
         return f"{match[1]}{len(source.splitlines())}{match[3]}"
 
-    path = root / chapter
-    text = ruff(root, path, path.read_text(encoding="utf-8"), "format")
-    return LINE_COUNT.sub(phrase, text)
+    text = (root / chapter).read_text(encoding="utf-8")
+    return LINE_COUNT.sub(phrase, ruff(root, chapter, text, "format"))
 
 
-def stale_modules(root: Path, written: set[Path]) -> list[Path]:
-    """Modules with an export header that no chapter writes."""
-    start = HEADER.split("{}")[0]
-    return [
-        path
-        for path in sorted((root / PACKAGE).rglob("*.py"))
-        if path not in written and path.read_text(encoding="utf-8").startswith(start)
-    ]
+def check_owners(
+    root: Path, modules: dict[str, list[Cell]], adopted: list[str]
+) -> None:
+    """Refuse to overwrite a module written by hand, or to let one become stale."""
+    table = root / TABLE
+    listed = tomllib.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
+    for path, cells in modules.items():
+        if path not in {*listed, *adopted} and (root / path).exists():
+            raise ExportError(
+                f"{cells[0].chapter}:{cells[0].line}: writes {path}, which is written "
+                f"by hand; expected another module, or `--adopt {path}` to overwrite it"
+            )
+    for path in listed:
+        if path not in modules and (root / path).exists():
+            raise ExportError(
+                f"{path}: no chapter writes it any more; expected it to be deleted, "
+                f"or its line in {TABLE} if it is written by hand from now on"
+            )
 
 
-def import_errors(root: Path, paths: list[Path]) -> dict[Path, str]:
-    """What went wrong for each of the modules that does not import."""
-    names = {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(
-            ".__init__"
-        ): path
-        for path in paths
-    }
+def write(root: Path, texts: dict[str, str]) -> None:
+    """Write what changed; if a module then does not import, take everything back."""
+    paths = {name: root / name for name in texts}
+    old = {n: p.read_text(encoding="utf-8") for n, p in paths.items() if p.exists()}
+    changed = [name for name in texts if texts[name] != old.get(name)]
+    for name in changed:
+        if not paths[name].parent.exists():
+            paths[name].parent.mkdir(parents=True)
+            (paths[name].parent / "__init__.py").touch()
+        paths[name].write_text(texts[name], encoding="utf-8")
+    modules = [name for name in changed if name.endswith(".py")]
     result = subprocess.run(
-        [sys.executable, "-B", "-c", IMPORT_CHECK, str(root), *names],
+        [sys.executable, "-B", "-c", IMPORT_CHECK, *modules],
         cwd=root,
         capture_output=True,
         text=True,
     )
     if result.returncode:
-        return dict.fromkeys(paths, result.stderr.strip().splitlines()[-1])
-    failed = json.loads(result.stdout.splitlines()[-1])
-    return {names[name]: message for name, message in failed.items()}
-
-
-def write(root: Path, texts: dict[Path, str]) -> None:
-    """Write what changed; a module that does not import gets its old text back."""
-    old = {p: p.read_text(encoding="utf-8") if p.exists() else None for p in texts}
-    changed = [path for path in texts if texts[path] != old[path]]
-    for path in changed:
-        if path.suffix == ".py" and not path.parent.exists():
-            path.parent.mkdir(parents=True)
-            (path.parent / "__init__.py").touch()
-        path.write_text(texts[path], encoding="utf-8")
-        print(f"wrote {path.relative_to(root)}")
-    failed = import_errors(root, [p for p in changed if p.suffix == ".py"])
-    for path in failed:
-        if (text := old[path]) is None:
-            path.unlink()
-        else:
-            path.write_text(text, encoding="utf-8")
-    for path, message in failed.items():
+        for name in changed:
+            if name in old:
+                paths[name].write_text(old[name], encoding="utf-8")
+            else:
+                paths[name].unlink()
+        reason = result.stderr.strip().rpartition("\n")[2]
         raise ExportError(
-            f"{path.relative_to(root)}: does not import, so the old file stays: "
-            f"{message}; expected a module that imports by itself"
+            f"{reason}; expected a module that imports by itself, so nothing is written"
         )
+    for name in changed:
+        print(f"wrote {name}")
 
 
-def export(root: Path, files: list[Path], check: bool) -> int:
+def export(root: Path, files: list[Path], check: bool, adopted: list[str]) -> int:
     """Export ``files``, or every chapter; the exit status."""
     chosen = {Path(os.path.relpath(file.resolve(), root)).as_posix() for file in files}
-    modules: dict[Path, str] = {}
-    chapters = set()
-    paths = {
-        root / PACKAGE / (module.replace(".", "/") + ".py"): cells
-        for module, cells in collect(root).items()
-    }
-    for path, cells in paths.items():
-        if not chosen or cells[0].chapter in chosen:
-            modules[path] = build(root, path, cells)
-            chapters.add(cells[0].chapter)
-    if nothing := sorted(chosen - chapters):
+    cells = collect(root)
+    check_owners(root, cells, adopted)
+    chapters = {path: writers(cells[path]) for path in sorted(cells)}
+    if nothing := sorted(chosen.difference(*chapters.values())):
         raise ExportError(f"{nothing[0]}: exports nothing; expected `#| export` cells")
-    if not chosen:
-        for path in stale_modules(root, set(modules)):
-            raise ExportError(
-                f"{path.relative_to(root)}: no chapter writes it any more; "
-                "expected it to be deleted"
-            )
-    texts = modules | {root / c: tidy(root, c, modules) for c in chapters}
+    modules = {
+        path: build(root, path, cells[path])
+        for path in chapters
+        if not chosen or chosen.intersection(chapters[path])
+    }
+    rows = [f'"{path}" = {json.dumps(chapters[path])}\n' for path in chapters]
+    texts = {TABLE: TABLE_HEAD + "\n" + "".join(rows)} | modules
+    for chapter in sorted({c for path in modules for c in chapters[path]}):
+        texts[chapter] = tidy(root, chapter, modules)
     if not check:
         write(root, texts)
         return 0
     drift = False
-    for path in sorted(texts):
-        name = path.relative_to(root).as_posix()
+    for name, text in sorted(texts.items()):
+        path = root / name
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         diff = difflib.unified_diff(
-            old.splitlines(True), texts[path].splitlines(True), name, f"{name} (export)"
+            old.splitlines(True), text.splitlines(True), name, f"{name} (export)"
         )
         for line in diff:
             drift = True
@@ -305,11 +244,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path, help="chapters (default: all)")
     parser.add_argument("--check", action="store_true", help="print a diff, write none")
     parser.add_argument(
+        "--adopt",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="overwrite a module written by hand",
+    )
+    parser.add_argument(
         "--root", type=Path, default=Path(__file__).parents[1], help="repository"
     )
     options = parser.parse_args(arguments)
     try:
-        return export(options.root.resolve(), options.files, options.check)
+        return export(
+            options.root.resolve(), options.files, options.check, options.adopt
+        )
     except ExportError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """Run the chapters' cells as scripts, where Jupyter is not installed.
 
     python tools/run_chapters.py            all of them
-    python tools/run_chapters.py 7 10 12    some
+    python tools/run_chapters.py 7 10 a     some, of which a is an appendix
 
 Each chapter runs in its own process, its directory chapters/, each exercise on its stub
 and on its solution. Figures that a chapter draws are not kept. Prints how long each
@@ -94,12 +94,14 @@ def run_chapter(path: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("numbers", type=int, nargs="*", help="of chapters")
+    parser.add_argument("numbers", nargs="*", help="of chapters, 7, or appendices, a")
     parser.add_argument("--timeout", type=float, default=180, help="seconds of each")
     parser.add_argument("--here", action="store_true", help="one, in this process")
     options = parser.parse_args()
-    paths = sorted(CHAPTERS.glob("[0-9][0-9]-*.md"))
-    chosen = [p for p in paths if int(p.name[:2]) in (options.numbers or range(100))]
+    paths = [*CHAPTERS.glob("[0-9][0-9]-*.md"), *CHAPTERS.glob("[a-z]-*.md")]
+    numbers = {path: path.name.partition("-")[0].lstrip("0") for path in sorted(paths)}
+    wanted = {number.lstrip("0") for number in options.numbers}
+    chosen = [p for p in numbers if numbers[p] in wanted or not wanted]
     if options.here:
         failed = run_chapter(chosen[0])
         print(json.dumps(failed))
@@ -109,7 +111,7 @@ def main() -> int:
     modules = os.pathsep.join(filter(None, known))
     environment = os.environ | {"PYTHONPATH": modules, "MPLBACKEND": "Agg"}
     for path in chosen:
-        command = [sys.executable, __file__, "--here", str(int(path.name[:2]))]
+        command = [sys.executable, __file__, "--here", numbers[path]]
         start = time.perf_counter()
         try:
             done = subprocess.run(

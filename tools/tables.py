@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import headline
+from export import chapter_files
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
@@ -43,7 +44,8 @@ def times(chapters: Iterable[Path]) -> str:
         title, reading = TITLE.match(text), READING.search(text)
         if not (title and reading):
             raise ValueError(f"{path.name}: no title or no `N minutes to read`")
-        link = f"[{int(path.name[:2])}. {title[1]}]({path.name})"
+        number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
+        link = f"[{number}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
         rows.append((link, int(reading[1]), exercises))
     total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
@@ -136,8 +138,8 @@ def measurements(figures: Path) -> str:
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
-    chapters = sorted((ROOT / "chapters").glob("[0-9][0-9]-*.md"))
-    landing = replace(index.read_text(encoding="utf-8"), "times", times(chapters))
+    landing = index.read_text(encoding="utf-8")
+    landing = replace(landing, "times", times(chapter_files(ROOT)))
     figures = ROOT / "figures"
     recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))
     text = readme.read_text(encoding="utf-8")

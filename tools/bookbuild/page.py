@@ -178,6 +178,8 @@ def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
         return (
             f'<div class="output">\n<div class="table-wrapper">{inside}</div>\n</div>'
         )
+    if "text/markdown" in data:
+        return f'<div class="output">\n\n{joined(data["text/markdown"])}\n\n</div>'
     return text_output(data.get("text/plain", ""))
 
 

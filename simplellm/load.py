@@ -1,0 +1,374 @@
+"""From a checkpoint folder to a model that computes, in one straight line.
+
+Every choice that depends on the machine is made here, once.
+"""
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
+from simplellm.config import (
+    MODELS,
+    ConfigError,
+    EngineConfig,
+    ModelConfig,
+    check_tokenizer,
+    end_token_ids,
+    read_json,
+)
+from simplellm.engine import Engine
+from simplellm.model import Model, build
+from simplellm.ops import PLAIN, Ops
+from simplellm.ops_numpy import NUMPY, is_small
+from simplellm.pages import KVPool, PageManager
+from simplellm.request import SamplingParams
+from simplellm.runner import Runner, bucket_sizes
+from simplellm.scheduler import Scheduler
+from simplellm.sizes import Need, count_parameters, enough, num_pages
+from simplellm.tokenizer import Tokenizer
+from simplellm.weights import MXFP4, Weight
+
+LOGGER = logging.getLogger("simplellm")
+EMBEDDED = Path(str(files("simplellm"))) / "embedded"
+BIG = 2**28  # parameters from which on loading shows a progress bar
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
+OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
+OLDEST_TRITON = (3, 6)
+
+Source = Checkpoint | RandomCheckpoint
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that an LLM is made of."""
+
+    model: Model
+    engine: Engine
+    how: str  # which operations compute, and why
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    eos_token_ids: frozenset[int]
+
+
+def load(
+    path: str | Path | None = None,
+    config: EngineConfig | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    random_weights: bool = False,
+    seed: int | None = None,
+) -> Loaded:
+    """Load what `LLM` needs; its arguments and errors."""
+    device = find_device(device)
+    if not isinstance(config, EngineConfig | None):
+        raise TypeError(f"config is {config!r}; expected an EngineConfig")
+    config = (config or EngineConfig()).resolved(device.type)
+    dtype = find_dtype(dtype, device)
+    folder = EMBEDDED if path is None else Path(path)
+    source = open_weights(path, dtype, device, random_weights, seed)
+    tokenizer = open_tokenizer(folder, source.config)
+    default_params, ends = read_generation_config(folder)
+    operations, how = choose(config, source, dtype, device)
+    LOGGER.info("computing on %s with %s", name_of(device), how)
+    mapped = device.type == "cpu" and not random_weights
+    need = Need.of(
+        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
+    )
+    with on(device), enough(need, device):
+        if operations == "fused":
+            ops = compile_fused(source, config, dtype, device)
+        else:
+            ops = NUMPY if operations == "numpy" else PLAIN
+        model = read_weights(source, dtype, device, ops)
+        engine = build_engine(model, config)
+        if config.cuda_graphs and operations == "fused":
+            engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
+    special = tokenizer.special if tokenizer else {}
+    named = (special[name] for name in TURN_ENDS if name in special)
+    eos_token_ids = frozenset([*source.config.eos_token_ids, *ends, *named])
+    return Loaded(model, engine, how, tokenizer, default_params, eos_token_ids)
+
+
+def load_model(
+    path: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    *,
+    random_weights: bool = False,
+    seed: int | None = None,
+    ops: Ops = PLAIN,
+) -> Model:
+    """Load a checkpoint folder, or the model that comes with the package.
+
+    ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
+    which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
+    is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
+    of a known model, whose shapes are then filled with random numbers, always the same
+    for a ``seed``. ``ops`` are the operations that compute. Weights that fit as they
+    are stay on the mapped file. Raises CheckpointError or ConfigError for a folder that
+    is no checkpoint, ValueError for a device that is not there, and TypeError or
+    ValueError for a dtype that no model has.
+    """
+    device = find_device(device)
+    dtype = find_dtype(dtype, device)
+    source = open_weights(path, dtype, device, random_weights, seed)
+    return read_weights(source, dtype, device, ops)
+
+
+# The machine
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """The device to run on, the GPU if there is one. Raises ValueError."""
+    gpu = torch.cuda.is_available()
+    try:
+        found = torch.device(device or ("cuda" if gpu else "cpu"))
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}; expected a device's name, such as cpu or cuda"
+        ) from None
+    if found.type == "cuda" and not gpu:
+        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
+    return found
+
+
+def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
+    """The dtype to compute with, by default what suits ``device``.
+
+    Raises TypeError or ValueError for one that no model has.
+    """
+    if dtype is None:
+        old = device.type == "cuda" and capability(device) < OLDEST_GPU
+        return torch.float32 if device.type == "cpu" or old else torch.bfloat16
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
+        )
+    return dtype
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """A GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Where Triton launches while this is entered."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def name_of(device: torch.device) -> str:
+    """What to call a device in a log."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+# The files
+
+
+def open_weights(
+    path: str | Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    seed: int | None,
+) -> Source:
+    """The headers of a checkpoint, or the shapes of one with random weights."""
+    folder = EMBEDDED if path is None else Path(path)
+    if not random_weights:
+        if seed is not None:
+            raise ValueError(
+                f"seed is {seed!r}; expected None without random_weights. The seed for "
+                "drawing tokens is one of SamplingParams"
+            )
+        return Checkpoint(folder)
+    config = MODELS.get(str(path))
+    if config is None and not folder.is_dir():
+        raise ConfigError(
+            f"{path} is neither a checkpoint folder nor a known model; expected "
+            f"one of {', '.join(MODELS)}"
+        )
+    config = config or ModelConfig.from_file(folder / "config.json")
+    return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
+    places = [folder]
+    if folder.is_dir():
+        names = (folder.absolute(), folder.resolve())  # it may be "." or a link
+        places += [path.parent for path in names if path.name == "original"]
+    found = [place / name for place in places if (place / name).is_file()]
+    return found[0] if found else None
+
+
+def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, if it has one."""
+    file = find_file(folder, "tokenizer.json")
+    if file is None:
+        return None
+    tokenizer = Tokenizer.from_file(file)
+    check_tokenizer(config, tokenizer.vocab_size)
+    return tokenizer
+
+
+def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+    """How to sample and what ends a turn, by generation_config.json if there is one.
+
+    Raises ConfigError, which names the file.
+    """
+    file = find_file(folder, "generation_config.json")
+    try:
+        generation = read_json(file) if file else {}
+        return recommended(generation), end_token_ids(generation)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def recommended(generation: Mapping[str, Any]) -> SamplingParams:
+    """What generation_config.json recommends: five numbers, null as good as absent.
+
+    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
+    Raises TypeError or ValueError.
+    """
+    do_sample = generation.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
+    if do_sample is False:
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation.get(name) for name in names}
+    return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+
+
+def read_weights(
+    source: Source, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Model:
+    """The model, with its weights on ``device`` in the layout that ``ops`` read."""
+    config = source.config
+    total = len(source.names()) - config.tie_word_embeddings  # no head to load
+    small = count_parameters(config).total < BIG
+    send = (
+        Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
+    )
+    with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
+
+        def take(name: str) -> Weight:
+            weight = source[name]
+            progress.update()
+            if isinstance(weight, MXFP4):
+                return MXFP4(send(weight.blocks), send(weight.scales))
+            exact = name.endswith("norm.weight")
+            return send(weight.to(torch.float32 if exact else dtype))
+
+        return build(config, take, ops)
+
+
+# The operations
+
+
+def choose(
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """Which operations compute, "fused", "numpy" or "plain", and a reason in words.
+
+    Raises ValueError for what ``config`` demands and this machine cannot do.
+    """
+    reason = why_not_fused(config, source, dtype, device)
+    if reason is None:
+        return "fused", "Triton kernels"
+    if config.operations == "fused":
+        raise ValueError(f"operations is 'fused'; expected 'auto', since {reason}")
+    if config.batch_invariant:
+        raise ValueError(
+            "batch_invariant is True; expected False, since PyTorch computes and "
+            f"promises no order of sums ({reason})"
+        )
+    few = device.type == "cpu" and dtype == torch.float32 and is_small(source.config)
+    if few and config.operations == "auto":
+        return "numpy", f"NumPy and PyTorch, since {reason}"
+    return "plain", f"PyTorch, since {reason}"
+
+
+def why_not_fused(
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What keeps the Triton kernels from running; None if nothing does."""
+    if config.operations == "plain":
+        return "operations is 'plain'"
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"dtype is {dtype}, and the kernels compute with bfloat16"
+    if not source.packed:
+        return "the experts are not packed, and the kernels read MXFP4"
+    if capability(device) < OLDEST_GPU:
+        have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
+        return f"the GPU's compute capability is {have}, below {need}"
+    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
+        need = ".".join(map(str, OLDEST_CUDA))
+        return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    if version(triton.__version__) < OLDEST_TRITON:
+        need = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton is {triton.__version__}, below {need}"
+    return None
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in text.split(".")[:2])
+
+
+# The engine
+
+
+def build_engine(model: Model, config: EngineConfig) -> Engine:
+    """An engine for ``model``, with as much memory for keys and values as it may have.
+
+    ``config`` has been resolved. Raises ValueError if not even one token has room.
+    """
+    page_size, budget = config.page_size, config.max_num_batched_tokens
+    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
+    chunk = config.prefill_chunk if config.enable_chunked_prefill else None
+    manager = PageManager(
+        pages,
+        page_size,
+        window=model.config.windows[-1],
+        share=config.share_prefixes,
+        max_chunk=min(chunk or budget, budget),
+    )
+    limits = [model.config.max_position_embeddings, manager.max_tokens]
+    limits += [config.max_model_len] if config.max_model_len else []
+    limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        prefill_chunk=chunk,
+        max_waiting=config.max_waiting,
+        overtakes=config.overtakes,
+        continuous=config.continuous,
+    )
+    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
+    runner = Runner(model, pool, manager, config, min(limits))
+    overlap = config.overlap and model.device.type == "cuda"
+    return Engine(scheduler, runner, min(limits), overlap)

@@ -1,0 +1,295 @@
+"""What becomes of requests, brought to whoever waits: futures, iterators, coroutines.
+
+The three are the same `Reader` with another way to deliver. All of it runs in one
+thread, which takes the engine's events; replies are made there, one event at a time.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from simplellm.engine import Engine
+from simplellm.reply import Reply
+from simplellm.request import Event, Request
+
+LOGGER = logging.getLogger("simplellm")
+END = object()  # behind the last part of an answer
+
+
+class Reader:
+    """Makes one request's events into parts of a reply, and hands them to ``deliver``.
+
+    After the last one comes END, or what went wrong: an exception.
+    """
+
+    def __init__(
+        self, request: Request, reply: Reply, deliver: Callable[[Any], object]
+    ) -> None:
+        self.request, self.reply, self.deliver = request, reply, deliver
+        self.cached_tokens = 0
+
+    def push(self, event: Event) -> bool:
+        """Pass on what came; whether that was the last of it."""
+        self.cached_tokens = event.cached_tokens
+        try:
+            if event.error is not None:
+                raise event.error
+            for part in self.reply.push(event):
+                self.deliver(part)
+            if self.reply.finish_reason is None:
+                return False
+            self.deliver(END)
+        except Exception as error:
+            if error is not event.error:  # an event loop that is closed, for example
+                LOGGER.exception("nobody takes what a request gives; it ends")
+            with suppress(Exception):
+                self.deliver(error)
+        return True
+
+
+class Delivery:
+    """Brings the engine's events to their readers, in a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.readers: dict[int, Reader] = {}  # by the number of their request
+        self.numbers = itertools.count()
+        self.thread = threading.Thread(
+            target=self._run, name="simplellm-text", daemon=True
+        )
+
+    def start(self) -> None:
+        """Let the engine and the delivery begin."""
+        self.engine.start()
+        self.thread.start()
+
+    def submit(self, families: Sequence[Sequence[Reader]]) -> None:
+        """Queue the requests of ``families``, each the samples of one prompt.
+
+        Raises QueueFullError or EngineError and then has taken none of them.
+        """
+        readers = [reader for family in families for reader in family]
+        for reader in readers:
+            reader.request.number = next(self.numbers)
+            self.readers[reader.request.number] = reader
+        for first, *others in families:
+            first.request.siblings = [reader.request for reader in others]
+        try:
+            self.engine.submit([family[0].request for family in families])
+        except Exception:
+            for reader in readers:
+                del self.readers[reader.request.number]
+            raise
+
+    def drop(self, readers: Sequence[Reader]) -> None:
+        """End requests that nobody reads; from any thread or finalizer."""
+        for reader in readers:
+            if self.readers.pop(reader.request.number, None) is not None:
+                self.engine.abort(reader.request.number)
+
+    def close(self, stop: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``stop`` them now."""
+        self.engine.shutdown(stop, timeout)
+        started = self.thread.ident is not None and self.thread.is_alive()
+        if started and threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    def _run(self) -> None:
+        while (event := self.engine.events.get()) is not None:
+            reader = self.readers.get(event.number)
+            if reader is not None and reader.push(event):
+                self.readers.pop(event.number, None)
+                if event.finish_reason is None:  # it found an end of its own
+                    reason = reader.reply.finish_reason or "abort"
+                    self.engine.abort(event.number, reason)
+            del reader, event  # which may know an LLM that nobody else does
+
+
+class RequestFuture(Future[Any]):
+    """The future of some requests. Cancelled or forgotten, it ends them.
+
+    A callback is run by whoever sets the result, and a slow one would hold up all other
+    requests. So each gets a thread of its own.
+    """
+
+    def __init__(self, owner: Any, delivery: Delivery) -> None:
+        super().__init__()
+        # Stays open for as long as somebody waits for the result.
+        self.owner: Any = owner
+        self.delivery: Delivery | None = delivery
+        self.readers: list[Reader] = []
+        self.waits: set[RequestFuture] = set()  # itself, while a callback is to come
+        self.lock = threading.RLock()  # held to cancel; a finalizer may do that inside
+
+    def release(self) -> None:
+        """Let go of the engine and its memory: a future may be kept for long."""
+        self.owner = self.delivery = None
+        self.readers = []
+        self.waits.clear()
+
+    def running(self) -> bool:
+        """Whether it is neither done nor cancelled: requests begin at once."""
+        return not self.done()
+
+    def cancel(self) -> bool:
+        delivery, readers = self.delivery, self.readers
+        with self.lock:
+            if self.cancelled():
+                return True
+            if not super().cancel():
+                return False
+            self.set_running_or_notify_cancel()  # wakes those who wait; once only
+        if delivery is not None:
+            delivery.drop(readers)
+        self.release()
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._wait(super().result, timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._wait(super().exception, timeout)
+
+    def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> Any:
+        if (delivery := self.delivery) is not None:
+            delivery.engine.check()
+        try:
+            return wait(timeout)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: nobody will ask again
+            self.cancel()
+            raise
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        def call(future: object) -> None:
+            try:
+                fn(future)
+            except Exception:
+                LOGGER.exception("a callback of %r raised", future)
+
+        def start(future: object) -> None:
+            threading.Thread(target=call, args=[future], daemon=True).start()
+
+        self.waits.add(self)  # whoever waits for a callback need not keep the future
+        super().add_done_callback(start)
+        if self.done():
+            self.waits.clear()
+
+
+class Collector:
+    """Sets a future's result when the last of its replies is done.
+
+    It knows the future weakly: if that is dropped, nobody can ask any more, and the
+    requests end.
+    """
+
+    def __init__(
+        self, future: RequestFuture, count: int, result: Callable[[list[Reader]], Any]
+    ) -> None:
+        self.left = count  # replies that are not done
+        self.result = result
+        delivery, readers = future.delivery, future.readers
+        assert delivery is not None
+        self.delivery, self.readers = delivery, readers
+        self.future = weakref.ref(future, lambda _: delivery.drop(readers))
+
+    def deliver(self, part: object) -> None:
+        """Take a part of a reply, which keeps what is in it, END or an exception."""
+        self.left -= part is END
+        failed = isinstance(part, Exception)
+        if self.left and not failed:
+            return
+        future = self.future()
+        if future is None:
+            return
+        with suppress(InvalidStateError):  # it may have been cancelled
+            if failed:
+                future.set_exception(part)
+            else:
+                future.set_result(self.result(self.readers))
+        self.delivery.drop(self.readers)
+        future.release()
+
+
+def gather(
+    owner: Any,
+    delivery: Delivery,
+    families: Sequence[Sequence[tuple[Request, Reply]]],
+    result: Callable[[list[Reader]], Any],
+) -> RequestFuture:
+    """A future of what ``result`` makes of the readers once all replies are done."""
+    future = RequestFuture(owner, delivery)
+    collector = Collector(future, sum(map(len, families)), result)
+    readers = [
+        [Reader(request, reply, collector.deliver) for request, reply in family]
+        for family in families
+    ]
+    future.readers += itertools.chain.from_iterable(readers)
+    delivery.submit(readers)
+    return future
+
+
+class Stream(Iterator[Any]):
+    """The parts of one reply as they come. Closed or dropped, it ends the request."""
+
+    def __init__(
+        self, owner: Any, delivery: Delivery, request: Request, reply: Reply
+    ) -> None:
+        self.owner, self.delivery = owner, delivery
+        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.over = False
+        self.reader = Reader(request, reply, self.parts.put)
+        delivery.submit([[self.reader]])
+
+    def __next__(self) -> Any:
+        while not self.over:
+            try:
+                part = self.parts.get(timeout=1.0)
+            except queue.Empty:
+                self.delivery.engine.check()
+                continue
+            except BaseException:  # Ctrl-C, whose traceback may keep this for long
+                self.close()
+                raise
+            if part is not END and not isinstance(part, Exception):
+                return part
+            self.over = True
+            if part is not END:
+                raise part
+        raise StopIteration
+
+    def close(self) -> None:
+        """The reader wants no more."""
+        self.over = True
+        self.delivery.drop([self.reader])
+
+    def __del__(self) -> None:
+        if hasattr(self, "reader"):
+            self.close()
+
+
+async def stream_async(
+    owner: Any, delivery: Delivery, request: Request, reply: Reply
+) -> AsyncIterator[Any]:
+    """The parts of one reply as they come; ``owner`` stays open meanwhile."""
+    loop = asyncio.get_running_loop()
+    parts: asyncio.Queue[Any] = asyncio.Queue()
+    reader = Reader(
+        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+    )
+    delivery.submit([[reader]])
+    try:
+        while (part := await parts.get()) is not END:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+    finally:
+        delivery.drop([reader])

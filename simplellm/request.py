@@ -1,0 +1,161 @@
+"""One request: what it asks for, how far it is, and what is told of it. Plain data."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from simplellm.config import MAX_SIZE, check, check_number, declared
+
+MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
+# Stop strings are looked for in every new piece of text.
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 4096
+UNKNOWN = -1  # stands for a token that is being computed
+
+
+class EngineError(RuntimeError):
+    """A request failed inside the engine, or the engine takes no more requests."""
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as the queue may hold."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when they stop. Names as in vLLM.
+
+    Penalties and biases change the logits first; then temperature divides them; then
+    min_p, top_k and top_p, in this order, drop tokens; then one token is drawn.
+    Raises TypeError or ValueError for a parameter of the wrong type or out of range.
+    """
+
+    max_tokens: int = declared(256)
+    temperature: float = declared(1.0, low=0, high=100)  # 0 is greedy
+    # Only the k most likely tokens; 0 or -1 keeps all.
+    top_k: int = declared(0, low=-1)
+    # The fewest tokens that hold this much probability.
+    top_p: float = declared(1.0, above=0, high=1)
+    # Tokens at least this fraction as likely as the likeliest.
+    min_p: float = declared(0.0, low=0, high=1)
+    # Of tokens seen so far (Keskar et al. 2019).
+    repetition_penalty: float = declared(1.0, low=0.01, high=100)
+    # Subtracted once from tokens in the output, and for each time in it.
+    presence_penalty: float = declared(0.0, low=-2, high=2)
+    frequency_penalty: float = declared(0.0, low=-2, high=2)
+    stop: str | Sequence[str] = ()  # text that ends the output, left out of it
+    stop_token_ids: Sequence[int] = ()  # None is (), here and for stop
+    ignore_eos: bool = False
+    # None: a new one for each request.
+    seed: int | None = declared(None, low=-(2**63), high=2**64 - 1)
+    # This many alternatives beside the chosen token.
+    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
+            entries = getattr(self, name)
+            entries = () if entries is None else entries
+            listed = isinstance(entries, list | tuple)
+            if not listed or not all(isinstance(entry, kind) for entry in entries):
+                raise TypeError(
+                    f"{name} is {entries!r}; expected a list of {kind.__name__}"
+                )
+            object.__setattr__(self, name, tuple(entries))
+        check(self)
+        characters = sum(map(len, self.stop))
+        if len(self.stop) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop has {len(self.stop)} texts of {characters} characters; expected "
+                f"at most {MAX_STOPS} texts and {MAX_STOP_CHARACTERS} characters in all"
+            )
+        if "" in self.stop:
+            raise ValueError(
+                f"stop is {self.stop!r}; expected texts that are not empty"
+            )
+        for token in self.stop_token_ids:
+            check_number("a stop_token_ids entry", token, int, 0, MAX_SIZE)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a dict")
+        if self.logit_bias is not None:  # a copy: nobody changes what was checked
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        for token, bias in (self.logit_bias or {}).items():
+            check_number("a logit_bias token id", token, int, 0, MAX_SIZE)
+            check_number(f"logit_bias of token {token}", bias, float, -100, 100)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it matters which tokens there were."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return self.repetition_penalty != 1 or any(penalties)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one step, from the model's logits as they came."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest (token id, logprob), best first
+
+
+class Event(NamedTuple):
+    """What happened to a request: all that leaves the engine, and plain data."""
+
+    number: int
+    tokens: Sequence[int] = ()  # new ones
+    logprobs: Sequence[TokenLogprobs] | None = None  # theirs, if they were asked for
+    finish_reason: str | None = None  # "stop", "length", "timeout", "abort", "error"
+    error: Exception | None = None
+    time: float = 0.0  # time.monotonic() when the tokens came
+    cached_tokens: int = 0  # of the prompt that the cache held when it began
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its tokens, how many of them are computed, its place in line.
+
+    It belongs to the engine once it is submitted; others learn of it by `Event`.
+    """
+
+    tokens: list[int]  # the prompt; the output is appended in place
+    max_tokens: int  # of output
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    priority: int = 0  # the lower, the sooner, as in vLLM
+    deadline: float = math.inf  # by time.monotonic()
+    siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
+    # Whether its next step cannot be prepared before its last token is known, as when a
+    # grammar says what may follow. Such a request sits out while that is computed.
+    needs_last_token: bool = False
+    submitted: float = field(default_factory=time.monotonic)
+    number: int = -1  # its name, given by the engine
+
+    # What the scheduler writes down.
+    rank: tuple[int, ...] = ()  # its place in line: the least goes first
+    computed: int = 0  # tokens that the cache holds
+    cached: int | None = None  # how many of the prompt it held when the request came
+    preemptions: int = 0
+    finish_reason: str | None = None
+    latest: float | None = None  # when its latest token came
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one can be sampled: 1 in a decode."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def complete(self) -> bool:
+        """Its last token is there, or at least being computed."""
+        return self.num_output >= self.max_tokens

@@ -1,0 +1,335 @@
+"""From what the scheduler wants to the tokens that come of it, on the device.
+
+T packed tokens, B sequences, S of them sampling, V vocabulary.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from simplellm.batch import Batch
+from simplellm.config import EngineConfig
+from simplellm.model import Model
+from simplellm.pages import KVPool, PageManager
+from simplellm.request import UNKNOWN, Request, TokenLogprobs
+from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
+from simplellm.scheduler import Work
+
+LOGGER = logging.getLogger("simplellm")
+
+
+class Landed(NamedTuple):
+    """What a step gave each work that samples, in their order."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+
+
+Flight = Callable[[], Landed]  # waits for what a step has sampled
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes to capture: close together where a step's time depends on them."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224]
+    sizes += range(256, most, 64)
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A decode step of one batch size, ready to be replayed."""
+
+    size: int
+    replay: Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A graph could not be recorded."""
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
+    return torch.cuda.Stream(device)
+
+
+def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` starts on the GPU.
+
+    ``pool`` is that of another graph, whose memory this one may share. Raises
+    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = capture_stream(torch.cuda.current_device())
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
+    return graph
+
+
+class Runner:
+    """Starts steps on the device; what they sampled can be had later.
+
+    All that changes from step to step travels in one int32 array, which is copied to
+    the same place on the device each time, so that a graph captured once finds it
+    there. A token that the host has not seen yet is named by its place among those that
+    the step before has sampled.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        manager: PageManager,
+        config: EngineConfig,
+        max_model_len: int,
+    ) -> None:
+        self.model, self.pool, self.manager = model, pool, manager
+        self.pages = -(-max_model_len // pool.page_size)
+        seqs, self.device = config.max_num_seqs, model.device
+        groups, tokens = len(pool.windows), config.max_num_batched_tokens
+        size = Batch.size(tokens, seqs, self.pages, groups)
+        # Two on the host: one is written while the other may still be on its way.
+        self.staging = [self._pinned(size) for _ in range(2)]
+        self.landing = [self._pinned(seqs) for _ in range(2)]
+        self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
+        vocab_size = model.config.vocab_size
+        self.logits = torch.zeros(seqs, vocab_size, device=self.device)
+        self.counts = TokenCounts(vocab_size, self.device)
+        self.turn = 0
+        self.previous: dict[int, int] = {}  # request -> place of its token in output
+        self.captured: list[Captured] = []  # by size
+        self._columns: tuple[list[int], Columns] | None = None
+
+    def view(
+        self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+    ) -> Batch:
+        """A step of this shape at the beginning of ``flat``."""
+        windows, page_size = self.pool.windows, self.pool.page_size
+        return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
+
+    def _pinned(self, size: int) -> Tensor:
+        # Only from pinned memory does a copy go on while the host does something else.
+        pin = self.device.type == "cuda"
+        return torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+
+    # Graphs
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Record a decode step for each batch size, the largest first.
+
+        The smaller ones then find room in the memory that the largest has taken. Sizes
+        for which there is no room are left out, with one line in the log, and the rest
+        of them if the driver cannot record.
+        """
+        pool, cause = None, ""
+        for size in sorted(sizes, reverse=True):
+            batch = self.view(self.inputs, size, size, self.pages, size)
+            batch.pad()
+            try:
+                self._compute(batch, size)  # compiles what is not compiled yet
+                graph = record(partial(self._compute, batch, size), pool)
+            except torch.OutOfMemoryError as error:
+                cause = str(error).partition("\n")[0]  # itself, it holds memory
+                continue
+            except CaptureError as error:
+                cause = str(error).partition("\n")[0]
+                break
+            pool = graph.pool()
+            self.captured.insert(0, Captured(size, graph.replay))
+        if cause:
+            LOGGER.warning(
+                "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
+                "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
+                len(self.captured),
+                len(sizes),
+                cause,
+            )
+
+    def _graph(self, works: Sequence[Work]) -> Captured | None:
+        """The graph for a step that is nothing but decodes, if there is one."""
+        if not all(work.length == 1 and work.samples for work in works):
+            return None
+        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        return self.captured[index] if index < len(self.captured) else None
+
+    # Steps
+
+    def launch(self, works: Sequence[Work]) -> Flight:
+        """Start to compute ``works``, and to sample from what comes out."""
+        requests = [work.request for work in works if work.samples]
+        self.start(works, requests)
+        return self.choose(requests)
+
+    @torch.inference_mode()
+    def start(self, works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        """Start the forward pass of a step.
+
+        Leaves the logits of ``sampling`` in ``logits`` and their likeliest tokens in
+        ``output``. The next step writes over both.
+        """
+        self.pool.copy(self.manager.take_copies())
+        tokens, rows = sum(work.length for work in works), len(works)
+        graph = self._graph(works)
+        decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
+        if graph is not None:
+            tokens = rows = decodes = graph.size
+        shape = tokens, rows, self._pages(works), decodes
+        self.turn ^= 1
+        staging = self.staging[self.turn]
+        self._fill(self.view(staging.numpy(), *shape), works)
+        size = Batch.size(*shape[:3], len(self.pool.windows))
+        self.inputs[:size].copy_(staging[:size], non_blocking=True)
+        self.previous = {r.number: place for place, r in enumerate(sampling)}
+        if graph is not None:
+            graph.replay()
+        else:
+            self._compute(self.view(self.inputs, *shape), len(sampling))
+
+    def _pages(self, works: Sequence[Work]) -> int:
+        """Columns of a step's block tables."""
+        if self.device.type == "cuda":  # always the same, for graphs and kernels
+            return self.pages
+        ends = max(work.start + work.length for work in works)
+        return -(-ends // self.pool.page_size)
+
+    def _compute(self, batch: Batch, count: int) -> None:
+        """The forward pass of a step, of which the first ``count`` samples count."""
+        hidden = self.model.forward(batch, self.pool, self.output)
+        if count < len(hidden):
+            hidden = hidden[batch.samples[:count]]
+        if count:
+            self.output[:count] = self.model.head(hidden, self.logits[:count])
+
+    @torch.inference_mode()
+    def choose(self, requests: Sequence[Request]) -> Flight:
+        """Sample a token for each of ``requests``, whose logits are there."""
+        count = len(requests)
+        if count == 0:
+            return lambda: Landed([], [])
+        columns = self._columns_of(requests)
+        counting = self.counts.arrange(requests)
+        sampled = Sampled(self.output[:count])
+        changed = counting or columns.bias is not None
+        if columns.random or changed or columns.logprobs is not None:
+            steps = [request.num_output for request in requests]
+            sampled = sample(
+                self.logits[:count],
+                self.output[:count],
+                columns,
+                upload(steps, torch.int64, self.device),
+                self.model.ops.draw,
+                counts=self.counts if counting else None,
+            )
+            self.output[:count] = sampled.tokens
+        return self._land(requests, sampled)
+
+    def _columns_of(self, requests: Sequence[Request]) -> Columns:
+        """The sampling parameters of ``requests``, kept for as long as these stay."""
+        numbers = [request.number for request in requests]
+        if self._columns is None or self._columns[0] != numbers:
+            params = [request.params for request in requests]
+            vocab_size = self.model.config.vocab_size
+            self._columns = numbers, Columns.of(params, vocab_size, self.device)
+        return self._columns[1]
+
+    def forget(self) -> None:
+        """A step went wrong: what is kept from step to step may not be true."""
+        self._columns = None
+        self.counts.forget()
+
+    def _land(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
+        """Let the sampled tokens, and logprobs if there are any, come to the host."""
+        landing = self.landing[self.turn][: len(requests)]
+        landing.copy_(sampled.tokens, non_blocking=True)
+        logprobs: list[Tensor] = []
+        if sampled.logprobs is not None and sampled.top is not None:
+            logprobs = [self._fetch(x) for x in (sampled.logprobs, *sampled.top)]
+        arrived = torch.cuda.Event() if self.device.type == "cuda" else None
+        if arrived:
+            arrived.record()
+        wanted = [request.params.logprobs for request in requests]
+
+        def wait() -> Landed:
+            if arrived:
+                arrived.synchronize()
+            tokens = landing.tolist()
+            found = [None] * len(tokens)
+            if logprobs:
+                found = token_logprobs(wanted, tokens, *(x.tolist() for x in logprobs))
+            return Landed([[token] for token in tokens], found)
+
+        return wait
+
+    def _fetch(self, x: Tensor) -> Tensor:
+        """A copy of ``x`` that is on its way to the host."""
+        pin = self.device.type == "cuda"
+        place = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin)
+        return place.copy_(x, non_blocking=True)
+
+    def _fill(self, batch: Any, works: Sequence[Work]) -> None:
+        """Write ``works`` into ``batch``, whose arrays are NumPy's."""
+        page_size = self.pool.page_size
+        batch.pad()
+        tokens: list[int] = []
+        positions: list[int] = []
+        for row, (request, start, length, _) in enumerate(works):
+            tokens += request.tokens[start : start + length]
+            if tokens[-1] == UNKNOWN:
+                tokens[-1] = -1 - self.previous[request.number]
+            positions += range(start, start + length)
+            table = self.manager.tables[request.number]
+            for group, pages, first in zip(
+                batch.groups, table.groups, table.first, strict=True
+            ):
+                live = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(live)] = live
+                group.offsets[row] = first * page_size
+        # The rest is done for all rows at once: a call costs more than a number.
+        count, rows = len(tokens), len(works)
+        counts = [work.length for work in works]
+        ends = np.cumsum(counts)
+        batch.tokens[:count], batch.positions[:count] = tokens, positions
+        batch.lengths[:rows] = [work.start + work.length for work in works]
+        batch.queries[1 : rows + 1], batch.queries[rows + 1 :] = ends, count
+        samples = ends[[work.samples for work in works]] - 1
+        batch.samples[: len(samples)] = samples
+        owners = np.repeat(np.arange(rows), counts)
+        for group in batch.groups:
+            place = batch.positions[:count] - group.offsets[owners]
+            pages = group.tables[owners, place // page_size]
+            group.slots[:count] = pages * page_size + place % page_size
+
+
+def token_logprobs(
+    wanted: Sequence[int | None],
+    tokens: Sequence[int],
+    chosen: Sequence[float],
+    ids: Sequence[Sequence[int]],
+    values: Sequence[Sequence[float]],
+) -> list[list[TokenLogprobs] | None]:
+    """Each row's log-probabilities, as many as its request asked for."""
+    found: list[list[TokenLogprobs] | None] = []
+    for count, token, logprob, *best in zip(
+        wanted, tokens, chosen, ids, values, strict=True
+    ):
+        if count is None:
+            found.append(None)
+            continue
+        top = tuple(zip(*best, strict=True))[:count]
+        found.append([TokenLogprobs(token, logprob, top)])
+    return found
