@@ -1,4 +1,4 @@
-"""Start kernels, and compile them in several threads.
+"""Start kernels.
 
 Kernels take a constexpr PDL, for programmatic dependent launch (Hopper and later): the
 kernel is started while the one before it still runs, and waits before it first reads
@@ -7,19 +7,11 @@ weights, page tables, keys of earlier steps.
 """
 
 import ctypes
-import sys
-import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 
-THREADS = 8  # with more they would wait for Python, which a part of Triton is
-HOOKS = threading.Lock()  # Triton has one set of hooks
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute in cuda.h
 
 
@@ -27,6 +19,11 @@ PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute in cuda.h
 def has_pdl() -> bool:
     """Whether this process's GPU, if any, knows programmatic dependent launch."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two from ``least`` on; Triton's own takes microseconds."""
+    return 1 << (least - 1).bit_length()
 
 
 def launch(
@@ -67,71 +64,3 @@ def set_carveout(compiled: Any, percent: int) -> None:
             function, PREFERRED_SHARED_MEMORY_CARVEOUT, percent
         )
         compiled.carveout = percent
-
-
-class Compiled(Exception):
-    """Another thread has compiled the kernel that was to be launched."""
-
-
-def hash_kernels() -> None:
-    """Have Triton compute the keys of all kernels' sources, in the order they stand in.
-
-    In 3.6 a key depends on whether the functions that a kernel calls have theirs. If
-    threads came to them in any order, a later process would not find all in the cache.
-    """
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("simplellm.kernels."):
-            for value in vars(module).values():
-                if isinstance(value, triton.JITFunction):
-                    value.cache_key  # noqa: B018 (computes and keeps it)
-
-
-def compile_in_threads(
-    jobs: Iterable[Callable[[], object]], start: Callable[[], object] | None = None
-) -> None:
-    """Do ``jobs``, which launch kernels, in threads that compile them side by side.
-
-    Triton would compile a kernel in every thread that comes to it. Here others wait for
-    the first one, and begin their job again. ``start`` is called in every thread. A job
-    ends early if the GPU has no memory for it; other errors are raised.
-    """
-    locks: dict[tuple[triton.JITFunction, str], threading.Lock] = {}
-    held = threading.local()  # lock: of the kernel that this thread compiles, if any
-
-    def release(**_: Any) -> None:
-        lock = getattr(held, "lock", None)
-        if lock is not None:
-            held.lock = None
-            lock.release()
-
-    def acquire(*, fn: Any, key: str, **_: Any) -> bool:
-        if hasattr(held, "lock"):  # else this is not one of these threads
-            release()  # that of a kernel which does not compile
-            lock = locks.setdefault((fn.jit_function, key), threading.Lock())
-            if not lock.acquire(blocking=False):
-                with lock:
-                    raise Compiled
-            held.lock = lock
-        return False  # go on and compile
-
-    def do(job: Callable[[], object]) -> None:
-        held.lock = None
-        while True:
-            try:
-                with suppress(torch.OutOfMemoryError):
-                    job()
-                return
-            except Compiled:
-                continue
-            finally:
-                release()
-
-    runtime = triton.knobs.runtime
-    with HOOKS:
-        before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
-        runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
-        try:
-            with ThreadPoolExecutor(THREADS, initializer=start) as threads:
-                list(threads.map(do, jobs))
-        finally:
-            runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
