@@ -6,6 +6,7 @@ group, D head_dim. Places and units are those of `simplellm.kernels.prefill`.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -40,7 +41,7 @@ class DecodeTiles:
 # Tiles of 128 keys in 2 stages made a layer with one sequence of 500 up to one
 # microsecond shorter, with one of 32,768 a third of one longer. With 8 sequences, early
 # keys made it half a microsecond longer, with 128 more than one.
-DECODE = {
+DECODE_TILES = {
     1: DecodeTiles(64, 4, 3, least=64, early=True, carveout=64),
     5: DecodeTiles(64, 4, 4, least=128),
     16: DecodeTiles(128, 8, 2, least=256, early=True),
@@ -54,8 +55,8 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 @cache
 def decode_tiles(batch: int, dims: int, window: int | None) -> DecodeTiles:
-    """What `decode` runs with; ``dims`` is D, rounded up to a power of two."""
-    tiles = DECODE[max(least for least in DECODE if least <= batch)]
+    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
+    tiles = DECODE_TILES[max(least for least in DECODE_TILES if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
     # Tiles were timed with heads of 64: those of longer ones have as many numbers.
@@ -162,7 +163,6 @@ def decode_kernel(
     # Sizes and strides, in elements
     scale,  # log2(e) / sqrt(D)
     least,  # keys that are worth a split
-    stride_q,
     stride_page,
     stride_table,
     # Sizes and switches
@@ -207,7 +207,7 @@ def decode_kernel(
     counted = group < tl.where(split == 0, G, 0)
     top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    q_ptr += row * stride_q + (heads * D)[:, None] + d[None, :]
+    q_ptr += row * (K * G * D) + (heads * D)[:, None] + d[None, :]
     keys_ptr += head * D
     values_ptr += head * D
     last = stop
@@ -310,7 +310,34 @@ def join_kernel(
     )
 
 
-def decode(
+@cache
+def decode_options(
+    batch: int, heads: int, kv_heads: int, dim: int, window: int | None
+) -> tuple[DecodeTiles, dict[str, Any]]:
+    """The tiles, and the constants that are the same for a decode and its join."""
+    dims = max(16, power_of_two(dim))
+    tiles = decode_tiles(batch, dims, window)
+    sizes = {"K": kv_heads, "G": heads // kv_heads, "D": dim, "DIMS": dims}
+    how = {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
+    return tiles, sizes | how
+
+
+@cache
+def join_options(
+    batch: int, heads: int, kv_heads: int, dim: int, splits: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid of a join, and the constants that are its own."""
+    group = heads // kv_heads
+    # A program for each head, or for each kv head if that would be too many.
+    taken = 1 if batch * heads <= 512 else power_of_two(group)
+    most = power_of_two(splits)
+    # 4,096 numbers, 16 KB of parts, a warp
+    warps = min(32, max(1, most * taken * max(16, power_of_two(dim)) // 4096))
+    options = {"HEADS": taken, "SPLITS": most, "num_warps": warps}
+    return (kv_heads * -(-group // taken), batch), options
+
+
+def decode_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -322,8 +349,8 @@ def decode(
     """Put attention of the first ``group.decodes`` tokens into their rows of ``out``.
 
     As `simplellm.ops.attend`; these are the newest tokens of as many sequences. Keys
-    and values are one layer's pages [pages, page_size, K, D] with the same stride.
-    ``scratch`` has room for as many sequences.
+    and values are one layer's pages [pages, page_size, K, D] with the same stride; the
+    rest is contiguous. ``scratch`` has room for as many sequences.
 
     On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
     all tokens but the newest are read before the kernels ahead in the stream are done.
@@ -331,12 +358,11 @@ def decode(
     graph, a copy from or to the host, a synchronization.
     """
     (heads, dim), (page_size, kv_heads) = q.shape[1:], keys.shape[1:3]
-    batch, window, tables = group.decodes, group.window, group.tables
-    per_kv_head, dims = heads // kv_heads, max(16, power_of_two(dim))
-    rows = power_of_two(per_kv_head)
-    tiles = decode_tiles(batch, dims, window)
-    longest = tables.shape[1] * page_size
-    longest = longest if window is None else min(longest, window)
+    batch, tables = group.decodes, group.tables
+    tiles, sizes = decode_options(batch, heads, kv_heads, dim, group.window)
+    pages_in_row = tables.shape[1]
+    longest = pages_in_row * page_size
+    longest = longest if group.window is None else min(longest, group.window)
     splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
     compiled = launch(
         decode_kernel,
@@ -353,49 +379,30 @@ def decode(
         scratch.sums,
         LOG2E.value * dim**-0.5,
         tiles.least,
-        q.stride(0),
         keys.stride(0),
-        tables.stride(0),
-        K=kv_heads,
-        G=per_kv_head,
-        D=dim,
+        pages_in_row,
         PAGE=page_size,
-        WINDOW=window or 0,
-        ROWS=rows,
-        DIMS=dims,
-        BLOCK=tiles.block,
-        EARLY=tiles.early,
+        ROWS=power_of_two(sizes["G"]),
         HAS_SINKS=sinks is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **sizes,
     )
     # Tiles for other batch sizes may be the same compiled kernel, with another wish. A
     # graph is recorded after a step of its own size, whose wish it finds.
     set_carveout(compiled, tiles.carveout)
-    if splits == 1:
-        return
-    # A program for each head, or for each kv head if that would be too many.
-    taken = 1 if batch * heads <= 512 else rows
-    most = power_of_two(splits)
-    launch(
-        join_kernel,
-        (kv_heads * -(-per_kv_head // taken), batch),
-        scratch.parts,
-        scratch.sums,
-        group.offsets,
-        group.lengths,
-        out,
-        splits,
-        tiles.least,
-        K=kv_heads,
-        G=per_kv_head,
-        D=dim,
-        WINDOW=window or 0,
-        HEADS=taken,
-        DIMS=dims,
-        SPLITS=most,
-        BLOCK=tiles.block,
-        EARLY=tiles.early,
-        # 4,096 numbers, 16 KB of parts, a warp
-        num_warps=min(32, max(1, most * taken * dims // 4096)),
-    )
+    if splits > 1:
+        grid, options = join_options(batch, heads, kv_heads, dim, splits)
+        launch(
+            join_kernel,
+            grid,
+            scratch.parts,
+            scratch.sums,
+            group.offsets,
+            group.lengths,
+            out,
+            splits,
+            tiles.least,
+            **sizes,
+            **options,
+        )
