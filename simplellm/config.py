@@ -36,7 +36,8 @@ def declared(
 
     A number is ``low`` to ``high`` or, if ``above`` is given, more than that.
     """
-    facts = {"low": low, "high": high, "above": above, "keys": keys.split()}
+    bounds = {"low": low, "high": high, "above": above}
+    facts = {"bounds": bounds, "keys": keys.split()}
     return field(default=default, metadata=facts)
 
 
@@ -48,35 +49,54 @@ KINDS: dict[Any, tuple[Any, str]] = {
 }
 
 
+def check_number(
+    name: str,
+    value: object,
+    kind: type,
+    low: float,
+    high: float,
+    above: float | None = None,
+    error: type[Exception] | None = None,
+) -> None:
+    """Raise unless ``value`` is an int or float, as ``kind`` says, within its bounds.
+
+    Raises ``error``, or without it TypeError or ValueError. A bool is no number.
+    """
+    allowed, wanted = KINDS[kind]
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise (error or TypeError)(f"{name} is {short(value)}; expected {wanted}")
+    inside, wanted = low <= value <= high, f"{low:g} to {high:g}"  # NaN is in no bounds
+    if kind is int:
+        wanted = f"{low} to {high}"
+    if above is not None:
+        inside, wanted = above < value <= high, f"more than {above:g}, up to {high:g}"
+    if not inside:
+        raise (error or ValueError)(f"{name} is {short(value)}; expected {wanted}")
+
+
 def check_value(
     name: str, value: Any, spec: Field, error: type[Exception] | None = None
 ) -> None:
     """Raise ``error`` unless ``value`` is what the field ``spec`` declares.
 
-    Without ``error`` it is TypeError or ValueError. A bool is no number. None is right
-    where the annotation or the default says so.
+    Without ``error`` it is TypeError or ValueError. None is right where the annotation
+    or the default says so.
     """
     kinds = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
     if value is None and (NoneType in kinds or spec.default is None):
         return
-    is_literal = get_origin(kinds[0]) is Literal
-    kind = str if is_literal else kinds[0]
-    if kind not in KINDS:
-        return  # a tuple or a record: who declares it checks it
-    allowed, wanted = KINDS[kind]
-    is_flag = isinstance(value, bool)
-    if not isinstance(value, allowed) or is_flag != (kind is bool):
+    kind, *others = (kind for kind in kinds if kind is not NoneType)
+    is_literal = get_origin(kind) is Literal
+    if others or not (is_literal or kind in KINDS):
+        return  # a list or a record: who declares it checks it
+    if kind in (int, float):
+        check_number(name, value, kind, **spec.metadata["bounds"], error=error)
+        return
+    allowed, wanted = KINDS[str if is_literal else kind]
+    if not isinstance(value, allowed):
         raise (error or TypeError)(f"{name} is {short(value)}; expected {wanted}")
-    right = True
-    if is_literal:
-        options = get_args(kinds[0])
-        right, wanted = value in options, f"one of {', '.join(map(repr, options))}"
-    elif kind in (int, float):  # NaN is within no bounds
-        low, high, above = (spec.metadata[bound] for bound in ("low", "high", "above"))
-        right, wanted = low <= value <= high, f"{low} to {high}"
-        if above is not None:
-            right, wanted = above < value <= high, f"more than {above}, up to {high:g}"
-    if not right:
+    if is_literal and value not in (options := get_args(kind)):
+        wanted = f"one of {', '.join(map(repr, options))}"
         raise (error or ValueError)(f"{name} is {short(value)}; expected {wanted}")
 
 
@@ -239,6 +259,12 @@ class ModelConfig:
         """How many positions a query of this layer sees, itself included; None: all."""
         sliding = self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if sliding else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the groups that layers form by them: None, for all, first."""
+        sliding = "sliding_attention" in self.layer_types
+        return (None, self.sliding_window) if sliding else (None,)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":

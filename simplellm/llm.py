@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from simplellm.config import EngineConfig
+from simplellm.config import EngineConfig, check_number
 from simplellm.harmony import Delta, Message, Tool, from_openai, render
 from simplellm.load import load
 from simplellm.reader import Delivery, Reader, Stream, gather, stream_async
@@ -25,7 +25,7 @@ from simplellm.reply import (
     TextReply,
     Usage,
 )
-from simplellm.request import Request, SamplingParams, check_integer, check_number
+from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
 from simplellm.tokenizer import Tokenizer
 
@@ -54,22 +54,15 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [list(prompts)] if one else list(prompts)
 
 
-def text_outputs(readers: Sequence[Reader]) -> list[RequestOutput]:
+def outputs(readers: Sequence[Reader]) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
     return [reader.reply.output() for reader in readers]
 
 
-def chat_output(readers: Sequence[Reader]) -> ChatOutput:
+def turn(readers: Sequence[Reader]) -> ChatOutput:
     """What `LLM.chat` gives."""
-    choices = [reader.reply.output() for reader in readers]
-    first = readers[0]
-    usage = Usage(
-        prompt_tokens=first.request.num_prompt,
-        completion_tokens=sum(len(choice.token_ids) for choice in choices),
-        cached_tokens=first.cached_tokens,
-        reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
-    )
-    return ChatOutput(choices, usage)
+    replies = [reader.reply for reader in readers]
+    return chat_output(replies, readers[0].cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ class LLM:
         Cancelling or dropping the future ends its requests. In a coroutine:
         ``await asyncio.wrap_future(llm.generate(...))``.
         """
-        check_integer("n", n, 1, MAX_SAMPLES)
+        check_number("n", n, int, 1, MAX_SAMPLES)
         every = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams | None):
             sampling_params = [sampling_params or self.default_params] * len(every)
@@ -195,7 +188,7 @@ class LLM:
             [(one.request(number), self._text_reply(one)) for number in range(n)]
             for one in asked
         ]
-        return gather(self, self._delivery, families, text_outputs)
+        return gather(self, self._delivery, families, outputs)
 
     def stream(
         self,
@@ -301,9 +294,9 @@ class LLM:
         return ChatReply(asked.ids, asked.params.stop, self.tokenizer, wants_logprobs)
 
     def _chat(self, asked: Asked, n: int) -> Future[ChatOutput]:
-        check_integer("n", n, 1, MAX_SAMPLES)
+        check_number("n", n, int, 1, MAX_SAMPLES)
         family = [(asked.request(i), self._chat_reply(asked)) for i in range(n)]
-        return gather(self, self._delivery, [family], chat_output)
+        return gather(self, self._delivery, [family], turn)
 
     def _ask_chat(
         self,
@@ -337,10 +330,10 @@ class LLM:
         """A checked request. Raises TypeError or ValueError."""
         options = dict(overrides)
         priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
-        check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
         deadline = math.inf
         if timeout is not None:
-            check_number("timeout", timeout, 0, MAX_SECONDS)
+            check_number("timeout", timeout, float, 0, MAX_SECONDS)
             deadline = time.monotonic() + timeout
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)
