@@ -485,10 +485,8 @@ def fill_streams() -> None:
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    fill_streams()
+def run(arguments: list[str]) -> int:
+    """Run a command; the exit status. What goes wrong is said in one line."""
     try:
         status = app(
             args=arguments or ["--help"],
@@ -505,9 +503,26 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         Screen().error(error)
         return 2
+    except BrokenPipeError:  # who reads the answer has had enough
+        return 1
     except Exception as error:
         Screen().error(f"{type(error).__name__}: {error}")
         return 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    fill_streams()
+    status = run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # at its end Python would try again, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if status == 0 and not isinstance(error, BrokenPipeError):
+            Screen().error(f"{type(error).__name__}: {error}")
+        status = status or 1
+    return status
 
 
 if __name__ == "__main__":
