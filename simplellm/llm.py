@@ -23,7 +23,7 @@ from simplellm.reply import (
     Reply,
     RequestOutput,
     TextReply,
-    Usage,
+    chat_output,
 )
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats

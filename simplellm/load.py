@@ -35,7 +35,7 @@ from simplellm.pages import KVPool, PageManager
 from simplellm.request import SamplingParams
 from simplellm.runner import Runner, bucket_sizes
 from simplellm.scheduler import Scheduler
-from simplellm.sizes import count_parameters, enough, page_bytes
+from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import MXFP4, Weight
 
@@ -44,8 +44,6 @@ EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-CPU_CACHE_BYTES = 2**28
-GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
 OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
 OLDEST_TRITON = (3, 6)
@@ -86,7 +84,11 @@ def load(
     default_params, ends = read_generation_config(folder)
     operations, how = choose(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
-    with on(device), enough(source.config, config, device, dtype, source.packed):
+    mapped = device.type == "cpu" and not random_weights
+    need = Need.of(
+        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
+    )
+    with on(device), enough(need, device):
         if operations == "fused":
             ops = compile_fused(source, config, dtype, device)
         else:
@@ -345,14 +347,10 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     ``config`` has been resolved. Raises ValueError if not even one token has room.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
-    num_pages = config.num_pages
-    if num_pages is None:
-        nbytes = config.cache_bytes or default_cache_bytes(model.device)
-        itemsize = model.dtype.itemsize
-        num_pages = nbytes // page_bytes(model.config, page_size, itemsize)
+    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
-        num_pages,
+        pages,
         page_size,
         window=model.config.windows[-1],
         share=config.share_prefixes,
@@ -370,14 +368,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         overtakes=config.overtakes,
         continuous=config.continuous,
     )
-    pool = KVPool(model.config, num_pages, page_size, model.dtype, model.device)
+    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
     runner = Runner(model, pool, manager, config, min(limits))
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)
-
-
-def default_cache_bytes(device: torch.device) -> int:
-    """Bytes for keys and values if nobody says how many."""
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
