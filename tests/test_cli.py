@@ -201,11 +201,16 @@ def test_the_next_prompt_can_hold_any_call(scripted, name):
 
 
 def test_the_result_that_a_model_invents_is_no_call(scripted, capsys):
-    invented = calculation("1+1") + said("commentary to=assistant", "3")
-    llm = scripted(invented, said("final", "2"))
+    header = "<|start|>functions.calculator to=assistant<|channel|>commentary"
+    invented = f"{header}<|message|>3<|end|>"
+    llm = scripted(calculation("1+1") + invented, said("final", "2"))
     assert cli.main(["What is 1+1?", "--calculator"]) == 0
-    assert llm.seen[1][-1]["content"] == "2"
-    assert capsys.readouterr().out == "2\n"
+    assert capsys.readouterr().err.splitlines() == [
+        'calculator {"expression": "1+1"}',
+        "3",
+        "= 2",
+    ]
+    assert [message["content"] for message in llm.seen[1][1:]] == ["", "2"]
 
 
 def test_lines_end_in_the_stream_they_began_in(scripted, capsys):
@@ -506,7 +511,7 @@ def test_help_of_a_command(capsys, command):
     assert cli.main([command, "-h"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Usage: simplellm {command} [OPTIONS]")
-    assert "{" not in out and "[[" not in out and " range>" not in out
+    assert "[[" not in out and " range>" not in out
     assert max(map(len, out.splitlines())) <= 80
 
 
