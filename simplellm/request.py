@@ -78,7 +78,8 @@ class SamplingParams:
                 f"ignore_eos is {self.ignore_eos!r}; expected True or False"
             )
         for name, (check, low, high) in BOUNDS.items():
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
                 check(name, value, low, high)
         if self.top_p == 0:
             raise ValueError("top_p is 0; expected more than 0 and at most 1")
@@ -109,6 +110,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or any(penalties)
 
 
+OPTIONAL = ("seed", "logprobs")  # may be None
 BOUNDS = {
     "max_tokens": (check_integer, 1, 2**31),
     "temperature": (check_number, 0, 100),
