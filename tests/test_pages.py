@@ -1,6 +1,7 @@
 """pages.py: the books against a plain model, and the memory that they speak of."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -38,6 +39,9 @@ class Known:
     computed: int
 
 
+PICK = st.integers(0, 99)  # one of those there are, counted round and round
+
+
 class Books(RuleBasedStateMachine):
     """Random operations on a PageManager and on two dictionaries.
 
@@ -63,6 +67,9 @@ class Books(RuleBasedStateMachine):
     def name(self) -> int:
         self.count += 1
         return self.count
+
+    def picked(self, pick: int) -> int:
+        return sorted(self.sequences)[pick % len(self.sequences)]
 
     @rule(shared=st.integers(0, 40), own=st.lists(st.integers(0, 1), max_size=9))
     def add(self, shared, own):
@@ -126,10 +133,10 @@ class Books(RuleBasedStateMachine):
         self.step([99] * len(self.sequences), 1)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), length=st.integers(1, 9))
-    def fail(self, data, length):
+    @rule(pick=PICK, length=st.integers(1, 9))
+    def fail(self, pick, length):
         """A step that never happens: room is made and nothing computed."""
-        name = data.draw(st.sampled_from(sorted(self.sequences)))
+        name = self.picked(pick)
         end = self.sequences[name].computed + min(length, self.manager.max_chunk or 9)
         if end <= self.manager.max_tokens:
             self.grow(name, end)
@@ -150,25 +157,24 @@ class Books(RuleBasedStateMachine):
                 self.memory[target, place] = old
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fork(self, data):
-        parent = data.draw(st.sampled_from(sorted(self.sequences)))
+    @rule(pick=PICK, last=st.integers(0, 1))
+    def fork(self, pick, last):
+        parent = self.picked(pick)
         known, name = self.sequences[parent], self.name()
         self.manager.fork(parent, name)
-        last = data.draw(st.integers(0, 1))
         tokens = [*known.tokens[: known.computed], last]
         self.sequences[name] = Known(tokens, known.computed)
 
     @precondition(lambda self: any(k.computed for k in self.sequences.values()))
-    @rule(data=st.data(), last=st.integers(0, 1))
-    def truncate(self, data, last):
+    @rule(pick=PICK, back=PICK, last=st.integers(0, 1))
+    def truncate(self, pick, back, last):
         """Go on from an earlier token, with another one perhaps."""
         manager = self.manager
         begun = sorted(n for n, k in self.sequences.items() if k.computed)
-        name = data.draw(st.sampled_from(begun))
+        name = begun[pick % len(begun)]
         known = self.sequences[name]
-        back = data.draw(st.integers(0, min(known.computed - 1, 2 * manager.page_size)))
-        length = known.computed - back
+        most = min(known.computed - 1, 2 * manager.page_size)
+        length = known.computed - back % (most + 1)
         before = repr(vars(manager))
         if manager.truncate(name, length):
             self.sequences[name] = Known([*known.tokens[:length], last], length)
@@ -178,10 +184,10 @@ class Books(RuleBasedStateMachine):
         assert length + 1 - manager.windows[-1] < first, "all it would see is there"
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), again=st.booleans())
-    def remove(self, data, again):
+    @rule(pick=PICK, again=st.booleans())
+    def remove(self, pick, again):
         """``again`` is what a preempted sequence does."""
-        name = data.draw(st.sampled_from(sorted(self.sequences)))
+        name = self.picked(pick)
         known = self.sequences.pop(name)
         self.manager.remove(name)
         if again and len(known.tokens) <= self.manager.max_tokens:
@@ -245,6 +251,37 @@ TestBooks.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_books_of_long_lives(seed: int) -> None:
+    """The same operations in longer rows than hypothesis tries."""
+    rng, books = random.Random(seed), Books()
+    books.start(
+        num_pages=rng.choice([12, 20, 40]),
+        page_size=rng.choice([2, 3, 4]),
+        window=rng.choice([None, None, 4, 9]),
+        share=True,
+        max_chunk=None,
+    )
+    for _ in range(120):
+        pick, bit = rng.randrange(99), rng.randrange(2)
+        name = rng.choice(["add", "step", "step", "step", "truncate", "more"])
+        if name == "add" or not books.sequences:
+            books.add(shared=rng.randrange(30), own=[bit] * rng.randrange(5))
+        elif name == "step":
+            lengths = [rng.randrange(1, 9) for _ in range(6)]
+            books.step(lengths=lengths, token=bit, unknown=rng.random() < 0.5)
+        elif name == "truncate":
+            if any(known.computed for known in books.sequences.values()):
+                books.truncate(pick=pick, back=rng.randrange(99), last=bit)
+        elif rng.random() < 0.3:
+            books.fork(pick=pick, last=bit)
+        else:
+            books.remove(pick=pick, again=rng.random() < 0.5)
+        books.the_books_add_up()
+        books.every_visible_position_holds_what_was_computed()
+        books.what_can_be_found_is_what_its_name_says()
 
 
 def test_a_prefix_hits_and_leaves_a_token() -> None:
