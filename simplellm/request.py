@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -111,7 +111,7 @@ class SamplingParams:
 
 
 OPTIONAL = ("seed", "logprobs")  # may be None
-BOUNDS = {
+BOUNDS: dict[str, tuple[Callable[..., None], float, float]] = {
     "max_tokens": (check_integer, 1, 2**31),
     "temperature": (check_number, 0, 100),
     "top_k": (check_integer, -1, 2**31),
