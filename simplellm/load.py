@@ -4,9 +4,9 @@ Every choice that depends on the machine is made here, once.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
 from simplellm.config import (
+    MAX_SIZE,
     MODELS,
     ConfigError,
     EngineConfig,
@@ -42,6 +43,7 @@ from simplellm.weights import MXFP4, Weight
 LOGGER = logging.getLogger("simplellm")
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
+PROMPTS = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens to rehearse
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
@@ -90,7 +92,7 @@ def load(
     )
     with on(device), enough(need, device):
         if operations == "fused":
-            ops = compile_fused(source, config, dtype, device)
+            ops = compile_fused(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
         model = read_weights(source, dtype, device, ops)
@@ -143,6 +145,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         ) from None
     if found.type == "cuda" and not gpu:
         raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return found
 
 
@@ -336,6 +340,41 @@ def why_not_fused(
 def version(text: str) -> tuple[int, ...]:
     """The first two numbers of a version."""
     return tuple(int(number) for number in text.split(".")[:2])
+
+
+def compile_fused(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels for this model, compiled, as far as they compile.
+
+    A stand-in with a layer of each kind computes steps of all the sizes that choose
+    among kernels. That is before an expert is loaded: whether experts are repacked
+    depends on what compiles.
+    """
+    from simplellm.kernels.compiling import compile_kernels
+    from simplellm.kernels.fused import fused
+
+    kinds = tuple(dict.fromkeys(model.layer_types))
+    small = replace(model, layer_types=kinds, num_hidden_layers=len(kinds))
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
+    stand_in = build(small, source.__getitem__, ops)
+    pool = KVPool(small, 2, config.page_size, dtype, device)
+    manager = PageManager(2, config.page_size, window=small.windows[-1])
+    longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+    runner = Runner(stand_in, pool, manager, config, longest)
+    prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    steps: list[Callable[[Ops], object]] = [
+        partial(runner.rehearse, size, size)
+        for size in bucket_sizes(config.max_num_seqs)
+    ]
+    steps += [partial(runner.rehearse, size, 0) for size in prompts]
+    return compile_kernels(ops, steps, device, config.batch_invariant)
 
 
 # The engine
