@@ -251,13 +251,13 @@ class Engine:
                 return True
             if asked is not None:
                 number, reason = asked
-                if (request := self.scheduler.requests.get(number)) is not None:
-                    self.end(request, reason)
+                if (found := self.scheduler.requests.get(number)) is not None:
+                    self.end(found, reason)
 
     def _expired(self) -> list[Request]:
         with self.lock:
             expired = self.scheduler.expire(time.monotonic())
-            self.meter.finished["timeout"] += len(expired)
+            self.meter.finished.update("timeout" for _ in expired)
         return expired
 
     def _die(self, cause: BaseException) -> None:

@@ -4,14 +4,10 @@ Every choice that depends on the machine is made here, once.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from reprlib import repr as short
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,36 +15,35 @@ from tqdm import tqdm
 
 from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
 from simplellm.config import (
+    MAX_SIZE,
     MODELS,
     ConfigError,
     EngineConfig,
     ModelConfig,
-    check_tokenizer,
-    end_token_ids,
-    read_json,
 )
 from simplellm.engine import Engine
+from simplellm.folder import (
+    EMBEDDED,
+    open_tokenizer,
+    read_generation_config,
+    turn_ends,
+)
+from simplellm.graphs import bucket_sizes
+from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
 from simplellm.model import Model, build
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import NUMPY, is_small
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import SamplingParams
-from simplellm.runner import Runner, bucket_sizes
+from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler
-from simplellm.sizes import count_parameters, enough, page_bytes
+from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import MXFP4, Weight
 
 LOGGER = logging.getLogger("simplellm")
-EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-CPU_CACHE_BYTES = 2**28
-GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
-OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
-OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
-OLDEST_TRITON = (3, 6)
+PROMPTS = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens to rehearse
 
 Source = Checkpoint | RandomCheckpoint
 
@@ -86,18 +81,20 @@ def load(
     default_params, ends = read_generation_config(folder)
     operations, how = choose(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
-    with on(device), enough(source.config, config, device, dtype, source.packed):
+    mapped = device.type == "cpu" and not random_weights
+    need = Need.of(
+        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
+    )
+    with on(device), enough(need, device):
         if operations == "fused":
-            ops = compile_fused(source, config, dtype, device)
+            ops = compile_fused(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
         model = read_weights(source, dtype, device, ops)
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
             engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
-    special = tokenizer.special if tokenizer else {}
-    named = (special[name] for name in TURN_ENDS if name in special)
-    eos_token_ids = frozenset([*source.config.eos_token_ids, *ends, *named])
+    eos_token_ids = turn_ends(source.config, tokenizer, ends)
     return Loaded(model, engine, how, tokenizer, default_params, eos_token_ids)
 
 
@@ -127,55 +124,6 @@ def load_model(
     return read_weights(source, dtype, device, ops)
 
 
-# The machine
-
-
-def find_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on, the GPU if there is one. Raises ValueError."""
-    gpu = torch.cuda.is_available()
-    try:
-        found = torch.device(device or ("cuda" if gpu else "cpu"))
-    except RuntimeError:
-        raise ValueError(
-            f"device is {device!r}; expected a device's name, such as cpu or cuda"
-        ) from None
-    if found.type == "cuda" and not gpu:
-        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
-    return found
-
-
-def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
-    """The dtype to compute with, by default what suits ``device``.
-
-    Raises TypeError or ValueError for one that no model has.
-    """
-    if dtype is None:
-        old = device.type == "cuda" and capability(device) < OLDEST_GPU
-        return torch.float32 if device.type == "cpu" or old else torch.bfloat16
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
-        )
-    return dtype
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability."""
-    return torch.cuda.get_device_capability(device)
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches while this is entered."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def name_of(device: torch.device) -> str:
-    """What to call a device in a log."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 # The files
 
 
@@ -203,55 +151,6 @@ def open_weights(
         )
     config = config or ModelConfig.from_file(folder / "config.json")
     return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
-
-
-def find_file(folder: Path, name: str) -> Path | None:
-    """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
-    places = [folder]
-    if folder.is_dir():
-        names = (folder.absolute(), folder.resolve())  # it may be "." or a link
-        places += [path.parent for path in names if path.name == "original"]
-    found = [place / name for place in places if (place / name).is_file()]
-    return found[0] if found else None
-
-
-def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    file = find_file(folder, "tokenizer.json")
-    if file is None:
-        return None
-    tokenizer = Tokenizer.from_file(file)
-    check_tokenizer(config, tokenizer.vocab_size)
-    return tokenizer
-
-
-def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
-    """How to sample and what ends a turn, by generation_config.json if there is one.
-
-    Raises ConfigError, which names the file.
-    """
-    file = find_file(folder, "generation_config.json")
-    try:
-        generation = read_json(file) if file else {}
-        return recommended(generation), end_token_ids(generation)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
-
-
-def recommended(generation: Mapping[str, Any]) -> SamplingParams:
-    """What generation_config.json recommends: five numbers, null as good as absent.
-
-    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
-    Raises TypeError or ValueError.
-    """
-    do_sample = generation.get("do_sample")
-    if not isinstance(do_sample, bool | None):
-        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
-    if do_sample is False:
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation.get(name) for name in names}
-    return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
 
 def read_weights(
@@ -287,7 +186,11 @@ def choose(
 
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
-    reason = why_not_fused(config, source, dtype, device)
+    reason = why_not_triton(device, dtype)
+    if config.operations == "plain":
+        reason = "operations is 'plain'"
+    elif reason is None and not source.packed:
+        reason = "the experts are not packed, and the kernels read MXFP4"
     if reason is None:
         return "fused", "Triton kernels"
     if config.operations == "fused":
@@ -303,37 +206,39 @@ def choose(
     return "plain", f"PyTorch, since {reason}"
 
 
-def why_not_fused(
-    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What keeps the Triton kernels from running; None if nothing does."""
-    if config.operations == "plain":
-        return "operations is 'plain'"
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    if dtype != torch.bfloat16:
-        return f"dtype is {dtype}, and the kernels compute with bfloat16"
-    if not source.packed:
-        return "the experts are not packed, and the kernels read MXFP4"
-    if capability(device) < OLDEST_GPU:
-        have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
-        return f"the GPU's compute capability is {have}, below {need}"
-    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
-        need = ".".join(map(str, OLDEST_CUDA))
-        return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
-    try:
-        import triton
-    except ImportError as error:
-        return f"Triton cannot be imported: {error}"
-    if version(triton.__version__) < OLDEST_TRITON:
-        need = ".".join(map(str, OLDEST_TRITON))
-        return f"Triton is {triton.__version__}, below {need}"
-    return None
+def compile_fused(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels for this model, compiled, as far as they compile.
 
+    A stand-in with a layer of each kind computes steps of all the sizes that choose
+    among kernels. That is before an expert is loaded: whether experts are repacked
+    depends on what compiles.
+    """
+    from simplellm.kernels.compiling import compile_kernels
+    from simplellm.kernels.fused import fused
 
-def version(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(int(number) for number in text.split(".")[:2])
+    kinds = tuple(dict.fromkeys(model.layer_types))
+    small = replace(model, layer_types=kinds, num_hidden_layers=len(kinds))
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
+    stand_in = build(small, source.__getitem__, ops)
+    pool = KVPool(small, 2, config.page_size, dtype, device)
+    manager = PageManager(2, config.page_size, window=small.windows[-1])
+    longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+    runner = Runner(stand_in, pool, manager, config, longest)
+    prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    steps: list[Callable[[Ops], object]] = [
+        partial(runner.rehearse, size, size)
+        for size in bucket_sizes(config.max_num_seqs)
+    ]
+    steps += [partial(runner.rehearse, size, 0) for size in prompts]
+    return compile_kernels(ops, steps, device, config.batch_invariant)
 
 
 # The engine
@@ -345,15 +250,10 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     ``config`` has been resolved. Raises ValueError if not even one token has room.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
-    assert page_size and budget and config.max_num_seqs
-    num_pages = config.num_pages
-    if num_pages is None:
-        nbytes = config.cache_bytes or default_cache_bytes(model.device)
-        itemsize = model.dtype.itemsize
-        num_pages = nbytes // page_bytes(model.config, page_size, itemsize)
+    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
-        num_pages,
+        pages,
         page_size,
         window=model.config.windows[-1],
         share=config.share_prefixes,
@@ -371,14 +271,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         overtakes=config.overtakes,
         continuous=config.continuous,
     )
-    pool = KVPool(model.config, num_pages, page_size, model.dtype, model.device)
+    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
     runner = Runner(model, pool, manager, config, min(limits))
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)
-
-
-def default_cache_bytes(device: torch.device) -> int:
-    """Bytes for keys and values if nobody says how many."""
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from simplellm.batch import KVGroup
 from simplellm.layers import Attention, Dense, Experts, Layer
-from simplellm.sampler import gumbel_noise
+from simplellm.noise import gumbel_noise
 from simplellm.weights import MXFP4, Weight
 
 # Queries that are scored at once: bounds the scores at [H, 128, S], and lets a
@@ -199,7 +199,7 @@ def attend_decodes(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write what `attend` gives for the sequences that have one new token to ``out``."""
+    """Write to ``out`` what `attend` gives for sequences that have one new token."""
     scale = q.shape[2] ** -0.5
     for rows, cells, hidden in group.reads:
         which, where = (torch.from_numpy(x).to(q.device) for x in (rows, cells))
@@ -219,20 +219,25 @@ def attend_chunks(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write what `attend` gives for the other sequences to ``out``."""
-    queries, lengths = group.queries.tolist(), group.lengths.tolist()
+    """Write to ``out`` what `attend` gives for the other sequences."""
+    size, queries, lengths = (
+        keys.shape[1],
+        group.queries.tolist(),
+        group.lengths.tolist(),
+    )
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
         if begin == end or length == 0:
             continue
-        lowest, offset = 0, int(group.offsets[row])
+        lowest = 0
         if group.window is not None:
             lowest = max(0, length - (end - begin) - group.window + 1)
         # What is outside of this may hold anything, and 0 times NaN is NaN.
-        k, v = (
-            gather(x, group.tables[row])[lowest - offset : length - offset]
-            for x in (keys, values)
-        )
+        start = lowest - int(group.offsets[row])
+        first, stop = start // size, -(-(start + length - lowest) // size)
+        pages = group.tables[row, first:stop]
+        wanted = slice(start - first * size, start - first * size + length - lowest)
+        k, v = (gather(x, pages)[wanted] for x in (keys, values))
         out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
 
 

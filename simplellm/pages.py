@@ -12,7 +12,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from simplellm.config import ModelConfig
 

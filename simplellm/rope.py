@@ -1,6 +1,6 @@
-"""Rotary position embedding with YaRN: a token's position as an angle.
+"""How far a position turns the heads of q and k: rotary embeddings with YaRN.
 
-T tokens, N heads, D head_dim.
+D head_dim.
 """
 
 import math
@@ -41,28 +41,9 @@ def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return frequencies, concentration
 
 
-class Rope:
-    """The rotations of one model, for any positions."""
-
-    def __init__(
-        self, config: ModelConfig, device: torch.device | str | None = None
-    ) -> None:
-        frequencies, self.concentration = yarn_frequencies(config)
-        self.frequencies = frequencies.to(device)  # float32 [D/2]
-
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [T, D/2] each, of int64 ``positions`` [T]."""
-        angles = positions[:, None].float() * self.frequencies.to(positions.device)
-        return angles.cos() * self.concentration, angles.sin() * self.concentration
-
-
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head of ``x`` [T, N, D] by its token's angles; same dtype as ``x``.
-
-    Dimension i is paired with i + D/2 (half-split, not interleaved). The products are
-    float32 whatever the dtype of ``x``.
-    """
-    first, second = x.float().chunk(2, dim=-1)  # [T, N, D/2] each
-    cos, sin = cos[:, None], sin[:, None]  # [T, 1, D/2]
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
+def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, float32 [positions, D/2] each."""
+    frequencies, concentration = yarn_frequencies(config)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = positions.to(device)[:, None] * frequencies.to(device)
+    return angles.cos() * concentration, angles.sin() * concentration

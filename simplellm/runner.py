@@ -3,11 +3,9 @@
 T packed tokens, B sequences, S of them sampling, V vocabulary.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +14,13 @@ from torch import Tensor
 
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
+from simplellm.graphs import Captured, capture
 from simplellm.model import Model
+from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
 from simplellm.scheduler import Work
-
-LOGGER = logging.getLogger("simplellm")
 
 
 class Landed(NamedTuple):
@@ -33,50 +31,6 @@ class Landed(NamedTuple):
 
 
 Flight = Callable[[], Landed]  # waits for what a step has sampled
-
-
-def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: close together where a step's time depends on them."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224]
-    sizes += range(256, most, 64)
-    return [size for size in sizes if size < most] + [most]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A decode step of one batch size, ready to be replayed."""
-
-    size: int
-    replay: Callable[[], None]
-
-
-class CaptureError(RuntimeError):
-    """A graph could not be recorded."""
-
-
-@cache
-def capture_stream(device: int) -> torch.cuda.Stream:
-    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
-    return torch.cuda.Stream(device)
-
-
-def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what ``run`` starts on the GPU.
-
-    ``pool`` is that of another graph, whose memory this one may share. Raises
-    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
-    """
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    stream = capture_stream(torch.cuda.current_device())
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            run()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
-    return graph
 
 
 class Runner:
@@ -97,10 +51,11 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
-        assert config.max_num_seqs and config.max_num_batched_tokens
-        self.pages = -(-max_model_len // pool.page_size)
+        # A multiple of 16, so that Triton compiles the kernels for one width of tables.
+        self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
-        size = self.size(config.max_num_batched_tokens, seqs)
+        groups, tokens = len(pool.windows), config.max_num_batched_tokens
+        size = Batch.size(tokens, seqs, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [self._pinned(size) for _ in range(2)]
         self.landing = [self._pinned(seqs) for _ in range(2)]
@@ -114,55 +69,47 @@ class Runner:
         self.captured: list[Captured] = []  # by size
         self._columns: tuple[list[int], Columns] | None = None
 
-    def size(self, tokens: int, sequences: int) -> int:
-        """How many numbers a step of this shape has."""
-        return Batch.size(tokens, sequences, self.pages, len(self.pool.windows))
-
-    def view(self, flat: Any, tokens: int, sequences: int, decodes: int) -> Batch:
+    def view(
+        self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+    ) -> Batch:
         """A step of this shape at the beginning of ``flat``."""
         windows, page_size = self.pool.windows, self.pool.page_size
-        return Batch.of(
-            flat, tokens, sequences, self.pages, decodes, windows, page_size
-        )
+        return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
 
     def _pinned(self, size: int) -> Tensor:
         # Only from pinned memory does a copy go on while the host does something else.
         pin = self.device.type == "cuda"
         return torch.zeros(size, dtype=torch.int32, pin_memory=pin)
 
-    # Graphs
+    # Kernels and graphs
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: int, decodes: int, ops: Ops) -> None:
+        """A step of nothing but padding, computed by ``ops``, which nobody reads.
+
+        It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of
+        a prompt. Several may be under way at once, and write over each other's results.
+        """
+        rows = decodes or 1
+        flat = torch.zeros_like(self.inputs)
+        batch = self.view(flat, tokens, rows, self.pages, decodes)
+        batch.pad()
+        model = self.model.computed_by(ops)
+        hidden = model.forward(batch, self.pool, self.output)
+        best = model.head(hidden[:rows], self.logits[:rows])
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        ops.draw(self.logits[:rows], best, zeros.float(), zeros, zeros)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record a decode step for each batch size, the largest first.
+        """Record a decode step for each batch size for which there is room."""
 
-        The smaller ones then find room in the memory that the largest has taken. Sizes
-        for which there is no room are left out, with one line in the log, and the rest
-        of them if the driver cannot record.
-        """
-        pool, cause = None, ""
-        for size in sorted(sizes, reverse=True):
-            batch = self.view(self.inputs, size, size, size)
+        def padding(size: int) -> Callable[[], None]:
+            batch = self.view(self.inputs, size, size, self.pages, size)
             batch.pad()
-            try:
-                self._compute(batch, size)  # compiles what is not compiled yet
-                graph = record(partial(self._compute, batch, size), pool)
-            except torch.OutOfMemoryError as error:
-                cause = str(error).partition("\n")[0]  # itself, it holds memory
-                continue
-            except CaptureError as error:
-                cause = str(error).partition("\n")[0]
-                break
-            pool = graph.pool()
-            self.captured.insert(0, Captured(size, graph.replay))
-        if cause:
-            LOGGER.warning(
-                "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
-                "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
-                len(self.captured),
-                len(sizes),
-                cause,
-            )
+            return partial(self._compute, batch, size)
+
+        self.captured = capture(padding, sizes)
 
     def _graph(self, works: Sequence[Work]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
@@ -192,17 +139,24 @@ class Runner:
         decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
         if graph is not None:
             tokens = rows = decodes = graph.size
+        shape = tokens, rows, self._pages(works), decodes
         self.turn ^= 1
         staging = self.staging[self.turn]
-        self._fill(self.view(staging.numpy(), tokens, rows, decodes), works)
-        size = self.size(tokens, rows)
+        self._fill(self.view(staging.numpy(), *shape), works)
+        size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
         self.previous = {r.number: place for place, r in enumerate(sampling)}
         if graph is not None:
             graph.replay()
         else:
-            batch = self.view(self.inputs, tokens, rows, decodes)
-            self._compute(batch, len(sampling))
+            self._compute(self.view(self.inputs, *shape), len(sampling))
+
+    def _pages(self, works: Sequence[Work]) -> int:
+        """Columns of a step's block tables."""
+        if self.device.type == "cuda":  # always the same, for graphs and kernels
+            return self.pages
+        ends = max(work.start + work.length for work in works)
+        return -(-ends // self.pool.page_size)
 
     def _compute(self, batch: Batch, count: int) -> None:
         """The forward pass of a step, of which the first ``count`` samples count."""
@@ -265,7 +219,7 @@ class Runner:
             if arrived:
                 arrived.synchronize()
             tokens = landing.tolist()
-            found = [None] * len(tokens)
+            found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if logprobs:
                 found = token_logprobs(wanted, tokens, *(x.tolist() for x in logprobs))
             return Landed([[token] for token in tokens], found)

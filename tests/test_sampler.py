@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.noise import gumbel_noise, mix
 from simplellm.request import MAX_STOP_CHARACTERS, MAX_STOPS, Request, SamplingParams
 from simplellm.sampler import (
     Columns,
@@ -25,8 +26,6 @@ from simplellm.sampler import (
     TokenCounts,
     apply_mask,
     filter_tokens,
-    gumbel_noise,
-    mix,
     sample,
 )
 
@@ -576,7 +575,7 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
         ("top_k", None, "top_k is None"),
         ("top_k", -2, "top_k is -2"),
         ("top_p", 0, "top_p is 0; expected more than 0"),
-        ("top_p", 1.01, "top_p is 1.01; expected 0 to 1"),
+        ("top_p", 1.01, "top_p is 1.01; expected more than 0, up to 1"),
         ("min_p", -0.5, "min_p"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
         ("presence_penalty", 2.1, "presence_penalty is 2.1; expected -2 to 2"),

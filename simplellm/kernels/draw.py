@@ -1,6 +1,6 @@
 """Draw each row's next token from its logits, with `simplellm.sampler`'s noise.
 
-B rows, V vocabulary. Rows whose logits are penalised, biased or filtered first are the
+S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first are the
 sampler's own business.
 """
 
@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
-from simplellm.kernels.routing import LOWEST, index_of, largest_key, ordered
-from simplellm.sampler import gumbel_noise
+from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
+from simplellm.kernels.launch import launch
 
-BLOCK = 2048  # logits a program looks at
+DRAW_BLOCK = 2048  # logits a program looks at
+# These may begin anywhere in what a step came with, and are read number by number.
+COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 
 
 @triton.jit
-def mix(x):
+def mix_bits(x):
     """`simplellm.sampler.mix` in uint32, whose products wrap around by themselves."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
@@ -43,7 +44,7 @@ def gumbel(bits, LIBRARY: tl.constexpr):
         return -tl.log(-log1p(-uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     logits_ptr,
     best_ptr,
@@ -72,17 +73,17 @@ def draw_kernel(
         score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
         score -= tl.load(logits + tl.load(best_ptr + row))
         seed = tl.load(seeds_ptr + row)
-        first = mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-        first = mix(first ^ tl.load(steps_ptr + row).to(tl.uint32))
-        second = mix(first ^ 0x5BD1E995)
-        bits = mix(mix(tokens.to(tl.uint32) ^ first) ^ second)
+        first = mix_bits(mix_bits(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+        first = mix_bits(first ^ tl.load(steps_ptr + row).to(tl.uint32))
+        second = mix_bits(first ^ 0x5BD1E995)
+        bits = mix_bits(mix_bits(tokens.to(tl.uint32) ^ first) ^ second)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         score += gumbel(bits, LIBRARY)
         keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def drawn_kernel(
     keys_ptr,
     best_ptr,
@@ -105,23 +106,21 @@ def drawn_kernel(
 def draw(
     logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
 ) -> Tensor:
-    """One token for each row of ``logits`` float32 [B, V]: int32 [B].
+    """One token for each row of ``logits`` float32 [S, V]: int32 [S].
 
-    ``best`` int32 [B] is each row's likeliest token, as `head` finds it; rows whose
-    ``temperature``, float32 [B] or [B, 1], is 0 get that one. ``seeds`` int64 [B] and
-    ``steps`` int64 [B] fix the noise, as in `simplellm.sampler.sample`, whose tokens
-    these are: hash, subtraction, division and sum are the same to the bit, and on a GPU
-    the logarithms come from the same library. Raises ValueError for other shapes.
+    ``best`` int32 [S] is each row's likeliest token, as `head` finds it; rows whose
+    ``temperature``, float32 [S], is 0 get that one. ``seeds`` int64 [S] and ``steps``
+    int64 [S] fix the noise, as in `simplellm.sampler.sample`, whose tokens these are:
+    hash, subtraction, division and sum are the same to the bit, and on a GPU the
+    logarithms come from the same library. All are contiguous.
     """
-    check_draw(logits, best, temperature, seeds, steps)
     rows, vocabulary = logits.shape
-    ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows == 0:
-        return ids
-    blocks = triton.cdiv(vocabulary, BLOCK)
-    keys = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
-    pdl = supports_pdl(logits.device)
-    draw_kernel[(blocks, rows)](
+    ids = torch.empty_like(best)
+    blocks = -(-vocabulary // DRAW_BLOCK)
+    keys = seeds.new_empty(rows, blocks)
+    launch(
+        draw_kernel,
+        (blocks, rows),
         logits,
         best,
         temperature,
@@ -129,54 +128,19 @@ def draw(
         steps,
         keys,
         vocabulary,
-        BLOCK=BLOCK,
+        BLOCK=DRAW_BLOCK,
         LIBRARY=logits.is_cuda,
-        PDL=pdl,
         num_warps=8,
-        launch_pdl=pdl,
     )
-    drawn_kernel[(rows,)](
+    launch(
+        drawn_kernel,
+        (rows,),
         keys,
         best,
         temperature,
         ids,
         blocks,
         BLOCK=128,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
     )
     return ids
-
-
-def draw_torch(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
-) -> Tensor:
-    heat = temperature.view(-1, 1)
-    scores = logits - logits.gather(1, best[:, None].long())
-    scores = scores / torch.where(heat > 0, heat, 1.0)
-    drawn = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()
-    return torch.where(heat[:, 0] > 0, drawn, best)
-
-
-def check_draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
-) -> None:
-    """Raise ValueError unless the five belong together."""
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(
-            f"logits are {logits.dtype} {list(logits.shape)}; expected torch.float32 "
-            "[B, V], contiguous"
-        )
-    for name, column, dtype in (
-        ("best", best, torch.int32),
-        ("temperature", temperature, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("steps", steps, torch.int64),
-    ):
-        fits = column.numel() == len(logits) and column.is_contiguous()
-        if not fits or column.dtype != dtype:
-            raise ValueError(
-                f"{name} is {column.dtype} {list(column.shape)}; expected {dtype} "
-                f"[{len(logits)}], contiguous"
-            )
