@@ -1,16 +1,44 @@
 """Steps of a model by hand: whoever calls says which sequences compute how much."""
 
+import queue
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from simplellm.config import EngineConfig
+from simplellm.engine import Engine
+from simplellm.load import build_engine
 from simplellm.model import Model
 from simplellm.pages import KVPool, PageManager
-from simplellm.request import Request
+from simplellm.request import Event, Request
 from simplellm.runner import Runner
 from simplellm.scheduler import Work
+
+
+def make_engine(
+    model: Model, config: EngineConfig | None = None, *, overlap: bool = False
+) -> Engine:
+    """An engine without a thread, whose steps may overlap on any device.
+
+    On a CPU nothing is computed side by side, but a step is scheduled before the tokens
+    of the one before it are known.
+    """
+    engine = build_engine(model, (config or EngineConfig()).resolved("cpu"))
+    limit = engine.max_model_len
+    return Engine(engine.scheduler, engine.runner, limit, overlap)
+
+
+def drain(engine: Engine) -> list[Event]:
+    """The events that have come since the last time."""
+    events = []
+    while True:
+        try:
+            event = engine.events.get_nowait()
+        except queue.Empty:
+            return events
+        if event is not None:
+            events.append(event)
 
 
 class Stepper:
