@@ -319,8 +319,9 @@ class LLM:
         ids = render(
             harmony, self.tokenizer, reasoning_effort=reasoning_effort, tools=tools
         )
-        default = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        return self._ask(ids, sampling_params or default, overrides)
+        if sampling_params is None:
+            sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
+        return self._ask(ids, sampling_params, overrides)
 
     def _ask(
         self,
