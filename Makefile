@@ -4,7 +4,7 @@
 #   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test lab book export check evaluate clean help
+.PHONY: demo test test-all lab book export check evaluate clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -20,6 +20,7 @@ JOBS := 2
 help:
 	@echo "make demo      ask the embedded model what 47 + 85 is"
 	@echo "make test      run every test and every chapter"
+	@echo "make test-all  run also the variants that make test leaves out"
 	@echo "make lab       open the chapters as notebooks in JupyterLab"
 	@echo "make book      build the course as a web site into book/"
 	@echo "make export    write simplellm/*.py from the chapters"
@@ -32,6 +33,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
+
+test-all: OPTIONS += -m "exhaustive or not exhaustive"
+test-all: test
 
 lab: $(STAMP)
 	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \

@@ -5,58 +5,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from simplellm.checkpoint import Checkpoint, CheckpointError
-    from simplellm.config import ConfigError, ModelConfig
-    from simplellm.engine import EngineConfig, EngineError, Stats
-    from simplellm.generate import ChatOutput, RequestOutput
-    from simplellm.graphs import GPUConfig
+    from simplellm.config import ConfigError, EngineConfig, ModelConfig
     from simplellm.harmony import Delta, Message, Tool, ToolCall
     from simplellm.llm import LLM
-    from simplellm.model import Transformer, load_model
-    from simplellm.sampler import SamplingParams
-    from simplellm.scheduler import QueueFullError
+    from simplellm.load import load_model
+    from simplellm.model import Model
+    from simplellm.reply import ChatChoice, ChatOutput, RequestOutput, Usage
+    from simplellm.request import EngineError, QueueFullError, SamplingParams
+    from simplellm.stats import Stats
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "ChatOutput",
-    "Checkpoint",
-    "CheckpointError",
-    "ConfigError",
-    "Delta",
-    "EngineConfig",
-    "EngineError",
-    "GPUConfig",
-    "Message",
-    "ModelConfig",
-    "QueueFullError",
-    "RequestOutput",
-    "SamplingParams",
-    "Stats",
-    "Tokenizer",
-    "TokenizerError",
-    "Tool",
-    "ToolCall",
-    "Transformer",
-    "load_model",
-]
-
 # Importing torch takes a second or more: a name brings its module when first used.
-_MODULES = {
-    "checkpoint": ("Checkpoint", "CheckpointError"),
-    "config": ("ConfigError", "ModelConfig"),
-    "engine": ("EngineConfig", "EngineError", "Stats"),
-    "generate": ("ChatOutput", "RequestOutput"),
-    "graphs": ("GPUConfig",),
-    "harmony": ("Delta", "Message", "Tool", "ToolCall"),
-    "llm": ("LLM",),
-    "model": ("Transformer", "load_model"),
-    "sampler": ("SamplingParams",),
-    "scheduler": ("QueueFullError",),
-    "tokenizer": ("Tokenizer", "TokenizerError"),
+_MODULE_OF = {
+    "ChatChoice": "reply",
+    "ChatOutput": "reply",
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "checkpoint",
+    "ConfigError": "config",
+    "Delta": "harmony",
+    "EngineConfig": "config",
+    "EngineError": "request",
+    "LLM": "llm",
+    "Message": "harmony",
+    "Model": "model",
+    "ModelConfig": "config",
+    "QueueFullError": "request",
+    "RequestOutput": "reply",
+    "SamplingParams": "request",
+    "Stats": "stats",
+    "Tokenizer": "tokenizer",
+    "TokenizerError": "tokenizer",
+    "Tool": "harmony",
+    "ToolCall": "harmony",
+    "Usage": "reply",
+    "load_model": "load",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

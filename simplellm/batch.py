@@ -64,8 +64,10 @@ class KVGroup:
         if self.window is not None:
             oldest = np.maximum(ends + 1 - self.window, 0)
         lengths = (ends + 1 - oldest)[:, 0]
+        real = np.flatnonzero(lengths)  # a padding row reads nothing
         reads = []
-        for rows in alike(lengths):
+        for chosen in alike(lengths[real]):
+            rows = real[chosen]
             positions = oldest[rows] + np.arange(lengths[rows].max())
             hidden = positions > ends[rows]
             # What is hidden gets weight 0 and must be a number: the row's newest.

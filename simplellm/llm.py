@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from simplellm.config import EngineConfig
+from simplellm.config import EngineConfig, check_number
 from simplellm.harmony import Delta, Message, Tool, from_openai, render
 from simplellm.load import load
 from simplellm.reader import Delivery, Reader, Stream, gather, stream_async
@@ -25,7 +25,7 @@ from simplellm.reply import (
     TextReply,
     Usage,
 )
-from simplellm.request import Request, SamplingParams, check_integer, check_number
+from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
 from simplellm.tokenizer import Tokenizer
 
@@ -173,7 +173,7 @@ class LLM:
         Cancelling or dropping the future ends its requests. In a coroutine:
         ``await asyncio.wrap_future(llm.generate(...))``.
         """
-        check_integer("n", n, 1, MAX_SAMPLES)
+        check_number("n", n, int, 1, MAX_SAMPLES)
         every = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams | None):
             sampling_params = [sampling_params or self.default_params] * len(every)
@@ -301,7 +301,7 @@ class LLM:
         return ChatReply(asked.ids, asked.params.stop, self.tokenizer, wants_logprobs)
 
     def _chat(self, asked: Asked, n: int) -> Future[ChatOutput]:
-        check_integer("n", n, 1, MAX_SAMPLES)
+        check_number("n", n, int, 1, MAX_SAMPLES)
         family = [(asked.request(i), self._chat_reply(asked)) for i in range(n)]
         return gather(self, self._delivery, [family], chat_output)
 
@@ -337,10 +337,10 @@ class LLM:
         """A checked request. Raises TypeError or ValueError."""
         options = dict(overrides)
         priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
-        check_integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
         deadline = math.inf
         if timeout is not None:
-            check_number("timeout", timeout, 0, MAX_SECONDS)
+            check_number("timeout", timeout, float, 0, MAX_SECONDS)
             deadline = time.monotonic() + timeout
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)

@@ -345,7 +345,6 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     ``config`` has been resolved. Raises ValueError if not even one token has room.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
-    assert page_size and budget and config.max_num_seqs
     num_pages = config.num_pages
     if num_pages is None:
         nbytes = config.cache_bytes or default_cache_bytes(model.device)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from simplellm.config import MAX_SIZE, check, check_number, declared
+
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
 MAX_STOPS = 64
@@ -21,22 +23,6 @@ class QueueFullError(RuntimeError):
     """As many requests wait as the queue may hold."""
 
 
-def check_number(name: str, value: object, low: float, high: float) -> None:
-    """Raise unless ``value`` is a real number in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; expected a number")
-    if not low <= value <= high:  # false for NaN as well
-        raise ValueError(f"{name} is {value}; expected {low:g} to {high:g}")
-
-
-def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """Raise unless ``value`` is an integer in [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an integer")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; expected {low} to {high}")
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen and when they stop. Names as in vLLM.
@@ -46,19 +32,26 @@ class SamplingParams:
     Raises TypeError or ValueError for a parameter of the wrong type or out of range.
     """
 
-    max_tokens: int = 256
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # the k most likely tokens; 0 or -1 keeps all
-    top_p: float = 1.0  # the fewest tokens that hold this much probability
-    min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
-    repetition_penalty: float = 1.0  # of tokens seen so far (Keskar et al. 2019)
-    presence_penalty: float = 0.0  # subtracted once from tokens in the output
-    frequency_penalty: float = 0.0  # subtracted for each time in the output
+    max_tokens: int = declared(256)
+    temperature: float = declared(1.0, low=0, high=100)  # 0 is greedy
+    # Only the k most likely tokens; 0 or -1 keeps all.
+    top_k: int = declared(0, low=-1)
+    # The fewest tokens that hold this much probability.
+    top_p: float = declared(1.0, above=0, high=1)
+    # Tokens at least this fraction as likely as the likeliest.
+    min_p: float = declared(0.0, low=0, high=1)
+    # Of tokens seen so far (Keskar et al. 2019).
+    repetition_penalty: float = declared(1.0, low=0.01, high=100)
+    # Subtracted once from tokens in the output, and for each time in it.
+    presence_penalty: float = declared(0.0, low=-2, high=2)
+    frequency_penalty: float = declared(0.0, low=-2, high=2)
     stop: str | Sequence[str] = ()  # text that ends the output, left out of it
     stop_token_ids: Sequence[int] = ()  # None is (), here and for stop
     ignore_eos: bool = False
-    seed: int | None = None  # None: a new one for each request
-    logprobs: int | None = None  # this many alternatives beside the chosen token
+    # None: a new one for each request.
+    seed: int | None = declared(None, low=-(2**63), high=2**64 - 1)
+    # This many alternatives beside the chosen token.
+    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
 
     def __post_init__(self) -> None:
@@ -73,15 +66,7 @@ class SamplingParams:
                     f"{name} is {entries!r}; expected a list of {kind.__name__}"
                 )
             object.__setattr__(self, name, tuple(entries))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(
-                f"ignore_eos is {self.ignore_eos!r}; expected True or False"
-            )
-        for name, (check, low, high) in BOUNDS.items():
-            if (value := getattr(self, name)) is not None:
-                check(name, value, low, high)
-        if self.top_p == 0:
-            raise ValueError("top_p is 0; expected more than 0 and at most 1")
+        check(self)
         characters = sum(map(len, self.stop))
         if len(self.stop) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             raise ValueError(
@@ -93,34 +78,20 @@ class SamplingParams:
                 f"stop is {self.stop!r}; expected texts that are not empty"
             )
         for token in self.stop_token_ids:
-            check_integer("a stop_token_ids entry", token, 0, 2**31)
+            check_number("a stop_token_ids entry", token, int, 0, MAX_SIZE)
         if not isinstance(self.logit_bias, Mapping | None):
             raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a dict")
         if self.logit_bias is not None:  # a copy: nobody changes what was checked
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in (self.logit_bias or {}).items():
-            check_integer("a logit_bias token id", token, 0, 2**31)
-            check_number(f"logit_bias of token {token}", bias, -100, 100)
+            check_number("a logit_bias token id", token, int, 0, MAX_SIZE)
+            check_number(f"logit_bias of token {token}", bias, float, -100, 100)
 
     @property
     def penalizes(self) -> bool:
         """Whether it matters which tokens there were."""
         penalties = self.presence_penalty, self.frequency_penalty
         return self.repetition_penalty != 1 or any(penalties)
-
-
-BOUNDS = {
-    "max_tokens": (check_integer, 1, 2**31),
-    "temperature": (check_number, 0, 100),
-    "top_k": (check_integer, -1, 2**31),
-    "top_p": (check_number, 0, 1),
-    "min_p": (check_number, 0, 1),
-    "repetition_penalty": (check_number, 0.01, 100),
-    "presence_penalty": (check_number, -2, 2),
-    "frequency_penalty": (check_number, -2, 2),
-    "seed": (check_integer, -(2**63), 2**64 - 1),
-    "logprobs": (check_integer, 0, MAX_LOGPROBS),
-}
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
-        assert config.max_num_seqs and config.max_num_batched_tokens
         self.pages = -(-max_model_len // pool.page_size)
         seqs, self.device = config.max_num_seqs, model.device
         size = self.size(config.max_num_batched_tokens, seqs)

@@ -1,233 +1,141 @@
-"""Text to token ids and back: byte-level BPE from a checkpoint's tokenizer.json."""
+"""Text to token ids and back."""
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-# The pattern of GPT-2, which `{"type": "ByteLevel", "use_regex": true}` stands for.
-GPT2_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+# What gpt-oss's tokenizer.json says of model, normalizer and the pre-tokenizer's steps.
+KIND = ("BPE", None, "Sequence", "Split", "Isolated", False, "ByteLevel", False, False)
 # tiktoken's regex engine overflows its stack on a run of about a million whitespace
-# characters; longer runs than this are encoded in blocks.
-WHITESPACE_BLOCK = re.compile(r"\s{100000}")
+# characters; a text is cut behind each run as long as this.
+WHITESPACE_RUN = re.compile(r"\s{100000}")
 
 
 class TokenizerError(ValueError):
     """A tokenizer.json that cannot be used, or a text that cannot be encoded."""
 
 
-def byte_characters() -> dict[str, int]:
-    """The character that stands for each byte in tokenizer.json, and that byte.
-
-    Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered
-    from U+0100 on, so that no token contains a space or a control character
-    (GPT-2's `bytes_to_unicode`).
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {
-        chr(0x100 + i): b for i, b in enumerate(others)
-    }
-
-
-def split_pattern(pre_tokenizer: Any) -> str:
-    """The regular expression by which a pre-tokenizer of tokenizer.json cuts text.
-
-    Understood are a ByteLevel step with its built-in pattern, and a Sequence of one
-    Split by regex and a ByteLevel step without. Raises TokenizerError for others.
-    """
-    match pre_tokenizer:
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
-            return GPT2_PATTERN
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": str() as pattern},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        }:
-            return pattern
-    raise TokenizerError(
-        f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported; "
-        "expected one Split by an isolating Regex followed by ByteLevel"
-    )
-
-
-def bpe_ranks(vocab: Mapping[str, int], merges: Iterable[Any]) -> dict[bytes, int]:
-    """The bytes of each token and its id, which is also its merge's rank.
-
-    ``merges`` are pairs, or strings with a space between, in order of priority.
-    Raises TokenizerError if the ids do not follow that order or a byte is missing.
-    """
-    byte_of = byte_characters()
-    try:
-        ranks = {bytes(byte_of[c] for c in token): id for token, id in vocab.items()}
-    except KeyError as error:
-        raise TokenizerError(
-            f"the vocabulary has a token with the character {error.args[0]!r}, which "
-            "stands for no byte; expected a byte-level vocabulary"
-        ) from None
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise TokenizerError(
-            f"the vocabulary has no token for byte {missing[0]:#04x}; "
-            "expected all 256 bytes"
-        )
-    last = -1
-    for merge in merges:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        merged = vocab.get(left + right, -1)
-        if merged < last:
-            raise TokenizerError(
-                f"merge {left!r} + {right!r} gives id {merged} after id {last}; "
-                "expected merges in the order of their ids"
-            )
-        last = merged
-    return ranks
-
-
 class Tokenizer:
-    """Byte-level BPE: `encode` text to token ids and `decode` them.
+    """`encode` text to token ids and `decode` them.
 
-    ``ranks`` holds the bytes of each ordinary token and its id; of two possible merges
-    the one with the lower id goes first. ``pattern`` is the regular expression that
-    cuts a text into the pieces within which tokens are merged. ``special`` holds the
-    control tokens, which ordinary text never encodes to. Ids that are neither are
-    reserved: a model's vocabulary may be larger than its tokenizer.
-
-    Raises TokenizerError for a pattern that is not a regular expression, and for ids
-    that repeat or are out of range.
+    Families of tokenizers differ in three values. ``tokens`` holds the bytes of each
+    ordinary token by its id; ``special`` the ids of the control tokens, which ordinary
+    text never encodes to, by their names; ``encoder`` takes a text and whether names of
+    control tokens in it become those tokens, and returns ids. An id that is neither
+    ordinary nor special is reserved: a model may have more ids than its tokenizer.
     """
 
     def __init__(
-        self, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]
+        self,
+        tokens: Mapping[int, bytes],
+        special: Mapping[str, int],
+        encoder: Callable[[str, bool], list[int]],
     ) -> None:
+        self.tokens = dict(tokens)
         self.special = dict(special)
+        self.vocab_size = 1 + max(*self.tokens, *self.special.values())
+        self._names = {id: name.encode() for name, id in special.items()}
+        self._encoder = encoder
+
+    @classmethod
+    def from_ranks(
+        cls, ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]
+    ) -> "Tokenizer":
+        """Byte-level BPE, by tiktoken.
+
+        ``ranks`` holds the ids of the ordinary tokens: of two possible merges the one
+        with the lower id goes first. ``pattern`` is the regular expression that cuts a
+        text into the pieces within which tokens are merged. Raises TokenizerError for a
+        pattern that is none, and for ids that repeat or are out of range, on which
+        tiktoken would crash.
+        """
         ids = [*ranks.values(), *special.values()]
-        self.vocab_size = 1 + max(ids)
-        if min(ids) < 0 or self.vocab_size > 2**32 or len({*ids}) < len(ids):
+        if min(ids) < 0 or max(ids) >= 2**32 or len({*ids}) < len(ids):
             raise TokenizerError(
                 "token ids repeat or are out of range; expected each token to have its "
                 "own, from 0 to 2^32 - 1"
             )
-        self._bytes = {id: token for token, id in ranks.items()}
-        self._control = {id: name.encode() for name, id in special.items()}
         try:
-            self._encoding = tiktoken.Encoding(
+            bpe = tiktoken.Encoding(
                 "simplellm",
                 pat_str=pattern,
                 mergeable_ranks=dict(ranks),
-                special_tokens=self.special,
+                special_tokens=dict(special),
             )
         except ValueError as error:
             raise TokenizerError(
                 f"{pattern!r} is not a regular expression: {error}"
             ) from None
 
+        def encode(text: str, controls: bool) -> list[int]:
+            allowed = bpe.special_tokens_set if controls else set()
+            runs = (run.end() for run in WHITESPACE_RUN.finditer(text))
+            ids: list[int] = []
+            for start, end in pairwise([0, *runs, len(text)]):
+                ids += bpe.encode(
+                    text[start:end], allowed_special=allowed, disallowed_special=()
+                )
+            return ids
+
+        return cls({id: token for token, id in ranks.items()}, special, encode)
+
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Read a byte-level BPE tokenizer.json, as Hugging Face `tokenizers` writes it.
+        """Read a tokenizer.json like that of gpt-oss: byte-level BPE behind one Split.
 
         Ids are those of `tokenizers` if every split of a token into two tokens that
-        merge is listed, as in gpt-oss. Raises TokenizerError for anything else.
+        merge is listed, as there. Raises TokenizerError for anything else.
         """
         try:
-            config = json.loads(Path(path).read_text(encoding="utf-8"))
+            return cls.from_ranks(*read_bpe(json.loads(Path(path).read_bytes())))
         except OSError as error:
-            raise TokenizerError(
-                f"{path}: {error.strerror}; expected a tokenizer.json"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError(f"{path}: not JSON: {error}") from None
-        try:
-            if (kind := config["model"]["type"]) != "BPE":
-                raise TokenizerError(f"model type {kind!r}; expected 'BPE'")
-            if (normalizer := config.get("normalizer")) is not None:
-                raise TokenizerError(f"normalizer {normalizer}; expected none")
-            special = {
-                token["content"]: token["id"] for token in config["added_tokens"]
-            }
-            vocab = {
-                token: id
-                for token, id in config["model"]["vocab"].items()
-                if token not in special
-            }
-            ranks = bpe_ranks(vocab, config["model"]["merges"])
-            return cls(ranks, split_pattern(config.get("pre_tokenizer")), special)
+            wrong = f"{error.strerror}; expected a tokenizer.json"
         except TokenizerError as error:
-            raise TokenizerError(f"{path}: {error}") from None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise TokenizerError(
-                f"{path}: not a tokenizer.json ({type(error).__name__}: {error}); "
-                "expected `added_tokens` and `model` with type, vocab and merges"
-            ) from None
+            wrong = str(error)
+        except Exception as error:  # JSON can go wrong in more ways than one can list
+            kind = type(error).__name__
+            wrong = f"not a tokenizer.json like that of gpt-oss ({kind}: {error})"
+        raise TokenizerError(f"{path}: {wrong}")
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The token ids of ``text``.
 
         With ``special`` the names of control tokens in it become those tokens;
         without, `<|end|>` is seven characters like any others. Raises TypeError for
-        what is not a str, TokenizerError for lone surrogates and NUL.
+        what is not a str, and TokenizerError for a str with a surrogate (U+D800 to
+        U+DFFF): it is half a character, which UTF-8 cannot hold. All else is encoded.
         """
         if not isinstance(text, str):
             raise TypeError(f"text is {type(text).__name__}; expected str")
-        check_text(text)
-        allowed = set(self.special) if special else set()
-        ids: list[int] = []
-        for block in whitespace_blocks(text):
-            ids += self._encoding.encode(
-                block, allowed_special=allowed, disallowed_special=()
-            )
-        return ids
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"lone surrogate U+{ord(text[error.start]):04X} at position "
+                f"{error.start}; expected valid Unicode text"
+            ) from None
+        return self._encoder(text, special)
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that token ``id`` stands for; a control token's are its name."""
-        if (token := self._bytes.get(id)) is not None:
+        if (token := self.tokens.get(id)) is not None:
             return token
-        return self._control.get(id) or f"<|reserved_{id}|>".encode()
+        return self._names.get(id) or f"<|reserved_{id}|>".encode()
 
     def is_special(self, id: int) -> bool:
         """Whether ``id`` is a control token or reserved, and so never part of text."""
-        return id not in self._bytes
+        return id not in self.tokens
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
-        kept = (id for id in ids if not (skip_special and self.is_special(id)))
+        kept = (id for id in ids if not skip_special or id in self.tokens)
         return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
-
-
-def check_text(text: str) -> None:
-    """Raise TokenizerError if ``text`` holds what no tokenizer can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(
-            f"lone surrogate U+{ord(text[error.start]):04X} at position {error.start}; "
-            "expected valid Unicode text"
-        ) from None
-    if (position := text.find("\0")) >= 0:
-        raise TokenizerError(
-            f"NUL character at position {position}; expected text without U+0000"
-        )
-
-
-def whitespace_blocks(text: str) -> Iterator[str]:
-    """``text``, cut behind each 100,000 consecutive whitespace characters."""
-    start = 0
-    for block in WHITESPACE_BLOCK.finditer(text):
-        yield text[start : block.end()]
-        start = block.end()
-    yield text[start:]
 
 
 class StreamDecoder:
@@ -239,16 +147,51 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._token_bytes = tokenizer.token_bytes
+        if skip_special:
+            tokens = tokenizer.tokens
+            self._token_bytes = lambda id: tokens.get(id, b"")
+        self._rest = b""  # up to three bytes of a character
 
     def push(self, id: int) -> str:
         """The characters that token ``id`` completes."""
-        if self._skip_special and self._tokenizer.is_special(id):
-            return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(id))
+        found = self._rest + self._token_bytes(id)
+        text, used = codecs.utf_8_decode(found, "replace")
+        self._rest = found[used:]
+        return text
 
     def flush(self) -> str:
         """At the end: U+FFFD for a character whose last bytes never came, or ""."""
-        return self._utf8.decode(b"", final=True)
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+
+def read_bpe(config: Any) -> tuple[dict[bytes, int], str, dict[str, int]]:
+    """Ranks, pattern and control tokens of a parsed tokenizer.json for `from_ranks`."""
+    model, cut = config["model"], config["pre_tokenizer"]
+    split, level = cut["pretokenizers"]
+    kind = [model["type"], config.get("normalizer"), cut["type"]]
+    kind += [split["type"], split["behavior"], split["invert"]]
+    kind += [level["type"], level["add_prefix_space"], level["use_regex"]]
+    if tuple(kind) != KIND:
+        raise TokenizerError(f"it has {kind}; expected {[*KIND]} as in gpt-oss")
+    special = {token["content"]: token["id"] for token in config["added_tokens"]}
+    vocab = {token: id for token, id in model["vocab"].items() if token not in special}
+    # Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered
+    # from U+0100 on, so that no token holds a space (GPT-2's `bytes_to_unicode`).
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable}
+    byte_of |= {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    if odd := {*"".join(vocab)} - {*byte_of} or {*byte_of} - {*vocab}:
+        raise TokenizerError(
+            f"the vocabulary is not byte-level: {min(odd)!r} stands for no byte, or "
+            "for one that is no token; expected all 256 bytes and nothing else"
+        )
+    # tiktoken merges by id: with merges in another order it would give other ids.
+    pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+    order = [vocab.get(left + right, -1) for left, right in pairs]
+    if order != sorted(order):
+        raise TokenizerError("the merges do not stand in the order of their ids")
+    ranks = {bytes(byte_of[char] for char in token): vocab[token] for token in vocab}
+    return ranks, split["pattern"]["Regex"], special

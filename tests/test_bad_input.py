@@ -276,7 +276,6 @@ PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
         ["has 131073 tokens", "fewer than 131072"],
     ),
     "lone surrogate": ("a\ud800", TokenizerError, ["surrogate U+D800", "position 1"]),
-    "NUL": ("a\0", TokenizerError, ["NUL", "position 1", "expected"]),
 }
 
 
@@ -359,12 +358,6 @@ CHATS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         {},
         TokenizerError,
         ["surrogate U+DFFF", "position 0", "expected"],
-    ),
-    "NUL": (
-        [{"role": "user", "content": "a\0"}],
-        {},
-        TokenizerError,
-        ["NUL", "position 1", "expected"],
     ),
 }
 

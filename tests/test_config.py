@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import TINY, config_json
 
 from simplellm.config import (
@@ -15,10 +16,12 @@ from simplellm.config import (
     MAX_LAYERS,
     MODELS,
     ConfigError,
+    EngineConfig,
     ModelConfig,
     RopeScaling,
     check_tokenizer,
 )
+from simplellm.rope import yarn_frequencies
 
 # What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
 HUB_120B = {
@@ -106,6 +109,22 @@ def test_yarn_truncates_when_it_does_not_say() -> None:
     assert scaling == RopeScaling(4.0, 64, 32.0, 1.0, True)
 
 
+def test_a_truncate_of_null_is_false_as_in_transformers() -> None:
+    """Against the frequencies that transformers computes."""
+    rope = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    found = {}
+    for truncate in (None, False, True):
+        entry = config_json(TINY)["rope_scaling"] | {"truncate": truncate}
+        ours = ModelConfig.from_dict(changed(rope_scaling=entry))
+        theirs = transformers.GptOssConfig(**changed(rope_scaling=entry))
+        expected, _ = rope.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+        found[truncate] = yarn_frequencies(ours)[0]
+        assert torch.allclose(found[truncate], expected, rtol=1e-5)
+    assert torch.equal(found[None], found[False])
+    assert not torch.allclose(found[None], found[True])
+
+
 def test_null_in_the_rope_entry_is_as_good_as_absent() -> None:
     expected = ModelConfig.from_dict(changed())
     entry = config_json(TINY)["rope_scaling"] | {"rope_theta": None, "mscale": None}
@@ -143,12 +162,21 @@ def test_window_alternates() -> None:
         ({"head_dim": 15}, "head_dim is 15; expected an even number"),
         ({"num_key_value_heads": 4}, "expected a multiple of num_key_value_heads, 4"),
         ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6; expected 1 to 5"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; expected 1 to 5"),
+        ({"num_local_experts": 0}, "num_local_experts is 0; expected 1 to"),
+        (
+            {"num_local_experts": ..., "num_experts": -5, "initial_context_length": 9}
+            | {"rope_scaling_factor": 2, "rope_theta": 10},
+            "num_experts is -5; expected 0 to",
+        ),
+        ({"sliding_window": 0}, "sliding_window is 0; expected 1 to"),
+        ({"rope_theta": 10**400}, "expected more than 1, up to 1e+18"),
         ({"num_hidden_layers": 10**9}, f"expected 1 to {MAX_LAYERS}"),
         ({"num_hidden_layers": 3}, "layer_types has 2 entries; expected one for each"),
         ({"layer_types": ["full_attention", "linear"]}, "layer_types has 'linear'"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
         ({"sliding_window": ...}, "sliding_window is missing"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0.0; expected more than 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected more than 0"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
         ({"rope_theta": ...}, "rope_theta is missing"),
@@ -181,7 +209,7 @@ def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> 
     [
         ({"factor": 0.0}, "factor is 0.0; expected more than 0"),
         ({"beta_fast": 1.0}, "beta_fast is 1.0; expected more than beta_slow, 1.0"),
-        ({"truncate": "no"}, "truncate is 'no'; expected true or false"),
+        ({"truncate": "no"}, "truncate is 'no'; expected True or False"),
         ({"attention_factor": 1.2}, "attention_factor is set"),
         ({"mscale": 1.0}, "mscale is set"),
     ],
@@ -224,6 +252,105 @@ def test_a_tokenizer_may_be_smaller_than_the_vocabulary_never_larger() -> None:
         check_tokenizer(TINY, 98)
 
 
-def test_direct_construction_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match="num_hidden_layers is 0"):
-        replace(TINY, num_hidden_layers=0, layer_types=())
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 0, "layer_types": ()}, "num_hidden_layers is 0"),
+        ({"vocab_size": True}, "vocab_size is True; expected an integer"),
+        ({"hidden_size": 2.0}, "hidden_size is 2.0; expected an integer"),
+        ({"head_dim": None}, "head_dim is None; expected an integer"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; expected a number"),
+        ({"qk_norm": 1}, "qk_norm is 1; expected True or False"),
+        ({"num_local_experts": 0}, "num_experts_per_tok is 2; expected 0 to 0"),
+    ],
+)
+def test_direct_construction_is_checked_too(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        replace(TINY, **changes)
+    assert message in str(error.value)
+
+
+def test_a_dense_model_is_a_config() -> None:
+    """Two layers of a Qwen3: no experts, no window, no bias, norms of q and k."""
+    config = ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        layer_types=("full_attention",) * 2,
+        rope_theta=1e6,
+        max_position_embeddings=40_960,
+        attention_bias=False,
+        qk_norm=True,
+        tie_word_embeddings=True,
+    )
+    assert config.rope_scaling is None
+    assert [config.window(layer) for layer in range(2)] == [None, None]
+
+
+# How an engine runs.
+
+
+def test_a_machine_fills_in_what_is_not_given() -> None:
+    asked = EngineConfig(page_size=32, overlap=False)
+    assert asked.max_num_seqs is None
+    cpu, gpu = asked.resolved("cpu"), asked.resolved("cuda")
+    assert (cpu.page_size, gpu.page_size) == (32, 32)
+    assert (cpu.max_num_seqs, gpu.max_num_seqs) == (64, 256)
+    assert (cpu.max_num_batched_tokens, gpu.max_num_batched_tokens) == (2048, 8192)
+    assert (cpu.prefill_chunk, gpu.prefill_chunk) == (512, 8192)
+    assert EngineConfig().resolved("cpu").page_size == 16
+    assert EngineConfig().resolved("cuda").page_size == 64
+    assert not cpu.overlap
+    assert cpu.resolved("cuda") == cpu
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"page_size": 0}, ValueError, "page_size is 0; expected 1 to"),
+        ({"page_size": 1.0}, TypeError, "page_size is 1.0; expected an integer"),
+        ({"max_num_seqs": True}, TypeError, "max_num_seqs is True; expected an integ"),
+        ({"num_pages": "8"}, TypeError, "num_pages is '8'; expected an integer"),
+        ({"cache_bytes": 2**60}, ValueError, "expected 1 to 281474976710656"),
+        ({"overtakes": -1}, ValueError, "overtakes is -1; expected 0 to"),
+        ({"max_waiting": None}, TypeError, "max_waiting is None; expected an integer"),
+        ({"overlap": 1}, TypeError, "overlap is 1; expected True or False"),
+        ({"continuous": None}, TypeError, "continuous is None; expected True or Fal"),
+        ({"operations": "fast"}, ValueError, "expected one of 'auto', 'plain', 'fus"),
+        ({"operations": 3}, TypeError, "operations is 3; expected a string"),
+        ({"num_pages": 8, "cache_bytes": 1000}, ValueError, "both num_pages and cach"),
+        (
+            {"max_num_seqs": 9, "max_num_batched_tokens": 8},
+            ValueError,
+            "max_num_batched_tokens is 8; expected at least 9, a token for each",
+        ),
+        (
+            {"max_num_seqs": 1, "max_num_batched_tokens": 2**16 - 2},
+            ValueError,
+            "expected less than 65,535 together",
+        ),
+    ],
+)
+def test_an_engine_s_bounds(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        EngineConfig(**options)
+    assert message in str(raised.value)
+
+
+def test_bounds_across_fields_hold_once_the_machine_is_known() -> None:
+    EngineConfig(overtakes=0, max_num_seqs=1, max_num_batched_tokens=2**16 - 3)
+    many = EngineConfig(max_num_seqs=3000)
+    assert many.resolved("cuda").max_num_batched_tokens == 8192
+    with pytest.raises(ValueError, match="2048; expected at least 3000, a token for"):
+        many.resolved("cpu")

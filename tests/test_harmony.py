@@ -35,8 +35,8 @@ from simplellm.harmony import (
     render,
     system_text,
     tool_calls,
-    type_of,
 )
+from simplellm.harmony.schema import type_of
 from simplellm.tokenizer import Tokenizer, TokenizerError
 
 O200K_SHA256 = b"446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -78,7 +78,7 @@ def vocabulary() -> dict[bytes, int]:
     return ranks
 
 
-TOKENIZER = Tokenizer(vocabulary(), O200K_PATTERN, SPECIAL)
+TOKENIZER = Tokenizer.from_ranks(vocabulary(), O200K_PATTERN, SPECIAL)
 CALCULATOR = Tool(
     "calculator",
     "Evaluates an expression.\nExact.",
@@ -165,7 +165,7 @@ def their_prompt(openai: Any, messages: list[Any]) -> list[int]:
 # Text of every kind, with much that looks like markup.
 TEXTS = st.lists(
     st.one_of(
-        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+        st.text(st.characters(exclude_categories=["Cs"])),
         st.sampled_from([*SPECIAL, "assistant", " to=functions.f", "\n\n", "é🙂"]),
     ),
     max_size=5,
@@ -253,7 +253,11 @@ def schemas(depth: int) -> st.SearchStrategy[dict[str, Any]]:
     plain = [
         st.fixed_dictionaries(
             {"type": st.sampled_from(["string", "integer", "number", "boolean"])},
-            optional=about | {"default": words | st.integers(-99, 99) | st.booleans()},
+            optional=about
+            | {
+                "default": words | st.integers(-99, 99) | st.booleans(),
+                "examples": words | st.integers() | st.lists(words | st.integers()),
+            },
         ),
         st.fixed_dictionaries(
             {"type": st.just("string"), "enum": st.lists(words | st.integers())},
@@ -281,7 +285,8 @@ def schemas(depth: int) -> st.SearchStrategy[dict[str, Any]]:
         st.fixed_dictionaries({"type": st.just("array"), "items": inner}),
         st.fixed_dictionaries(
             {"oneOf": st.lists(inner, min_size=1, max_size=3)},
-            optional=about | {"default": words, "examples": st.lists(words)},
+            optional=about
+            | {"default": words, "examples": words | st.none() | st.lists(words)},
         ),
     )
 
@@ -630,6 +635,15 @@ def test_a_call_of_no_name_can_be_answered() -> None:
     assert messages == [call("", "{}"), result("", "no such function")]
 
 
+def test_an_answer_with_nul_can_stand_in_the_next_turn() -> None:
+    written = [*reply("<|channel|>final<|message|>"), 0, 0]
+    (answer,) = parse(written, TOKENIZER)
+    assert answer.content == "\0\0"
+    messages = from_openai([{"role": "assistant", "content": answer.content}])
+    assert messages == [answer]
+    assert parse(render(messages, TOKENIZER), TOKENIZER)[1:] == [answer]
+
+
 def test_tools_alone_make_a_developer_message() -> None:
     question = [{"role": "user", "content": "12 * 34?"}]
     messages = from_openai(question, [OPENAI_TOOL])
@@ -658,6 +672,11 @@ def test_tools_alone_make_a_developer_message() -> None:
         ),
         (
             [{"role": "assistant", "tool_calls": [{"id": "c"}]}],
+            ValueError,
+            "expected id and function: name, arguments",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": None}}]}],
             ValueError,
             "expected id and function: name, arguments",
         ),
@@ -697,13 +716,16 @@ def test_from_openai_names_what_is_wrong(messages, error, words) -> None:
         (Message("user", "x", "a b"), ValueError, "'a b' in a header; expected no sp"),
         (Message("user", "x", "a<|end|>"), ValueError, "in a header; expected no"),
         (Message("user", "a\ud800b"), TokenizerError, r"U\+D800 at position 1"),
-        (Message("user", "a\0b"), TokenizerError, "NUL character at position 1"),
         (Message("user", b"bytes"), TypeError, "text is bytes; expected str"),
     ],
 )
 def test_render_names_what_is_wrong(message, error, words) -> None:
     with pytest.raises(error, match=words):
         render([message], TOKENIZER)
+
+
+def asked(tools: list[Any]) -> list[int]:
+    return render([Message("user", "x")], TOKENIZER, tools=tools)
 
 
 BAD_SCHEMAS: list[Any] = [
@@ -734,8 +756,17 @@ def test_other_bad_input_is_named() -> None:
     for tool in ({"function": function}, Tool("f", "", deep)):
         with pytest.raises(ValueError, match="schema of 'f' is nested too deep; exp"):
             from_openai([], [tool])
+    for name in (None, "", "a b", "a<|end|>", "a\nb", 5):
+        for tool in (Tool(name, ""), {"function": {"name": name}}):
+            with pytest.raises(ValueError, match=r"tools\[0\] is .*; expected a"):
+                from_openai([], [tool])
+            with pytest.raises(ValueError, match=r"tools\[0\] is .*; expected a"):
+                asked([tool])
+    both = [CALCULATOR, Tool("now", ""), OPENAI_TOOL]
+    with pytest.raises(ValueError, match=r"tools\[2\] is named 'calculator'; expected"):
+        asked(both)
     with pytest.raises(ValueError, match="does not describe the tools"):
         render([Message("developer", "Be brief.")], TOKENIZER, tools=[CALCULATOR])
-    plain = Tokenizer(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})
+    plain = Tokenizer.from_ranks(vocabulary(), O200K_PATTERN, {"<|endoftext|>": 9999})
     with pytest.raises(TokenizerError, match=r"no <\|start\|>; expected harmony"):
         HarmonyParser(plain)

@@ -1,11 +1,14 @@
 """Threads that need the same kernels compile each of them once, without a GPU here."""
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,19 @@ import torch
 import triton
 import triton.language as tl
 from kernels_interpreter import kernel_modules
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
-from simplellm.kernels import forward
-from simplellm.kernels.compiling import THREADS, compile_in_threads, hash_kernels
+from simplellm.kernels import launch
+from simplellm.kernels.compiling import (
+    THREADS,
+    compile_in_threads,
+    compile_kernels,
+    hash_kernels,
+)
+from simplellm.ops import PLAIN, Ops
 
 
 @triton.jit
@@ -198,10 +209,119 @@ def test_every_kernel_has_its_key() -> None:
     assert all(kernel.hash for kernel in kernels)
 
 
-def test_on_a_cpu_there_is_nothing_to_compile() -> None:
-    def step() -> None:
-        raise AssertionError("it was run")
+CPU = torch.device("cpu")
+NAMES = sorted(vars(PLAIN).keys() - {"name", "prepare"})
 
-    fused = object.__new__(forward.Fused)
-    fused.device = torch.device("cpu")
-    fused.compile([step])
+
+def broken_ops(error: Exception, *names: str) -> Ops:
+    """A table whose operations ``names`` raise ``error``, the others return numbers."""
+
+    def broken(*args: Any) -> Any:
+        raise error
+
+    fine = dict.fromkeys(NAMES, lambda *args: 1)
+    return Ops("broken", **(fine | dict.fromkeys(names, broken)), prepare=id)
+
+
+def normalize(ops: Ops) -> Tensor:
+    """A step."""
+    return ops.add_norm(torch.ones(2, 3), None, torch.ones(3), 1e-5)[1]
+
+
+def feed(ops: Ops) -> Tensor:
+    """Another one, whose experts may have been repacked."""
+    return ops.experts(torch.ones(2, 3), object(), torch.ones(1))
+
+
+def test_what_does_not_compile_gives_way_to_the_plain_operation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ops = broken_ops(RuntimeError("PassManager::run failed"), "add_norm", "experts")
+    seen: list[Tensor] = []
+    steps = [
+        lambda ops, step=step: seen.append(step(ops)) for step in (normalize, feed)
+    ]
+    got = compile_kernels(ops, steps * 4, CPU)
+    assert got == replace(
+        ops, add_norm=PLAIN.add_norm, experts=PLAIN.experts, prepare=PLAIN.prepare
+    )
+    assert [x.shape for x in seen] == [(2, 3)] * 8  # every step goes on
+    said = [message.split()[0] for message in caplog.messages]
+    assert sorted(said) == ["add_norm", "experts"]  # once each
+    assert all("PassManager::run failed" in line for line in caplog.messages)
+
+
+def test_what_compiles_stays(caplog: pytest.LogCaptureFixture) -> None:
+    ops = broken_ops(RuntimeError(), "draw")
+    assert compile_kernels(ops, [normalize_is_one], CPU) == ops
+    assert not caplog.messages
+
+
+def normalize_is_one(ops: Ops) -> None:
+    assert ops.add_norm() == 1
+
+
+def test_a_kernel_too_large_for_the_gpu_gives_way() -> None:
+    ops = broken_ops(OutOfResources(300_000, 232_448, "shared memory"), "add_norm")
+    assert compile_kernels(ops, [normalize], CPU).add_norm is PLAIN.add_norm
+
+
+def test_batch_invariant_kernels_do_not_give_way() -> None:
+    """PyTorch would compute on, but promises no order of sums."""
+    for name in NAMES:
+        ops = broken_ops(RuntimeError("PassManager::run failed"), name)
+        with pytest.raises(RuntimeError, match="PassManager::run failed"):
+            compile_kernels(ops, [lambda ops, n=name: getattr(ops, n)()], CPU, True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x is [2]; expected [3]"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was met"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+    ],
+)
+def test_other_errors_are_no_reason_to_give_way(error: Exception) -> None:
+    ops = broken_ops(error, "add_norm")
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        compile_kernels(ops, [normalize], CPU)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublas"),
+    ],
+)
+def test_without_memory_a_step_ends_and_nothing_gives_way(error: Exception) -> None:
+    ended: list[str] = []
+
+    def step(ops: Ops) -> None:
+        normalize(ops)
+        ended.append("the step")
+
+    ops = broken_ops(error, "add_norm")
+    assert compile_kernels(ops, [step], CPU) == ops
+    assert not ended
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_launch_says_whether_it_depends_on_the_kernel_ahead(
+    monkeypatch: pytest.MonkeyPatch, pdl: bool
+) -> None:
+    monkeypatch.setattr(launch, "has_pdl", lambda: True)
+    told: list[dict[str, Any]] = []
+    kernel = SimpleNamespace(run=lambda *args, **options: told.append(options))
+    launch.launch(kernel, (1,), 2, pdl=pdl, N=3)
+    monkeypatch.setattr(launch, "has_pdl", lambda: False)
+    launch.launch(kernel, (1,), 2, pdl=pdl, N=3)
+    assert [options["launch_pdl"] for options in told] == [pdl, False]
+    assert all(options["PDL"] == options["launch_pdl"] for options in told)
+
+
+def test_powers_of_two() -> None:
+    for least in range(1, 5000):
+        assert launch.power_of_two(least) == triton.next_power_of_2(least)

@@ -1,4 +1,4 @@
-"""The flash-attn library as an attention function, and what is said without it."""
+"""The flash-attn library as an attention operation, and what is said without it."""
 
 import math
 import sys
@@ -6,68 +6,72 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_kernels_attention import assert_near, make_case
 
-from simplellm.attention import attention
-from simplellm.kernels.flash import flash_attention
+from simplellm.kernels import flash
 
-
-def inputs(device, dtype, queries=70, keys=300):
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(device, dtype)
-
-    k, v = normal(keys, 2, 64), normal(keys, 2, 64)
-    return normal(queries, 8, 64), k, v, normal(8)
+LENGTHS, CHUNKS = [300, 1, 0, 70, 45], [1, 1, 1, 70, 20]
 
 
-def library(q, k, v, softmax_scale, causal, window_size, return_attn_probs):
-    """What flash-attn documents, for one sequence: (out, lse, unused)."""
-    (q, k, v), (left, right) = (x[0] for x in (q, k, v)), window_size
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,shd->hqs", q, k) * (softmax_scale or q.shape[-1] ** -0.5)
-    place = torch.arange(len(k) - len(q), len(k))[:, None]
-    hidden = torch.arange(len(k)) > place if causal else torch.zeros(()).bool()
-    if left >= 0:
-        hidden = hidden | (torch.arange(len(k)) < place - left)
-    assert right == min(left, 0) and return_attn_probs
-    scores = scores.masked_fill(hidden, -math.inf)
-    out = torch.einsum("hqs,shd->qhd", scores.softmax(-1), v)
-    return out[None], scores.logsumexp(-1)[None], None
+def library(q, k, v, **options):
+    """What flash-attn documents of flash_attn_varlen_func: (out, lse, unused)."""
+    left, right = options["window_size"]
+    assert right == min(left, 0)
+    assert options["return_attn_probs"] and options["causal"]
+    ends, key_ends = (options[f"cu_seqlens_{x}"].tolist() for x in "qk")
+    out, lse = torch.zeros_like(q), torch.full((q.shape[1], len(q)), math.inf)
+    for i in range(len(ends) - 1):
+        mine, seen = slice(*ends[i : i + 2]), slice(*key_ends[i : i + 2])
+        count, length = mine.stop - mine.start, seen.stop - seen.start
+        assert count <= options["max_seqlen_q"] and length <= options["max_seqlen_k"]
+        if length == 0:  # out is 0 and lse infinite
+            continue
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x[seen].repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,shd->hqs", q[mine], keys) * q.shape[-1] ** -0.5
+        place = torch.arange(length - count, length)[:, None]
+        hidden = torch.arange(length) > place
+        if left >= 0:
+            hidden = hidden | (torch.arange(length) < place - left)
+        scores = scores.masked_fill(hidden, -math.inf)
+        out[mine] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), values)
+        lse[:, mine] = scores.logsumexp(-1)
+    return out, lse, None
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("has_sinks", [True, False])
-def test_sinks_and_window_around_the_library(monkeypatch, window, has_sinks):
-    fake = SimpleNamespace(flash_attn_func=library)
+@pytest.mark.parametrize("sinks", ["random", None])
+def test_sinks_and_window_around_the_library(monkeypatch, window, sinks):
+    fake = SimpleNamespace(flash_attn_varlen_func=library)
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    q, k, v, sinks = inputs("cpu", torch.float32)
-    sinks = sinks if has_sinks else None
-    got = flash_attention(q, k, v, sinks, window=window)
-    torch.testing.assert_close(got, attention(q, k, v, sinks, window=window))
+    case = make_case("cpu", LENGTHS, CHUNKS, decodes=3, window=window, sinks=sinks)
+    q = torch.cat([case.q, torch.full_like(case.q[:3], math.nan)])  # padding
+    got = flash.attend(q, case.keys, case.values, case.group, case.sinks)
+    assert_near(got[:-3], case.expected())
+    assert not got[-3:].any()
 
 
 def test_sinks_of_any_size(monkeypatch):
-    fake = SimpleNamespace(flash_attn_func=library)
+    fake = SimpleNamespace(flash_attn_varlen_func=library)
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    q, k, v, _ = inputs("cpu", torch.float32)
     for level in (-1e4, 1e4):
         sinks = torch.full((8,), level)
-        got = flash_attention(q, k, v, sinks, scale=0.3)
-        torch.testing.assert_close(got, attention(q, k, v, sinks, scale=0.3))
+        case = make_case("cpu", LENGTHS, CHUNKS, decodes=3, sinks=sinks)
+        got = flash.attend(case.q, case.keys, case.values, case.group, sinks)
+        assert_near(got, case.expected())
 
 
 def test_without_the_library_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    case = make_case("cpu", [5])
     with pytest.raises(ImportError, match=r"pip install simplellm\[flash-attn\]"):
-        flash_attention(*inputs("cpu", torch.float32))
+        flash.attend(case.q, case.keys, case.values, case.group, case.sinks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 128])
 def test_the_library_agrees(window):
     pytest.importorskip("flash_attn")
-    q, k, v, sinks = inputs("cuda", torch.bfloat16)
-    got = flash_attention(q, k, v, sinks, window=window)
-    expected = attention(q, k, v, sinks, window=window)
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    case = make_case("cuda", LENGTHS, CHUNKS, decodes=3, window=window, dim=64)
+    got = flash.attend(case.q, case.keys, case.values, case.group, case.sinks)
+    assert_near(got, case.expected())

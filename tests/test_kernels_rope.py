@@ -1,167 +1,177 @@
-"""Bias, rotation and cache write in one: the kernel against its twin."""
+"""Bias, norms, rotation and cache write in one: the kernel against the operation."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from simplellm.config import GPT_OSS_20B
-from simplellm.kernels.rope import rope_and_cache, rope_and_cache_torch
-from simplellm.rope import Rope, apply_rope
+from simplellm import ops
+from simplellm.kernels.rope import rope_and_cache
+from simplellm.layers import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-FUNCTIONS = [rope_and_cache, rope_and_cache_torch]
-# At both sides of 4096, from where on YaRN stretches, and at the last.
 POSITIONS = [0, 1, 127, 4095, 4096, 70_001, 131_071]
+exhaustive = pytest.mark.exhaustive
 
 
-def make_inputs(device, heads=(8, 2), dim=64, page_size=16, dtype=None, parts=None):
-    """Arguments for one token at each of POSITIONS, the caches full of NaN."""
+@dataclass
+class Inputs:
+    """One token at each of POSITIONS, and pages full of NaN."""
+
+    qkv: Tensor
+    attn: Attention
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+    def run(self, function: Any) -> Tensor:
+        return function(*vars(self).values())
+
+    def copy(self) -> "Inputs":
+        """The same with pages of its own."""
+        return replace(self, keys=self.keys.clone(), values=self.values.clone())
+
+
+def make_inputs(
+    device: str,
+    heads: tuple[int, int] = (8, 2),
+    dim: int = 64,
+    page_size: int = 16,
+    dtype: torch.dtype | None = None,
+    parts: int | None = None,
+    bias: bool = True,
+    norms: bool = False,
+) -> Inputs:
     dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     generator = torch.Generator().manual_seed(0)
     count, width = len(POSITIONS), (heads[0] + 2 * heads[1]) * dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
     shape = (count, width) if parts is None else (count, parts, width)
-    qkv = torch.randn(shape, generator=generator)
-    bias = torch.randn(width, generator=generator)
-    rope = Rope(replace(GPT_OSS_20B, head_dim=dim))
-    cos, sin = rope.cos_sin(torch.arange(POSITIONS[-1] + 1))
+    angles = torch.rand(POSITIONS[-1] + 1, dim // 2, generator=generator) * 6.3
+    attn = Attention(
+        qkv=torch.empty(0),
+        qkv_bias=normal(width) if bias else None,
+        o=torch.empty(0),
+        o_bias=None,
+        sinks=None,
+        q_norm=normal(dim) if norms else None,
+        k_norm=normal(dim) if norms else None,
+        cos=angles.cos().to(device),
+        sin=angles.sin().to(device),
+        head_dim=dim,
+        eps=1e-3,
+    )
     pages = torch.full((9, page_size, heads[1], dim), math.nan, dtype=dtype)
     slots = torch.randperm(9 * page_size, generator=generator)[:count].int()
-    return {
-        "qkv": qkv.to(device, dtype),
-        "bias": bias.to(device, dtype),
-        "positions": torch.tensor(POSITIONS, dtype=torch.int32, device=device),
-        "cos": cos.to(device),
-        "sin": sin.to(device),
-        "keys": pages.to(device),
-        "values": pages.clone().to(device),
-        "slots": slots.to(device),
-    }
+    return Inputs(
+        qkv=normal(*shape),
+        attn=attn,
+        positions=torch.tensor(POSITIONS, dtype=torch.int32, device=device),
+        keys=pages.to(device),
+        values=pages.clone().to(device),
+        slots=slots.to(device),
+    )
 
 
-def expected(inputs, dim=64, kv_heads=2):
-    """q, k and v [T, heads, D], float32, from the parts of chapter 5."""
-    x = inputs["qkv"].float()
-    x = x if x.ndim == 2 else x.sum(1)
-    if inputs["bias"] is not None:
-        x = x + inputs["bias"].float()
-    x = x.view(len(POSITIONS), -1, dim)
-    q, k, v = x[:, : -2 * kv_heads], x[:, -2 * kv_heads : -kv_heads], x[:, -kv_heads:]
-    positions = inputs["positions"].long()
-    cos, sin = inputs["cos"][positions], inputs["sin"][positions]
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
-
-
-def assert_near(got, expected):
+def assert_same(inputs: Inputs) -> Tensor:
+    """The kernel does what the plain operation does, NaN in the pages included."""
+    other = inputs.copy()
+    expected, got = other.run(ops.rope_and_cache), inputs.run(rope_and_cache)
     tolerance = TOLERANCE[got.dtype]
-    torch.testing.assert_close(got.float(), expected, rtol=tolerance, atol=tolerance)
+    for one, twin in (
+        (got, expected),
+        (inputs.keys, other.keys),
+        (inputs.values, other.values),
+    ):
+        torch.testing.assert_close(
+            one, twin, rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+    return got
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("parts", [None, 1, 3])
-def test_rotates_and_stores(kernel_device, function, parts):
-    inputs = make_inputs(kernel_device, parts=parts)
-    q, k, v = expected(inputs)
-    got = function(**inputs)
-    assert got.dtype == inputs["keys"].dtype
-    assert_near(got, q)
-    slots = inputs["slots"].long()
-    for pages, new in ((inputs["keys"], k), (inputs["values"], v)):
+def test_rotates_and_stores(kernel_device, parts, norms):
+    inputs = make_inputs(kernel_device, parts=parts, norms=norms)
+    got = assert_same(inputs)
+    assert got.dtype == inputs.keys.dtype
+    for pages in (inputs.keys, inputs.values):
         rows = pages.flatten(0, 1)
-        assert_near(rows[slots], new)
-        others = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-        others[slots] = False
-        assert rows[others].isnan().all()
+        written = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+        written[inputs.slots.long()] = True
+        assert not rows[written].isnan().any()
+        assert rows[~written].isnan().all()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_padding_is_stored_nowhere(kernel_device, function):
+def test_padding_is_stored_nowhere(kernel_device):
     inputs = make_inputs(kernel_device)
-    inputs["slots"][2:] = -1
-    q, k, _ = expected(inputs)
-    assert_near(function(**inputs), q)
-    rows = inputs["keys"].flatten(0, 1)
-    assert_near(rows[inputs["slots"][:2].long()], k[:2])
-    for pages in (inputs["keys"], inputs["values"]):
+    inputs.slots[2:] = -1
+    assert_same(inputs)
+    for pages in (inputs.keys, inputs.values):
         assert (~pages.isnan()).sum() == 2 * 2 * 64
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_are_not_rotated(kernel_device, function):
-    inputs = make_inputs(kernel_device, dtype=torch.float32)
-    inputs["bias"] = None
-    inputs["cos"][:] = math.nan
-    function(**inputs)
-    stored = inputs["values"].flatten(0, 1)[inputs["slots"].long()]
-    assert torch.equal(stored.flatten(1), inputs["qkv"][:, -2 * 64 :])
+@pytest.mark.parametrize("norms", [False, True])
+def test_values_are_as_they_come(kernel_device, norms):
+    inputs = make_inputs(kernel_device, dtype=torch.float32, bias=False, norms=norms)
+    inputs.attn.cos[:] = math.nan
+    inputs.run(rope_and_cache)
+    stored = inputs.values.flatten(0, 1)[inputs.slots.long()]
+    assert torch.equal(stored.flatten(1), inputs.qkv[:, -2 * 64 :])
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(
-    "heads, dim, page_size", [((8, 2), 32, 1), ((6, 3), 24, 7), ((64, 8), 64, 64)]
+    "heads, dim, page_size, norms",
+    [
+        ((8, 2), 32, 1, False),
+        ((6, 3), 24, 7, True),
+        ((16, 8), 128, 16, True),
+        ((4, 1), 256, 64, True),
+        pytest.param((64, 8), 64, 64, False, marks=exhaustive),
+        pytest.param((64, 8), 128, 64, True, marks=exhaustive),
+        pytest.param((8, 4), 256, 16, False, marks=exhaustive),
+    ],
 )
-def test_sizes(kernel_device, function, heads, dim, page_size):
-    inputs = make_inputs(kernel_device, heads, dim, page_size)
-    q, k, v = expected(inputs, dim, heads[1])
-    assert_near(function(**inputs), q)
-    slots = inputs["slots"].long()
-    assert_near(inputs["keys"].flatten(0, 1)[slots], k)
-    assert_near(inputs["values"].flatten(0, 1)[slots], v)
+def test_sizes(kernel_device, heads, dim, page_size, norms):
+    assert_same(make_inputs(kernel_device, heads, dim, page_size, norms=norms))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_strided_pages(kernel_device, function):
+def test_norms_are_of_each_head_alone(kernel_device):
+    """Its size does not matter, and neither does another head's."""
+    inputs = make_inputs(kernel_device, norms=True, bias=False, dtype=torch.float32)
+    inputs.attn = replace(inputs.attn, eps=1e-12)
+    once = inputs.run(rope_and_cache)
+    inputs.qkv[:, :64] *= 1000
+    torch.testing.assert_close(inputs.run(rope_and_cache), once)
+
+
+def test_strided_pages(kernel_device):
     """Layers may share pages: only the inside of a page must be contiguous."""
     inputs = make_inputs(kernel_device)
-    both = torch.stack([inputs["keys"], inputs["values"]], dim=1)
-    inputs["keys"], inputs["values"] = both[:, 0], both[:, 1]
-    _, k, v = expected(inputs)
-    function(**inputs)
-    page, row = inputs["slots"].long() // 16, inputs["slots"].long() % 16
-    assert_near(both[page, 0, row], k)
-    assert_near(both[page, 1, row], v)
+    other = inputs.copy()
+    both = torch.stack([inputs.keys, inputs.values], dim=1)
+    inputs.keys, inputs.values = both[:, 0], both[:, 1]
+    inputs.run(rope_and_cache)
+    other.run(ops.rope_and_cache)
+    tolerance = TOLERANCE[both.dtype]
+    expected = torch.stack([other.keys, other.values], dim=1)
+    torch.testing.assert_close(
+        both, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
 
 
 def test_half_precision(kernel_device):
-    inputs = make_inputs(kernel_device, dtype=torch.float16)
-    assert_near(rope_and_cache(**inputs), expected(inputs)[0])
+    assert_same(make_inputs(kernel_device, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_float32_sums_go_to_a_narrower_cache(kernel_device, function):
-    inputs = make_inputs(kernel_device, dtype=torch.float32)
-    for name in ("keys", "values"):
-        inputs[name] = inputs[name].half()
-    got = function(**inputs)
-    assert got.dtype == torch.float16
-    assert_near(got, expected(inputs)[0])
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_no_tokens(kernel_device, function):
-    inputs = make_inputs(kernel_device)
-    for name in ("qkv", "positions", "slots"):
-        inputs[name] = inputs[name][:0]
-    assert function(**inputs).shape == (0, 8, 64)
-
-
-@pytest.mark.parametrize(
-    "name, change, message",
-    [
-        ("qkv", lambda x: x[:, :-1], r"qkv is \[7, 767\]; expected"),
-        ("qkv", lambda x: x[:, : 4 * 64], r"qkv is \[7, 256\]; expected"),
-        ("bias", lambda x: x[:-1], r"bias is \[767\]; expected contiguous \[768\]"),
-        ("positions", lambda x: x[1:], r"positions is \[6\]; expected contiguous \[7"),
-        ("slots", lambda x: x[1:], r"slots is \[6\]; expected contiguous \[7\]"),
-        ("cos", lambda x: x[:, 1:], "cos is"),
-        ("sin", lambda x: x[1:], "sin is"),
-        ("values", lambda x: x[1:], "keys is .* and values"),
-        ("keys", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), "strided"),
-    ],
-)
-def test_bad_input(name, change, message):
-    inputs = make_inputs("cpu")
-    inputs[name] = change(inputs[name])
-    with pytest.raises(ValueError, match=message):
-        rope_and_cache(**inputs)
+def test_float32_sums_go_to_a_narrower_cache(kernel_device):
+    inputs = make_inputs(kernel_device, dtype=torch.float32, norms=True)
+    inputs.keys, inputs.values = inputs.keys.half(), inputs.values.half()
+    assert assert_same(inputs).dtype == torch.float16

@@ -28,18 +28,15 @@ CORPUS = [
 ]
 
 
-def train(pattern: str | None, size: int = 500) -> dict[str, Any]:
+def train(pattern: str, size: int = 500) -> dict[str, Any]:
     """The tokenizer.json of a byte-level BPE in which every split is a merge."""
     model = tokenizers.Tokenizer(models.BPE())
-    if pattern is None:
-        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        model.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -59,7 +56,7 @@ def train(pattern: str | None, size: int = 500) -> dict[str, Any]:
     return config
 
 
-CONFIGS = {"split": train(PATTERN), "gpt2": train(None)}
+CONFIG = train(PATTERN)
 
 
 def load(config: Any, folder: Path) -> Tokenizer:
@@ -68,26 +65,26 @@ def load(config: Any, folder: Path) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-@pytest.fixture(scope="module", params=["split", "gpt2", "embedded"])
+@pytest.fixture(scope="module", params=["trained", "embedded"])
 def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     """Ours and theirs, from one file."""
     if request.param == "embedded":
         path = EMBEDDED
     else:
         path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-        path.write_text(json.dumps(CONFIGS[request.param]), encoding="utf-8")
+        path.write_text(json.dumps(CONFIG), encoding="utf-8")
     return Tokenizer.from_file(path), tokenizers.Tokenizer.from_file(str(path))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    return load(CONFIGS["split"], tmp_path_factory.mktemp("tokenizer"))
+    return load(CONFIG, tmp_path_factory.mktemp("tokenizer"))
 
 
 TEXTS = st.lists(
     st.one_of(
-        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
-        st.text("aeinrstodg  \n\t019'", max_size=20),
+        st.text(st.characters(exclude_categories=["Cs"])),
+        st.text("aeinrstodg  \n\t019'\0", max_size=20),
         st.sampled_from([*CORPUS, *SPECIAL, "<|start", "e\u0301", "\u3000", "👩‍👩‍👧"]),
     ),
     max_size=6,
@@ -110,6 +107,25 @@ def test_agrees_with_tokenizers(pair, text) -> None:
     assert ours.decode(with_controls, skip_special=True) == theirs.decode(
         with_controls, skip_special_tokens=True
     )
+
+
+def test_any_encoder_and_table_make_a_tokenizer() -> None:
+    # What a family with another library fills in: bytes, names, a function.
+    spaces = {1: "\u2581a".replace("\u2581", " ").encode(), 2: "\u00e9".encode()[:1]}
+    seen = []
+
+    def encode(text: str, special: bool) -> list[int]:
+        seen.append((text, special))
+        return [1]
+
+    made = Tokenizer(spaces, {"<s>": 0}, encode)
+    assert made.encode("x") == made.encode("y", special=True) == [1]
+    assert seen == [("x", False), ("y", True)]
+    assert made.decode([0, 1, 2, 9]) == "<s> a\ufffd<|reserved_9|>"
+    assert made.decode([0, 1, 9], skip_special=True) == " a"
+    assert made.vocab_size == 3 and made.is_special(0) and made.is_special(9)
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        made.encode("\udc00")
 
 
 def test_controls_are_text_unless_asked_for(tokenizer) -> None:
@@ -175,7 +191,7 @@ def test_a_million_characters_in_a_run_encode(tokenizer, text) -> None:
         (b"bytes", TypeError, "text is bytes; expected str"),
         (None, TypeError, "text is NoneType; expected str"),
         ("ab\ud83d", TokenizerError, r"lone surrogate U\+D83D at position 2"),
-        ("a\0", TokenizerError, "NUL character at position 1"),
+        ("\ud83d\ude00", TokenizerError, r"lone surrogate U\+D83D at position 0"),
     ],
 )
 def test_text_that_cannot_be_encoded_is_named(tokenizer, text, error, words) -> None:
@@ -192,13 +208,13 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path) -> None:
     with pytest.raises(TokenizerError, match="Is a directory; expected"):
         Tokenizer.from_file(tmp_path)
     path.write_bytes(b"{")
-    with pytest.raises(TokenizerError, match="not JSON"):
+    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
         Tokenizer.from_file(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(TokenizerError, match="not JSON"):
+    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
         Tokenizer.from_file(path)
     path.write_bytes(b"[" * 100_000)
-    with pytest.raises(TokenizerError, match="not JSON"):
+    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
         Tokenizer.from_file(path)
 
 
@@ -231,47 +247,50 @@ def without(*keys: Any) -> Callable[[Any], Any]:
 
 
 OWN_ID = r"ids repeat or are out of range; expected each token to have its own, from 0"
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
+KIND = r"it has .*; expected \['BPE', None, 'Sequence', 'Split', .*\] as in gpt-oss"
+NO_BYTE = (
+    "not byte-level: '{}' stands for no byte, or for one that is no token; expected"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+STEPS = ("pre_tokenizer", "pretokenizers")
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda config: [config], "not a tokenizer.json .*expected `added_tokens`"),
+        (lambda config: [config], "not a tokenizer.json .*TypeError"),
         (without("model"), "not a tokenizer.json .*'model'"),
         (without("added_tokens"), "not a tokenizer.json .*'added_tokens'"),
-        (
-            changed("model", "type", "WordPiece"),
-            "model type 'WordPiece'; expected 'BPE'",
-        ),
+        (changed("model", "type", "WordPiece"), KIND),
         (changed("model", "vocab", ["a"]), "not a tokenizer.json"),
         (changed("model", "vocab", "a", "one"), "not a tokenizer.json"),
         (changed("model", "merges", 0, ["a"]), "not a tokenizer.json"),
-        (changed("model", "vocab", "▁the", 497), "'▁', which stands for no byte"),
-        (without("model", "vocab", "A"), "no token for byte 0x41; expected all 256"),
-        (lambda config: swapped(config), "expected merges in the order of their ids"),
+        (changed("model", "vocab", "▁the", 497), NO_BYTE.format("▁")),
+        (without("model", "vocab", "A"), NO_BYTE.format("A")),
+        (lambda config: swapped(config), "merges do not stand in the order of their"),
         (changed("model", "vocab", "Ġzz", 65), OWN_ID),
         (changed("model", "vocab", "Ġzz", -1), OWN_ID),
         (changed("model", "vocab", "Ġzz", 2**32), OWN_ID),
         (changed("model", "vocab", "Ġzz", 10**30), OWN_ID),
         (lambda config: marked_as(config, config["model"]["vocab"]["5"]), OWN_ID),
         (lambda config: marked_as(config, -1), OWN_ID),
-        (changed("normalizer", {"type": "NFC"}), "normalizer .*NFC.*; expected none"),
-        (changed("pre_tokenizer", None), "pre_tokenizer null is not supported"),
-        (changed("pre_tokenizer", BYTE_LEVEL), "pre_tokenizer .* is not supported"),
+        (changed("normalizer", {"type": "NFC"}), KIND),
+        (changed("pre_tokenizer", None), "not a tokenizer.json .*TypeError"),
         (
-            changed("pre_tokenizer", "pretokenizers", 0, "behavior", "Removed"),
-            "expected one Split by an isolating Regex",
+            changed("pre_tokenizer", BYTE_LEVEL),
+            "not a tokenizer.json .*'pretokenizers'",
         ),
+        (changed(*STEPS, 0, "behavior", "Removed"), KIND),
+        (changed(*STEPS, 0, "pattern", {"Regex": 5}), "not a tokenizer.json .*"),
         (
-            changed("pre_tokenizer", "pretokenizers", 0, "pattern", {"Regex": "(a"}),
+            changed(*STEPS, 0, "pattern", {"Regex": "(a"}),
             r"'\(a' is not a regular expression",
         ),
     ],
 )
 def test_what_a_file_lacks_is_named(tmp_path, change, words) -> None:
     with pytest.raises(TokenizerError, match=words):
-        load(change(copy.deepcopy(CONFIGS["split"])), tmp_path)
+        load(change(copy.deepcopy(CONFIG)), tmp_path)
 
 
 def marked_as(config: Any, id: int) -> Any:
@@ -286,7 +305,7 @@ def swapped(config: Any) -> Any:
 
 
 def test_merges_may_be_strings(tmp_path, tokenizer) -> None:
-    config = copy.deepcopy(CONFIGS["split"])
+    config = copy.deepcopy(CONFIG)
     merges = config["model"]["merges"]
     config["model"]["merges"] = [" ".join(merge) for merge in merges]
     text = "".join(CORPUS)
@@ -294,7 +313,7 @@ def test_merges_may_be_strings(tmp_path, tokenizer) -> None:
 
 
 def test_controls_may_stand_in_the_vocabulary_too(tmp_path, tokenizer) -> None:
-    config = copy.deepcopy(CONFIGS["split"])
+    config = copy.deepcopy(CONFIG)
     config["model"]["vocab"] |= {t["content"]: t["id"] for t in config["added_tokens"]}
     loaded = load(config, tmp_path)
     assert loaded.encode("<|end|>") == tokenizer.encode("<|end|>")

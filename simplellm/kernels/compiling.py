@@ -1,17 +1,43 @@
-"""Compile kernels in several threads, each kernel in one of them."""
+"""Compile kernels side by side, and find out which of them do not compile."""
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
+from simplellm.layers import Experts
+from simplellm.ops import PLAIN, Ops
+
+LOGGER = logging.getLogger("simplellm")
 THREADS = 8  # with more they would wait for Python, which a part of Triton is
 HOOKS = threading.Lock()  # Triton has one set of hooks
+
+# Triton reports a pass that failed and a missing C compiler as RuntimeErrors.
+FAILURES = triton.TritonError, RuntimeError, OSError, SubprocessError
+# What a RuntimeError says when there was no room for a kernel or for cuBLAS.
+NO_ROOM = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+)
+# How an error of the GPU begins, and what says that it only cannot run this kernel.
+GPU_ERROR = "Triton Error [CUDA]"
+NOT_LOADED = (
+    "no kernel image",
+    "invalid ptx",
+    "image is invalid",
+    "too many resources",
+)
 
 
 class Compiled(Exception):
@@ -80,3 +106,71 @@ def compile_in_threads(
                 list(threads.map(do, jobs))
         finally:
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
+
+
+def raise_others(error: Exception) -> None:
+    """Raise ``error`` unless it says that a kernel does not compile, or load."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        raise error
+    message = str(error)
+    if any(words in message for words in NO_ROOM):
+        raise torch.OutOfMemoryError(message) from error
+    loaded = not any(words in message for words in NOT_LOADED)
+    if message.startswith(GPU_ERROR) and loaded:
+        raise error
+
+
+def no_experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+    """As many numbers as `Ops.experts` gives, of weights that may be repacked."""
+    return torch.zeros_like(x)
+
+
+def compile_kernels(
+    ops: Ops,
+    steps: Iterable[Callable[[Ops], object]],
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Ops:
+    """``ops``, with plain operations in place of those whose kernels do not compile.
+
+    Each of ``steps`` computes with the table that it is given; together they need every
+    kernel that will be needed. A line in the log says what was replaced, and why. With
+    ``batch_invariant`` nothing is, since PyTorch promises no order of sums: what does
+    not compile is raised. Errors of arguments and of the GPU are raised in any case; a
+    step for which there is no memory ends early.
+    """
+    broken: dict[str, Exception] = {}
+
+    def attempt(name: str, *args: Any) -> Any:
+        if name not in broken:
+            try:
+                return getattr(ops, name)(*args)
+            except FAILURES as error:
+                raise_others(error)
+                broken.setdefault(name, error)
+        plain = no_experts if name == "experts" else getattr(PLAIN, name)
+        return plain(*args)
+
+    trial = ops
+    if not batch_invariant:
+        kernels = vars(ops).keys() - {"name", "prepare"}
+        trial = replace(ops, **{name: partial(attempt, name) for name in kernels})
+    hash_kernels()
+    on_gpu = device.type == "cuda"
+    # A thread begins on the first GPU.
+    start = partial(torch.cuda.set_device, device) if on_gpu else None
+    compile_in_threads([partial(step, trial) for step in steps], start)
+    if on_gpu:
+        # What each thread had cuBLAS work in would stay.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+    for name, error in broken.items():
+        LOGGER.warning(
+            "%s does not compile, so that PyTorch computes it, which is slower: %s: %s",
+            name,
+            type(error).__name__,
+            str(error).strip().partition("\n")[0],
+        )
+    # Plain experts read the checkpoint's layout.
+    plain = {*broken, "prepare"} if "experts" in broken else {*broken}
+    return replace(ops, **{name: getattr(PLAIN, name) for name in plain})

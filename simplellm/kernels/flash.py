@@ -1,41 +1,53 @@
-"""FlashAttention as one more attention function, for those who have it installed.
+"""Attention through the flash-attn library, for those who have it installed.
 
-Nothing in the engine needs it. It is a second opinion on prefill, on a GPU.
+One more `attend` that a table can hold: a second opinion on a GPU. It asks the GPU for
+lengths, so that no CUDA graph can record it.
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from simplellm.batch import KVGroup
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
 ) -> Tensor:
-    """`simplellm.attention.attention` through the flash-attn library, in bf16 or fp16.
+    """`simplellm.ops.attend` in bfloat16 or float16, all sequences in one call.
 
     The library knows no sinks. It returns the logarithm of each softmax's sum, and that
     is enough: one more logit in the sum makes a factor sigmoid(lse - sink). Raises
     ImportError without the library.
     """
     try:
-        from flash_attn import flash_attn_func
+        from flash_attn import flash_attn_varlen_func
     except ImportError as error:
         raise ImportError(
             "flash-attn is not installed; pip install simplellm[flash-attn] builds it"
         ) from error
-    out, lse, _ = flash_attn_func(
-        *(x[None] for x in (q, k, v)),
-        softmax_scale=scale,
+    counts = group.lengths - group.offsets  # places [B] of which the table names pages
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
+    sequence = torch.arange(len(counts), device=q.device).repeat_interleave(counts)
+    place = torch.arange(len(sequence), device=q.device) - ends[sequence]
+    pages = group.tables[sequence, place // group.page_size].long()
+    cells = pages * group.page_size + place % group.page_size
+    queries = group.queries.tolist()
+    total = queries[-1]
+    out, lse, _ = flash_attn_varlen_func(
+        q[:total],
+        *(pages.flatten(0, 1)[cells] for pages in (keys, values)),
+        cu_seqlens_q=group.queries,
+        cu_seqlens_k=ends,
+        max_seqlen_q=max(end - begin for begin, end in pairwise(queries)),
+        max_seqlen_k=int(counts.max()),
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
+        window_size=(-1, -1) if group.window is None else (group.window - 1, 0),
         return_attn_probs=True,
-    )  # [1, Q, H, D], float32 [1, H, Q]
-    if sinks is None:
-        return out[0]
-    share = torch.sigmoid(lse[0].T - sinks.float())  # [Q, H]
-    return (out[0] * share[..., None]).to(q.dtype)
+    )  # [total, H, D], float32 [H, total]
+    result = torch.zeros_like(q)
+    if sinks is not None:
+        out = out * torch.sigmoid(lse.T - sinks.float())[..., None]
+    result[:total] = out
+    return result

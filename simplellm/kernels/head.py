@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.kernels import supports_pdl
+from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.kernels.linear import (
     INVARIANT,
     Config,
@@ -25,7 +26,6 @@ from simplellm.kernels.linear import (
     linear_parts,
     split,
 )
-from simplellm.kernels.routing import LOWEST, index_of, largest_key, ordered
 
 # For up to so many tokens, how. Above the last, PyTorch's matmul and argmax.
 TUNED: tuple[tuple[int, Config], ...] = (

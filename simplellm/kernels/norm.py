@@ -1,6 +1,6 @@
-"""Add a layer's output to the residual stream and normalise the sum.
+"""The residual stream: tokens become rows, layers' outputs are added, sums normalized.
 
-T tokens, N hidden size, S parts of an update.
+T tokens, N hidden size, V vocabulary, S parts of an update.
 """
 
 import torch
@@ -8,8 +8,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
-from simplellm.model import rms_norm
+from simplellm.kernels.launch import launch, power_of_two
+
+
+@triton.jit
+def embed_kernel(
+    tokens_ptr, previous_ptr, table_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[t] = table[token], where token -1 - i is previous[i]."""
+    row = tl.program_id(0)
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        token = tl.load(previous_ptr - 1 - token)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
+    tl.store(out_ptr + row * N + columns, x, inside)
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
+
+    The caller answers for tokens being in the table, or in ``previous``, int32.
+    """
+    count, size = len(tokens), table.shape[1]
+    out = table.new_empty(count, size)
+    # The first of a step has nothing to overlap with.
+    embed_kernel[(count,)](
+        tokens, previous, table, out, N=size, BLOCK=power_of_two(size), num_warps=4
+    )
+    return out
 
 
 @triton.jit
@@ -66,75 +94,33 @@ def add_norm_kernel(
 
 
 def add_norm(
-    residual: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    pdl: bool = True,
+    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Add ``update`` to ``residual`` in place; return it and its RMSNorm, [T, N] both.
 
     residual [T, N], contiguous; update [T, N] or, in S parts that are first summed in
     float32 and in order, [T, S, N], any float dtype, rows contiguous; weight [N]. The
-    sum is rounded to residual's dtype before it is normalised. Raises ValueError for
-    other shapes.
+    sum is rounded to residual's dtype before it is normalized.
     """
-    check_add_norm(residual, update, weight)
     tokens, size = residual.shape
     normed = torch.empty_like(residual)
-    if tokens == 0:
-        return residual, normed
-    parts = count_parts(update)
-    pdl = pdl and supports_pdl(residual.device)
-    add_norm_kernel[(tokens,)](
+    parts = stride_token = stride_part = 0
+    if update is not None:
+        parts = 1 if update.ndim == 2 else update.shape[1]
+        stride_token, stride_part = update.stride(0), update.stride(-2)
+    launch(
+        add_norm_kernel,
+        (tokens,),
         residual,
         residual if update is None else update,
         weight,
         normed,
-        0 if update is None else update.stride(0),
-        0 if update is None else update.stride(-2),
+        stride_token,
+        stride_part,
         eps,
         N=size,
         PARTS=parts,
-        BLOCK=triton.next_power_of_2(size),
-        PDL=pdl,
+        BLOCK=power_of_two(size),
         num_warps=8,
-        launch_pdl=pdl,
     )
     return residual, normed
-
-
-def count_parts(update: Tensor | None) -> int:
-    """S; 0 without an update."""
-    if update is None:
-        return 0
-    return 1 if update.ndim == 2 else update.shape[1]
-
-
-def add_norm_torch(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    if update is not None:
-        parts = update.float().unsqueeze(1).flatten(1, -2)  # [T, S, N]
-        residual.copy_(residual.float() + parts.sum(1))
-    return residual, rms_norm(residual, weight, eps)
-
-
-def check_add_norm(residual: Tensor, update: Tensor | None, weight: Tensor) -> None:
-    """Raise ValueError unless the three belong together."""
-    if residual.ndim != 2 or not residual.is_contiguous():
-        raise ValueError(
-            f"residual is {list(residual.shape)} with strides "
-            f"{list(residual.stride())}; expected [T, N], contiguous"
-        )
-    tokens, size = residual.shape
-    if weight.shape != (size,):
-        raise ValueError(f"weight is {list(weight.shape)}; expected [{size}]")
-    if update is None:
-        return
-    fits = update.ndim in (2, 3) and update.shape[0] == tokens
-    if not fits or update.shape[-1] != size or update.stride(-1) != 1:
-        raise ValueError(
-            f"update is {list(update.shape)} with strides {list(update.stride())}; "
-            f"expected [{tokens}, {size}] or [{tokens}, S, {size}], rows contiguous"
-        )

@@ -1,4 +1,4 @@
-"""Bias, rotation and the write into the paged cache, in one launch.
+"""Bias, norm of each head, rotation and the write into the paged cache, in one launch.
 
 T tokens, S parts of a sum, H query heads, K kv heads, D head_dim, W = (H + 2K) * D.
 """
@@ -7,8 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
-from simplellm.rope import apply_rope
+from simplellm.kernels.launch import launch, power_of_two
+from simplellm.layers import Attention
+
+
+@triton.jit
+def load_norms(q_norm_ptr, k_norm_ptr, of_q, dims, D: tl.constexpr):
+    """The norms' weights [HEADS, HALF] of the ``dims`` [1, HALF], float32."""
+    q_norm = tl.load(q_norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
+    k_norm = tl.load(k_norm_ptr + dims, mask=dims < D, other=0.0).to(tl.float32)
+    return tl.where(of_q, q_norm, k_norm)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -16,6 +24,8 @@ def rope_kernel(
     # Pointers
     qkv_ptr,  # [T, S, W]
     bias_ptr,  # [W]
+    q_norm_ptr,  # [D]
+    k_norm_ptr,
     positions_ptr,  # int32 [T]
     cos_ptr,  # float32 [positions, D/2]
     sin_ptr,
@@ -23,6 +33,7 @@ def rope_kernel(
     q_ptr,  # [T, H, D]
     keys_ptr,  # [pages, page_size, K, D]
     values_ptr,
+    eps,  # of the norms
     # Strides, in elements
     stride_token,
     stride_part,
@@ -37,11 +48,13 @@ def rope_kernel(
     HEADS: tl.constexpr,  # heads a program takes, a power of two
     HALF: tl.constexpr,  # D/2, rounded up to a power of two
     HAS_BIAS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """For a token and some of its heads x, each the halves (a, b), of q, k and v:
 
     x = sum of the parts + bias
+    x = x / sqrt(mean(x^2) + eps) * norm        if there are norms, unless x is of v
     x = a * cos - b * sin, b * cos + a * sin    unless x is of v
     q[token] = x  or, if slot >= 0,  keys[slot] = x  or  values[slot] = x
     """
@@ -61,6 +74,9 @@ def rope_kernel(
     if HAS_BIAS:
         a_bias = tl.load(bias_ptr + first, mask=inside, other=0.0).to(tl.float32)
         b_bias = tl.load(bias_ptr + second, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        a_norm = load_norms(q_norm_ptr, k_norm_ptr, head < H, pair, D)
+        b_norm = load_norms(q_norm_ptr, k_norm_ptr, head < H, pair + D // 2, D)
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = qkv_ptr + token * stride_token
@@ -74,6 +90,11 @@ def rope_kernel(
         a += a_bias
         b += b_bias
     turned = head < H + K
+    if HAS_NORMS:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        a = tl.where(turned, a * scale * a_norm, a)
+        b = tl.where(turned, b * scale * b_norm, b)
     a, b = tl.where(turned, a * c - b * s, a), tl.where(turned, b * c + a * s, b)
 
     of_q = inside & (head < H)
@@ -95,10 +116,8 @@ def rope_kernel(
 
 def rope_and_cache(
     qkv: Tensor,
-    bias: Tensor | None,
+    attn: Attention,
     positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
@@ -106,31 +125,34 @@ def rope_and_cache(
     """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
 
     ``qkv`` [T, W] holds the heads of q, k and v in this order, or [T, S, W] the parts
-    that they are the sums of; ``bias`` [W] is added if given. All this is float32
-    arithmetic. ``positions`` int32 [T] are rows of ``cos`` and ``sin``, float32
-    [positions, D/2]. ``keys`` and ``values`` are one layer's pages [pages, page_size,
-    K, D], and ``slots`` integer [T] names page * page_size + row for each token; a
-    token with the slot -1 is written nowhere. Raises ValueError for shapes that do not
-    fit.
+    that they are the sums of; ``attn`` has a bias [W] and norms [D] of q's and k's
+    heads, or None, and cos and sin. All this is float32 arithmetic. ``positions`` int32
+    [T]; ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D], each
+    page contiguous; ``slots`` int32 [T] names page * page_size + row for each token,
+    -1 for one that is written nowhere.
     """
-    num_tokens, heads = check_rope(qkv, bias, positions, cos, sin, keys, values, slots)
+    num_tokens, width = qkv.shape[0], qkv.shape[-1]
     page_size, kv_heads, dim = keys.shape[1:]
-    q = qkv.new_empty(num_tokens, heads, dim, dtype=keys.dtype)
-    block = 16
-    pdl = supports_pdl(qkv.device)
-    grid = (num_tokens, triton.cdiv(heads + 2 * kv_heads, block))
-    if not num_tokens:
-        return q
-    rope_kernel[grid](
+    heads = width // dim - 2 * kv_heads
+    q = keys.new_empty(num_tokens, heads, dim)
+    half = power_of_two(dim // 2)
+    # As many numbers as 16 heads of 64 have: two warps hold no more of longer ones.
+    block = min(16, max(1, 512 // half))
+    launch(
+        rope_kernel,
+        (num_tokens, -(-(heads + 2 * kv_heads) // block)),
         qkv,
-        bias,
+        attn.qkv_bias,
+        attn.q_norm,
+        attn.k_norm,
         positions,
-        cos,
-        sin,
+        attn.cos,
+        attn.sin,
         slots,
         q,
         keys,
         values,
+        attn.eps,
         qkv.stride(0),
         qkv.stride(-2),
         keys.stride(0),
@@ -141,81 +163,9 @@ def rope_and_cache(
         PAGE=page_size,
         PARTS=1 if qkv.ndim == 2 else qkv.shape[1],
         HEADS=block,
-        HALF=triton.next_power_of_2(dim // 2),
-        HAS_BIAS=bias is not None,
-        PDL=pdl,
+        HALF=half,
+        HAS_BIAS=attn.qkv_bias is not None,
+        HAS_NORMS=attn.q_norm is not None,
         num_warps=2,
-        launch_pdl=pdl,
     )
     return q
-
-
-def rope_and_cache_torch(
-    qkv: Tensor,
-    bias: Tensor | None,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """The same in plain PyTorch."""
-    _, heads = check_rope(qkv, bias, positions, cos, sin, keys, values, slots)
-    page_size, kv_heads, dim = keys.shape[1:]
-    x = qkv.float() if qkv.ndim == 2 else qkv.float().sum(1)
-    x = x if bias is None else x + bias.float()
-    q, k, v = x.unflatten(-1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
-    positions = positions.long()
-    q, k = (apply_rope(part, cos[positions], sin[positions]) for part in (q, k))
-    real = slots >= 0
-    page, place = slots[real].long() // page_size, slots[real].long() % page_size
-    keys[page, place] = k[real].to(keys.dtype)
-    values[page, place] = v[real].to(values.dtype)
-    return q.to(keys.dtype)
-
-
-def check_rope(
-    qkv: Tensor,
-    bias: Tensor | None,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-) -> tuple[int, int]:
-    """T and H. Raises ValueError for tensors that do not fit each other."""
-    if keys.shape != values.shape or keys.ndim != 4:
-        raise ValueError(
-            f"keys is {list(keys.shape)} and values {list(values.shape)}; expected one "
-            "shape [pages, page_size, K, D]"
-        )
-    if not (keys[0].is_contiguous() and values[0].is_contiguous()):
-        raise ValueError("keys and values are strided; expected contiguous pages")
-    kv_heads, dim = keys.shape[2:]
-    num_tokens, width = qkv.shape[0], qkv.shape[-1]
-    heads = width // dim - 2 * kv_heads
-    if (
-        qkv.ndim not in (2, 3)
-        or dim % 2
-        or width % dim
-        or heads < 1
-        or qkv.stride(-1) != 1
-    ):
-        raise ValueError(
-            f"qkv is {list(qkv.shape)}; expected [T, W] or [T, S, W] with more than "
-            f"{2 * kv_heads} heads of {dim}, an even size"
-        )
-    for name, tensor, shape in (
-        ("bias", bias, (width,)),
-        ("positions", positions, (num_tokens,)),
-        ("slots", slots, (num_tokens,)),
-        ("cos", cos, (len(cos), dim // 2)),
-        ("sin", sin, tuple(cos.shape)),
-    ):
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            raise ValueError(
-                f"{name} is {list(tensor.shape)}; expected contiguous {list(shape)}"
-            )
-    return num_tokens, heads

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels import supports_pdl
+from simplellm.kernels.keys import LOWEST, index_of, ordered
 from simplellm.kernels.linear import (
     INVARIANT,
     Dot,
@@ -26,41 +27,9 @@ FEW_PAIRS = 16  # that are chosen and sorted in one program
 SMALL = 4096  # pairs of which each is compared with each
 CHUNK = 512  # pairs that a program counts and then places when there are more
 MANY = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)  # the router's tokens
-LOWEST = tl.constexpr(-(2**63))
 # What changes from step to step. Triton would compile a kernel again for numbers that
 # 16 divides, and for 1, in the middle of somebody's answer.
 VARYING = ["tokens", "n", "num_blocks"]
-
-
-@triton.jit
-def ordered(values, indices):
-    """int64 keys that sort as (value, then lower index first); NaN above all numbers.
-
-    A float's bits, read as an integer, sort as the float does, negative ones reversed.
-    """
-    # Adding 0 turns -0 into +0, which it has to tie with.
-    bits = (values + 0.0).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    bits = tl.where(values != values, 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - indices).to(tl.int64)
-
-
-@triton.jit
-def index_of(keys):
-    """The indices that went into `ordered`."""
-    return (0x7FFFFFFF - (keys & 0x7FFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def largest_key(keys_ptr, count, BLOCK: tl.constexpr):
-    """The largest of ``count`` keys of `ordered`."""
-    lane = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.int64) + LOWEST
-    for first in range(0, count, BLOCK):
-        here = first + lane
-        keys = tl.load(keys_ptr + here, here < count, LOWEST)
-        largest = tl.maximum(largest, keys)
-    return tl.max(largest, 0)
 
 
 @triton.jit

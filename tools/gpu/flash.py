@@ -34,8 +34,9 @@ from torch.utils import cpp_extension
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from simplellm.attention import attention
-from simplellm.kernels.attention import paged_prefill
+from simplellm.batch import KVGroup
+from simplellm.kernels.prefill import prefill
+from simplellm.ops import attention
 
 HEADS, KV_HEADS, DIM, PAGE = 64, 8, 64, 64
 SHAPES = ((1, 2048), (32, 2048), (1, 8192), (1, 32768))
@@ -137,10 +138,19 @@ def ours(batch: int, length: int) -> Attend:
         q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None
     ) -> Tensor:
         keys, values = (x.view(-1, PAGE, KV_HEADS, DIM) for x in (k, v))
-        rows = q.view(-1, HEADS, DIM)
-        out = paged_prefill(
-            rows, keys, values, tables, offsets, lengths, queries, sinks, window
+        group = KVGroup(
+            slots=numbers([]),
+            tables=tables,
+            offsets=offsets,
+            lengths=lengths,
+            queries=queries,
+            decodes=0,
+            window=window,
+            page_size=PAGE,
         )
+        rows = q.view(-1, HEADS, DIM)
+        out = torch.empty_like(rows)
+        prefill(rows, keys, values, group, sinks, out)
         return out.view_as(q)
 
     return attend

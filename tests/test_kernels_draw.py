@@ -1,9 +1,10 @@
-"""Drawing tokens: the kernel against the twin and against the sampler."""
+"""Drawing tokens: the kernel against the operation and against the sampler."""
 
 import pytest
 import torch
 
-from simplellm.kernels.sampling import BLOCK, draw, draw_torch
+from simplellm import ops
+from simplellm.kernels.draw import BLOCK, draw
 from simplellm.sampler import Columns, SamplingParams, sample
 
 
@@ -12,7 +13,7 @@ def inputs(device, rows, vocabulary, temperature=1.0):
     logits = torch.randn(rows, vocabulary, generator=generator) * 3
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
     steps = torch.randint(0, 2**20, (rows,), generator=generator)
-    heat = torch.full((rows, 1), temperature)
+    heat = torch.full((rows,), temperature)
     best = logits.argmax(-1).int()
     return [tensor.to(device) for tensor in (logits, best, heat, seeds, steps)]
 
@@ -20,19 +21,19 @@ def inputs(device, rows, vocabulary, temperature=1.0):
 def sampled(logits, heat, seeds, steps):
     params = [
         SamplingParams(temperature=t, seed=seed)
-        for t, seed in zip(heat.flatten().tolist(), seeds.tolist(), strict=True)
+        for t, seed in zip(heat.tolist(), seeds.tolist(), strict=True)
     ]
     columns = Columns.of(params, logits.shape[1], logits.device)
     return sample(logits, columns, steps).tokens
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("vocabulary", [7, 1088, 2 * BLOCK, 2 * BLOCK + 1])
+@pytest.mark.parametrize("vocabulary", [7, 2 * BLOCK, 2 * BLOCK + 1])
 def test_draw_is_what_the_sampler_draws(kernel_device, vocabulary, temperature):
     logits, best, heat, seeds, steps = inputs(kernel_device, 5, vocabulary, temperature)
     expected = sampled(logits, heat, seeds, steps)
     assert torch.equal(draw(logits, best, heat, seeds, steps).long(), expected)
-    assert torch.equal(draw_torch(logits, best, heat, seeds, steps).long(), expected)
+    assert torch.equal(ops.draw(logits, best, heat, seeds, steps).long(), expected)
 
 
 def test_steps_and_seeds_matter_in_all_their_bits(kernel_device):
@@ -42,7 +43,7 @@ def test_steps_and_seeds_matter_in_all_their_bits(kernel_device):
     bits = torch.tensor([0] + [1 << bit for bit in range(63)] + [-(2**63)])
     seeds = bits.to(kernel_device)
     tokens = draw(logits, best, heat, seeds, steps)
-    assert torch.equal(tokens, draw_torch(logits, best, heat, seeds, steps))
+    assert torch.equal(tokens, ops.draw(logits, best, heat, seeds, steps))
     assert len(set(tokens.tolist())) > 60
     moved = draw(logits, best, heat, seeds * 0, steps + torch.arange(65).to(steps))
     assert len(set(moved.tolist())) > 60
@@ -67,14 +68,3 @@ def test_what_is_impossible_is_never_drawn(kernel_device):
     _, _, heat, seeds, steps = inputs(kernel_device, 50, 300)
     best = torch.full((50,), 5, dtype=torch.int32, device=kernel_device)
     assert set(draw(logits, best, heat, seeds, steps).tolist()) == {5, 290}
-
-
-def test_bad_input_raises():
-    logits, best, heat, seeds, steps = inputs("cpu", 2, 9)
-    with pytest.raises(ValueError, match=r"logits are torch.float16"):
-        draw(logits.half(), best, heat, seeds, steps)
-    with pytest.raises(ValueError, match=r"best is torch.int64 \[2\]; expected"):
-        draw(logits, best.long(), heat, seeds, steps)
-    with pytest.raises(ValueError, match=r"steps is torch.int64 \[1\]; expected"):
-        draw(logits, best, heat, seeds, steps[:1])
-    assert draw(logits[:0], best[:0], heat[:0], seeds[:0], steps[:0]).shape == (0,)

@@ -1,6 +1,6 @@
 """Draw each row's next token from its logits, with `simplellm.sampler`'s noise.
 
-B rows, V vocabulary. Rows whose logits are penalised, biased or filtered first are the
+S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first are the
 sampler's own business.
 """
 
@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
-from simplellm.kernels.routing import LOWEST, index_of, largest_key, ordered
-from simplellm.sampler import gumbel_noise
+from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
+from simplellm.kernels.launch import launch
 
 BLOCK = 2048  # logits a program looks at
 
@@ -105,23 +104,21 @@ def drawn_kernel(
 def draw(
     logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
 ) -> Tensor:
-    """One token for each row of ``logits`` float32 [B, V]: int32 [B].
+    """One token for each row of ``logits`` float32 [S, V]: int32 [S].
 
-    ``best`` int32 [B] is each row's likeliest token, as `head` finds it; rows whose
-    ``temperature``, float32 [B] or [B, 1], is 0 get that one. ``seeds`` int64 [B] and
-    ``steps`` int64 [B] fix the noise, as in `simplellm.sampler.sample`, whose tokens
-    these are: hash, subtraction, division and sum are the same to the bit, and on a GPU
-    the logarithms come from the same library. Raises ValueError for other shapes.
+    ``best`` int32 [S] is each row's likeliest token, as `head` finds it; rows whose
+    ``temperature``, float32 [S], is 0 get that one. ``seeds`` int64 [S] and ``steps``
+    int64 [S] fix the noise, as in `simplellm.sampler.sample`, whose tokens these are:
+    hash, subtraction, division and sum are the same to the bit, and on a GPU the
+    logarithms come from the same library. All are contiguous.
     """
-    check_draw(logits, best, temperature, seeds, steps)
     rows, vocabulary = logits.shape
-    ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    if rows == 0:
-        return ids
-    blocks = triton.cdiv(vocabulary, BLOCK)
-    keys = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
-    pdl = supports_pdl(logits.device)
-    draw_kernel[(blocks, rows)](
+    ids = torch.empty_like(best)
+    blocks = -(-vocabulary // BLOCK)
+    keys = seeds.new_empty(rows, blocks)
+    launch(
+        draw_kernel,
+        (blocks, rows),
         logits,
         best,
         temperature,
@@ -131,52 +128,17 @@ def draw(
         vocabulary,
         BLOCK=BLOCK,
         LIBRARY=logits.is_cuda,
-        PDL=pdl,
         num_warps=8,
-        launch_pdl=pdl,
     )
-    drawn_kernel[(rows,)](
+    launch(
+        drawn_kernel,
+        (rows,),
         keys,
         best,
         temperature,
         ids,
         blocks,
         BLOCK=128,
-        PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
     )
     return ids
-
-
-def draw_torch(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
-) -> Tensor:
-    heat = temperature.view(-1, 1)
-    scores = logits - logits.gather(1, best[:, None].long())
-    scores = scores / torch.where(heat > 0, heat, 1.0)
-    drawn = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()
-    return torch.where(heat[:, 0] > 0, drawn, best)
-
-
-def check_draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
-) -> None:
-    """Raise ValueError unless the five belong together."""
-    if logits.ndim != 2 or logits.dtype != torch.float32 or not logits.is_contiguous():
-        raise ValueError(
-            f"logits are {logits.dtype} {list(logits.shape)}; expected torch.float32 "
-            "[B, V], contiguous"
-        )
-    for name, column, dtype in (
-        ("best", best, torch.int32),
-        ("temperature", temperature, torch.float32),
-        ("seeds", seeds, torch.int64),
-        ("steps", steps, torch.int64),
-    ):
-        fits = column.numel() == len(logits) and column.is_contiguous()
-        if not fits or column.dtype != dtype:
-            raise ValueError(
-                f"{name} is {column.dtype} {list(column.shape)}; expected {dtype} "
-                f"[{len(logits)}], contiguous"
-            )

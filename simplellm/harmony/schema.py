@@ -1,0 +1,151 @@
+"""The functions that a model may call, declared in TypeScript from their JSON schemas.
+
+Declarations are spaced exactly as gpt-oss learned them, and as openai-harmony 0.0.8
+writes them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from simplellm.harmony.message import HEADER_WORD, Tool
+
+
+def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
+    """``tools`` with OpenAI's dicts, `{"function": {...}}`, turned into Tool.
+
+    Raises TypeError or ValueError for what cannot be declared.
+    """
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"tools is {tools!r}; expected a list")
+    found: dict[Any, Tool] = {}
+    for number, tool in enumerate(tools):
+        where, given = f"tools[{number}]", tool
+        try:
+            if not isinstance(tool, Tool):
+                function = tool["function"]
+                about = function.get("description") or ""
+                tool = Tool(function["name"], about, function.get("parameters"))
+            function_type(tool)
+            named = HEADER_WORD.fullmatch(tool.name)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(
+                f"{where} is {given!r}; expected a dict with "
+                "function: name, description, parameters"
+            ) from None
+        if not named or tool.name in found:
+            raise ValueError(
+                f"{where} is named {tool.name!r}; expected a name of its own, without "
+                "spaces and '<'"
+            )
+        found[tool.name] = tool
+    return list(found.values())
+
+
+def function_type(tool: Tool) -> str:
+    """The TypeScript declaration of a function under its description's lines."""
+    lines = tool.description.removesuffix("\n").split("\n") if tool.description else []
+    comments = "".join(f"// {line.removesuffix(chr(13))}\n" for line in lines)
+    try:
+        arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
+    except RecursionError:
+        raise ValueError(
+            f"the schema of {tool.name!r} is nested too deep; expected fewer levels"
+        ) from None
+    return f"{comments}type {tool.name} = ({arguments}) => any;\n"
+
+
+def type_of(schema: Any, indent: str = "") -> str:
+    """The TypeScript type for a JSON schema; what it does not know is `any`."""
+    match schema:
+        case {"oneOf": [*variants]}:
+            return "".join(
+                f"\n{indent} | {variant_of(variant, indent, variant, bare=False)}"
+                for variant in variants
+            )
+        case {"type": [str(), *_] as names}:
+            return " | ".join("number" if n == "integer" else str(n) for n in names)
+        case {"type": "object"}:
+            about = f"{indent}// {schema['description']}\n" if has(schema) else ""
+            required = schema.get("required") or ()
+            properties = "".join(
+                property_of(name if name in required else f"{name}?", value, indent)
+                for name, value in (schema.get("properties") or {}).items()
+            )
+            return f"{about}{{\n{properties}{indent}}}"
+        case {"type": "string", "enum": [*values]} if values:
+            names = [f'"{value}"' for value in values if isinstance(value, str)]
+            return " | ".join(names) or "string"
+        case {"type": "array", "items": items}:
+            return f"{type_of(items, indent)}[]"
+        case {"type": "array"}:
+            return "Array<any>"
+        case {"type": "integer" | "number"}:
+            return "number"
+        case {"type": "string" | "boolean" as name}:
+            return name
+    return "any"
+
+
+def property_of(name: str, schema: Any, indent: str) -> str:
+    """The lines of one property: comments, name, type and default."""
+    schema = schema if isinstance(schema, dict) else {}
+    variants = schema.get("oneOf")
+    lines = [f"// {schema['title']}", "//"] if has(schema, "title") else []
+    about = [f"// {schema['description']}"] if has(schema) else []
+    given = schema.get("examples")
+    given = given if isinstance(given, list) else []
+    examples = ["// Examples:"] if given else []
+    examples += [f'// - "{example}"' for example in given if isinstance(example, str)]
+    default = [f"// default: {default_of(schema)}"] if "default" in schema else []
+    if not isinstance(variants, list):
+        lines += about + examples
+        value = nullable_of(schema, indent + "    ")
+        lines.append(" ".join([f"{name}: {value},", *default]))
+        return "".join(f"{indent}{line}\n" for line in lines)
+    # A description that the first variant repeats is written there, and only there.
+    if variants and has(variants[0]) and has(schema):
+        same = variants[0]["description"] == schema["description"]
+        about = [] if same else about
+    lines += examples + about + default + [f"{name}:"]
+    for number, variant in enumerate(variants):
+        known = {} if number == 0 and about else variant
+        if has(schema) and has(known) and known["description"] == schema["description"]:
+            known = {}
+        lines.append(f" | {variant_of(variant, indent, known)}")
+    return "".join(f"{indent}{line}\n" for line in [*lines, ","])
+
+
+def variant_of(
+    variant: Any, indent: str, described: Mapping[str, Any], *, bare: bool = True
+) -> str:
+    """One variant of a oneOf, with the description of ``described`` behind it."""
+    variant = variant if isinstance(variant, dict) else {}
+    notes = [described["description"]] if has(described) else []
+    if "default" in variant:
+        notes.append(f"default: {default_of(variant, bare=bare)}")
+    comment = f" // {' '.join(notes)}" if notes else ""
+    return nullable_of(variant, indent + "   ") + comment
+
+
+def nullable_of(schema: Mapping[str, Any], indent: str) -> str:
+    """The type for a schema that may say `"nullable": true`."""
+    value = type_of(schema, indent)
+    nullable = schema.get("nullable") is True and "null" not in value
+    return f"{value} | null" if nullable else value
+
+
+def default_of(schema: Mapping[str, Any], *, bare: bool = True) -> str:
+    """A schema's default as JSON; a string is not escaped, an enum's is ``bare``."""
+    value = schema["default"]
+    enum = bool(schema.get("enum"))
+    if isinstance(value, str) and not enum:
+        return f'"{value}"'
+    if isinstance(value, str) and bare:
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def has(schema: Any, key: str = "description") -> bool:
+    """Whether a schema has a text under ``key``."""
+    return isinstance(schema, dict) and isinstance(schema.get(key), str)

@@ -1,0 +1,401 @@
+"""Attention of one new token of each sequence over the pages of a cache.
+
+B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K heads a
+group, D head_dim. Places and units are those of `simplellm.kernels.prefill`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.batch import KVGroup
+from simplellm.kernels.launch import launch, power_of_two, set_carveout
+from simplellm.kernels.prefill import (
+    LOG2E,
+    NO_KEY,
+    find_rows,
+    fold,
+    initial,
+    load_rows,
+)
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """How the decode kernel runs: the keys of a tile, and how Triton compiles it."""
+
+    block: int
+    warps: int
+    stages: int
+    least: int = 128  # keys that are worth a program of their own
+    early: bool = False  # whether keys but the newest are loaded before the wait
+    carveout: int = -1  # what `set_carveout` is told
+
+
+# By the least number of sequences, as timed in a layer on an H200 on 2026-11-21 and 22.
+# Tiles of 128 keys in 2 stages made a layer with one sequence of 500 up to one
+# microsecond shorter, with one of 32,768 a third of one longer. With 8 sequences, early
+# keys made it half a microsecond longer, with 128 more than one.
+DECODE = {
+    1: DecodeTiles(64, 4, 3, least=64, early=True, carveout=64),
+    5: DecodeTiles(64, 4, 4, least=128),
+    16: DecodeTiles(128, 8, 2, least=256, early=True),
+    32: DecodeTiles(128, 8, 2, least=512, early=True),
+    64: DecodeTiles(64, 4, 3, least=1024, early=True),
+    128: DecodeTiles(64, 4, 2, least=1024),
+}
+# 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
+DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
+
+
+@cache
+def decode_tiles(batch: int, dims: int, window: int | None) -> DecodeTiles:
+    """What `decode` runs with; ``dims`` is D, rounded up to a power of two."""
+    tiles = DECODE[max(least for least in DECODE if least <= batch)]
+    if window is not None and window <= DECODE_WINDOW.block:
+        tiles = DECODE_WINDOW
+    # Tiles were timed with heads of 64: those of longer ones have as many numbers.
+    return replace(tiles, block=max(16, tiles.block * 64 // max(dims, 64)))
+
+
+def choose_splits(batch: int, kv_heads: int) -> int:
+    """The largest number of programs that may share a sequence and kv head.
+
+    Nearly four programs for each of 132 processors, but always some, for one long
+    sequence among short ones.
+    """
+    return max(4, min(64, 512 // (batch * kv_heads)))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where programs that share a sequence leave their parts for the join.
+
+    Launches that use the same scratch must not overlap.
+    """
+
+    parts: Tensor  # float32, room for [B, K, splits, G, D]
+    sums: Tensor  # float32, room for [B, K, splits, G]
+
+    @classmethod
+    def create(
+        cls,
+        max_batch: int,
+        num_heads: int,
+        kv_heads: int,
+        dim: int,
+        device: torch.device | str,
+    ) -> "Scratch":
+        """Enough for batches of up to ``max_batch`` sequences."""
+        rows = num_heads * max(
+            batch * choose_splits(batch, kv_heads) for batch in range(1, max_batch + 1)
+        )
+        return cls(
+            parts=torch.empty(rows * dim, dtype=torch.float32, device=device),
+            sums=torch.empty(rows, dtype=torch.float32, device=device),
+        )
+
+
+@triton.jit
+def wait():
+    """`gdc_wait` of Triton 3.6.
+
+    Later versions of Triton load nothing ahead of a loop with their own.
+    """
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fold_one(q, k, v, there, top, total, scale):
+    """The first step of an online softmax: one key [1, D], if ``there`` [1]."""
+    logit = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    logit = tl.where(there, logit, NO_KEY)
+    new_top = tl.maximum(top, logit)
+    weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
+    total = total * tl.exp2(top - new_top) + weight
+    return new_top, total, weight[:, None] * v.to(tl.float32)
+
+
+@triton.jit
+def divide(
+    length,
+    splits,
+    least,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The first place that is seen, the end of all shares, a share, how many have keys.
+
+    How a sequence is split depends on its own length alone.
+    """
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    # The kernel before may still be writing the newest key.
+    end = length - 1 if EARLY else length
+    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    return lowest, end, share, tl.maximum(tl.cdiv(end - lowest, share), 1)
+
+
+@triton.jit(
+    do_not_specialize=["least", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "offsets_ptr", "lengths_ptr"],
+)
+def decode_kernel(
+    # Pointers
+    q_ptr,  # [B, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    sinks_ptr,  # [H]
+    out_ptr,  # [B, H, D]
+    parts_ptr,  # float32 [B, K, splits, G, D]
+    sums_ptr,  # float32 [B, K, splits, G]
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    least,  # keys that are worth a split
+    stride_q,
+    stride_page,
+    stride_table,
+    # Sizes and switches
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    ROWS: tl.constexpr,  # G, rounded up to a power of two
+    DIMS: tl.constexpr,  # D, likewise
+    BLOCK: tl.constexpr,  # keys in a tile
+    EARLY: tl.constexpr,  # whether keys but the newest are loaded before the wait
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For the G query heads of a kv head, and one of the splits of their keys:
+
+    weights = exp2(q @ k.T * scale), and one more, exp2(sink), in the first split
+    part, sum = weights @ v / sum(weights), log2(sum(weights))
+
+    The part of an only split is the output. Others are left to `join_kernel`.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    splits = tl.num_programs(2)
+    lowest, end, share, used = divide(length, splits, least, WINDOW, BLOCK, EARLY)
+    if split >= used:
+        return
+    start = lowest + split * share
+    stop = tl.minimum(start + share, end)
+
+    group, d, n = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    inside = group < G
+    heads = head * G + group
+    cell = inside[:, None] & (d < D)[None, :]
+    table_ptr = tables_ptr + row * stride_table
+    rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
+    # The sinks are counted once, in the first split.
+    counted = group < tl.where(split == 0, G, 0)
+    top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    q_ptr += row * stride_q + (heads * D)[:, None] + d[None, :]
+    keys_ptr += head * D
+    values_ptr += head * D
+    last = stop
+    if EARLY:
+        q = tl.zeros([ROWS, DIMS], q_ptr.dtype.element_ty)
+        # The newest key, [1], is counted once as well; nobody goes without a step.
+        newest = tl.maximum(end, 0) + tl.arange(0, 1)
+        is_mine = newest < tl.where(split == 0, length, 0)
+        newest_row = find_rows(table_ptr, newest, length, stride_page, K * D, PAGE)
+        last = tl.maximum(stop, start + 1)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        q = tl.load(q_ptr, mask=cell, other=0.0)
+    for first in range(start, last, BLOCK):
+        at = first + n
+        there = at < stop
+        k = load_rows(keys_ptr, rows, there, D, DIMS)
+        v = load_rows(values_ptr, rows, there, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        if EARLY:  # noqa: SIM102 (known when it is compiled)
+            # Not ahead of the loop, where Triton puts the loads of the first steps.
+            if first == start:
+                if PDL:
+                    wait()
+                q = tl.load(q_ptr, mask=cell, other=0.0)
+                k_new = load_rows(keys_ptr, newest_row, is_mine, D, DIMS)
+                v_new = load_rows(values_ptr, newest_row, is_mine, D, DIMS)
+                top, total, acc = fold_one(q, k_new, v_new, is_mine, top, total, scale)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = tl.where(there[None, :], logits, float("-inf"))
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    # Without keys there is the sink alone, or nothing at all.
+    part = acc / tl.where(total > 0, total, 1.0)[:, None]
+
+    if used == 1:
+        out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cell)
+        return
+    mine = ((row * K + head) * splits + split) * G + group
+    tl.store(sums_ptr + mine, top + tl.log2(total), mask=inside)
+    tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], part, mask=cell)
+
+
+@triton.jit(
+    do_not_specialize=["splits", "least"],
+    do_not_specialize_on_alignment=["offsets_ptr", "lengths_ptr"],
+)
+def join_kernel(
+    # Pointers
+    parts_ptr,  # float32 [B, K, splits, G, D]
+    sums_ptr,  # float32 [B, K, splits, G]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    out_ptr,  # [B, H, D]
+    # Sizes
+    splits,
+    least,  # keys that are worth a split
+    # Sizes and switches, as in decode_kernel
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,  # of a kv head's G, that a program takes
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,  # splits, rounded up to a power of two
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = sum over splits of exp2(sum) * part / sum over splits of exp2(sum)"""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    programs = tl.cdiv(G, HEADS)
+    head = tl.program_id(0) // programs
+    row = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + row) - tl.load(offsets_ptr + row)
+    _, _, _, used = divide(length, splits, least, WINDOW, BLOCK, EARLY)
+    group = tl.program_id(0) % programs * HEADS + tl.arange(0, HEADS)
+    split, d = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIMS)
+    # Even if there is nothing to join: the next kernel waits for this one alone.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if used == 1:
+        return
+
+    at = ((row * K + head) * splits + split) * G + group[None, :]
+    there = (split < used) & (group < G)[None, :]
+    sums = tl.load(sums_ptr + at, there, NO_KEY)
+    cells = there[:, :, None] & (d < D)[None, None, :]
+    parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    joined = tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+    out_at = ((row * K + head) * G + group) * D
+    tl.store(
+        out_ptr + out_at[:, None] + d[None, :],
+        joined.to(out_ptr.dtype.element_ty),
+        mask=(group < G)[:, None] & (d < D)[None, :],
+    )
+
+
+def decode(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+    scratch: Scratch,
+) -> None:
+    """Put attention of the first ``group.decodes`` tokens into their rows of ``out``.
+
+    As `simplellm.ops.attend`; these are the newest tokens of as many sequences. Keys
+    and values are one layer's pages [pages, page_size, K, D] with the same stride.
+    ``scratch`` has room for as many sequences.
+
+    On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
+    all tokens but the newest are read before the kernels ahead in the stream are done.
+    They must come from before something that all later work waits for: the start of a
+    graph, a copy from or to the host, a synchronization.
+    """
+    (heads, dim), (page_size, kv_heads) = q.shape[1:], keys.shape[1:3]
+    batch, window, tables = group.decodes, group.window, group.tables
+    per_kv_head, dims = heads // kv_heads, max(16, power_of_two(dim))
+    rows = power_of_two(per_kv_head)
+    tiles = decode_tiles(batch, dims, window)
+    longest = tables.shape[1] * page_size
+    longest = longest if window is None else min(longest, window)
+    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
+    compiled = launch(
+        decode_kernel,
+        (kv_heads, batch, splits),
+        q,
+        keys,
+        values,
+        tables,
+        group.offsets,
+        group.lengths,
+        sinks,
+        out,
+        scratch.parts,
+        scratch.sums,
+        LOG2E.value * dim**-0.5,
+        tiles.least,
+        q.stride(0),
+        keys.stride(0),
+        tables.stride(0),
+        K=kv_heads,
+        G=per_kv_head,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        ROWS=rows,
+        DIMS=dims,
+        BLOCK=tiles.block,
+        EARLY=tiles.early,
+        HAS_SINKS=sinks is not None,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    # Tiles for other batch sizes may be the same compiled kernel, with another wish. A
+    # graph is recorded after a step of its own size, whose wish it finds.
+    set_carveout(compiled, tiles.carveout)
+    if splits == 1:
+        return
+    # A program for each head, or for each kv head if that would be too many.
+    taken = 1 if batch * heads <= 512 else rows
+    most = power_of_two(splits)
+    launch(
+        join_kernel,
+        (kv_heads * -(-per_kv_head // taken), batch),
+        scratch.parts,
+        scratch.sums,
+        group.offsets,
+        group.lengths,
+        out,
+        splits,
+        tiles.least,
+        K=kv_heads,
+        G=per_kv_head,
+        D=dim,
+        WINDOW=window or 0,
+        HEADS=taken,
+        DIMS=dims,
+        SPLITS=most,
+        BLOCK=tiles.block,
+        EARLY=tiles.early,
+        # 4,096 numbers, 16 KB of parts, a warp
+        num_warps=min(32, max(1, most * taken * dims // 4096)),
+    )

@@ -1,0 +1,123 @@
+"""Compile the package's Triton kernels for Hopper, on a machine without a GPU too."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from dataclasses import dataclass, field
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import simplellm.kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
+WAIT = r"griddepcontrol\.wait|grid_dependency_wait"  # as one Triton or another has it
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, the types of its ordinary arguments, and its constants.
+
+    Pointers, and what ``aligned`` names, are multiples of 16, as in real launches.
+    """
+
+    kernel: JITFunction
+    types: str  # "*bf16 *fp32 i32", in the order of the arguments
+    constants: dict[str, object]
+    warps: int = 4
+    stages: int = 3
+    aligned: tuple[str, ...] = field(default=())
+
+
+def kernel_name(case: Case) -> str:
+    return case.kernel.__name__
+
+
+def compile_case(case: Case, target: GPUTarget = HOPPER):
+    """The kernel's machine code, for an H100 or H200 unless told otherwise."""
+    names = case.kernel.arg_names
+    ordinary = [name for name in names if name not in case.constants]
+    types = dict(zip(ordinary, case.types.split(), strict=True))
+    signature = {name: types.get(name, "constexpr") for name in names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name in case.aligned
+    }
+    options: dict[str, object] = {"num_warps": case.warps, "num_stages": case.stages}
+    if "PDL" in case.constants:
+        options["launch_pdl"] = case.constants["PDL"]
+    source = ASTSource(case.kernel, signature, case.constants, aligned)
+    return triton.compile(source, target=target, options=options)
+
+
+def lines_before_the_wait(ttir: str) -> list[str]:
+    """A kernel's lines in front of its wait; of its last one, if branches have some."""
+    _, _, kernel = ttir.partition("tt.func public ")
+    blocks = kernel.split("\n  ^bb")
+    while not re.search(WAIT, blocks[-1]):
+        blocks.pop()
+    early = [re.split(WAIT, block)[0] for block in blocks]
+    return "\n".join(early).splitlines()
+
+
+def touched_before_the_wait(ttir: str) -> set[str]:
+    """The arguments that a kernel reads or writes in front of its wait.
+
+    That is what any instruction is given a pointer for, but those that only move it.
+    """
+    arguments, *lines = lines_before_the_wait(ttir)
+    origin = {f"%{name}": name for name in re.findall(r"%(\w+): !tt\.ptr", arguments)}
+    touched = set()
+    for line in lines:
+        used = {origin[value] for value in re.findall(r"%\w+", line) if value in origin}
+        moved = re.match(r" *(%\w+) = tt\.(addptr|splat|broadcast|expand_dims) ", line)
+        if moved and used:
+            origin[moved[1]] = used.pop()
+        touched |= used
+    return touched
+
+
+def assert_compiles_and_fits(case: Case) -> None:
+    compiled = compile_case(case)
+    assert len(compiled.asm["cubin"]) > 0
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+def assert_compiles_for_older_gpus(case: Case) -> None:
+    constants = case.constants | ({"PDL": False} if "PDL" in case.constants else {})
+    older = Case(case.kernel, case.types, constants, case.warps, case.stages)
+    assert len(compile_case(older, AMPERE).asm["cubin"]) > 0
+
+
+def assert_waits(case: Case, early: str) -> None:
+    """Before the wait, only the arguments ``early`` are read, and nothing written."""
+    compiled = compile_case(case)
+    assert touched_before_the_wait(compiled.asm["ttir"]) <= set(early.split())
+    before, _ = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
+    assert "st.global" not in before
+    assert "atom." not in before
+
+
+def assert_every_program_waits(case: Case) -> None:
+    """The kernel behind waits for this one alone, not for the one ahead."""
+    lines = lines_before_the_wait(compile_case(case).asm["ttir"])
+    assert not [line for line in lines if re.search(r"\b(cf|scf)\.", line)]
+
+
+def kernels_of(*modules: str) -> dict[str, JITFunction]:
+    """Every kernel of these modules of the package, or of all."""
+    found = {}
+    names = [module.name for module in pkgutil.iter_modules(simplellm.kernels.__path__)]
+    for name in modules or names:
+        module = importlib.import_module(f"simplellm.kernels.{name}")
+        for key, member in vars(module).items():
+            if isinstance(member, JITFunction) and key.endswith("_kernel"):
+                home = inspect.getmodule(member.fn)
+                if home is module:
+                    found[f"{name}.{key}"] = member
+    return found
