@@ -27,7 +27,7 @@ def distinct_experts(config: ModelConfig, tokens: int) -> float:
 
 
 @dataclass(frozen=True)
-class StepBytes:
+class Reads:
     """Bytes that one step must read, however it is computed."""
 
     dense: float  # attention, routers, norms, the LM head, rows of the embedding
@@ -39,14 +39,14 @@ class StepBytes:
         return self.dense + self.experts + self.kv
 
 
-def step_bytes(
+def read_bytes(
     config: ModelConfig,
     tokens: int,
     context: int = 0,
     *,
     itemsize: int = 2,
     packed: bool = True,
-) -> StepBytes:
+) -> Reads:
     """What a step of one new token for each of ``tokens`` sequences must read.
 
     All weights but the embedding once, of the experts those that are expected to be
@@ -61,7 +61,7 @@ def step_bytes(
     found.pop("embedding", None)
     rows = tokens * config.hidden_size * itemsize
     share = distinct_experts(config, tokens) / config.num_local_experts
-    return StepBytes(
+    return Reads(
         dense=sum(found.values()) + rows,
         experts=experts * share,
         kv=tokens * kv_bytes(config, context, itemsize=itemsize) if context else 0,
