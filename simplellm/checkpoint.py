@@ -1,177 +1,41 @@
-"""Checkpoints: opened by their headers, read through the memory map.
-
-V vocabulary, H query heads, Q rows of all query heads, KV rows of all key heads,
-QKV = Q + 2 * KV, E experts, I intermediate size. A weight's output axis comes before
-its input axis.
-"""
+"""Checkpoints: opened by their headers, read through the memory map."""
 
 import hashlib
-import math
+import json
+import mmap
+import struct
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from simplellm.config import ConfigError, ModelConfig, read_json
+from simplellm.names import (
+    Shape,
+    is_expert_weight,
+    packed_shapes,
+    stored_shapes,
+    tensor_shapes,
+)
+from simplellm.weights import MXFP4, Weight
+
+INDEX = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+}
 
 
 class CheckpointError(ValueError):
     """A folder that is no checkpoint we can read; the message says why."""
-
-
-class Name(NamedTuple):
-    """What one tensor is called by us and on disk; ``{n}`` is the layer."""
-
-    ours: str
-    original: str
-    huggingface: str  # {qkv}: three tensors, joined along the first axis
-    shape: str
-
-    def at(self, layer: int) -> "Name":
-        return Name(*(field.replace("{n}", str(layer)) for field in self))
-
-
-# fmt: off
-NAMES = (
-    Name("embed_tokens.weight", "embedding.weight",
-         "model.embed_tokens.weight", "V hidden"),
-    Name("layers.{n}.attn_norm.weight", "block.{n}.attn.norm.scale",
-         "model.layers.{n}.input_layernorm.weight", "hidden"),
-    Name("layers.{n}.attn.qkv.weight", "block.{n}.attn.qkv.weight",
-         "model.layers.{n}.self_attn.{qkv}_proj.weight", "QKV hidden"),
-    Name("layers.{n}.attn.qkv.bias", "block.{n}.attn.qkv.bias",
-         "model.layers.{n}.self_attn.{qkv}_proj.bias", "QKV"),
-    Name("layers.{n}.attn.o.weight", "block.{n}.attn.out.weight",
-         "model.layers.{n}.self_attn.o_proj.weight", "hidden Q"),
-    Name("layers.{n}.attn.o.bias", "block.{n}.attn.out.bias",
-         "model.layers.{n}.self_attn.o_proj.bias", "hidden"),
-    Name("layers.{n}.attn.sinks", "block.{n}.attn.sinks",
-         "model.layers.{n}.self_attn.sinks", "H"),
-    Name("layers.{n}.mlp_norm.weight", "block.{n}.mlp.norm.scale",
-         "model.layers.{n}.post_attention_layernorm.weight", "hidden"),
-    Name("layers.{n}.router.weight", "block.{n}.mlp.gate.weight",
-         "model.layers.{n}.mlp.router.weight", "E hidden"),
-    Name("layers.{n}.router.bias", "block.{n}.mlp.gate.bias",
-         "model.layers.{n}.mlp.router.bias", "E"),
-    Name("layers.{n}.experts.gate_up", "block.{n}.mlp.mlp1_weight",
-         "model.layers.{n}.mlp.experts.gate_up_proj", "E 2I hidden"),
-    Name("layers.{n}.experts.gate_up_bias", "block.{n}.mlp.mlp1_bias",
-         "model.layers.{n}.mlp.experts.gate_up_proj_bias", "E 2I"),
-    Name("layers.{n}.experts.down", "block.{n}.mlp.mlp2_weight",
-         "model.layers.{n}.mlp.experts.down_proj", "E hidden I"),
-    Name("layers.{n}.experts.down_bias", "block.{n}.mlp.mlp2_bias",
-         "model.layers.{n}.mlp.experts.down_proj_bias", "E hidden"),
-    Name("norm.weight", "norm.scale",
-         "model.norm.weight", "hidden"),
-    Name("lm_head.weight", "unembedding.weight",
-         "lm_head.weight", "V hidden"),
-)
-# fmt: on
-
-Shape = tuple[int, ...]
-
-
-def axes(config: ModelConfig) -> dict[str, int]:
-    """The sizes that the name table's shapes speak of."""
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    return {
-        "V": config.vocab_size,
-        "hidden": config.hidden_size,
-        "H": config.num_attention_heads,
-        "Q": q,
-        "KV": kv,
-        "QKV": q + 2 * kv,
-        "E": config.num_local_experts,
-        "I": config.intermediate_size,
-        "2I": 2 * config.intermediate_size,
-    }
-
-
-def tensor_names(config: ModelConfig) -> dict[str, Name]:
-    """The name table written out for every layer, by our name, in model order."""
-    layers = range(config.num_hidden_layers)
-    per_layer = [name for name in NAMES if "{n}" in name.ours]
-    embedding, norm, head = (name for name in NAMES if "{n}" not in name.ours)
-    if config.tie_word_embeddings:  # stored once, under the embedding's name
-        head = embedding._replace(ours=head.ours)
-    in_layers = (name.at(n) for n in layers for name in per_layer)
-    names = [embedding, *in_layers, norm, head]
-    return {name.ours: name for name in names}
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """The logical shape of each tensor by our name: [out, in], experts unpacked."""
-    size = axes(config)
-    return {
-        ours: tuple(size[axis] for axis in name.shape.split())
-        for ours, name in tensor_names(config).items()
-    }
-
-
-BLOCK = 32  # neighbors along the input axis that share one scale
-
-
-class Packed(NamedTuple):
-    """An MXFP4 weight [..., out, in] as it lies on disk, both parts uint8."""
-
-    blocks: torch.Tensor  # [..., out, in / 32, 16], two elements a byte
-    scales: torch.Tensor  # [..., out, in / 32]
-
-
-def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
-    """The shapes of blocks and scales that hold a weight of logical ``shape``."""
-    *rows, columns = shape
-    if columns % BLOCK:
-        raise CheckpointError(
-            f"an MXFP4 weight has {columns} input columns; expected a multiple of "
-            f"{BLOCK}"
-        )
-    return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
-
-
-def is_expert_weight(ours: str) -> bool:
-    """Whether our ``ours`` may be stored as MXFP4."""
-    return ours.endswith((".gate_up", ".down"))
-
-
-def stored(
-    name: Name, shape: Shape, config: ModelConfig, layout: str, packed: bool
-) -> dict[str, Shape]:
-    """Under which names and in which shapes a layout stores one tensor."""
-    base: str = getattr(name, layout)
-    if packed and is_expert_weight(name.ours):
-        dot = "_" if layout == "huggingface" else "."
-        parts = f"{base}{dot}blocks", f"{base}{dot}scales"
-        return dict(zip(parts, packed_shapes(shape), strict=True))
-    if "{qkv}" in base:
-        size = axes(config)
-        rows = {"q": size["Q"], "k": size["KV"], "v": size["KV"]}
-        return {base.replace("{qkv}", p): (rows[p], *shape[1:]) for p in rows}
-    if layout == "huggingface" and is_expert_weight(name.ours):
-        experts, out_features, in_features = shape
-        return {base: (experts, in_features, out_features)}
-    return {base: shape}
-
-
-def stored_shapes(
-    config: ModelConfig, layout: str, packed: bool
-) -> dict[str, dict[str, Shape]]:
-    """For each of our names, the names and shapes on disk that make it up."""
-    shapes = tensor_shapes(config)
-    return {
-        ours: stored(name, shapes[ours], config, layout, packed)
-        for ours, name in tensor_names(config).items()
-    }
-
-
-ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -179,10 +43,11 @@ class TensorInfo:
     """What a file's header says of one tensor; ``name`` is the name on disk."""
 
     name: str
-    dtype: str  # as safetensors spells it: BF16, F16, F32 or U8
+    dtype: str  # as safetensors spells it, a key of DTYPES
     shape: Shape
     nbytes: int
     file: Path
+    offset: int = 0  # of its first byte in the file
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -240,10 +105,23 @@ def _indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     return [folder / file for file in shards], index
 
 
-def open_shard(file: Path) -> safe_open:
-    """Map one safetensors file. Raises CheckpointError if it is damaged."""
+# Linux lets no process map more than it has memory for if the pages may be written to,
+# unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def map_shard(file: Path) -> mmap.mmap:
+    """Map one safetensors file. Raises CheckpointError if it is damaged.
+
+    The mapping is private: a page that somebody writes to becomes a copy, which the
+    file does not see; all others are the page cache's. It may be larger than memory.
+    """
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="numpy"):
+            pass  # which checks the header, in itself and against the file's size
+        with file.open("rb") as opened:
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            return mmap.mmap(opened.fileno(), 0, flags=flags)
     except OSError as error:
         fault = str(error)
     except SafetensorError as error:
@@ -257,24 +135,33 @@ def open_shard(file: Path) -> safe_open:
     )
 
 
-def read_headers(shards: Mapping[Path, safe_open]) -> dict[str, TensorInfo]:
+def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
     """What all the shards hold, by name on disk."""
     infos: dict[str, TensorInfo] = {}
     for file, shard in shards.items():
-        for name in shard.keys():  # noqa: SIM118  (a safe_open is no dict)
-            header = shard.get_slice(name)
-            dtype, shape = header.get_dtype(), tuple(header.get_shape())
-            if dtype not in ITEMSIZE:
+        (length,) = struct.unpack("<Q", shard[:8])
+        header = json.loads(shard[8 : 8 + length].decode())
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
                 raise CheckpointError(
-                    f"{file}: {name!r} is {dtype}; expected {', '.join(ITEMSIZE)}"
+                    f"{file}: {name!r} is {entry['dtype']}; expected "
+                    f"{', '.join(DTYPES)}"
                 )
             if name in infos:
                 raise CheckpointError(
                     f"{file}: holds {name!r}, which {infos[name].file.name} holds too; "
                     "expected each tensor once"
                 )
-            nbytes = math.prod(shape) * ITEMSIZE[dtype]
-            infos[name] = TensorInfo(name, dtype, shape, nbytes, file)
+            begin, end = entry["data_offsets"]
+            infos[name] = TensorInfo(
+                name=name,
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                nbytes=end - begin,
+                file=file,
+                offset=8 + length + begin,
+            )
     return infos
 
 
@@ -300,7 +187,7 @@ class Checkpoint:
         self.path = Path(path)
         files, index = find_shards(self.path)
         self.config = ModelConfig.from_file(self.path / "config.json")
-        self._shards = {file: open_shard(file) for file in files}
+        self._shards = {file: map_shard(file) for file in files}
         self._infos = read_headers(self._shards)
         original = "embedding.weight" in self._infos
         self.layout = "original" if original else "huggingface"
@@ -309,7 +196,7 @@ class Checkpoint:
             self._stored = stored_shapes(self.config, self.layout, self.packed)
             self._check_names(index)
             self._check_headers()
-        except CheckpointError as error:
+        except ValueError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def _check_names(self, index: Mapping[str, str]) -> None:
@@ -363,23 +250,31 @@ class Checkpoint:
     def __contains__(self, ours: object) -> bool:
         return ours in self._stored
 
-    def __getitem__(self, ours: str) -> torch.Tensor | Packed:
-        """The tensor [out, in] in its dtype on disk, or an expert weight's parts.
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in] in its dtype on disk.
 
         Backed by the file, except for q, k and v, which the Hugging Face layout
-        stores apart and which are joined into a copy. Its dense experts are a
+        stores apart and which are joined into a copy. Its unpacked experts are a
         transposed view. Writing to a tensor does not change the file.
         """
-        parts = [
-            self._shards[self._infos[name].file].get_tensor(name)
-            for name in self._stored[ours]
-        ]
+        parts = [self._read(name) for name in self._stored[ours]]
         if is_expert_weight(ours):
             if self.packed:
-                return Packed(*parts)
+                return MXFP4(*parts)
             if self.layout == "huggingface":
                 return parts[0].transpose(1, 2)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _read(self, name: str) -> Tensor:
+        info = self._infos[name]
+        dtype = DTYPES[info.dtype]
+        flat = torch.frombuffer(
+            self._shards[info.file],
+            dtype=dtype,
+            count=info.nbytes // dtype.itemsize,
+            offset=info.offset,
+        )
+        return flat.view(info.shape)
 
 
 class Upload:
@@ -397,7 +292,7 @@ class Upload:
         self.sent = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the GPU, contiguous. The last of it may still be on its way."""
         if tensor.is_cuda:
             return tensor
@@ -444,8 +339,8 @@ class RandomCheckpoint:
     def __contains__(self, ours: object) -> bool:
         return ours in self._shapes
 
-    def __getitem__(self, ours: str) -> torch.Tensor | Packed:
-        """The tensor [out, in] in ``dtype``, or an expert weight's parts."""
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in]: in ``dtype``, or MXFP4 if it is an expert's."""
         if self.config.tie_word_embeddings and ours == "lm_head.weight":
             ours = "embed_tokens.weight"
         shape = self._shapes[ours]
@@ -454,7 +349,7 @@ class RandomCheckpoint:
         generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
         if is_expert_weight(ours):
             blocks, scales = packed_shapes(shape)
-            return Packed(
+            return MXFP4(
                 self._empty(blocks, torch.uint8).random_(256, generator=generator),
                 self._empty(scales, torch.uint8).fill_(RANDOM_SCALE),
             )
@@ -466,42 +361,5 @@ class RandomCheckpoint:
         std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.02
         return tensor.normal_(std=std, generator=generator)
 
-    def _empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-
-def kind(ours: str) -> str:
-    """Which part of the model a tensor belongs to, by our name."""
-    if "norm" in ours:
-        return "norms"
-    for part in ("experts", "router", "attn", "embed_tokens", "lm_head"):
-        if part in ours:
-            return {"attn": "attention", "embed_tokens": "embedding"}.get(part, part)
-    raise KeyError(ours)
-
-
-class Counts(NamedTuple):
-    """Parameters of a model; ``active`` ones take part in each token."""
-
-    total: int
-    active: int
-    by_kind: dict[str, int]
-
-
-def count_parameters(config: ModelConfig) -> Counts:
-    """Count as gpt-oss's model card does (arXiv:2508.10925, table 1).
-
-    Every weight, bias, norm and sink is a parameter; an MXFP4 scale is not. Active
-    are num_experts_per_tok of the experts and everything else except the embedding,
-    of which a token reads one row.
-    """
-    by_kind: dict[str, int] = {}
-    for ours, shape in tensor_shapes(config).items():
-        by_kind[kind(ours)] = by_kind.get(kind(ours), 0) + math.prod(shape)
-    if config.tie_word_embeddings:
-        del by_kind["embedding"]  # it is the LM head
-    total = sum(by_kind.values())
-    experts = by_kind["experts"]
-    used = experts * config.num_experts_per_tok // config.num_local_experts
-    active = total - experts + used - by_kind.get("embedding", 0)
-    return Counts(total, active, by_kind)

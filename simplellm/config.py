@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -128,6 +128,13 @@ def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """Raise ConfigError for something of ``name`` that is not known here."""
+    if value not in known:
+        listed = ", ".join(map(str, known))
+        raise ConfigError(f"{name} is {short(value)}; known are {listed}")
+
+
 def read_json(path: str | Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ConfigError if there is none."""
     try:
@@ -179,10 +186,7 @@ class RopeScaling:
         `truncate` is true when absent and false when null, as in transformers.
         """
         kind = data.get("rope_type") or data.get("type")
-        if kind not in ROPE_TYPES:
-            raise ConfigError(
-                f"rope_type is {short(kind)}; expected one of {', '.join(ROPE_TYPES)}"
-            )
+        one_of("rope_type", kind, ROPE_TYPES)
         if kind == "default":
             return None
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
@@ -247,11 +251,7 @@ class ModelConfig:
                 f"each of the {self.num_hidden_layers} layers"
             )
         for layer_type in self.layer_types:
-            if layer_type not in LAYER_TYPES:
-                raise ConfigError(
-                    f"layer_types has {short(layer_type)}; expected "
-                    f"{' or '.join(LAYER_TYPES)}"
-                )
+            one_of("an entry of layer_types", layer_type, LAYER_TYPES)
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ConfigError("sliding_window is missing; expected a number of tokens")
 
@@ -271,19 +271,13 @@ class ModelConfig:
         """Read gpt-oss's parsed config.json, Hugging Face's (old, new) or OpenAI's."""
         original = "num_experts" in data and "num_local_experts" not in data
         model_type = data.get("model_type", "gpt_oss" if original else None)
-        if model_type not in MODEL_TYPES:
-            raise ConfigError(
-                f"model_type is {short(model_type)}; known are {', '.join(MODEL_TYPES)}"
-            )
+        one_of("model_type", model_type, MODEL_TYPES)
         method = data.get("quantization_config")
         if isinstance(method, dict):
             method = method.get("quant_method")
-        if method not in (None, "mxfp4"):
-            raise ConfigError(f"quant_method is {short(method)}; expected 'mxfp4'")
-        expected = {"attention_bias": True, "hidden_act": "silu"}
-        for name, value in expected.items():
-            if (given := data.get(name, value)) != value:
-                raise ConfigError(f"{name} is {short(given)}; expected {value!r}")
+        one_of("quant_method", method, (None, "mxfp4"))
+        one_of("attention_bias", data.get("attention_bias", True), (True,))
+        one_of("hidden_act", data.get("hidden_act", "silu"), ("silu",))
         scaling, found = _rope(data, original)
         found = read(cls, {**data, **found})
         if not found["num_local_experts"]:
@@ -435,7 +429,7 @@ class EngineConfig:
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""
         defaults = GPU_DEFAULTS if device_type == "cuda" else CPU_DEFAULTS
-        missing = {
+        missing: dict[str, Any] = {
             name: value
             for name, value in defaults.items()
             if getattr(self, name) is None

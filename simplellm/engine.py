@@ -257,7 +257,7 @@ class Engine:
     def _expired(self) -> list[Request]:
         with self.lock:
             expired = self.scheduler.expire(time.monotonic())
-            self.meter.finished["timeout"] += len(expired)
+            self.meter.finished.update("timeout" for _ in expired)
         return expired
 
     def _die(self, cause: BaseException) -> None:

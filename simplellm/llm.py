@@ -23,7 +23,7 @@ from simplellm.reply import (
     Reply,
     RequestOutput,
     TextReply,
-    Usage,
+    chat_output,
 )
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
@@ -54,22 +54,15 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [list(prompts)] if one else list(prompts)
 
 
-def text_outputs(readers: Sequence[Reader]) -> list[RequestOutput]:
+def outputs(readers: Sequence[Reader]) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
     return [reader.reply.output() for reader in readers]
 
 
-def chat_output(readers: Sequence[Reader]) -> ChatOutput:
+def turn(readers: Sequence[Reader]) -> ChatOutput:
     """What `LLM.chat` gives."""
-    choices = [reader.reply.output() for reader in readers]
-    first = readers[0]
-    usage = Usage(
-        prompt_tokens=first.request.num_prompt,
-        completion_tokens=sum(len(choice.token_ids) for choice in choices),
-        cached_tokens=first.cached_tokens,
-        reasoning_tokens=sum(choice.reasoning_tokens for choice in choices),
-    )
-    return ChatOutput(choices, usage)
+    replies = [reader.reply for reader in readers]
+    return chat_output(replies, readers[0].cached_tokens)
 
 
 @dataclass(frozen=True)
@@ -195,7 +188,7 @@ class LLM:
             [(one.request(number), self._text_reply(one)) for number in range(n)]
             for one in asked
         ]
-        return gather(self, self._delivery, families, text_outputs)
+        return gather(self, self._delivery, families, outputs)
 
     def stream(
         self,
@@ -303,7 +296,7 @@ class LLM:
     def _chat(self, asked: Asked, n: int) -> Future[ChatOutput]:
         check_number("n", n, int, 1, MAX_SAMPLES)
         family = [(asked.request(i), self._chat_reply(asked)) for i in range(n)]
-        return gather(self, self._delivery, [family], chat_output)
+        return gather(self, self._delivery, [family], turn)
 
     def _ask_chat(
         self,

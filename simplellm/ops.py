@@ -220,19 +220,24 @@ def attend_chunks(
     out: Tensor,
 ) -> None:
     """Write what `attend` gives for the other sequences to ``out``."""
-    queries, lengths = group.queries.tolist(), group.lengths.tolist()
+    size, queries, lengths = (
+        keys.shape[1],
+        group.queries.tolist(),
+        group.lengths.tolist(),
+    )
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
         if begin == end or length == 0:
             continue
-        lowest, offset = 0, int(group.offsets[row])
+        lowest = 0
         if group.window is not None:
             lowest = max(0, length - (end - begin) - group.window + 1)
         # What is outside of this may hold anything, and 0 times NaN is NaN.
-        k, v = (
-            gather(x, group.tables[row])[lowest - offset : length - offset]
-            for x in (keys, values)
-        )
+        start = lowest - int(group.offsets[row])
+        first, stop = start // size, -(-(start + length - lowest) // size)
+        pages = group.tables[row, first:stop]
+        wanted = slice(start - first * size, start - first * size + length - lowest)
+        k, v = (gather(x, pages)[wanted] for x in (keys, values))
         out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
 
 

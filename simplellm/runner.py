@@ -99,7 +99,8 @@ class Runner:
         self.model, self.pool, self.manager = model, pool, manager
         self.pages = -(-max_model_len // pool.page_size)
         seqs, self.device = config.max_num_seqs, model.device
-        size = self.size(config.max_num_batched_tokens, seqs)
+        groups, tokens = len(pool.windows), config.max_num_batched_tokens
+        size = Batch.size(tokens, seqs, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [self._pinned(size) for _ in range(2)]
         self.landing = [self._pinned(seqs) for _ in range(2)]
@@ -113,16 +114,12 @@ class Runner:
         self.captured: list[Captured] = []  # by size
         self._columns: tuple[list[int], Columns] | None = None
 
-    def size(self, tokens: int, sequences: int) -> int:
-        """How many numbers a step of this shape has."""
-        return Batch.size(tokens, sequences, self.pages, len(self.pool.windows))
-
-    def view(self, flat: Any, tokens: int, sequences: int, decodes: int) -> Batch:
+    def view(
+        self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+    ) -> Batch:
         """A step of this shape at the beginning of ``flat``."""
         windows, page_size = self.pool.windows, self.pool.page_size
-        return Batch.of(
-            flat, tokens, sequences, self.pages, decodes, windows, page_size
-        )
+        return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
 
     def _pinned(self, size: int) -> Tensor:
         # Only from pinned memory does a copy go on while the host does something else.
@@ -141,7 +138,7 @@ class Runner:
         """
         pool, cause = None, ""
         for size in sorted(sizes, reverse=True):
-            batch = self.view(self.inputs, size, size, size)
+            batch = self.view(self.inputs, size, size, self.pages, size)
             batch.pad()
             try:
                 self._compute(batch, size)  # compiles what is not compiled yet
@@ -191,17 +188,24 @@ class Runner:
         decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
         if graph is not None:
             tokens = rows = decodes = graph.size
+        shape = tokens, rows, self._pages(works), decodes
         self.turn ^= 1
         staging = self.staging[self.turn]
-        self._fill(self.view(staging.numpy(), tokens, rows, decodes), works)
-        size = self.size(tokens, rows)
+        self._fill(self.view(staging.numpy(), *shape), works)
+        size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
         self.previous = {r.number: place for place, r in enumerate(sampling)}
         if graph is not None:
             graph.replay()
         else:
-            batch = self.view(self.inputs, tokens, rows, decodes)
-            self._compute(batch, len(sampling))
+            self._compute(self.view(self.inputs, *shape), len(sampling))
+
+    def _pages(self, works: Sequence[Work]) -> int:
+        """Columns of a step's block tables."""
+        if self.device.type == "cuda":  # always the same, for graphs and kernels
+            return self.pages
+        ends = max(work.start + work.length for work in works)
+        return -(-ends // self.pool.page_size)
 
     def _compute(self, batch: Batch, count: int) -> None:
         """The forward pass of a step, of which the first ``count`` samples count."""

@@ -98,6 +98,8 @@ class Tokenizer:
             wrong = f"{error.strerror}; expected a tokenizer.json"
         except TokenizerError as error:
             wrong = str(error)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            wrong = f"not JSON: {error}"
         except Exception as error:  # JSON can go wrong in more ways than one can list
             kind = type(error).__name__
             wrong = f"not a tokenizer.json like that of gpt-oss ({kind}: {error})"

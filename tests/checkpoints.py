@@ -8,15 +8,10 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 
-from simplellm.checkpoint import (
-    INDEX,
-    Packed,
-    RandomCheckpoint,
-    is_expert_weight,
-    stored_shapes,
-    tensor_shapes,
-)
+from simplellm.checkpoint import INDEX, RandomCheckpoint
 from simplellm.config import LAYER_TYPES, ModelConfig, RopeScaling
+from simplellm.names import is_expert_weight, stored_shapes, tensor_shapes
+from simplellm.weights import MXFP4
 
 TINY = ModelConfig(
     vocab_size=97,
@@ -100,7 +95,7 @@ def random_tensors(
         generator.manual_seed(crc32(f"{seed} {ours}".encode()))
         if is_expert_weight(ours) and quantized:
             packed = source[ours]
-            assert isinstance(packed, Packed)
+            assert isinstance(packed, MXFP4)
             scales = torch.randint(
                 118, 122, packed.scales.shape, generator=generator, dtype=torch.uint8
             )

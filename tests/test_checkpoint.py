@@ -6,6 +6,7 @@ import math
 import pickle
 import resource
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,27 +21,22 @@ from simplellm.checkpoint import (
     INDEX,
     Checkpoint,
     CheckpointError,
-    Counts,
-    Packed,
     RandomCheckpoint,
     Upload,
-    count_parameters,
-    kind,
-    packed_shapes,
-    stored_shapes,
-    tensor_shapes,
 )
-from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, ConfigError
+from simplellm.config import ConfigError
+from simplellm.names import packed_shapes, stored_shapes, tensor_shapes
+from simplellm.weights import MXFP4, Weight
 
 STATM = Path("/proc/self/statm")
 ALL = list(itertools.product(["huggingface", "original"], [True, False], [1, 3]))
 
 
-def parts(value: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
-    return tuple(value) if isinstance(value, Packed) else (value,)
+def parts(value: Weight) -> tuple[torch.Tensor, ...]:
+    return (value.blocks, value.scales) if isinstance(value, MXFP4) else (value,)
 
 
-def same(a: torch.Tensor | Packed, b: torch.Tensor | Packed) -> bool:
+def same(a: Weight, b: Weight) -> bool:
     return all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
 
 
@@ -59,9 +55,9 @@ def test_every_kind_of_folder(
     for name, shape in shapes.items():
         assert name in checkpoint
         value = checkpoint[name]
-        expected = packed_shapes(shape) if isinstance(value, Packed) else (shape,)
+        expected = packed_shapes(shape) if isinstance(value, MXFP4) else (shape,)
         assert tuple(tuple(part.shape) for part in parts(value)) == expected
-        assert isinstance(value, Packed) == (quantized and len(shape) == 3)
+        assert isinstance(value, MXFP4) == (quantized and len(shape) == 3)
 
 
 @pytest.mark.parametrize("quantized", [True, False])
@@ -82,7 +78,7 @@ def test_the_names_on_disk(tmp_path: Path) -> None:
     qkv = torch.cat([disk[f"{layer}self_attn.{p}_proj.weight"] for p in "qkv"])
     assert torch.equal(parts(checkpoint["layers.1.attn.qkv.weight"])[0], qkv)
     down = checkpoint["layers.1.experts.down"]
-    assert isinstance(down, Packed)
+    assert isinstance(down, MXFP4)
     assert torch.equal(down.blocks, disk[f"{layer}mlp.experts.down_proj_blocks"])
     assert torch.equal(down.scales, disk[f"{layer}mlp.experts.down_proj_scales"])
     norm = parts(checkpoint["layers.1.mlp_norm.weight"])[0]
@@ -91,7 +87,7 @@ def test_the_names_on_disk(tmp_path: Path) -> None:
     checkpoint = Checkpoint(write_checkpoint(tmp_path / "b", layout="original"))
     disk = load_file(tmp_path / "b" / "model.safetensors")
     gate_up = checkpoint["layers.0.experts.gate_up"]
-    assert isinstance(gate_up, Packed)
+    assert isinstance(gate_up, MXFP4)
     assert torch.equal(gate_up.blocks, disk["block.0.mlp.mlp1_weight.blocks"])
     assert torch.equal(
         parts(checkpoint["layers.0.router.weight"])[0], disk["block.0.mlp.gate.weight"]
@@ -193,6 +189,50 @@ def test_reading_does_not_load_the_file(tmp_path: Path) -> None:
     assert sum(part.nbytes for value in values for part in parts(value)) > 1.1e9
     assert all(part[-1].eq(0).all() for value in values for part in parts(value))
     assert resident_bytes() - before < 50e6
+
+
+def memory_bytes() -> int:
+    """What the machine has, swap included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = dict(line.split(":") for line in lines)
+    return sum(int(found[name].split()[0]) for name in ("MemTotal", "SwapTotal")) * 1024
+
+
+@pytest.fixture
+def sparse_folder(tmp_path: Path) -> Path:
+    """A folder whose files take no room on the disk where nothing is written."""
+    probe = tmp_path / "probe"
+    with probe.open("wb") as file:
+        file.truncate(2**24)
+    if probe.stat().st_blocks * 512 > 2**20:
+        pytest.skip("the file system has no sparse files")
+    probe.unlink()
+    return tmp_path
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="memory is read from /proc")
+def test_a_file_larger_than_memory_opens(sparse_folder: Path) -> None:
+    """One file of at least 30 GB, and of a quarter more than the machine has."""
+    size = max(30 * 10**9, memory_bytes() * 5 // 4)
+    vocab_size = size // (2 * 2 * TINY.hidden_size)  # two matrices of two bytes each
+    if vocab_size >= 2**31:
+        pytest.skip("the machine has more memory than a config may ask for")
+    try:
+        sparse_checkpoint(sparse_folder, vocab_size)
+    except OSError as error:
+        pytest.skip(f"the file system takes no file of {size} bytes: {error}")
+    before = resident_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint = Checkpoint(sparse_folder)
+        tensors = [checkpoint[name] for name in checkpoint.names()]
+    last = parts(checkpoint["lm_head.weight"])[0]
+    assert last[[0, vocab_size // 2, -1]].eq(0).all()
+    last[-1] = 1  # a page of our own; the file keeps its zeros
+    assert parts(checkpoint["lm_head.weight"])[0][-1].eq(1).all()
+    assert sum(part.nbytes for value in tensors for part in parts(value)) >= 0.99 * size
+    assert resident_bytes() - before < 50e6
+    assert (sparse_folder / "model.safetensors").stat().st_blocks * 512 < 2**20
 
 
 def resident_bytes() -> int:
@@ -460,7 +500,7 @@ def test_pickles_are_named_and_never_loaded(name: str, tmp_path: Path) -> None:
     assert sprung.exists()  # the trap works
 
 
-# Random weights and counts.
+# Random weights.
 
 
 def test_random_weights() -> None:
@@ -469,9 +509,9 @@ def test_random_weights() -> None:
     assert "norm.weight" in source
     for name, shape in tensor_shapes(TINY).items():
         value = source[name]
-        if isinstance(value, Packed):
+        if isinstance(value, MXFP4):
             expected = packed_shapes(shape)
-            assert tuple(tuple(part.shape) for part in value) == expected
+            assert tuple(tuple(part.shape) for part in parts(value)) == expected
             assert value.blocks.dtype == value.scales.dtype == torch.uint8
             assert set(value.scales.unique().tolist()) == {119}
             nibbles = torch.cat([value.blocks & 15, value.blocks >> 4]).flatten()
@@ -502,56 +542,7 @@ def test_random_weights_depend_on_seed_and_name_alone() -> None:
 def test_random_weights_come_in_the_dtype_asked_for() -> None:
     source = RandomCheckpoint(TINY, dtype=torch.float32)
     assert parts(source["lm_head.weight"])[0].dtype == torch.float32
-    assert isinstance(source["layers.0.experts.down"], Packed)
-
-
-@pytest.mark.parametrize(
-    ("config", "total", "active", "experts"),
-    [
-        (GPT_OSS_20B, 20.91, 3.61, 19.12),
-        (GPT_OSS_120B, 116.83, 5.13, 114.71),
-    ],
-)
-def test_parameters_as_in_the_model_card(config, total, active, experts) -> None:
-    """arXiv:2508.10925, table 1, in billions; its MLP row includes the router."""
-    counts = count_parameters(config)
-    assert round(counts.total / 1e9, 2) == total
-    assert round(counts.active / 1e9, 2) == active
-    mlp = counts.by_kind["experts"] + counts.by_kind["router"]
-    assert round(mlp / 1e9, 2) == experts
-
-
-def test_counts_are_the_model_s_own() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(**config_json(TINY))
-    model = transformers.GptOssForCausalLM(config)
-    counts = count_parameters(TINY)
-    assert counts.total == sum(p.numel() for p in model.parameters())
-    assert counts.total == sum(counts.by_kind.values())
-    unused = (TINY.num_local_experts - TINY.num_experts_per_tok) * sum(
-        parameter[0].numel()
-        for name, parameter in model.named_parameters()
-        if "experts" in name
-    )
-    embedding = model.model.embed_tokens.weight.numel()
-    assert counts.active == counts.total - unused - embedding
-
-
-def test_tied_counts() -> None:
-    tied, untied = (
-        count_parameters(replace(TINY, tie_word_embeddings=tie))
-        for tie in (True, False)
-    )
-    assert isinstance(tied, Counts)
-    assert untied.total - tied.total == TINY.vocab_size * TINY.hidden_size
-    assert untied.active == tied.active
-
-
-def test_every_tensor_has_a_kind() -> None:
-    kinds = {kind(name) for name in tensor_shapes(TINY)}
-    assert kinds == set(count_parameters(TINY).by_kind)
-    assert kind("layers.3.attn_norm.weight") == "norms"
-    assert kind("layers.3.experts.down_bias") == "experts"
+    assert isinstance(source["layers.0.experts.down"], MXFP4)
 
 
 class NoEvent:

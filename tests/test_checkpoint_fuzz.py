@@ -22,15 +22,10 @@ from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from simplellm.checkpoint import (
-    INDEX,
-    Checkpoint,
-    CheckpointError,
-    Packed,
-    packed_shapes,
-    tensor_shapes,
-)
+from simplellm.checkpoint import INDEX, Checkpoint, CheckpointError
 from simplellm.config import ConfigError
+from simplellm.names import packed_shapes, tensor_shapes
+from simplellm.weights import MXFP4
 
 HEADER_DAMAGES = ["dtype", "shape", "reversed", "offsets", "name", "any", "gone"]
 ABSURD = [-1, 0, 1, 3, 10**9, 2**63, 10**30, 0.5, 1e300, math.nan, "x", None, [], {}]
@@ -183,12 +178,12 @@ def read_everything(folder: Path) -> str:
     shapes = tensor_shapes(checkpoint.config)
     for name in checkpoint.names():
         value = checkpoint[name]
-        tensors = value if isinstance(value, Packed) else (value,)
-        shape = shapes[name]
-        expected = packed_shapes(shape) if isinstance(value, Packed) else (shape,)
+        packed = isinstance(value, MXFP4)
+        tensors = (value.blocks, value.scales) if packed else (value,)
+        expected = packed_shapes(shapes[name]) if packed else (shapes[name],)
         for tensor, part in zip(tensors, expected, strict=True):
             assert tensor.shape == part
-            assert tensor.is_floating_point() != isinstance(value, Packed)
+            assert tensor.is_floating_point() != packed
             tensor.double().sum()
     return "opened"
 

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from simplellm.checkpoint import CheckpointError
 from simplellm.config import MODELS, ConfigError
@@ -27,7 +25,6 @@ from simplellm.generate import (
     RecomputeEngine,
     Request,
     RequestOutput,
-    StopStrings,
     default_params,
     find_file,
 )
@@ -281,38 +278,6 @@ def test_a_stop_string_in_the_last_token_counts_as_stop(llm: LLM, say: Any) -> N
     say(spelled("abc"))
     output = llm.generate("x", stop="c", max_tokens=3).result()[0]
     assert output.text == "ab" and output.finish_reason == "stop"
-
-
-def until_stop(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is complete first, one char at a time."""
-    for end in range(1, len(text) + 1):
-        starts = [end - len(s) for s in stops if text[:end].endswith(s)]
-        if starts:
-            return text[: min(starts)]
-    return text
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.text("ab", min_size=0, max_size=4), max_size=8),
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-)
-def test_stop_strings_do_not_depend_on_the_pieces(
-    parts: list[str], stops: list[str]
-) -> None:
-    side = StopStrings(stops)
-    shown = ""
-    for part in parts:
-        shown += side.push(part)
-        if side.found:
-            break
-        # All but what may become a stop string is out at once.
-        held = "".join(parts)[len(shown) :][: len(side.held)]
-        assert side.held == held
-        assert side.held == "" or any(s.startswith(side.held) for s in stops)
-    else:
-        shown += side.flush()
-    assert shown == until_stop("".join(parts), stops)
 
 
 # Chat

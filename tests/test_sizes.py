@@ -1,202 +1,267 @@
-"""The package stays small, its floors in order, and each name defined once.
+"""Sizes against the model card, transformers, real tensors; too little memory."""
 
-What is counted is printed: ``pytest tests/test_sizes.py -s``.
-"""
-
-import ast
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from checkpoints import TINY, config_json, write_checkpoint
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "simplellm"
-SPINE = "llm load request reader reply engine stats scheduler batch runner pages"
-SPINE += " sampler model ops"
-FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
-        ".__init__"
-    ): path
-    for path in PACKAGE.rglob("*.py")
-}
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+from simplellm.checkpoint import Checkpoint, RandomCheckpoint
+from simplellm.config import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    LAYER_TYPES,
+    MODELS,
+    EngineConfig,
+    ModelConfig,
+)
+from simplellm.names import NAMES, kind, tensor_names, tensor_shapes
+from simplellm.sizes import (
+    Counts,
+    Need,
+    activation_bytes,
+    check_memory,
+    count_parameters,
+    enough,
+    free_bytes,
+    kv_bytes,
+    num_pages,
+    page_bytes,
+    weight_bytes,
+)
 
-# Tables of operations have the same names: a model is given one of them.
-TABLES = ("simplellm.ops", "simplellm.ops_numpy", "simplellm.kernels")
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def functions(name: str) -> Iterator[tuple[int, str, bool]]:
-    """Lines of each function of a module, its name, and whether it is a kernel."""
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, Function):
-            decorators = " ".join(map(ast.unparse, node.decorator_list))
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            count = (node.end_lineno or start) - start + 1
-            yield count, f"{name}.{node.name}", "triton.jit" in decorators
-
-
-def imports(name: str) -> set[str]:
-    """The package's modules that one imports, wherever in it, for types alone too."""
-    found = set()
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            parts = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = parts & FILES.keys()
-            found |= modules | ({node.module} if parts - modules else set())
-    return (found & FILES.keys()) - {name}
-
-
-def module_imports() -> dict[str, set[str]]:
-    """`imports` of each module; a package's own names come from its modules."""
-    return {name: imports(name) for name in FILES if FILES[name].name != "__init__.py"}
-
-
-def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
-    """Modules that import each other, directly or by way of others."""
-    reach = {name: set(below) for name, below in graph.items()}
-    for middle in graph:
-        for name in graph:
-            if middle in reach[name]:
-                reach[name] |= reach[middle]
-    together = {
-        tuple(sorted({name, *(o for o in reach[name] if name in reach.get(o, ()))}))
-        for name in graph
-        if name in reach[name]
-    }
-    return sorted(together)
-
-
-def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """On which floor each module stands: 1, or one above the highest it imports."""
-    found: dict[str, int] = {}
-    left = dict(graph)
-    while left:
-        ready = [
-            n for n, below in left.items() if not (below & graph.keys()) - {*found}
-        ]
-        if not ready:
-            break  # those in circles, and above
-        height = {
-            n: 1 + max((found[b] for b in left[n] if b in found), default=0)
-            for n in ready
-        }
-        found |= height
-        for name in ready:
-            del left[name]
-    return found
-
-
-def raises() -> dict[str, int]:
-    """How many statements of each module raise something new."""
-    return {
-        name: sum(
-            isinstance(node, ast.Raise) and node.exc is not None
-            for node in ast.walk(tree)
-        )
-        for name, tree in TREES.items()
-    }
-
-
-def measured() -> dict[str, tuple[int, int]]:
-    """What is counted: how much there is, and how much there may be."""
-    spine = [PACKAGE / f"{name}.py" for name in SPINE.split()]
-    every = [entry for name in FILES for entry in functions(name)]
-    graph = module_imports()
-    return {
-        "lines of the spine": (sum(map(lines, spine)), 3200),
-        "lines of the package": (sum(map(lines, FILES.values())), 9000),
-        "lines of tools/": (sum(map(lines, (ROOT / "tools").rglob("*.py"))), 5000),
-        "lines of the longest file": (max(map(lines, FILES.values())), 480),
-        "lines of the longest function": (max(n for n, _, k in every if not k), 60),
-        "lines of the longest kernel": (max(n for n, _, k in every if k), 90),
-        "raise statements": (sum(raises().values()), 120),
-        "import circles": (len(circles(graph)), 0),
-        "floors": (max(floors(graph).values()), 9),
-    }
-
-
-@pytest.fixture(scope="module")
-def sizes() -> dict[str, tuple[int, int]]:
-    found = measured()
-    print(f"\n{'':32}{'is':>8}{'at most':>9}")
-    for name, (size, most) in found.items():
-        print(f"{name:32}{size:8,}{most:9,}" + "  too much" * (size > most))
-    by_length = sorted(((lines(p), n) for n, p in FILES.items()), reverse=True)
-    print("longest files:", ", ".join(f"{n} {c}" for c, n in by_length[:5]))
-    long = sorted((entry for n in FILES for entry in functions(n)), reverse=True)
-    print("longest functions:", ", ".join(f"{n} {c}" for c, n, _ in long[:6]))
-    for circle in circles(module_imports()):
-        print("circle:", ", ".join(circle))
-    levels = defaultdict(list)
-    for name, floor in floors(module_imports()).items():
-        levels[floor].append(name.removeprefix("simplellm."))
-    for floor in sorted(levels, reverse=True):
-        print(f"{floor:2} {' '.join(sorted(levels[floor]))}")
-    return found
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SLIDING, FULL = LAYER_TYPES
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("config", "total", "active", "experts"),
     [
-        "lines of the spine",
-        "lines of the package",
-        "lines of tools/",
-        "lines of the longest file",
-        "lines of the longest function",
-        "lines of the longest kernel",
-        "raise statements",
-        "import circles",
-        "floors",
+        (GPT_OSS_20B, 20.91, 3.61, 19.12),
+        (GPT_OSS_120B, 116.83, 5.13, 114.71),
     ],
 )
-def test_nothing_is_too_large(sizes: dict[str, tuple[int, int]], name: str) -> None:
-    size, most = sizes[name]
-    assert size <= most
+def test_parameters_as_in_the_model_card(config, total, active, experts) -> None:
+    """arXiv:2508.10925, table 1, in billions; its MLP row includes the router."""
+    counts = count_parameters(config)
+    assert round(counts.total / 1e9, 2) == total
+    assert round(counts.active / 1e9, 2) == active
+    mlp = counts.by_kind["experts"] + counts.by_kind["router"]
+    assert round(mlp / 1e9, 2) == experts
 
 
-def defined(tree: ast.Module) -> set[str]:
-    """Names that a module gives to functions, classes and values of its own."""
-    names = set()
-    for node in tree.body:
-        if isinstance(node, Function | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {
-                n.id for target in targets for n in ast.walk(target)
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-            }  # fmt: skip
-    return names
+def test_counts_are_the_model_s_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(**config_json(TINY))
+    model = transformers.GptOssForCausalLM(config)
+    counts = count_parameters(TINY)
+    assert counts.total == sum(p.numel() for p in model.parameters())
+    assert counts.total == sum(counts.by_kind.values())
+    unused = (TINY.num_local_experts - TINY.num_experts_per_tok) * sum(
+        parameter[0].numel()
+        for name, parameter in model.named_parameters()
+        if "experts" in name
+    )
+    embedding = model.model.embed_tokens.weight.numel()
+    assert counts.active == counts.total - unused - embedding
 
 
-def operations() -> set[str]:
-    """The fields of `Ops`, and what stands behind them in every table."""
-    for node in TREES["simplellm.ops"].body:
-        if isinstance(node, ast.ClassDef) and node.name == "Ops":
-            return {
-                part.target.id
-                for part in node.body
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-            }
-    raise AssertionError("no record of operations")
+def test_tied_counts() -> None:
+    tied, untied = (
+        count_parameters(replace(TINY, tie_word_embeddings=tie))
+        for tie in (True, False)
+    )
+    assert isinstance(tied, Counts)
+    assert untied.total - tied.total == TINY.vocab_size * TINY.hidden_size
+    assert untied.active == tied.active
 
 
-def test_each_name_is_defined_once() -> None:
-    """But for the operations' own names in their tables, and each module's logger."""
-    places = defaultdict(list)
-    shared = operations()
-    for module, tree in TREES.items():
-        for name in defined(tree) - {"LOGGER"}:
-            if name.startswith("__") or (name in shared and module.startswith(TABLES)):
-                continue
-            places[name].append(module)
-    twice = {name: where for name, where in places.items() if len(where) > 1}
-    assert not twice
+def test_every_tensor_has_a_kind() -> None:
+    kinds = {kind(name) for name in tensor_shapes(TINY)}
+    assert kinds == set(count_parameters(TINY).by_kind)
+    assert kind("layers.3.attn_norm.weight") == "norms"
+    assert kind("layers.3.experts.down_bias") == "experts"
+
+
+def test_each_tensor_is_split_along_an_axis_that_it_has() -> None:
+    for name in NAMES:
+        assert name.split in {"", *name.shape.split()}
+    shapes = tensor_shapes(GPT_OSS_120B)
+    for name in tensor_names(GPT_OSS_120B).values():
+        axes = name.shape.split()
+        if name.split:  # among up to eight devices
+            assert shapes[name.ours][axes.index(name.split)] % 8 == 0
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_weights_are_as_large_as_their_tensors(quantized: bool, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, quantized=quantized))
+    found: dict[str, int] = {}
+    for name in checkpoint.names():
+        size = checkpoint[name].nbytes
+        size *= 2 if kind(name) == "norms" else 1  # kept in float32
+        found[kind(name)] = found.get(kind(name), 0) + size
+    assert weight_bytes(TINY, 2, quantized) == found
+
+
+def test_random_weights_are_as_large_as_loaded_ones() -> None:
+    source = RandomCheckpoint(TINY, dtype=torch.float32)
+    held = sum(source[name].nbytes for name in source.names())
+    assert sum(weight_bytes(TINY, 4).values()) == held
+
+
+def test_unpacked_experts_take_more() -> None:
+    unpacked = weight_bytes(GPT_OSS_20B, packed=False)["experts"]
+    packed = weight_bytes(GPT_OSS_20B)["experts"]
+    assert unpacked / packed == pytest.approx(32 / 8.5, rel=0.01)
+
+
+def test_a_tied_head_is_kept_once() -> None:
+    apart = weight_bytes(GPT_OSS_20B)
+    tied = weight_bytes(replace(GPT_OSS_20B, tie_word_embeddings=True))
+    assert sum(apart.values()) - sum(tied.values()) == apart["embedding"]
+
+
+# Keys and values.
+
+
+def test_keys_and_values_of_the_known_models() -> None:
+    assert kv_bytes(GPT_OSS_20B, 100) == 24 * 100 * 2048
+    assert kv_bytes(GPT_OSS_20B, 131_072) == 12 * 2048 * (131_072 + 128)
+    assert kv_bytes(GPT_OSS_20B, 131_072, windowed=False) == 24 * 2048 * 131_072
+    assert kv_bytes(GPT_OSS_120B, 4096) == 18 * 2048 * (4096 + 128)
+    assert kv_bytes(GPT_OSS_120B, 4096, itemsize=1) == 18 * 1024 * (4096 + 128)
+    assert kv_bytes(GPT_OSS_120B, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "layers"),
+    [((SLIDING, FULL), 1), ((FULL, FULL), 2), ((SLIDING, FULL, FULL), 2)],
+)
+def test_a_page_has_the_layers_of_the_larger_group(
+    layer_types: tuple[str, ...], layers: int
+) -> None:
+    config = replace(TINY, num_hidden_layers=len(layer_types), layer_types=layer_types)
+    heads = config.num_key_value_heads * config.head_dim
+    keys = torch.empty(layers, 8, heads, dtype=torch.bfloat16)
+    assert page_bytes(config, 8, 2) == 2 * keys.nbytes
+
+
+def test_a_dense_model_has_a_size_too() -> None:
+    config = replace(TINY, num_local_experts=0, num_experts_per_tok=0)
+    assert kv_bytes(config, 5) == kv_bytes(TINY, 5)
+    assert 0 < activation_bytes(config, 9, 1, 4) < activation_bytes(TINY, 9, 1, 4)
+
+
+def test_pages_are_those_asked_for_or_fill_their_room() -> None:
+    def pages(**options: int) -> int:
+        config = EngineConfig(page_size=8, **options).resolved("cpu")
+        return num_pages(TINY, config, 4, CPU)
+
+    each = page_bytes(TINY, 8, 4)
+    assert pages(num_pages=7) == 7
+    assert pages(cache_bytes=5 * each + 1) == 5
+    assert pages() == 2**28 // each
+    with pytest.raises(ValueError, match=f"is 9 bytes; expected .* page of {each} by"):
+        pages(cache_bytes=9)
+
+
+# Memory.
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU's memory as far as one can ask PyTorch for it; ``free`` may be changed."""
+    card = SimpleNamespace(free=20 * 10**9)
+    answers: dict[str, Callable] = {
+        "get_device_name": lambda device: "a card",
+        "mem_get_info": lambda device: (card.free, 80 * 10**9),
+        "memory_reserved": lambda device: 3,
+        "memory_allocated": lambda device: 2,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return card
+
+
+def need(model: ModelConfig, device: torch.device, **options: int) -> Need:
+    return Need.of(model, EngineConfig(**options).resolved(device.type))
+
+
+def test_what_pytorch_keeps_is_free_too(card: SimpleNamespace) -> None:
+    assert free_bytes(GPU) == (card.free + 1, 80 * 10**9)
+
+
+def test_the_cpu_has_some_memory_free() -> None:
+    free, total = free_bytes(CPU)
+    assert 2**20 < free <= total
+
+
+def test_pages_of_a_gpu_are_a_share_of_what_is_free(card: SimpleNamespace) -> None:
+    config = EngineConfig().resolved("cuda")
+    pages = num_pages(GPT_OSS_20B, config, 2, GPU)
+    assert pages * page_bytes(GPT_OSS_20B, 64, 2) == pytest.approx(17e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_need_of_a_model(name: str) -> None:
+    model = MODELS[name]
+    config = EngineConfig(num_pages=3, page_size=8).resolved("cuda")
+    found = Need.of(model, config)
+    assert found.weights == sum(weight_bytes(model).values())
+    assert found.cache == 3 * page_bytes(model, 8, 2)
+    assert found.step == activation_bytes(model, 8192, 256, 2)
+    mapped = Need.of(model, config, mapped=True)
+    assert found.weights - mapped.weights == weight_bytes(model)["experts"]
+    assert Need.of(model, config, packed=False).weights > 2 * found.weights
+    assert need(model, GPU, cache_bytes=12345).cache == 12345
+    assert need(model, GPU).cache == kv_bytes(model, 8192)  # at least a step's
+
+
+def test_a_model_too_large_is_refused_before_it_loads(card: SimpleNamespace) -> None:
+    wanted = need(GPT_OSS_120B, GPU)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as error,
+        enough(wanted, GPU),
+    ):
+        pytest.fail("nothing may be loaded")
+    message = str(error.value)
+    weights = f"{wanted.weights / 1e9:.1f} GB for its weights"
+    for part in ("a card", weights, "20.0 of 80.0 GB", "cache_bytes"):
+        assert part in message
+    card.free = 80 * 10**9
+    with enough(wanted, GPU):
+        pass
+
+
+def test_a_cache_too_large_is_refused(card: SimpleNamespace) -> None:
+    wanted = need(TINY, GPU, cache_bytes=30 * 10**9)
+    with pytest.raises(torch.OutOfMemoryError, match=r"30\.0 for keys and values"):
+        check_memory(wanted, GPU)
+
+
+@pytest.mark.parametrize("options", [{"num_pages": 2**33}, {"cache_bytes": 2**45}])
+def test_absurd_caches_are_refused_on_a_cpu(options: dict[str, int]) -> None:
+    model = ModelConfig.from_dict(config_json(TINY))
+    with pytest.raises(MemoryError, match=r"the CPU has not enough .*num_pages"):
+        check_memory(replace(need(model, CPU, **options), weights=0), CPU)
+    check_memory(need(model, CPU), CPU)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_memory_that_runs_out_during_the_load_is_explained(
+    card: SimpleNamespace, device: torch.device
+) -> None:
+    kind_of_error = MemoryError if device.type == "cpu" else torch.OutOfMemoryError
+    with (
+        pytest.raises(kind_of_error, match="not enough memory") as error,
+        enough(need(TINY, device), device),
+    ):
+        raise kind_of_error("no more")
+    assert "no more" in str(error.value.__cause__)

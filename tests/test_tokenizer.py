@@ -208,13 +208,13 @@ def test_files_that_are_no_tokenizer_are_named(tmp_path) -> None:
     with pytest.raises(TokenizerError, match="Is a directory; expected"):
         Tokenizer.from_file(tmp_path)
     path.write_bytes(b"{")
-    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
+    with pytest.raises(TokenizerError, match="not JSON"):
         Tokenizer.from_file(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
+    with pytest.raises(TokenizerError, match="not JSON"):
         Tokenizer.from_file(path)
     path.write_bytes(b"[" * 100_000)
-    with pytest.raises(TokenizerError, match=r"not a tokenizer.json like .*Error"):
+    with pytest.raises(TokenizerError, match="not JSON"):
         Tokenizer.from_file(path)
 
 

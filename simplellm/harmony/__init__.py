@@ -1,7 +1,13 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies."""
 
 from simplellm.harmony.message import CHANNELS, ROLES, Message, Tool
-from simplellm.harmony.openai import call_message, from_openai, result_message
+from simplellm.harmony.openai import (
+    call_message,
+    from_openai,
+    function_name,
+    result_message,
+    to_openai,
+)
 from simplellm.harmony.parse import (
     Delta,
     HarmonyParser,
@@ -29,10 +35,12 @@ __all__ = [
     "call_message",
     "developer_text",
     "from_openai",
+    "function_name",
     "parse",
     "render",
     "render_message",
     "result_message",
     "system_text",
+    "to_openai",
     "tool_calls",
 ]

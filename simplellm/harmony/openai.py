@@ -1,10 +1,12 @@
-"""OpenAI's chat-completions messages as harmony messages."""
+"""OpenAI's chat-completions messages: to harmony's and back."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.harmony.message import ROLES, Message, Tool
+from simplellm.harmony.parse import ToolCall
 from simplellm.harmony.render import developer_text
 from simplellm.harmony.schema import as_tools
 
@@ -124,3 +126,33 @@ def result_message(name: str, content: str) -> Message:
         channel="commentary",
         recipient="assistant",
     )
+
+
+def to_openai(
+    reasoning: str, content: str, calls: Sequence[ToolCall]
+) -> dict[str, Any]:
+    """An assistant's turn as a message that `from_openai` takes.
+
+    Calls get the ids "call_0", "call_1" and so on, which the results name.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {
+                    "name": function_name(call.name),
+                    "arguments": call.arguments,
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def function_name(name: str) -> str:
+    """``name``, which the model wrote, as a header of the next prompt can hold it."""
+    return re.sub(r"[^\w.-]", "_", name.removeprefix("functions.")) or "_"

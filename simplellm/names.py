@@ -1,0 +1,180 @@
+"""What each tensor of gpt-oss is called by us and on disk, and what shape it has.
+
+V vocabulary, H query heads, Q rows of all query heads, KV rows of all key heads,
+QKV = Q + 2 * KV, E experts, I intermediate size. A weight's output axis comes before
+its input axis.
+"""
+
+from typing import NamedTuple
+
+from simplellm.config import ModelConfig
+from simplellm.weights import BLOCK
+
+
+class Name(NamedTuple):
+    """One tensor, in every layer ``{n}`` that it is in."""
+
+    ours: str
+    shape: str  # its axes, as `axes` measures them
+    split: str  # the axis that several devices share out; "": each has all of it
+    original: str  # in the files that OpenAI published
+    huggingface: str  # {qkv}: three tensors, joined along the first axis
+
+    def at(self, layer: int) -> "Name":
+        return Name(*(text.replace("{n}", str(layer)) for text in self))
+
+
+# Attention is split by its heads (of QKV each part for itself), and the experts are
+# dealt out whole: 2880 / 32 = 90 scales of a row of `down` cannot be cut in 4 or 8.
+# After `o` and after the experts what the devices have is added up; a bias that is not
+# split belongs to that sum once.
+# fmt: off
+NAMES = (
+    Name("embed_tokens.weight", "V hidden", "",
+         "embedding.weight",
+         "model.embed_tokens.weight"),
+    Name("layers.{n}.attn_norm.weight", "hidden", "",
+         "block.{n}.attn.norm.scale",
+         "model.layers.{n}.input_layernorm.weight"),
+    Name("layers.{n}.attn.qkv.weight", "QKV hidden", "QKV",
+         "block.{n}.attn.qkv.weight",
+         "model.layers.{n}.self_attn.{qkv}_proj.weight"),
+    Name("layers.{n}.attn.qkv.bias", "QKV", "QKV",
+         "block.{n}.attn.qkv.bias",
+         "model.layers.{n}.self_attn.{qkv}_proj.bias"),
+    Name("layers.{n}.attn.o.weight", "hidden Q", "Q",
+         "block.{n}.attn.out.weight",
+         "model.layers.{n}.self_attn.o_proj.weight"),
+    Name("layers.{n}.attn.o.bias", "hidden", "",
+         "block.{n}.attn.out.bias",
+         "model.layers.{n}.self_attn.o_proj.bias"),
+    Name("layers.{n}.attn.sinks", "H", "H",
+         "block.{n}.attn.sinks",
+         "model.layers.{n}.self_attn.sinks"),
+    Name("layers.{n}.mlp_norm.weight", "hidden", "",
+         "block.{n}.mlp.norm.scale",
+         "model.layers.{n}.post_attention_layernorm.weight"),
+    Name("layers.{n}.router.weight", "E hidden", "",
+         "block.{n}.mlp.gate.weight",
+         "model.layers.{n}.mlp.router.weight"),
+    Name("layers.{n}.router.bias", "E", "",
+         "block.{n}.mlp.gate.bias",
+         "model.layers.{n}.mlp.router.bias"),
+    Name("layers.{n}.experts.gate_up", "E 2I hidden", "E",
+         "block.{n}.mlp.mlp1_weight",
+         "model.layers.{n}.mlp.experts.gate_up_proj"),
+    Name("layers.{n}.experts.gate_up_bias", "E 2I", "E",
+         "block.{n}.mlp.mlp1_bias",
+         "model.layers.{n}.mlp.experts.gate_up_proj_bias"),
+    Name("layers.{n}.experts.down", "E hidden I", "E",
+         "block.{n}.mlp.mlp2_weight",
+         "model.layers.{n}.mlp.experts.down_proj"),
+    Name("layers.{n}.experts.down_bias", "E hidden", "E",
+         "block.{n}.mlp.mlp2_bias",
+         "model.layers.{n}.mlp.experts.down_proj_bias"),
+    Name("norm.weight", "hidden", "",
+         "norm.scale",
+         "model.norm.weight"),
+    Name("lm_head.weight", "V hidden", "V",
+         "unembedding.weight",
+         "lm_head.weight"),
+)
+# fmt: on
+
+Shape = tuple[int, ...]
+
+
+def axes(config: ModelConfig) -> dict[str, int]:
+    """The sizes that the name table's shapes speak of."""
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    return {
+        "V": config.vocab_size,
+        "hidden": config.hidden_size,
+        "H": config.num_attention_heads,
+        "Q": q,
+        "KV": kv,
+        "QKV": q + 2 * kv,
+        "E": config.num_local_experts,
+        "I": config.intermediate_size,
+        "2I": 2 * config.intermediate_size,
+    }
+
+
+def tensor_names(config: ModelConfig) -> dict[str, Name]:
+    """The name table written out for every layer, by our name, in model order."""
+    layers = range(config.num_hidden_layers)
+    per_layer = [name for name in NAMES if "{n}" in name.ours]
+    embedding, norm, head = (name for name in NAMES if "{n}" not in name.ours)
+    if config.tie_word_embeddings:  # stored once, under the embedding's name
+        head = embedding._replace(ours=head.ours, split=head.split)
+    in_layers = (name.at(n) for n in layers for name in per_layer)
+    names = [embedding, *in_layers, norm, head]
+    return {name.ours: name for name in names}
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The logical shape of each tensor by our name: [out, in], experts unpacked."""
+    size = axes(config)
+    return {
+        ours: tuple(size[axis] for axis in name.shape.split())
+        for ours, name in tensor_names(config).items()
+    }
+
+
+def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
+    """The shapes of blocks and scales that hold an MXFP4 weight [..., out, in].
+
+    Raises ValueError if the blocks do not fill its rows.
+    """
+    *rows, columns = shape
+    if columns % BLOCK:
+        raise ValueError(
+            f"an MXFP4 weight has {columns} input columns; expected a multiple of "
+            f"{BLOCK}"
+        )
+    return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
+
+
+def is_expert_weight(ours: str) -> bool:
+    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
+    return ours.endswith((".gate_up", ".down"))
+
+
+def kind(ours: str) -> str:
+    """Which part of the model a tensor belongs to, by our name."""
+    if "norm" in ours:
+        return "norms"
+    for part in ("experts", "router", "attn", "embed_tokens", "lm_head"):
+        if part in ours:
+            return {"attn": "attention", "embed_tokens": "embedding"}.get(part, part)
+    raise KeyError(ours)
+
+
+def stored_shapes(
+    config: ModelConfig, layout: str, packed: bool
+) -> dict[str, dict[str, Shape]]:
+    """For each of our names, the names and shapes on disk that make it up.
+
+    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
+    """
+    shapes, size = tensor_shapes(config), axes(config)
+    rows = {"q": size["Q"], "k": size["KV"], "v": size["KV"]}
+    found: dict[str, dict[str, Shape]] = {}
+    for ours, name in tensor_names(config).items():
+        base, shape = getattr(name, layout), shapes[ours]
+        if packed and is_expert_weight(ours):
+            dot = "_" if layout == "huggingface" else "."
+            parts = f"{base}{dot}blocks", f"{base}{dot}scales"
+            found[ours] = dict(zip(parts, packed_shapes(shape), strict=True))
+        elif "{qkv}" in base:
+            found[ours] = {
+                base.replace("{qkv}", part): (count, *shape[1:])
+                for part, count in rows.items()
+            }
+        elif layout == "huggingface" and is_expert_weight(ours):
+            experts, out_features, in_features = shape
+            found[ours] = {base: (experts, in_features, out_features)}
+        else:
+            found[ours] = {base: shape}
+    return found

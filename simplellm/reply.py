@@ -1,0 +1,272 @@
+"""What a request's tokens say: text up to a stop string, or a turn of a chat.
+
+A reply is a state machine without threads. Events of one request go in, what each of
+them adds comes out, and `output` is all of it. Nothing is raised, whatever the tokens:
+an event's error is for the reader of the events to raise.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from simplellm.harmony import (
+    Delta,
+    HarmonyParser,
+    Message,
+    ToolCall,
+    to_openai,
+    tool_calls,
+)
+from simplellm.request import Event, TokenLogprobs
+from simplellm.stops import StopStrings
+from simplellm.tokenizer import StreamDecoder, Tokenizer
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One sample of a request; from a stream, what one event added to it.
+
+    ``text`` leaves special tokens out, ``token_ids`` hold them, the last one included.
+    ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
+    "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
+    on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class ChatChoice:
+    """One turn of the assistant, its parts apart; the rest as in RequestOutput.
+
+    A turn that came to its own end and calls functions has the ``finish_reason``
+    "tool_calls".
+    """
+
+    reasoning: str  # the analysis channel
+    content: str  # what is meant for the user
+    tool_calls: list[ToolCall]
+    finish_reason: str | None
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+    def message(self) -> dict[str, Any]:
+        """The turn as an OpenAI message, for the messages of the next turn."""
+        return to_openai(self.reasoning, self.content, self.tool_calls)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How many tokens a chat took."""
+
+    prompt_tokens: int  # once for all choices
+    completion_tokens: int  # of all choices
+    cached_tokens: int  # of the prompt's, those that were found in the cache
+    reasoning_tokens: int  # of the completions', those of text in the analysis channel
+
+
+@dataclass(frozen=True)
+class ChatOutput:
+    """One or more answers to the same messages; the first one's parts are at hand."""
+
+    choices: list[ChatChoice]
+    usage: Usage
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def content(self) -> str:
+        return self.choices[0].content
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return self.choices[0].tool_calls
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.choices[0].logprobs
+
+
+class TextReply:
+    """The text of one sample, which ends at a stop string.
+
+    Without a tokenizer there is no text, and ``stop`` must be empty. ``finish_reason``
+    is None until the end; what comes after it is ignored.
+
+    Of the parts only what they hold is kept: each part is an object or two for Python's
+    garbage collector, and with 100,000 of them it would look through all objects that
+    there are while every thread waits.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        stop: Sequence[str],
+        tokenizer: Tokenizer | None,
+        logprobs: bool,
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.finish_reason: str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
+        self._texts: list[str] = []
+        self._stops = StopStrings(stop)
+        self._decoder: StreamDecoder | None = None
+        if tokenizer is not None:
+            self._decoder = StreamDecoder(tokenizer, skip_special=True)
+
+    def push(self, event: Event) -> list[RequestOutput]:
+        """What ``event`` adds, in complete characters: one part."""
+        if self.finish_reason is not None:
+            event = Event(event.number)
+        stops, text, count = self._stops, "", len(event.tokens)
+        if self._decoder is not None:
+            for number, token in enumerate(event.tokens, start=1):
+                text += stops.push(self._decoder.push(token))
+                if stops.found:
+                    count = number
+                    break
+            if event.finish_reason is not None and not stops.found:
+                text += stops.push(self._decoder.flush()) + stops.flush()
+        reason = "stop" if stops.found else event.finish_reason
+        self.finish_reason = self.finish_reason or reason
+        token_ids, logprobs = list(event.tokens[:count]), None
+        if self.logprobs is not None:
+            logprobs = list(event.logprobs or ())[:count]
+            self.logprobs += logprobs
+        self.token_ids += token_ids
+        self._texts.append(text)
+        part = RequestOutput(
+            text=text,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            logprobs=logprobs,
+            prompt_token_ids=self.prompt_token_ids,
+        )
+        return [part]
+
+    def output(self) -> RequestOutput:
+        """All that the events so far have given."""
+        return RequestOutput(
+            text="".join(self._texts),
+            token_ids=self.token_ids.copy(),
+            finish_reason=self.finish_reason,
+            logprobs=None if self.logprobs is None else [*self.logprobs],
+            prompt_token_ids=self.prompt_token_ids,
+        )
+
+
+class ChatReply:
+    """A turn of the assistant, which ends at a stop string in its final answer.
+
+    Stop strings count in the final channel only, each message of it by itself.
+    ``finish_reason`` is None until the end; what comes after it is ignored.
+    """
+
+    def __init__(
+        self,
+        prompt_token_ids: list[int],
+        stop: Sequence[str],
+        tokenizer: Tokenizer,
+        logprobs: bool,
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.finish_reason: str | None = None
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
+        self.reasoning_tokens = 0  # of the reasoning's text, without its markers
+        self._parser = HarmonyParser(tokenizer)
+        self._ended = 0  # messages
+        self._stops = StopStrings(stop)
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+
+    def push(self, event: Event) -> list[Delta]:
+        """What ``event`` adds to the turn's messages, and where calls begin."""
+        if self.finish_reason is not None:
+            return []
+        shown: list[Delta] = []
+        count = len(event.tokens)
+        for number, token in enumerate(event.tokens, start=1):
+            message = self._parser.message
+            shown += self._show(self._parser.push(token))
+            if message is not None and message is self._parser.message:
+                self.reasoning_tokens += is_reasoning(message)
+            if self._stops.found:
+                count = number
+                break
+        if event.finish_reason is not None and not self._stops.found:
+            shown += self._show(self._parser.finish())
+        self.finish_reason = event.finish_reason
+        if self._stops.found:
+            self.finish_reason = "stop"
+        elif event.finish_reason == "stop" and tool_calls(self._parser.messages):
+            self.finish_reason = "tool_calls"
+        self.token_ids += event.tokens[:count]
+        if self.logprobs is not None:
+            self.logprobs += (event.logprobs or ())[:count]
+        for delta in shown:
+            if is_reasoning(delta):
+                self._reasoning.append(delta.text)
+            elif delta.recipient is None:
+                self._content.append(delta.text)
+        return shown
+
+    def output(self) -> ChatChoice:
+        """All that the events so far have given."""
+        return ChatChoice(
+            reasoning="".join(self._reasoning),
+            content="".join(self._content),
+            tool_calls=tool_calls(self._parser.messages),
+            finish_reason=self.finish_reason,
+            token_ids=self.token_ids.copy(),
+            logprobs=None if self.logprobs is None else [*self.logprobs],
+        )
+
+    def _show(self, deltas: list[Delta]) -> list[Delta]:
+        """What of the parser's ``deltas`` can be shown by now."""
+        shown = []
+        for delta in deltas:
+            if delta.channel == "final" and delta.recipient is None:
+                text = self._stops.push(delta.text)
+                delta = delta if text == delta.text else replace(delta, text=text)
+            if delta.text or delta.call is not None:
+                shown.append(delta)
+        if len(self._parser.messages) > self._ended and not self._stops.found:
+            self._ended = len(self._parser.messages)
+            if rest := self._stops.flush():  # no stop string goes on in the next one
+                shown.append(Delta("final", None, rest))
+        return shown
+
+
+Reply = TextReply | ChatReply
+
+
+def is_reasoning(part: Message | Delta) -> bool:
+    """Whether this is text of the analysis channel, and no call."""
+    return part.channel == "analysis" and part.recipient is None
+
+
+def chat_output(replies: Sequence[ChatReply], cached_tokens: int) -> ChatOutput:
+    """What the choices of one chat give; ``cached_tokens`` are those of its prompt."""
+    usage = Usage(
+        prompt_tokens=len(replies[0].prompt_token_ids),
+        completion_tokens=sum(len(reply.token_ids) for reply in replies),
+        cached_tokens=cached_tokens,
+        reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
+    )
+    return ChatOutput([reply.output() for reply in replies], usage)
