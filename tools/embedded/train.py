@@ -31,9 +31,9 @@ from problems import evaluation_set
 from torch import Tensor, nn
 
 from simplellm.config import ModelConfig
-from simplellm.weights import quantize
 from simplellm.rope import Rope
 from simplellm.tokenizer import Tokenizer
+from simplellm.weights import quantize
 
 ROW = 512  # tokens in a packed row
 IGNORE = -100

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import fused, random_model
+from cases import random_model
 from torch import Tensor
 
 from simplellm.model import PAGE, Model, one_sequence
-from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
 
 MODEL, LAYERS, TOKENS = "gpt-oss-120b", 4, 1500
@@ -54,13 +53,14 @@ def measure() -> dict[str, Any]:
     """Errors of the logits of 1,500 tokens, by how they were computed."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(200_000, (TOKENS,), generator=generator)
-    exact = random_model(MODEL, LAYERS, PLAIN, torch.float32).logits(tokens)
-    plain = random_model(MODEL, LAYERS, PLAIN).logits(tokens)
+    wide = random_model(MODEL, LAYERS, dtype=torch.float32, kernels=False)
+    exact = wide.logits(tokens)
+    plain = random_model(MODEL, LAYERS, kernels=False).logits(tokens)
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "bf16 PyTorch": compare(plain, exact),
     }
-    model = random_model(MODEL, LAYERS, fused())
+    model = random_model(MODEL, LAYERS)
     for name, chunks in (
         ("fused, whole", [1500]),
         ("fused, chunks", [700, 300, 1, 199, 300]),

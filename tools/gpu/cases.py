@@ -17,34 +17,45 @@ from torch import Tensor
 from simplellm.batch import KVGroup
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MODELS
+from simplellm.kernels.fragments import unpack
+from simplellm.kernels.fused import fused
 from simplellm.layers import Experts, Layer
 from simplellm.model import Model, build
-from simplellm.ops import PLAIN, Ops, route
+from simplellm.ops import PLAIN, route
 from simplellm.sizes import weight_bytes
 from simplellm.weights import MXFP4
 
 PAGE = 64
+MAX_NUM_SEQS = 256
 L2 = 2.4e8  # bytes of inputs after which nothing of the first is cached any more
 CUDA = torch.device("cuda")
 # Arguments that operations write to.
 WRITTEN = {"add_norm": (0,), "rope_and_cache": (3, 4), "head": (2,)}
 
 
-def fused(*, batch_invariant: bool = False) -> Ops:
-    """The table of Triton kernels, for this GPU."""
-    from simplellm.kernels.fused import fused_ops
-
-    return fused_ops(CUDA, batch_invariant)
-
-
 def random_model(
-    name: str, layers: int, ops: Ops = PLAIN, dtype: torch.dtype = torch.bfloat16
+    name: str,
+    layers: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: bool = True,
+    batch_invariant: bool = False,
 ) -> Model:
-    """A known model with ``layers`` layers, always the same random bfloat16 weights."""
-    config = MODELS[name]
-    types = config.layer_types[:layers]
-    config = replace(config, num_hidden_layers=layers, layer_types=types)
+    """A known model with ``layers`` layers, always the same random bfloat16 weights.
+
+    The Triton kernels compute with it, or without ``kernels`` PyTorch.
+    """
+    types = MODELS[name].layer_types[:layers]
+    config = replace(MODELS[name], num_hidden_layers=layers, layer_types=types)
     checkpoint = RandomCheckpoint(config, dtype=torch.bfloat16, device=CUDA, seed=0)
+    ops = PLAIN
+    if kernels:
+        ops = fused(
+            config,
+            max_num_seqs=MAX_NUM_SEQS,
+            device=CUDA,
+            batch_invariant=batch_invariant,
+        )
 
     def take(name: str) -> Any:
         weight = checkpoint[name]
@@ -94,8 +105,6 @@ def summed(x: Tensor) -> Tensor:
 def unpacked(value: Any) -> Any:
     """An argument as the twin takes it: experts as they were before `prepare`."""
     if isinstance(value, Experts) and not isinstance(value.gate_up, MXFP4):
-        from simplellm.kernels.fragments import unpack
-
         weights: Any = {n: unpack(getattr(value, n)) for n in ("gate_up", "down")}
         return replace(value, **weights)
     return value

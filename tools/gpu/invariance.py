@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import triton
-from cases import fused, random_model
+from cases import random_model
 from client import Client, make_engine, random_prompt
 
 from simplellm.engine import Engine
@@ -201,7 +201,7 @@ def main() -> None:
         "layers": options.layers,
     }
     models = {
-        invariant: random_model(MODEL, options.layers, fused(batch_invariant=invariant))
+        invariant: random_model(MODEL, options.layers, batch_invariant=invariant)
         for invariant in (False, True)
     }
     say(f"{options.layers} layers are loaded")

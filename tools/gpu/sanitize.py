@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import triton
-from cases import fused, random_model, small_cases
+from cases import random_model, small_cases
 
 KERNELS = "embed norm rope linear experts experts_one head draw decode prefill".split()
 TOOLS = ("memcheck", "racecheck")
@@ -37,7 +37,7 @@ DONE = "every kernel has run"
 def run(names: list[str]) -> None:
     """Launch these kernels. Raises RuntimeError for a result that is not finite."""
     torch.manual_seed(0)
-    cases = small_cases(random_model("gpt-oss-20b", 1, fused()))
+    cases = small_cases(random_model("gpt-oss-20b", 1))
     for name in names:
         for case in cases[name]:
             for number, out in enumerate(case.outcome(case.operation)):

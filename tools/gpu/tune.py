@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 import triton
-from cases import Case, Cases, fused, random_model
+from cases import Case, Cases, random_model
 from torch import Tensor
 
 from simplellm.kernels.decode import DecodeTiles, decode_tiles
@@ -270,7 +270,7 @@ def shown(row: Row) -> str:
 
 def tune(options: argparse.Namespace) -> Iterator[Row]:
     """All rows, printed as they come, the quickest variant of a size first."""
-    cases = Cases(random_model(options.model, 8, fused()))
+    cases = Cases(random_model(options.model, 8))
     wanted = options.only.split(",") if options.only else list(SIZES)
     for name in wanted:
         for case in SIZES[name](cases):
