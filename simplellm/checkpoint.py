@@ -320,6 +320,8 @@ class RandomCheckpoint:
     tensor depends on the seed, its name, shape and dtype, and the kind of device alone.
     """
 
+    packed = True
+
     def __init__(
         self,
         config: ModelConfig,

@@ -51,7 +51,7 @@ KINDS: dict[Any, tuple[Any, str]] = {
 
 def check_number(
     name: str,
-    value: object,
+    value: Any,
     kind: type,
     low: float,
     high: float,

@@ -251,8 +251,8 @@ class Engine:
                 return True
             if asked is not None:
                 number, reason = asked
-                if (request := self.scheduler.requests.get(number)) is not None:
-                    self.end(request, reason)
+                if (found := self.scheduler.requests.get(number)) is not None:
+                    self.end(found, reason)
 
     def _expired(self) -> list[Request]:
         with self.lock:

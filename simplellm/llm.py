@@ -54,14 +54,14 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [list(prompts)] if one else list(prompts)
 
 
-def outputs(readers: Sequence[Reader]) -> list[RequestOutput]:
+def outputs(readers: Sequence[Reader]) -> list[Any]:
     """What `LLM.generate` gives."""
     return [reader.reply.output() for reader in readers]
 
 
 def turn(readers: Sequence[Reader]) -> ChatOutput:
     """What `LLM.chat` gives."""
-    replies = [reader.reply for reader in readers]
+    replies: list[Any] = [reader.reply for reader in readers]
     return chat_output(replies, readers[0].cached_tokens)
 
 
@@ -131,6 +131,7 @@ class LLM:
         self.model = loaded.model
         self.config = loaded.model.config
         self.engine = loaded.engine
+        self.weights_seconds = loaded.weights_seconds
         self.how = loaded.how
         self.default_params = loaded.default_params
         self.eos_token_ids = loaded.eos_token_ids

@@ -4,9 +4,10 @@ Every choice that depends on the machine is made here, once.
 """
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
 from simplellm.config import (
+    MAX_SIZE,
     MODELS,
     ConfigError,
     EngineConfig,
@@ -35,17 +37,16 @@ from simplellm.pages import KVPool, PageManager
 from simplellm.request import SamplingParams
 from simplellm.runner import Runner, bucket_sizes
 from simplellm.scheduler import Scheduler
-from simplellm.sizes import count_parameters, enough, page_bytes
+from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import MXFP4, Weight
 
 LOGGER = logging.getLogger("simplellm")
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
+PROMPTS = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens to rehearse
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-CPU_CACHE_BYTES = 2**28
-GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
 OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
 OLDEST_TRITON = (3, 6)
@@ -59,6 +60,7 @@ class Loaded:
 
     model: Model
     engine: Engine
+    weights_seconds: float  # that it took to read the model's weights
     how: str  # which operations compute, and why
     tokenizer: Tokenizer | None
     default_params: SamplingParams
@@ -86,19 +88,33 @@ def load(
     default_params, ends = read_generation_config(folder)
     operations, how = choose(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
-    with on(device), enough(source.config, config, device, dtype, source.packed):
+    mapped = device.type == "cpu" and not random_weights
+    need = Need.of(
+        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
+    )
+    with on(device), enough(need, device):
         if operations == "fused":
-            ops = compile_fused(source, config, dtype, device)
+            ops = compile_fused(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
+        start = time.perf_counter()
         model = read_weights(source, dtype, device, ops)
+        weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
             engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
     special = tokenizer.special if tokenizer else {}
     named = (special[name] for name in TURN_ENDS if name in special)
     eos_token_ids = frozenset([*source.config.eos_token_ids, *ends, *named])
-    return Loaded(model, engine, how, tokenizer, default_params, eos_token_ids)
+    return Loaded(
+        model=model,
+        engine=engine,
+        weights_seconds=weights_seconds,
+        how=how,
+        tokenizer=tokenizer,
+        default_params=default_params,
+        eos_token_ids=eos_token_ids,
+    )
 
 
 def load_model(
@@ -336,6 +352,41 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(".")[:2])
 
 
+def compile_fused(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels for this model, compiled, as far as they compile.
+
+    A stand-in with a layer of each kind computes steps of all the sizes that choose
+    among kernels. That is before an expert is loaded: whether experts are repacked
+    depends on what compiles.
+    """
+    from simplellm.kernels.compiling import compile_kernels
+    from simplellm.kernels.fused import fused
+
+    kinds = tuple(dict.fromkeys(model.layer_types))
+    small = replace(model, layer_types=kinds, num_hidden_layers=len(kinds))
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
+    stand_in = build(small, source.__getitem__, ops)
+    pool = KVPool(small, 2, config.page_size, dtype, device)
+    manager = PageManager(2, config.page_size, window=small.windows[-1])
+    longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+    runner = Runner(stand_in, pool, manager, config, longest)
+    prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    steps: list[Callable[[Ops], object]] = [
+        partial(runner.rehearse, size, size)
+        for size in bucket_sizes(config.max_num_seqs)
+    ]
+    steps += [partial(runner.rehearse, size, 0) for size in prompts]
+    return compile_kernels(ops, steps, device, config.batch_invariant)
+
+
 # The engine
 
 
@@ -345,14 +396,10 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     ``config`` has been resolved. Raises ValueError if not even one token has room.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
-    num_pages = config.num_pages
-    if num_pages is None:
-        nbytes = config.cache_bytes or default_cache_bytes(model.device)
-        itemsize = model.dtype.itemsize
-        num_pages = nbytes // page_bytes(model.config, page_size, itemsize)
+    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
     chunk = config.prefill_chunk if config.enable_chunked_prefill else None
     manager = PageManager(
-        num_pages,
+        pages,
         page_size,
         window=model.config.windows[-1],
         share=config.share_prefixes,
@@ -370,14 +417,7 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         overtakes=config.overtakes,
         continuous=config.continuous,
     )
-    pool = KVPool(model.config, num_pages, page_size, model.dtype, model.device)
+    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
     runner = Runner(model, pool, manager, config, min(limits))
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)
-
-
-def default_cache_bytes(device: torch.device) -> int:
-    """Bytes for keys and values if nobody says how many."""
-    if device.type != "cuda":
-        return CPU_CACHE_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)

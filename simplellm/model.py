@@ -5,6 +5,7 @@ T packed tokens, S of them sampling, V vocabulary, D head_dim.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from simplellm.pages import KVPool
 from simplellm.sizes import check_room, page_bytes
 from simplellm.weights import Weight
 
-Take = Callable[[str], Weight]  # a weight by its name, on the right device
+# Gives a weight by its name, on the right device: a Tensor, or what is packed.
+Take = Callable[[str], Any]
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
 PAGE = 64  # tokens in each of the pages that it uses
 
@@ -80,6 +82,17 @@ class Model:
         self.norm = norm
         self.lm_head = lm_head
         self.device, self.dtype = embed_tokens.device, embed_tokens.dtype
+
+    def computed_by(self, ops: Ops) -> "Model":
+        """The same weights with other operations, which read the same layout."""
+        return Model(
+            self.config,
+            ops,
+            embed_tokens=self.embed_tokens,
+            layers=self.layers,
+            norm=self.norm,
+            lm_head=self.lm_head,
+        )
 
     def forward(self, batch: Batch, pool: KVPool, previous: Tensor) -> Tensor:
         """Hidden states [T, hidden], normed, of the tokens of ``batch``.
@@ -190,7 +203,7 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
     layers = []
     for index in range(config.num_hidden_layers):
 
-        def part(name: str, layer: str = f"layers.{index}") -> Weight:
+        def part(name: str, layer: str = f"layers.{index}") -> Any:
             return take(f"{layer}.{name}")
 
         attn = Attention(

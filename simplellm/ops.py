@@ -199,7 +199,7 @@ def attend_decodes(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write what `attend` gives for the sequences that have one new token to ``out``."""
+    """Write to ``out`` what `attend` gives for sequences that have one new token."""
     scale = q.shape[2] ** -0.5
     for rows, cells, hidden in group.reads:
         which, where = (torch.from_numpy(x).to(q.device) for x in (rows, cells))
@@ -219,7 +219,7 @@ def attend_chunks(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write what `attend` gives for the other sequences to ``out``."""
+    """Write to ``out`` what `attend` gives for the other sequences."""
     size, queries, lengths = (
         keys.shape[1],
         group.queries.tolist(),

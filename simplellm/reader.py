@@ -201,7 +201,7 @@ class Collector:
         self.delivery, self.readers = delivery, readers
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
 
-    def deliver(self, part: object) -> None:
+    def deliver(self, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
         self.left -= part is END
         failed = isinstance(part, Exception)

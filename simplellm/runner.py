@@ -17,6 +17,7 @@ from torch import Tensor
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
 from simplellm.model import Model
+from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
@@ -97,7 +98,8 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
-        self.pages = -(-max_model_len // pool.page_size)
+        # A multiple of 16, so that Triton compiles the kernels for one width of tables.
+        self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
         size = Batch.size(tokens, seqs, self.pages, groups)
@@ -126,7 +128,24 @@ class Runner:
         pin = self.device.type == "cuda"
         return torch.zeros(size, dtype=torch.int32, pin_memory=pin)
 
-    # Graphs
+    # Kernels and graphs
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: int, decodes: int, ops: Ops) -> None:
+        """A step of nothing but padding, computed by ``ops``, which nobody reads.
+
+        It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of
+        a prompt. Several may be under way at once, and write over each other's results.
+        """
+        rows = decodes or 1
+        flat = torch.zeros_like(self.inputs)
+        batch = self.view(flat, tokens, rows, self.pages, decodes)
+        batch.pad()
+        model = self.model.computed_by(ops)
+        hidden = model.forward(batch, self.pool, self.output)
+        best = model.head(hidden[:rows], self.logits[:rows])
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        ops.draw(self.logits[:rows], best, zeros.float(), zeros, zeros)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -141,7 +160,7 @@ class Runner:
             batch = self.view(self.inputs, size, size, self.pages, size)
             batch.pad()
             try:
-                self._compute(batch, size)  # compiles what is not compiled yet
+                self._compute(batch, size)  # what it needs once, it takes now
                 graph = record(partial(self._compute, batch, size), pool)
             except torch.OutOfMemoryError as error:
                 cause = str(error).partition("\n")[0]  # itself, it holds memory
@@ -268,7 +287,7 @@ class Runner:
             if arrived:
                 arrived.synchronize()
             tokens = landing.tolist()
-            found = [None] * len(tokens)
+            found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
             if logprobs:
                 found = token_logprobs(wanted, tokens, *(x.tolist() for x in logprobs))
             return Landed([[token] for token in tokens], found)

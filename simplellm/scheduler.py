@@ -1,9 +1,9 @@
 """Who computes how many tokens in the next step: iteration-level scheduling.
 
-Plain Python, no tensors. A step takes one token from each request that decodes and chunks
-of the prompts of others, all under one budget (Orca, Yu et al. 2022; Sarathi-Serve,
-Agrawal et al. 2024). When the cache runs full, the last in line gives up its room and
-computes its tokens again later.
+Plain Python, no tensors. A step takes one token from each request that decodes and
+chunks of the prompts of others, all under one budget (Orca, Yu et al. 2022;
+Sarathi-Serve, Agrawal et al. 2024). When the cache runs full, the last in line gives up
+its room and computes its tokens again later.
 """
 
 import math
@@ -44,8 +44,8 @@ class Scheduler:
     ``max_num_batched_tokens`` tokens, and at most ``prefill_chunk`` of one prompt; None
     leaves prompts whole. ``max_waiting`` requests may wait. A request overtakes at most
     ``overtakes`` earlier ones for each level of priority that it is ahead of them, so
-    that nobody waits forever. Without ``continuous``, no request joins once a running one
-    has ended, until all have.
+    that nobody waits forever. Without ``continuous``, no request joins once a running
+    one has ended, until all have.
     """
 
     def __init__(

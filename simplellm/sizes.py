@@ -174,36 +174,40 @@ class Need:
         return cls(sum(weights.values()), cache, step)
 
 
-def shortage(need: Need, device: torch.device) -> Exception:
-    """What to raise where ``need`` is more than a device has."""
+def shortage(device: torch.device, takes: str) -> Exception:
+    """What to raise where a device has less memory than something ``takes``."""
     free, total = free_bytes(device)
     gpu = device.type == "cuda"
     error = torch.OutOfMemoryError if gpu else MemoryError
+    name = torch.cuda.get_device_name(device) if gpu else "the CPU"
     return error(
-        f"{torch.cuda.get_device_name(device) if gpu else 'the CPU'} has not enough "
-        f"memory: the model takes {need.weights / 1e9:.1f} GB for its weights, "
-        f"{need.cache / 1e9:.1f} for keys and values and about {need.step / 1e9:.1f} "
-        f"for a step; {free / 1e9:.1f} of {total / 1e9:.1f} GB are free. Stop other "
-        "programs on it, or choose a smaller model, num_pages, cache_bytes, "
-        "max_num_seqs or max_num_batched_tokens"
+        f"{name} has not enough memory: {takes}; {free / 1e9:.1f} of "
+        f"{total / 1e9:.1f} GB are free"
     )
 
 
-def check_memory(need: Need, device: torch.device) -> None:
-    """Raise torch.OutOfMemoryError (on a CPU MemoryError) if it cannot fit."""
-    if need.weights + need.cache + need.step > free_bytes(device)[0]:
-        raise shortage(need, device)
+def check_room(device: torch.device, nbytes: int, what: str) -> None:
+    """Raise torch.OutOfMemoryError (on a CPU MemoryError) if ``nbytes`` do not fit."""
+    if nbytes > free_bytes(device)[0]:
+        raise shortage(device, f"{what} take {nbytes / 1e9:.1f} GB")
 
 
 @contextmanager
 def enough(need: Need, device: torch.device) -> Iterator[None]:
     """Load a model inside of this, which says what is missing if memory is.
 
-    Raises what `check_memory` does: before anything is loaded if ``need`` cannot fit,
-    and in the place of an error like it that happens inside.
+    Raises torch.OutOfMemoryError (on a CPU MemoryError): before anything is loaded if
+    ``need`` cannot fit, and in the place of an error like it that happens inside.
     """
-    check_memory(need, device)
+    takes = (
+        f"the model takes {need.weights / 1e9:.1f} GB for its weights, "
+        f"{need.cache / 1e9:.1f} for keys and values and about {need.step / 1e9:.1f} "
+        "for a step (a smaller model, num_pages, cache_bytes, max_num_seqs or "
+        "max_num_batched_tokens takes less)"
+    )
+    if need.weights + need.cache + need.step > free_bytes(device)[0]:
+        raise shortage(device, takes)
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise shortage(need, device) from error
+        raise shortage(device, takes) from error

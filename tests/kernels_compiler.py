@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -90,7 +90,7 @@ def assert_compiles_and_fits(case: Case) -> None:
 
 def assert_compiles_for_older_gpus(case: Case) -> None:
     constants = case.constants | ({"PDL": False} if "PDL" in case.constants else {})
-    older = Case(case.kernel, case.types, constants, case.warps, case.stages)
+    older = replace(case, constants=constants)
     assert len(compile_case(older, AMPERE).asm["cubin"]) > 0
 
 

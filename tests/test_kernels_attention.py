@@ -17,7 +17,7 @@ from simplellm.batch import KVGroup
 from simplellm.kernels import decode as decoding
 from simplellm.kernels import launch
 from simplellm.kernels.attention import attend
-from simplellm.kernels.decode import DECODE, Scratch, choose_splits
+from simplellm.kernels.decode import DECODE_TILES, Scratch, choose_splits
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 exhaustive = pytest.mark.exhaustive
@@ -180,7 +180,7 @@ def test_decode_of_many(kernel_device):
     assert_near(case.attend(), case.expected())
 
 
-LEAST = DECODE[1].least
+LEAST = DECODE_TILES[1].least
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -336,7 +336,7 @@ def test_a_token_has_the_same_bits_in_any_chunk(kernel_device, window):
         numbers = numbers.to(kernel_device)
         group = replace(
             case.group,
-            tables=case.group.tables[:1, first:],
+            tables=case.group.tables[:1, first:].contiguous(),
             offsets=numbers[1, :1],
             lengths=numbers[1, 1:],
             queries=numbers[0],
@@ -398,4 +398,4 @@ def test_a_decode_asks_for_what_its_tiles_say(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decoding, "launch", lambda kernel, *args, **options: kernel)
     monkeypatch.setattr(decoding, "set_carveout", lambda *wish: wishes.append(wish))
     make_case("cpu", [5], dim=64).attend()
-    assert wishes == [(decoding.decode_kernel, DECODE[1].carveout)]
+    assert wishes == [(decoding.decode_kernel, DECODE_TILES[1].carveout)]

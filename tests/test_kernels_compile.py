@@ -48,12 +48,11 @@ def decode_case(batch, window=None, heads=GPT_OSS):
     sinks = "*bf16" if has_sinks else ""
     return Case(
         decode.decode_kernel,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 "
-        "i32 i32 i32 i32",
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
         attention_sizes(tiles, window, heads, has_sinks) | {"EARLY": tiles.early},
         warps=tiles.warps,
         stages=tiles.stages,
-        aligned=("stride_q", "stride_page"),
+        aligned=("stride_page",),
     )
 
 
@@ -72,17 +71,17 @@ def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
     sinks = "*bf16" if has_sinks else ""
     return Case(
         prefill.prefill_kernel,
-        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32 i32",
+        f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
         attention_sizes(tiles, window, heads, has_sinks) | {"TOKENS": tiles.tokens},
         warps=tiles.warps,
         stages=tiles.stages,
-        aligned=("stride_q", "stride_page"),
+        aligned=("stride_page",),
     )
 
 
 def attention_cases(heads):
     """Every tiling that is used."""
-    cases = [decode_case(batch, heads=heads) for batch in decode.DECODE]
+    cases = [decode_case(batch, heads=heads) for batch in decode.DECODE_TILES]
     cases += [decode_case(1, 128, heads), prefill_case(128, True, heads)]
     cases += [prefill_case(window, heads=heads) for window in (None, 128)]
     return list({str(case): case for case in cases}.values())
@@ -95,11 +94,10 @@ def rope_case(dim, has_norms):
     sizes |= {} if has_norms else {"q_norm_ptr": None, "k_norm_ptr": None}
     return Case(
         rope.rope_kernel,
-        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 "
-        "i32 i32 i32 i32",
+        f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 i32 i32",
         sizes | {"HALF": half, "HAS_BIAS": True, "HAS_NORMS": has_norms, "PDL": True},
         warps=2,
-        aligned=("stride_token", "stride_page_keys", "stride_page_values"),
+        aligned=("stride_page_keys", "stride_page_values"),
     )
 
 
@@ -111,10 +109,9 @@ CASES = [
     rope_case(64, has_norms=False),
     Case(
         norm.add_norm_kernel,
-        "*bf16 *bf16 *fp32 *bf16 i32 i32 fp32",
+        "*bf16 *bf16 *fp32 *bf16 fp32",
         {"N": 2880, "PARTS": 4, "BLOCK": 4096, "PDL": True},
         warps=8,
-        aligned=("stride_token", "stride_part"),
     ),
     Case(
         draw.draw_kernel,
@@ -181,11 +178,11 @@ def test_no_program_is_over_before_it_waits(case):
 
 
 @pytest.mark.parametrize("heads", [GPT_OSS, *OTHER_HEADS], ids=str)
-@pytest.mark.parametrize("batch", decode.DECODE)
+@pytest.mark.parametrize("batch", decode.DECODE_TILES)
 def test_keys_are_on_their_way_before_the_wait(batch, heads):
     ptx = compile_case(decode_case(batch, heads=heads)).asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait", 1)
-    assert ("cp.async" in before) == decode.DECODE[batch].early
+    assert ("cp.async" in before) == decode.DECODE_TILES[batch].early
     assert "ld.global" in after  # the queries, which the kernel before has written
 
 

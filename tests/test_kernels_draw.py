@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from simplellm import ops
-from simplellm.kernels.draw import BLOCK, draw
+from simplellm.kernels.draw import DRAW_BLOCK, draw
 from simplellm.sampler import Columns, SamplingParams, sample
 
 
@@ -28,7 +28,7 @@ def sampled(logits, heat, seeds, steps):
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
-@pytest.mark.parametrize("vocabulary", [7, 2 * BLOCK, 2 * BLOCK + 1])
+@pytest.mark.parametrize("vocabulary", [7, 2 * DRAW_BLOCK, 2 * DRAW_BLOCK + 1])
 def test_draw_is_what_the_sampler_draws(kernel_device, vocabulary, temperature):
     logits, best, heat, seeds, steps = inputs(kernel_device, 5, vocabulary, temperature)
     expected = sampled(logits, heat, seeds, steps)
@@ -37,7 +37,7 @@ def test_draw_is_what_the_sampler_draws(kernel_device, vocabulary, temperature):
 
 
 def test_steps_and_seeds_matter_in_all_their_bits(kernel_device):
-    logits = torch.zeros(65, BLOCK, device=kernel_device)
+    logits = torch.zeros(65, DRAW_BLOCK, device=kernel_device)
     best, steps = torch.zeros_like(logits[:, 0]).int(), torch.zeros(65).long()
     heat, steps = torch.ones(65, device=kernel_device), steps.to(kernel_device)
     bits = torch.tensor([0] + [1 << bit for bit in range(63)] + [-(2**63)])

@@ -1,70 +1,61 @@
 """The experts' kernels for many tokens against plain PyTorch, and the packed order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from oracle_kernels import (
+    plain_dispatch,
+    plain_products,
+    random_experts,
+    random_weight,
+    repacked,
+)
 
+from simplellm import ops
 from simplellm.kernels.experts import (
-    INVARIANT,
+    INVARIANT_TILING,
+    TILINGS,
     Tiling,
     down,
-    down_torch,
+    experts,
     gate_up,
-    gate_up_torch,
-    repack,
     tilings,
 )
-from simplellm.kernels.routing import dispatch_torch
-from simplellm.moe import Experts, experts
-from simplellm.weights import MXFP4
+from simplellm.kernels.fragments import prepare, repack
+from simplellm.layers import Attention, Dense, Layer
+from simplellm.weights import quantize
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 96, 64, 5, 2
-
-
-def random_weight(rows: int, columns: int, seed: int = 0) -> MXFP4:
-    """All codes, and scales of 2^-9 to 2^-2."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (EXPERTS, rows, columns // 32)
-    blocks = torch.randint(0, 256, (*shape, 16), generator=generator)
-    scales = torch.randint(118, 126, shape, generator=generator)
-    return MXFP4(blocks.to(torch.uint8), scales.to(torch.uint8))
+HIDDEN, INTERMEDIATE = 96, 64
+SOME_TILINGS = [
+    Tiling(rows=64, tokens=16),
+    Tiling(rows=128, tokens=16, unroll=2, stages=2),
+    Tiling(rows=64, tokens=64, widths=3, unroll=3),
+    Tiling(rows=64, tokens=8, warps=2),
+    Tiling(rows=64, tokens=16, widths=2),
+]
 
 
-def layer() -> Experts:
-    torch.manual_seed(1)
-    return Experts(
-        random_weight(2 * INTERMEDIATE, HIDDEN, 2),
-        torch.randn(EXPERTS, 2 * INTERMEDIATE),
-        random_weight(HIDDEN, INTERMEDIATE, 3),
-        torch.randn(EXPERTS, HIDDEN),
-        limit=7.0,
-        alpha=1.702,
-    )
-
-
-def routing(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids that leave expert 3 out and give expert 0 most tokens."""
-    torch.manual_seed(tokens)
-    scores = torch.rand(tokens, EXPERTS) + torch.tensor([0.5, 0, 0, -2, 0])
-    weights, ids = scores.topk(TOP_K)
-    return ids.int(), weights.softmax(-1)
+def number(value: int, device: str) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("columns", [32, 64, 224])
 def test_repacked_weights_are_the_same_numbers(paired, columns):
-    weight = random_weight(48, columns)
-    packed = repack(weight, paired)
-    assert packed.shape == weight.shape
-    assert torch.equal(packed.dequantize(), weight.dequantize())
+    weight = random_weight(5, 48, columns)
+    fragments = repack(weight, paired)
+    assert fragments.shape == weight.shape
+    assert torch.equal(fragments.dequantize(), weight.dequantize())
 
 
 def test_repacking_needs_no_more_memory():
-    weight = random_weight(64, 2880)
+    weight = random_weight(5, 64, 2880)
     assert repack(weight, paired=True).nbytes == weight.nbytes
 
 
 def test_a_scale_that_is_too_large_is_refused():
-    weight = random_weight(16, 64)
+    weight = random_weight(5, 16, 64)
     weight.scales[2, 3, 1] = 136
     repack(weight, paired=False)
     weight.scales[2, 3, 1] = 137
@@ -74,102 +65,120 @@ def test_a_scale_that_is_too_large_is_refused():
 
 def test_rows_must_fill_tiles():
     with pytest.raises(ValueError, match="multiple of 16"):
-        repack(random_weight(24, 64), paired=False)
+        repack(random_weight(5, 24, 64), paired=False)
 
 
-TILINGS = [
-    Tiling(rows=64, tokens=16),
-    Tiling(rows=128, tokens=16, unroll=2, stages=2),
-    Tiling(rows=64, tokens=64, widths=3, unroll=3),
-    Tiling(rows=64, tokens=8, warps=2),
-    Tiling(rows=64, tokens=16, widths=2),
-]
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 19])
+def test_experts_are_the_plain_ones(kernel_device, tokens, invariant):
+    mlp = random_experts(kernel_device, HIDDEN, INTERMEDIATE)
+    torch.manual_seed(tokens)
+    x, live = torch.randn(tokens, HIDDEN).to(kernel_device), number(tokens, "cpu")
+    live = live.to(kernel_device)
+    expected = ops.experts(x, mlp, live)
+    parts = experts(x, repacked(mlp), live, batch_invariant=invariant)
+    assert parts.shape == (tokens, mlp.top_k, HIDDEN)
+    torch.testing.assert_close(parts.sum(1), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 19])
-@pytest.mark.parametrize("tiles", TILINGS)
-def test_experts_agree_with_the_reference(kernel_device, tokens, tiles):
-    weights = layer()
-    ids, odds = routing(tokens)
-    x = torch.randn(tokens, HIDDEN)
-    expected = experts(x, ids.long(), odds, weights)
-
-    def there(tensor):
-        return tensor.to(kernel_device)
-
-    plan = dispatch_torch(there(ids), EXPERTS, tiles.tokens)
-    up = repack(weights.gate_up.to(kernel_device), paired=True)
-    hidden = gate_up(
-        *(there(x), up, there(weights.gate_up_bias), plan),
-        *(weights.limit, weights.alpha, tiles),
-    )
-    parts = down(
-        *(hidden, repack(weights.down.to(kernel_device), paired=False)),
-        *(there(weights.down_bias), there(odds), plan, tiles),
-    )
-    assert parts.shape == (tokens, TOP_K, HIDDEN)
-    torch.testing.assert_close(parts.sum(1).cpu(), expected, rtol=1e-4, atol=1e-4)
+def test_padding_changes_nothing(kernel_device):
+    mlp = repacked(random_experts(kernel_device, HIDDEN, INTERMEDIATE))
+    torch.manual_seed(0)
+    x = torch.randn(19, HIDDEN).to(kernel_device)
+    alone = experts(x[:17].contiguous(), mlp, number(17, kernel_device))
+    x[17:] = torch.nan
+    padded = experts(x, mlp, number(17, kernel_device))
+    assert torch.equal(padded[:17], alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_each_kernel_agrees_with_its_twin(kernel_device, dtype):
-    weights = layer()
-    ids, odds = routing(9)
-    tiles = Tiling(rows=64, tokens=16)
-    plan = dispatch_torch(ids.to(kernel_device), EXPERTS, tiles.tokens)
-    x = torch.randn(9, HIDDEN, dtype=dtype, device=kernel_device)
-    up = repack(weights.gate_up.to(kernel_device), paired=True)
-    bias = weights.gate_up_bias.to(kernel_device)
-    arguments = (x, up, bias, plan, weights.limit, weights.alpha, tiles)
-    hidden = gate_up(*arguments)
-    assert hidden.dtype == dtype
+def halves(device, tokens, tiling, dtype=torch.float32, seed=0):
+    """Everything that both halves of the experts take, routed at random."""
+    mlp = random_experts(device, HIDDEN, INTERMEDIATE, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    # Expert 3 is left out, and expert 0 gets most tokens.
+    odds = torch.rand(tokens, 5, generator=generator)
+    scores, ids = (odds + torch.tensor([0.5, 0, 0, -2, 0])).topk(mlp.top_k)
+    x = torch.randn(tokens, HIDDEN, generator=generator).to(device, dtype)
+    ids, scores = ids.int().to(device), scores.softmax(-1).to(device)
+    return mlp, x, ids, scores, plain_dispatch(ids, 5, tiling.tokens)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "dtype"),
+    [
+        pytest.param(
+            *(tiling, dtype),
+            marks=[] if tiling is SOME_TILINGS[0] or number == 0 else exhaustive,
+        )
+        for exhaustive in [pytest.mark.exhaustive]
+        for tiling in SOME_TILINGS
+        for number, dtype in enumerate([torch.float32, torch.float16])
+    ],
+)
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.exhaustive), 19])
+def test_each_half_is_the_plain_one(kernel_device, tokens, tiling, dtype):
+    mlp, x, ids, scores, pairs = halves(kernel_device, tokens, tiling, dtype)
+    ready = repacked(mlp)
+    order = pairs.pairs.long()
+    chosen = ids.flatten()[order]
     tolerance = dict(rtol=2e-3, atol=2e-3) if dtype == torch.float16 else {}
-    torch.testing.assert_close(hidden, gate_up_torch(*arguments), **tolerance)
 
-    packed = repack(weights.down.to(kernel_device), paired=False)
-    bias = weights.down_bias.to(kernel_device)
-    rest = (hidden, packed, bias, odds.to(kernel_device), plan, tiles)
-    out = down(*rest)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out, down_torch(*rest), **tolerance)
+    hidden = gate_up(x, ready, pairs, tiling)
+    assert hidden.dtype == dtype
+    rows = x[order // mlp.top_k]
+    both = plain_products(rows, mlp.gate_up, mlp.gate_up_bias, chosen)
+    expected = ops.swiglu(both, mlp.limit, mlp.alpha).to(dtype)
+    torch.testing.assert_close(hidden, expected, **tolerance)
+
+    out = down(hidden, ready, scores, pairs, tiling)
+    assert out.dtype == dtype and out.shape == (tokens, mlp.top_k, HIDDEN)
+    y = plain_products(hidden, mlp.down, mlp.down_bias, chosen)
+    expected = torch.empty_like(y)
+    expected[order] = y * scores.flatten()[order, None]
+    torch.testing.assert_close(out.flatten(0, 1), expected.to(dtype), **tolerance)
 
 
 @pytest.mark.gpu  # assembly
-@pytest.mark.parametrize("tiles", TILINGS)
-def test_assembly_decodes_as_plain_operations_do(tiles):
+@pytest.mark.parametrize("tiling", SOME_TILINGS)
+def test_assembly_decodes_as_plain_operations_do(tiling):
     """bfloat16 inputs take the fast path; their exact float32 copies the other."""
-    weights = layer()
-    ids, odds = (t.cuda() for t in routing(19))
-    plan = dispatch_torch(ids, EXPERTS, tiles.tokens)
-    x = torch.randn(19, HIDDEN, device="cuda").bfloat16()
-    up = repack(weights.gate_up.to("cuda"), paired=True)
-    first = (up, weights.gate_up_bias.cuda(), plan, 7.0, 1.702, tiles)
-    fast, plain = gate_up(x, *first), gate_up(x.float(), *first)
+    mlp, x, _, scores, pairs = halves("cuda", 19, tiling, torch.bfloat16)
+    mlp = repacked(mlp)
+    fast, plain = gate_up(x, mlp, pairs, tiling), gate_up(x.float(), mlp, pairs, tiling)
     torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
-    packed = repack(weights.down.to("cuda"), paired=False)
-    second = (packed, weights.down_bias.cuda(), odds, plan, tiles)
-    fast, plain = down(fast, *second), down(fast.float(), *second)
+    plain = down(fast.float(), mlp, scores, pairs, tiling)
+    fast = down(fast, mlp, scores, pairs, tiling)
     torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("tiles", [TILINGS[0], INVARIANT])
-def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiles):
+@pytest.mark.parametrize("tiling", [SOME_TILINGS[0], INVARIANT_TILING])
+def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
     """A token's result has the same bits alone and in a crowd."""
-    weights = layer()
-    ids, odds = (t.to(kernel_device) for t in routing(150))
-    up = repack(weights.gate_up.to(kernel_device), paired=True)
-    bias = weights.gate_up_bias.to(kernel_device)
-    back = repack(weights.down.to(kernel_device), paired=False)
-    bias_down = weights.down_bias.to(kernel_device)
-    x = torch.randn(150, HIDDEN, device=kernel_device)
+    mlp, x, ids, scores, _ = halves(kernel_device, 150, tiling)
+    mlp = repacked(mlp)
 
     def result(rows: slice) -> torch.Tensor:
-        plan = dispatch_torch(ids[rows], EXPERTS, tiles.tokens)
-        hidden = gate_up(x[rows], up, bias, plan, 7.0, 1.702, tiles)
-        return down(hidden, back, bias_down, odds[rows], plan, tiles)
+        pairs = plain_dispatch(ids[rows], 5, tiling.tokens)
+        hidden = gate_up(x[rows], mlp, pairs, tiling)
+        return down(hidden, mlp, scores[rows], pairs, tiling)
 
     together = result(slice(0, 150))
     for rows in (slice(7, 8), slice(100, 119)):
+        assert torch.equal(result(rows), together[rows])
+
+
+def test_invariant_experts_have_the_same_bits_in_any_company(kernel_device):
+    """Routing, both halves and all."""
+    mlp = repacked(random_experts(kernel_device, HIDDEN, INTERMEDIATE))
+    torch.manual_seed(0)
+    x = torch.randn(70, HIDDEN).to(kernel_device)
+
+    def result(rows: slice) -> torch.Tensor:
+        live = number(len(x[rows]), kernel_device)
+        return experts(x[rows], mlp, live, batch_invariant=True)
+
+    together = result(slice(0, 70))
+    for rows in (slice(7, 8), slice(40, 59)):
         assert torch.equal(result(rows), together[rows])
 
 
@@ -181,28 +190,46 @@ def test_a_tiling_exists_for_every_number_of_tokens(tokens, experts):
     assert all(tiles.tokens >> (tiles.widths - 1) >= 8 for tiles in both)
 
 
+def test_blocks_are_of_sizes_that_can_be_sorted():
+    for *_, up, back in TILINGS:
+        assert all(tiling.tokens.bit_count() == 1 for tiling in (up, back))
+
+
 def test_invariant_blocks_take_one_kind_of_instruction():
-    assert INVARIANT.tokens >> (INVARIANT.widths - 1) >= 16
+    assert INVARIANT_TILING.tokens >> (INVARIANT_TILING.widths - 1) >= 16
 
 
-def test_mismatched_arguments_are_refused(kernel_device):
-    weights = layer()
-    ids, odds = routing(4)
-    tiles = Tiling(rows=64, tokens=16)
-    plan = dispatch_torch(ids, EXPERTS, tiles.tokens)
-    up, low = repack(weights.gate_up, True), repack(weights.down, False)
-    x = torch.randn(4, HIDDEN)
-    with pytest.raises(ValueError, match=r"weight\.paired is False; expected True"):
-        gate_up(x, low, weights.down_bias, plan, 7.0, 1.702, tiles)
-    with pytest.raises(ValueError, match=r"bias is \[5, 96\]; expected \[5, 128\]"):
-        gate_up(x, up, weights.down_bias, plan, 7.0, 1.702, tiles)
-    with pytest.raises(ValueError, match=r"x is \[4, 64\]; expected \[rows, 96\]"):
-        gate_up(x[:, :64], up, weights.gate_up_bias, plan, 7.0, 1.702, tiles)
-    with pytest.raises(ValueError, match="8 pairs; expected a multiple of x's 3"):
-        gate_up(x[:3], up, weights.gate_up_bias, plan, 7.0, 1.702, tiles)
-    with pytest.raises(ValueError, match="5 blocks; expected 6 of 2 pairs each"):
-        narrow = Tiling(rows=64, tokens=2)
-        gate_up(x, up, weights.gate_up_bias, plan, 7.0, 1.702, narrow)
-    with pytest.raises(ValueError, match="hidden has 7 rows"):
-        hidden = torch.randn(7, INTERMEDIATE)
-        down(hidden, low, weights.down_bias, odds, plan, tiles)
+def make_layer(mlp):
+    table, norm = torch.zeros(8, 32), torch.ones(HIDDEN)
+    qkv, o = torch.zeros(128, HIDDEN), torch.zeros(HIDDEN, 64)
+    biases = torch.zeros(128), torch.zeros(HIDDEN)
+    parts = qkv, biases[0], o, biases[1], torch.zeros(1), None, None
+    return Layer(norm, Attention(*parts, table, table, 64, 1e-5), norm, mlp)
+
+
+def test_a_layer_is_prepared_once_and_for_all():
+    mlp = random_experts("cpu", HIDDEN, INTERMEDIATE)
+    ready = prepare(make_layer(mlp)).mlp
+    for name, paired in (("gate_up", True), ("down", False)):
+        old, new = getattr(mlp, name), getattr(ready, name)
+        assert new.paired == paired
+        assert torch.equal(new.dequantize(), old.dequantize())
+    assert ready.router is mlp.router and ready.down_bias is mlp.down_bias
+
+
+def test_dense_layers_stay_as_they_are():
+    layer = make_layer(Dense(torch.zeros(64, HIDDEN), None, torch.zeros(96, 32), None))
+    assert prepare(layer) is layer
+
+
+def test_layers_without_a_kernel_are_refused():
+    mlp = random_experts("cpu", HIDDEN, INTERMEDIATE)
+    dense = replace(mlp, gate_up=mlp.gate_up.dequantize())
+    with pytest.raises(TypeError, match="the experts are dense"):
+        prepare(make_layer(dense))
+    with pytest.raises(TypeError, match="without biases"):
+        prepare(make_layer(replace(mlp, down_bias=None)))
+    layer = make_layer(mlp)
+    packed = replace(layer.attn, o=quantize(layer.attn.o))
+    with pytest.raises(TypeError, match="attention is packed; expected a dense one"):
+        prepare(replace(layer, attn=packed))

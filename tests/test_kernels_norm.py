@@ -33,14 +33,6 @@ def test_add_norm_is_the_operation(kernel_device, tokens, size, parts, dtype):
         torch.testing.assert_close(one, other)
 
 
-def test_parts_may_lie_anywhere(kernel_device):
-    """Parts [S, T, N] of a split matmul, seen as [T, S, N]."""
-    residual, update, weight = inputs(kernel_device, 5, 96, 3, torch.float32)
-    moved = update.transpose(0, 1).contiguous().transpose(0, 1)
-    expected = ops.add_norm(residual.clone(), update, weight, EPS)
-    torch.testing.assert_close(add_norm(residual, moved, weight, EPS), expected)
-
-
 def test_the_sum_is_rounded_before_it_is_normed(kernel_device):
     """As if the two were separate operations in the residual's dtype."""
     residual = torch.full((1, 32), 2048.0, dtype=torch.float16, device=kernel_device)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from simplellm.batch import KVGroup
-from simplellm.kernels.decode import Scratch, decode
-from simplellm.kernels.prefill import prefill
+from simplellm.kernels.decode import Scratch, decode_attention
+from simplellm.kernels.prefill import prefill_attention
 
 
 def attend(
@@ -21,14 +21,14 @@ def attend(
     """Attention [T, H, D] of each sequence's newest tokens over all of its positions.
 
     As `simplellm.ops.attend`; ``scratch`` has room for the decodes. With
-    ``batch_invariant`` every token goes through `prefill`, for the same order of sums.
+    ``batch_invariant`` decodes go the way of chunks, for the same order of sums.
     """
     decodes = 0 if batch_invariant else group.decodes
     out = torch.empty_like(q)
     if decodes:
-        decode(q, keys, values, group, sinks, out, scratch)
+        decode_attention(q, keys, values, group, sinks, out, scratch)
     if decodes < len(q):
-        prefill(
+        prefill_attention(
             q,
             keys,
             values,

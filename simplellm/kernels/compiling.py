@@ -154,7 +154,8 @@ def compile_kernels(
     trial = ops
     if not batch_invariant:
         kernels = vars(ops).keys() - {"name", "prepare"}
-        trial = replace(ops, **{name: partial(attempt, name) for name in kernels})
+        attempts: dict[str, Any] = {name: partial(attempt, name) for name in kernels}
+        trial = replace(ops, **attempts)
     hash_kernels()
     on_gpu = device.type == "cuda"
     # A thread begins on the first GPU.

@@ -40,7 +40,7 @@ class DecodeTiles:
 # Tiles of 128 keys in 2 stages made a layer with one sequence of 500 up to one
 # microsecond shorter, with one of 32,768 a third of one longer. With 8 sequences, early
 # keys made it half a microsecond longer, with 128 more than one.
-DECODE = {
+DECODE_TILES = {
     1: DecodeTiles(64, 4, 3, least=64, early=True, carveout=64),
     5: DecodeTiles(64, 4, 4, least=128),
     16: DecodeTiles(128, 8, 2, least=256, early=True),
@@ -54,8 +54,8 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 @cache
 def decode_tiles(batch: int, dims: int, window: int | None) -> DecodeTiles:
-    """What `decode` runs with; ``dims`` is D, rounded up to a power of two."""
-    tiles = DECODE[max(least for least in DECODE if least <= batch)]
+    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
+    tiles = DECODE_TILES[max(least for least in DECODE_TILES if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
     # Tiles were timed with heads of 64: those of longer ones have as many numbers.
@@ -162,7 +162,6 @@ def decode_kernel(
     # Sizes and strides, in elements
     scale,  # log2(e) / sqrt(D)
     least,  # keys that are worth a split
-    stride_q,
     stride_page,
     stride_table,
     # Sizes and switches
@@ -207,7 +206,7 @@ def decode_kernel(
     counted = group < tl.where(split == 0, G, 0)
     top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    q_ptr += row * stride_q + (heads * D)[:, None] + d[None, :]
+    q_ptr += row * (K * G * D) + (heads * D)[:, None] + d[None, :]
     keys_ptr += head * D
     values_ptr += head * D
     last = stop
@@ -310,7 +309,7 @@ def join_kernel(
     )
 
 
-def decode(
+def decode_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -322,8 +321,8 @@ def decode(
     """Put attention of the first ``group.decodes`` tokens into their rows of ``out``.
 
     As `simplellm.ops.attend`; these are the newest tokens of as many sequences. Keys
-    and values are one layer's pages [pages, page_size, K, D] with the same stride.
-    ``scratch`` has room for as many sequences.
+    and values are one layer's pages [pages, page_size, K, D] with the same stride; the
+    rest is contiguous. ``scratch`` has room for as many sequences.
 
     On a GPU with dependent launches, tables, offsets, lengths, and keys and values of
     all tokens but the newest are read before the kernels ahead in the stream are done.
@@ -335,7 +334,8 @@ def decode(
     per_kv_head, dims = heads // kv_heads, max(16, power_of_two(dim))
     rows = power_of_two(per_kv_head)
     tiles = decode_tiles(batch, dims, window)
-    longest = tables.shape[1] * page_size
+    pages_in_row = tables.shape[1]
+    longest = pages_in_row * page_size
     longest = longest if window is None else min(longest, window)
     splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
     compiled = launch(
@@ -353,9 +353,8 @@ def decode(
         scratch.sums,
         LOG2E.value * dim**-0.5,
         tiles.least,
-        q.stride(0),
         keys.stride(0),
-        tables.stride(0),
+        pages_in_row,
         K=kv_heads,
         G=per_kv_head,
         D=dim,

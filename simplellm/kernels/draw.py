@@ -12,11 +12,13 @@ from torch import Tensor
 from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.kernels.launch import launch
 
-BLOCK = 2048  # logits a program looks at
+DRAW_BLOCK = 2048  # logits a program looks at
+# These may begin anywhere in what a step came with, and are read number by number.
+COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 
 
 @triton.jit
-def mix(x):
+def mix_bits(x):
     """`simplellm.sampler.mix` in uint32, whose products wrap around by themselves."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
@@ -42,7 +44,7 @@ def gumbel(bits, LIBRARY: tl.constexpr):
         return -tl.log(-log1p(-uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def draw_kernel(
     logits_ptr,
     best_ptr,
@@ -71,17 +73,17 @@ def draw_kernel(
         score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
         score -= tl.load(logits + tl.load(best_ptr + row))
         seed = tl.load(seeds_ptr + row)
-        first = mix(mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
-        first = mix(first ^ tl.load(steps_ptr + row).to(tl.uint32))
-        second = mix(first ^ 0x5BD1E995)
-        bits = mix(mix(tokens.to(tl.uint32) ^ first) ^ second)
+        first = mix_bits(mix_bits(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
+        first = mix_bits(first ^ tl.load(steps_ptr + row).to(tl.uint32))
+        second = mix_bits(first ^ 0x5BD1E995)
+        bits = mix_bits(mix_bits(tokens.to(tl.uint32) ^ first) ^ second)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         score += gumbel(bits, LIBRARY)
         keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def drawn_kernel(
     keys_ptr,
     best_ptr,
@@ -114,7 +116,7 @@ def draw(
     """
     rows, vocabulary = logits.shape
     ids = torch.empty_like(best)
-    blocks = -(-vocabulary // BLOCK)
+    blocks = -(-vocabulary // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
     launch(
         draw_kernel,
@@ -126,7 +128,7 @@ def draw(
         steps,
         keys,
         vocabulary,
-        BLOCK=BLOCK,
+        BLOCK=DRAW_BLOCK,
         LIBRARY=logits.is_cuda,
         num_warps=8,
     )

@@ -1,15 +1,17 @@
-"""Projections of few tokens, bounded by the time it takes to read the weight.
+"""Products of few tokens with a weight, bounded by the time it takes to read it.
 
 T tokens, N out, K in, S parts along K.
 
-Two kernels. ``gemv`` multiplies on the ordinary cores: a program holds whole rows of
-the weight in registers, loaded before it waits for its input. ``dot`` multiplies on
-the tensor cores, with the weight as the tall operand and the tokens as the narrow one.
-Which one runs, and how, is looked up in `TUNED`; more tokens go to PyTorch's matmul, or
-to `routing.MANY`.
+Two kernels. `gemv_kernel` multiplies on the ordinary cores: a program holds whole rows
+of the weight in registers, loaded before it waits for its input. `dot_kernel`
+multiplies on the tensor cores, with the weight as the tall operand and the tokens as
+the narrow one. Which one runs, and how, is looked up in `PROJECTIONS`; more tokens go
+to PyTorch's matmul. Both can end by finding the largest result of each tile, which is
+all that is left of a row of logits for `head`.
 """
 
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,24 +19,29 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from simplellm.kernels import supports_pdl
+from simplellm.kernels.keys import LOWEST, ordered
+from simplellm.kernels.launch import launch
 
 
-@dataclass(frozen=True)
-class Gemv:
-    """How `gemv_kernel` runs: rows a program."""
+class Gemv(NamedTuple):
+    """How `gemv_kernel` runs: so many rows of the weight a program."""
 
     rows: int
     warps: int
     pdl: bool = True
 
+    @property
+    def parts(self) -> int:
+        """A row is summed at once."""
+        return 1
 
-@dataclass(frozen=True)
-class Dot:
+
+class Dot(NamedTuple):
     """How `dot_kernel` runs: a tile of rows x depth, and parts along K.
 
-    ``ahead`` is how many steps of depth are brought to the L2 cache before the wait.
-    ``width`` is how many tokens a program takes; None: all, from 16 up to 128.
+    ``ahead`` is how many steps of depth are brought to the L2 cache before the wait, of
+    a weight whose rows begin at multiples of 16 bytes. ``width`` is how many tokens a
+    program takes; None: all, from 16 up to 128.
     """
 
     rows: int
@@ -47,10 +54,10 @@ class Dot:
     width: int | None = None
 
 
-Config = Gemv | Dot
+Product = Gemv | Dot
 
 # (N, K) -> for up to so many tokens, how.
-Table = tuple[tuple[int, Config], ...]
+Table = tuple[tuple[int, Product], ...]
 ROUTER: Table = (
     (2, Gemv(rows=4, warps=4)),
     (4, Gemv(rows=4, warps=2)),
@@ -58,7 +65,7 @@ ROUTER: Table = (
     (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
     (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
 )
-TUNED: dict[tuple[int, int], Table] = {
+PROJECTIONS: dict[tuple[int, int], Table] = {
     (5120, 2880): (  # query, key and value of both models
         (2, Gemv(rows=2, warps=4)),
         (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
@@ -72,17 +79,19 @@ TUNED: dict[tuple[int, int], Table] = {
     (128, 2880): ROUTER,  # of the 120b
     (32, 2880): ROUTER,  # of the 20b
 }
-# For any number of tokens: each is then summed in the same order, by the same program.
-INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
-OTHERS: Table = (
+OTHER_PROJECTIONS: Table = (
     (4, Gemv(rows=4, warps=4)),
     (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
 )
+# For more tokens than a table has, where PyTorch's matmul would round the sums.
+MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
+# For any number of tokens: each is then summed in the same order, by the same program.
+INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
 
 
-def choose(tokens: int, size_out: int, size_in: int) -> Config | None:
+def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
     """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
-    for most, config in TUNED.get((size_out, size_in), OTHERS):
+    for most, config in PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS):
         if tokens <= most:
             return config
     return None
@@ -163,11 +172,11 @@ def gemv_kernel(
     weight_ptr,
     bias_ptr,
     y_ptr,
+    best_ptr,
     stride_x,
     N: tl.constexpr,
     K: tl.constexpr,
     TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
@@ -175,20 +184,30 @@ def gemv_kernel(
 ):
     """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
 
-    The weight is on its way before the program waits for x.
+    best[t, program] is the key of the largest. bias and best may be None. The weight is
+    on its way before the program waits for x.
     """
+    if PDL and best_ptr is not None:
+        # The kernel behind has no weight to load that would come in this one's way.
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     rows = program * ROWS + tl.arange(0, ROWS)
     held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
     bias = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if best_ptr is None:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
-        y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST) + bias
+        y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST)
+        if bias_ptr is not None:
+            y += bias
         tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), rows < N)
+        if best_ptr is not None:
+            keys = tl.where(rows < N, ordered(y, rows), LOWEST)
+            tl.store(best_ptr + token * tl.num_programs(0) + program, tl.max(keys, 0))
 
 
 @triton.jit
@@ -238,17 +257,19 @@ def dot_tile(
     return total
 
 
-@triton.jit(do_not_specialize=["tokens"])  # as in routing
+# Triton would compile a kernel again for numbers of tokens that 16 divides, and for 1,
+# in the middle of somebody's answer.
+@triton.jit(do_not_specialize=["tokens"])
 def dot_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     y_ptr,
+    best_ptr,
     stride_x,
     tokens,
     N: tl.constexpr,
     K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -258,207 +279,107 @@ def dot_kernel(
 ):
     """One program for ROWS rows, TOKENS tokens and one of PARTS parts of K.
 
-    y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias
+    y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias;
+    best[t, program] is the key of the largest, where there is one part. bias and best
+    may be None.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1)
+    program = tl.program_id(0)
+    rows = program * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(K, DEPTH), PARTS) * DEPTH
-    start = part * LENGTH
-    stop = tl.minimum(start + LENGTH, K)
+    part, start, stop = 0, 0, K
+    if PARTS > 1:
+        LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(K, DEPTH), PARTS) * DEPTH
+        part = tl.program_id(1)
+        start = part * LENGTH
+        stop = tl.minimum(start + LENGTH, K)
     total = dot_tile(
-        x_ptr,
-        weight_ptr,
-        stride_x,
-        tokens,
-        rows,
-        t,
-        start,
-        stop,
-        N,
-        K,
-        DEPTH,
-        AHEAD,
-        PDL,
+        *(x_ptr, weight_ptr, stride_x, tokens, rows, t, start, stop),
+        *(N, K, DEPTH, AHEAD, PDL),
     )
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         total += tl.where(part == 0, bias, 0.0)[:, None]
     where = (t[None, :].to(tl.int64) * PARTS + part) * N + rows[:, None]
     inside = (rows < N)[:, None] & (t < tokens)[None, :]
     tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), inside)
+    if best_ptr is not None:
+        keys = tl.where((rows < N)[:, None], ordered(total, rows[:, None]), LOWEST)
+        best_ptrs = best_ptr + t * tl.num_programs(0) + program
+        tl.store(best_ptrs, tl.max(keys, 0), t < tokens)
 
 
-@triton.jit
-def add_parts_kernel(
-    parts_ptr,
-    y_ptr,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y[t] = parts[t, 0] + parts[t, 1] + …, in this order."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.program_id(1).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        where = parts_ptr + (token * PARTS + part) * N + columns
-        total += tl.load(where, columns < N, 0)
-    y = total.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + token * N + columns, y, columns < N)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, K] times ``weight`` [N, K], transposed, plus ``bias`` [N]: [T, N].
-
-    Products are summed in float32. All three have one dtype; weight is contiguous, and
-    so is each row of x. Raises ValueError for other shapes.
-    """
-    check_linear(x, weight, bias)
-    config = choose(x.shape[0], *weight.shape)
-    if config is None or x.shape[0] == 0:
-        return functional.linear(x, weight, bias)
-    return project(x, weight, bias, config)
-
-
-def linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = functional.linear(x.float(), weight.float())
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, config: Config) -> Tensor:
-    """`linear` in the way that ``config`` says."""
-    if isinstance(config, Gemv):
-        return gemv(x, weight, bias, config, x.dtype)
-    if config.parts == 1:
-        return linear_parts(x, weight, bias, config, x.dtype)[:, 0]
-    parts = linear_parts(x, weight, bias, config, torch.float32)
-    return add_parts(parts, x.dtype, config.pdl)
-
-
-def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: Gemv, dtype: torch.dtype
-) -> Tensor:
-    """`linear` on the ordinary cores, its result in ``dtype``."""
-    size_out, size_in = weight.shape
-    y = torch.empty(x.shape[0], size_out, dtype=dtype, device=x.device)
-    block, rest = split(size_in)
-    pdl = config.pdl and supports_pdl(x.device)
-    gemv_kernel[(triton.cdiv(size_out, config.rows),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        y,
-        x.stride(0),
-        N=size_out,
-        K=size_in,
-        TOKENS=x.shape[0],
-        HAS_BIAS=bias is not None,
-        ROWS=config.rows,
-        BLOCK=block,
-        REST=rest,
-        PDL=pdl,
-        num_warps=config.warps,
-        launch_pdl=pdl,
-    )
-    return y
-
-
-def split(size: int) -> tuple[int, int]:
+def split_columns(size: int) -> tuple[int, int]:
     """Two powers of two that hold ``size`` numbers with less padding than one; or 0."""
     block = 1 << (size.bit_length() - 1)
     rest = size - block
     return block, triton.next_power_of_2(rest) if rest else 0
 
 
-def can_prefetch(weight: Tensor) -> bool:
-    """Whether each row of ``weight`` begins at a multiple of 16 bytes."""
-    row = weight.shape[1] * weight.element_size()
-    return row % 16 == 0 and weight.data_ptr() % 16 == 0
+@lru_cache(1024)
+def product_options(
+    config: Product, tokens: int, size_out: int, size_in: int
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The grid and the options of a kernel that multiplies so many tokens."""
+    programs = -(-size_out // config.rows)
+    options = {"N": size_out, "K": size_in, "ROWS": config.rows, "pdl": config.pdl}
+    options["num_warps"] = config.warps
+    if isinstance(config, Gemv):
+        block, rest = split_columns(size_in)
+        return (programs,), options | {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+    width = config.width or min(max(16, triton.next_power_of_2(tokens)), 128)
+    options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
+    options |= {"AHEAD": config.ahead, "num_stages": config.stages}
+    return (programs, config.parts, -(-tokens // width)), options
 
 
-def linear_parts(
+def multiply_into(
+    y: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    config: Dot,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """`linear` as parts [T, S, N] whose sum over S is the result.
+    config: Product,
+    best: Tensor | None = None,
+) -> None:
+    """Fill y [T, N], or the parts [T, S, N] of ``config``: x ``weight``^T + ``bias``.
 
-    `add_norm` takes them as its update, which saves adding them up first.
+    Products are summed in float32. x [T, K] has contiguous rows; ``weight`` [N, K],
+    ``bias`` [N] and y are contiguous. ``best`` int64 [T, N / config.rows, rounded up]
+    gets each tile's largest number and its row as a key of `keys.ordered`, if config
+    has one part.
     """
-    check_linear(x, weight, bias)
-    tokens, (size_out, size_in) = x.shape[0], weight.shape
-    y = torch.empty(tokens, config.parts, size_out, dtype=dtype, device=x.device)
-    width = config.width or min(max(16, triton.next_power_of_2(tokens)), 128)
-    grid = (
-        triton.cdiv(size_out, config.rows),
-        config.parts,
-        triton.cdiv(tokens, width),
-    )
-    pdl = config.pdl and supports_pdl(x.device)
-    dot_kernel[grid](
-        x,
-        weight,
-        weight if bias is None else bias,
-        y,
-        x.stride(0),
-        tokens,
-        N=size_out,
-        K=size_in,
-        HAS_BIAS=bias is not None,
-        ROWS=config.rows,
-        TOKENS=width,
-        DEPTH=config.depth,
-        PARTS=config.parts,
-        AHEAD=config.ahead if can_prefetch(weight) else 0,
-        PDL=pdl,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        launch_pdl=pdl,
-    )
+    grid, options = product_options(config, len(x), *weight.shape)
+    arguments = x, weight, bias, y, best, x.stride(0)
+    if isinstance(config, Gemv):
+        launch(gemv_kernel, grid, *arguments, **options)
+    else:
+        launch(dot_kernel, grid, *arguments, len(x), **options)
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor:
+    """x [T, K] times ``weight`` [N, K], transposed, plus ``bias`` [N].
+
+    [T, N] in x's dtype, or float32 parts [T, S, N] for the next kernel to add up. With
+    ``batch_invariant`` no token's result depends on the others.
+    """
+    tokens, (size_out, size_in) = len(x), weight.shape
+    config = INVARIANT if batch_invariant else choose(tokens, size_out, size_in)
+    if config is None:
+        return functional.linear(x, weight, bias)
+    if config.parts == 1:
+        y = x.new_empty(tokens, size_out)
+    else:
+        y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
+    multiply_into(y, x, weight, bias, config)
     return y
 
 
-def add_parts(parts: Tensor, dtype: torch.dtype, pdl: bool = True) -> Tensor:
-    """parts float32 [T, S, N], contiguous -> their sums over S, [T, N] in ``dtype``."""
-    tokens, count, size = parts.shape
-    y = torch.empty(tokens, size, dtype=dtype, device=parts.device)
-    block = 512
-    pdl = pdl and supports_pdl(parts.device)
-    add_parts_kernel[(triton.cdiv(size, block), tokens)](
-        parts,
-        y,
-        N=size,
-        PARTS=count,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+def project_exactly(x: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
+    """`project` with sums that stay float32: always parts, [T, S, N]."""
+    config = choose(len(x), *weight.shape) or MANY_TOKENS
+    if batch_invariant:
+        config = INVARIANT
+    y = x.new_empty(len(x), config.parts, len(weight), dtype=torch.float32)
+    multiply_into(y, x, weight, None, config)
     return y
-
-
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ValueError unless the three belong together."""
-    if weight.ndim != 2 or not weight.is_contiguous():
-        raise ValueError(
-            f"weight is {list(weight.shape)} with strides {list(weight.stride())}; "
-            "expected [N, K], contiguous"
-        )
-    size_out, size_in = weight.shape
-    if x.ndim != 2 or x.shape[1] != size_in or x.stride(1) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)} with strides {list(x.stride())}; expected "
-            f"[T, {size_in}], rows contiguous"
-        )
-    if bias is not None and bias.shape != (size_out,):
-        raise ValueError(f"bias is {list(bias.shape)}; expected [{size_out}]")
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.dtype != x.dtype:
-            raise ValueError(f"{name} is {other.dtype}; expected x's {x.dtype}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from simplellm.kernels.launch import launch, power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
 def embed_kernel(
     tokens_ptr, previous_ptr, table_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -44,15 +44,15 @@ def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
 def sum_parts(
     x,
     update,
-    stride_part,
     inside,
+    N: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """x plus the parts of its update, which are added first, rounded to DTYPE."""
     total = tl.load(update, inside, 0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(update + part * stride_part, inside, 0).to(tl.float32)
+        total += tl.load(update + part * N, inside, 0).to(tl.float32)
     return (x + total).to(DTYPE).to(tl.float32)
 
 
@@ -62,8 +62,6 @@ def add_norm_kernel(
     update_ptr,
     weight_ptr,
     normed_ptr,
-    stride_token,
-    stride_part,
     eps,
     N: tl.constexpr,
     PARTS: tl.constexpr,
@@ -84,9 +82,9 @@ def add_norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
     if PARTS > 0:
-        update = update_ptr + row * stride_token + columns
+        update = update_ptr + row * (PARTS * N) + columns
         dtype = residual_ptr.dtype.element_ty
-        x = sum_parts(x, update, stride_part, inside, PARTS, dtype)
+        x = sum_parts(x, update, inside, N, PARTS, dtype)
         tl.store(residual_ptr + row * N + columns, x.to(dtype), inside)
     scale = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
     y = x * scale * weight
@@ -98,16 +96,15 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add ``update`` to ``residual`` in place; return it and its RMSNorm, [T, N] both.
 
-    residual [T, N], contiguous; update [T, N] or, in S parts that are first summed in
-    float32 and in order, [T, S, N], any float dtype, rows contiguous; weight [N]. The
-    sum is rounded to residual's dtype before it is normalized.
+    residual [T, N]; update [T, N] or, in S parts that are first summed in float32 and
+    in order, [T, S, N], any float dtype; weight [N]. All are contiguous. The sum is
+    rounded to residual's dtype before it is normalized.
     """
     tokens, size = residual.shape
     normed = torch.empty_like(residual)
-    parts = stride_token = stride_part = 0
+    parts = 0
     if update is not None:
         parts = 1 if update.ndim == 2 else update.shape[1]
-        stride_token, stride_part = update.stride(0), update.stride(-2)
     launch(
         add_norm_kernel,
         (tokens,),
@@ -115,8 +112,6 @@ def add_norm(
         residual if update is None else update,
         weight,
         normed,
-        stride_token,
-        stride_part,
         eps,
         N=size,
         PARTS=parts,

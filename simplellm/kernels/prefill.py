@@ -42,7 +42,7 @@ INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
 
 @cache
 def prefill_tiles(dims: int, window: int | None, batch_invariant: bool) -> PrefillTiles:
-    """What `prefill` runs with; ``dims`` is D, rounded up to a power of two."""
+    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
     tiles = PREFILL
     if window is not None:
         tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
@@ -154,7 +154,6 @@ def prefill_kernel(
     scale,  # log2(e) / sqrt(D)
     num_tokens,
     num_sequences,
-    stride_q,
     stride_page,
     stride_table,
     # Sizes and switches
@@ -216,7 +215,7 @@ def prefill_kernel(
     acc = tl.zeros([TOKENS * ROWS, DIMS], tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    q_at = q_ptr + (row * stride_q + heads * D)[:, None] + d[None, :]
+    q_at = q_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
     q = tl.load(q_at, mask=cell, other=0.0)
     keys_ptr += head * D
     values_ptr += head * D
@@ -238,7 +237,7 @@ def prefill_kernel(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
 
 
-def prefill(
+def prefill_attention(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -253,7 +252,8 @@ def prefill(
 
     As `simplellm.ops.attend`, for all sequences but the first ``skip``; their tokens
     are left alone. Tokens after the last sequence get zeros. Keys and values are one
-    layer's pages [pages, page_size, K, D] with the same stride. With
+    layer's pages [pages, page_size, K, D] with the same stride; the rest is contiguous.
+    With
     ``batch_invariant`` the bits of a token's row depend neither on the others nor on
     where its chunk begins.
     """
@@ -261,7 +261,7 @@ def prefill(
     dims = max(16, power_of_two(dim))
     tiles = prefill_tiles(dims, group.window, batch_invariant)
     tables = group.tables[skip:]
-    num_sequences = len(tables)
+    num_sequences, pages_in_row = tables.shape
     # No chunks need more tiles, whatever their lengths; see `find_sequence`.
     count = num_tokens // tiles.tokens + num_sequences + 1
     launch(
@@ -279,9 +279,8 @@ def prefill(
         LOG2E.value * dim**-0.5,
         num_tokens,
         num_sequences,
-        q.stride(0),
         keys.stride(0),
-        tables.stride(0),
+        pages_in_row,
         K=kv_heads,
         G=heads // kv_heads,
         D=dim,

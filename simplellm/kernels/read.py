@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192  # numbers of a program: 16 bytes a load, 8 loads a thread
+READ_BLOCK = 8192  # numbers of a program: 16 bytes a load, 8 loads a thread
 
 
 @triton.jit
@@ -16,8 +16,7 @@ def read_kernel(x_ptr, sums_ptr, BLOCK: tl.constexpr):
 
 
 def read(x: Tensor) -> Tensor:
-    """int32 ``x`` [N], N a multiple of 8,192 -> int32 [N / 8192], sums of neighbors."""
-    assert len(x) % BLOCK == 0
-    sums = x.new_empty(len(x) // BLOCK)
-    read_kernel[(len(sums),)](x, sums, BLOCK=BLOCK, num_warps=8)
+    """int32 ``x`` [N], with N a multiple of 8,192 -> int32 [N / 8192], sums of it."""
+    sums = x.new_empty(len(x) // READ_BLOCK)
+    read_kernel[(len(sums),)](x, sums, BLOCK=READ_BLOCK, num_warps=8)
     return sums

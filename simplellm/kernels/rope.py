@@ -35,8 +35,6 @@ def rope_kernel(
     values_ptr,
     eps,  # of the norms
     # Strides, in elements
-    stride_token,
-    stride_part,
     stride_page_keys,
     stride_page_values,
     # Sizes and switches
@@ -79,11 +77,11 @@ def rope_kernel(
         b_norm = load_norms(q_norm_ptr, k_norm_ptr, head < H, pair + D // 2, D)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    row = qkv_ptr + token * stride_token
+    row = qkv_ptr + token * (PARTS * (H + 2 * K) * D)
     a = tl.load(row + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(row + second, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        more = row + part * stride_part
+        more = row + part * ((H + 2 * K) * D)
         a += tl.load(more + first, mask=inside, other=0.0).to(tl.float32)
         b += tl.load(more + second, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -125,11 +123,11 @@ def rope_and_cache(
     """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
 
     ``qkv`` [T, W] holds the heads of q, k and v in this order, or [T, S, W] the parts
-    that they are the sums of; ``attn`` has a bias [W] and norms [D] of q's and k's
-    heads, or None, and cos and sin. All this is float32 arithmetic. ``positions`` int32
-    [T]; ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D], each
-    page contiguous; ``slots`` int32 [T] names page * page_size + row for each token,
-    -1 for one that is written nowhere.
+    that they are the sums of, contiguous; ``attn`` has a bias [W] and norms [D] of the
+    heads of q and k, or None for these. All this is float32 arithmetic. ``positions``
+    int32 [T]; ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D],
+    each contiguous; ``slots`` int32 [T] names page * page_size + row for each token, -1
+    for one that is written nowhere.
     """
     num_tokens, width = qkv.shape[0], qkv.shape[-1]
     page_size, kv_heads, dim = keys.shape[1:]
@@ -153,8 +151,6 @@ def rope_and_cache(
         keys,
         values,
         attn.eps,
-        qkv.stride(0),
-        qkv.stride(-2),
         keys.stride(0),
         values.stride(0),
         H=heads,

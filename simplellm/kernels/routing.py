@@ -3,30 +3,21 @@
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N hidden size.
 """
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
 from simplellm.kernels.keys import LOWEST, index_of, ordered
-from simplellm.kernels.linear import (
-    INVARIANT,
-    Dot,
-    Gemv,
-    check_linear,
-    choose,
-    gemv,
-    linear_parts,
-    linear_torch,
-)
+from simplellm.kernels.launch import launch
+from simplellm.kernels.linear import project_exactly
 
-FEW_PAIRS = 16  # that are chosen and sorted in one program
-SMALL = 4096  # pairs of which each is compared with each
-CHUNK = 512  # pairs that a program counts and then places when there are more
-MANY = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)  # the router's tokens
+AT_ONCE = 16  # pairs that are chosen and sorted in one program
+COMPARED = 4096  # pairs of which each is compared with each
+PLACED = 512  # pairs that a program counts and then places when there are more
 # What changes from step to step. Triton would compile a kernel again for numbers that
 # 16 divides, and for 1, in the middle of somebody's answer.
 VARYING = ["tokens", "n", "num_blocks"]
@@ -34,9 +25,9 @@ VARYING = ["tokens", "n", "num_blocks"]
 
 @triton.jit
 def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
-    """logits float32 [rows, E] -> ids, weights [rows, CHOICES], best first.
+    """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
 
-    weights = softmax over the chosen logits; columns from TOP_K on are padding
+    scores = softmax over the chosen logits; columns from TOP_K on are padding
     """
     keys = ordered(logits, experts)
     ids = tl.zeros([logits.shape[0], choices.shape[1]], tl.int32)
@@ -62,12 +53,11 @@ def load_logits(
     tokens,
     E: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """float32 [rows, experts]: the sum of the parts [T, PARTS, E] plus the bias."""
     inside = (rows < tokens) & (experts < E)
     logits = tl.zeros([rows.shape[0], experts.shape[1]], tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
     for part in tl.static_range(PARTS):
         where = (rows.to(tl.int64) * PARTS + part) * E + experts
@@ -80,128 +70,29 @@ def top_k_kernel(
     logits_ptr,
     bias_ptr,
     ids_ptr,
-    weights_ptr,
+    scores_ptr,
     tokens,
     E: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for ROWS tokens: ids = the k largest; weights = their softmax."""
+    """One program for ROWS tokens: ids = the k largest; scores = their softmax."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     experts = tl.arange(0, BLOCK_E)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
-    logits = load_logits(
-        logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS, HAS_BIAS
-    )
-    ids, weights = top_k_of(logits, experts, choices, TOP_K)
+    logits = load_logits(logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS)
+    ids, scores = top_k_of(logits, experts, choices, TOP_K)
     where = rows * TOP_K + choices
     inside = (rows < tokens) & (choices < TOP_K)
     tl.store(ids_ptr + where, ids, inside)
-    tl.store(weights_ptr + where, weights, inside)
-
-
-def route(x: Tensor, weight: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and how much each one counts.
-
-    x [T, N], weight [E, N], bias [E] -> ids int32 [T, k] and weights float32 [T, k],
-    a softmax over the chosen logits. Of equal logits the lower id comes first; NaN
-    comes before every number and makes the token's weights NaN. Logits stay in float32,
-    where hardly any are equal.
-    """
-    return top_k_softmax(router_logits(x, weight, bias), top_k, bias)
-
-
-def route_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, top_k: int
-) -> tuple[Tensor, Tensor]:
-    return top_k_softmax_torch(router_logits_torch(x, weight, bias), top_k, bias)
-
-
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """float32 [T, S, E], S parts whose sum plus the bias is the logits."""
-    check_linear(x, weight, bias)
-    config = choose(x.shape[0], *weight.shape) or MANY
-    if isinstance(config, Gemv):
-        return gemv(x, weight, None, config, torch.float32)[:, None]
-    return linear_parts(x, weight, None, config)
-
-
-def router_logits_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return linear_torch(x.float(), weight.float())[:, None]
-
-
-def top_k_softmax(
-    logits: Tensor,
-    top_k: int,
-    bias: Tensor | None = None,
-    pdl: bool = True,
-    rows: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`route` from the logits on: [T, E], or parts [T, S, E] to be summed, contiguous;
-    ``bias`` [E] is added. A program takes ``rows`` tokens; None: what is fastest."""
-    tokens, parts, experts = check_logits(logits, top_k, bias)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    if tokens == 0:
-        return ids, weights
-    pdl = pdl and supports_pdl(logits.device)
-    rows = rows or (1 if tokens <= 512 else 4)
-    top_k_kernel[(triton.cdiv(tokens, rows),)](
-        logits,
-        logits if bias is None else bias,
-        ids,
-        weights,
-        tokens,
-        E=experts,
-        PARTS=parts,
-        HAS_BIAS=bias is not None,
-        TOP_K=top_k,
-        ROWS=rows,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        PDL=pdl,
-        num_warps=rows,
-        launch_pdl=pdl,
-    )
-    return ids, weights
-
-
-def top_k_softmax_torch(
-    logits: Tensor, top_k: int, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    if logits.ndim == 3:
-        logits = logits.float().sum(1)
-    if bias is not None:
-        logits = logits.float() + bias.float()
-    # A stable sort: topk promises no order among equal logits.
-    order = logits.float().sort(dim=-1, descending=True, stable=True)
-    chosen, ids = order.values[:, :top_k], order.indices[:, :top_k]
-    return ids.int(), chosen.softmax(dim=-1)
-
-
-def check_logits(
-    logits: Tensor, top_k: int, bias: Tensor | None
-) -> tuple[int, int, int]:
-    """T, S and E; raises ValueError unless that many can be chosen."""
-    if logits.ndim not in (2, 3) or not logits.is_contiguous():
-        raise ValueError(
-            f"logits are {list(logits.shape)} with strides {list(logits.stride())}; "
-            "expected [T, E] or [T, S, E], contiguous"
-        )
-    tokens, experts = logits.shape[0], logits.shape[-1]
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k is {top_k}; expected 1 to {experts}")
-    if bias is not None and bias.shape != (experts,):
-        raise ValueError(f"bias is {list(bias.shape)}; expected [{experts}]")
-    return tokens, 1 if logits.ndim == 2 else logits.shape[1], experts
+    tl.store(scores_ptr + where, scores, inside)
 
 
 class Dispatch(NamedTuple):
@@ -215,17 +106,10 @@ class Dispatch(NamedTuple):
     blocks: Tensor  # int32 [blocks, 2], expert and first position; -1, 0 if empty
 
     @classmethod
-    def empty(cls, pairs: int, experts: int, block: int, device) -> "Dispatch":
-        """Room for so many pairs, however they are routed."""
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=device)
-
-        return cls(
-            empty(pairs),
-            empty(experts + 1),
-            empty(max_blocks(pairs, experts, block), 2),
-        )
+    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "Dispatch":
+        """Room for the pairs of ``ids`` int32 [T, k]."""
+        pairs, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+        return cls(pairs, offsets, ids.new_empty(num_blocks, 2))
 
 
 def max_blocks(pairs: int, experts: int, block: int) -> int:
@@ -288,7 +172,7 @@ def route_kernel(
     logits_ptr,
     bias_ptr,
     ids_ptr,
-    weights_ptr,
+    scores_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
@@ -297,7 +181,6 @@ def route_kernel(
     num_blocks,
     E: tl.constexpr,
     PARTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -317,14 +200,12 @@ def route_kernel(
     rows = tl.arange(0, ROWS)[:, None]
     experts = tl.arange(0, BLOCK_E)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
-    logits = load_logits(
-        logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS, HAS_BIAS
-    )
-    ids, weights = top_k_of(logits, experts, choices, TOP_K)
+    logits = load_logits(logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS)
+    ids, scores = top_k_of(logits, experts, choices, TOP_K)
     where = rows * TOP_K + choices
     inside = (rows < tokens) & (choices < TOP_K)
     tl.store(ids_ptr + where, ids, inside)
-    tl.store(weights_ptr + where, weights, inside)
+    tl.store(scores_ptr + where, scores, inside)
 
     SIZE: tl.constexpr = ROWS * BLOCK_K
     # After every expert come the pairs of padding, and then what is no pair.
@@ -336,84 +217,6 @@ def route_kernel(
     tl.store(pairs_ptr + position, pair, expert <= E)
     count = tl.histogram(expert, BLOCK_E, expert < E)
     write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
-
-
-def route_and_dispatch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    top_k: int,
-    block: int,
-    live: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor, Dispatch]:
-    """`route` and `dispatch` of its ids, in one kernel after the router's matmul if
-    there are few tokens. With ``batch_invariant`` no token's weights depend on the
-    others."""
-    if batch_invariant:
-        logits = linear_parts(x, weight, None, INVARIANT)
-        ids, weights = top_k_softmax(logits, top_k, bias, rows=1)
-        return ids, weights, dispatch(ids, len(weight), block, live)
-    logits = router_logits(x, weight, bias)
-    return top_k_and_dispatch(logits, top_k, block, bias, live)
-
-
-def route_and_dispatch_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    top_k: int,
-    block: int,
-    live: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor, Dispatch]:
-    ids, weights = route_torch(x, weight, bias, top_k)
-    return ids, weights, dispatch_torch(ids, len(weight), block, live)
-
-
-def top_k_and_dispatch(
-    logits: Tensor,
-    top_k: int,
-    block: int,
-    bias: Tensor | None = None,
-    live: Tensor | None = None,
-    pdl: bool = True,
-) -> tuple[Tensor, Tensor, Dispatch]:
-    """`route_and_dispatch` from the logits on, which are as for `top_k_softmax`."""
-    tokens, parts, experts = check_logits(logits, top_k, bias)
-    check_block(block)
-    if not 0 < tokens * top_k <= FEW_PAIRS:
-        ids, weights = top_k_softmax(logits, top_k, bias, pdl)
-        return ids, weights, dispatch(ids, experts, block, live, pdl)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    result = Dispatch.empty(tokens * top_k, experts, block, logits.device)
-    blocks = len(result.blocks)
-    rows = triton.next_power_of_2(tokens)
-    pdl = pdl and supports_pdl(logits.device)
-    route_kernel[(1,)](
-        logits,
-        logits if bias is None else bias,
-        ids,
-        weights,
-        *result,
-        live,
-        tokens,
-        blocks,
-        E=experts,
-        PARTS=parts,
-        HAS_BIAS=bias is not None,
-        TOP_K=top_k,
-        ROWS=rows,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK=block,
-        STEP=triton.next_power_of_2(blocks),
-        PDL=pdl,
-        num_warps=max(1, rows // 2),
-        launch_pdl=pdl,
-    )
-    return ids, weights, result
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
@@ -532,87 +335,129 @@ def place_kernel(
     tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
 
 
-def dispatch(
-    ids: Tensor,
-    experts: int,
+@lru_cache(1024)
+def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
+    """What both kernels that choose experts are told about their logits."""
+    return {
+        "E": experts,
+        "PARTS": parts,
+        "TOP_K": top_k,
+        "BLOCK_E": triton.next_power_of_2(experts),
+        "BLOCK_K": triton.next_power_of_2(top_k),
+    }
+
+
+def choose_experts(
+    logits: Tensor, bias: Tensor | None, top_k: int, rows: int
+) -> tuple[Tensor, Tensor]:
+    """`route` from the logits on, float32 parts [T, S, E] that are summed.
+
+    A program takes ``rows`` tokens.
+    """
+    tokens, parts, experts = logits.shape
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
+    scores = logits.new_empty(tokens, top_k)
+    options = choice_options(experts, parts, top_k)
+    arguments = logits, bias, ids, scores, tokens
+    grid = (-(-tokens // rows),)
+    launch(top_k_kernel, grid, *arguments, ROWS=rows, num_warps=rows, **options)
+    return ids, scores
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and how much each one counts.
+
+    x [T, N], weight [E, N], bias [E] -> ids int32 [T, k] and scores float32 [T, k], a
+    softmax over the chosen logits. Of equal logits the lower id comes first; NaN comes
+    before every number and makes the token's scores NaN. Logits stay in float32, where
+    hardly any are equal. With ``batch_invariant`` no token's scores depend on the
+    others.
+    """
+    logits = project_exactly(x, weight, batch_invariant)
+    rows = 1 if batch_invariant or len(x) <= 512 else 4
+    return choose_experts(logits, bias, top_k, rows)
+
+
+def route_and_dispatch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
     block: int,
     live: Tensor | None = None,
-    pdl: bool = True,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor, Dispatch]:
+    """`route`, and `dispatch` of its ids: after the router's product in one kernel if
+    there are few tokens."""
+    experts, n = len(weight), len(x) * top_k
+    if batch_invariant or n > AT_ONCE:
+        ids, scores = route(x, weight, bias, top_k, batch_invariant)
+        return ids, scores, dispatch(ids, experts, block, live)
+    logits = project_exactly(x, weight)
+    tokens, parts, _ = logits.shape
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
+    scores = logits.new_empty(tokens, top_k)
+    num_blocks = max_blocks(n, experts, block)
+    result = Dispatch.empty(ids, experts, num_blocks)
+    rows = triton.next_power_of_2(tokens)
+    launch(
+        route_kernel,
+        (1,),
+        *(logits, bias, ids, scores, *result, live, tokens, num_blocks),
+        ROWS=rows,
+        BLOCK=block,
+        STEP=triton.next_power_of_2(num_blocks),
+        num_warps=max(1, rows // 2),
+        **choice_options(experts, parts, top_k),
+    )
+    return ids, scores, result
+
+
+@lru_cache(1024)
+def sort_options(
+    n: int, top_k: int, experts: int, block: int
+) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    """How many blocks and programs there are to sort n pairs, and what these are told:
+    all kernels, and those that write the blocks."""
+    num_blocks = max_blocks(n, experts, block)
+    rows = PLACED if n > COMPARED else 32
+    programs = -(-n // rows)
+    common = {"TOP_K": top_k, "BLOCK_E": triton.next_power_of_2(experts)}
+    if n > COMPARED:
+        common |= {"CHUNK": rows, "num_warps": 16}
+        sizes = {"TILE": 32}
+    else:
+        chunk = min(512, max(32, triton.next_power_of_2(n)))
+        common |= {"CHUNK": chunk, "num_warps": 8}
+        sizes = {"ROWS": rows}
+    step = triton.next_power_of_2(-(-num_blocks // programs))
+    sizes |= {"E": experts, "BLOCK": block, "STEP": step}
+    return num_blocks, programs, common, common | sizes
+
+
+def dispatch(
+    ids: Tensor, experts: int, block: int, live: Tensor | None = None
 ) -> Dispatch:
     """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
 
     The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
     Only the first ``live``, int32 [1], tokens have experts, all if None. The others are
-    padding: their pairs come last, and no block has them.
-
-    The caller answers for ids in 0 to ``experts`` - 1 and ``live`` in 0 to T. Never
-    waits for the GPU.
+    padding: their pairs come last, and no block has them. Never waits for the GPU.
     """
-    n = check_ids(ids)
-    check_block(block)
-    result = Dispatch.empty(n, experts, block, ids.device)
-    if n == 0:
-        result.offsets.zero_()
+    n = ids.numel()
+    num_blocks, programs, common, sizes = sort_options(n, ids.shape[1], experts, block)
+    result = Dispatch.empty(ids, experts, num_blocks)
+    outputs = *result, live, n, num_blocks
+    if n <= COMPARED:
+        launch(sort_small_kernel, (programs,), ids, *outputs, **sizes)
         return result
-    pdl = pdl and supports_pdl(ids.device)
-    blocks = len(result.blocks)
-    rows = CHUNK if n > SMALL else 32
-    programs = triton.cdiv(n, rows)
-    widths = {"TOP_K": ids.shape[1], "BLOCK_E": triton.next_power_of_2(experts)}
-    sizes = widths | {
-        "E": experts,
-        "BLOCK": block,
-        "STEP": triton.next_power_of_2(triton.cdiv(blocks, programs)),
-    }
-    warps = 8 if n <= SMALL else 16
-    how = {"PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
-    if n <= SMALL:
-        chunk = min(512, max(32, triton.next_power_of_2(n)))
-        sort_small_kernel[(programs,)](
-            ids, *result, live, n, blocks, ROWS=rows, CHUNK=chunk, **sizes, **how
-        )
-        return result
-    shape = programs, sizes["BLOCK_E"]
-    counts = torch.empty(shape, dtype=torch.int32, device=ids.device)
-    count_kernel[(programs,)](ids, counts, live, n, CHUNK=rows, **widths, **how)
-    place_kernel[(programs,)](
-        ids, counts, *result, live, n, blocks, CHUNK=rows, TILE=32, **sizes, **how
-    )
+    counts = ids.new_empty(programs, common["BLOCK_E"])
+    launch(count_kernel, (programs,), ids, counts, live, n, **common)
+    launch(place_kernel, (programs,), ids, counts, *outputs, **sizes)
     return result
-
-
-def dispatch_torch(
-    ids: Tensor, experts: int, block: int, live: Tensor | None = None
-) -> Dispatch:
-    ids = ids.long()
-    if live is not None:
-        padding = torch.arange(len(ids), device=ids.device) >= live
-        ids = ids.masked_fill(padding[:, None], experts)  # after every expert
-    flat = ids.flatten()
-    pairs = flat.argsort(stable=True).int()
-    counts = flat.bincount(minlength=experts + 1)[:experts]
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
-    entries = [
-        (expert, first)
-        for expert in range(experts)
-        for first in range(int(offsets[expert]), int(offsets[expert + 1]), block)
-    ]
-    entries += [(-1, 0)] * (max_blocks(len(flat), experts, block) - len(entries))
-    blocks = torch.tensor(entries, dtype=torch.int32, device=ids.device).view(-1, 2)
-    return Dispatch(pairs, offsets, blocks)
-
-
-def check_ids(ids: Tensor) -> int:
-    """How many pairs there are; raises ValueError unless they can be sorted."""
-    if ids.ndim != 2 or ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(
-            f"ids are {ids.dtype} {list(ids.shape)} with strides "
-            f"{list(ids.stride())}; expected torch.int32 [T, k], contiguous"
-        )
-    return ids.numel()
-
-
-def check_block(block: int) -> None:
-    """Raise ValueError unless ``block`` is a power of two."""
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"block is {block}; expected a power of two")

@@ -35,7 +35,7 @@ from torch.utils import cpp_extension
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from simplellm.batch import KVGroup
-from simplellm.kernels.prefill import prefill
+from simplellm.kernels.prefill import prefill_attention
 from simplellm.ops import attention
 
 HEADS, KV_HEADS, DIM, PAGE = 64, 8, 64, 64
@@ -150,7 +150,7 @@ def ours(batch: int, length: int) -> Attend:
         )
         rows = q.view(-1, HEADS, DIM)
         out = torch.empty_like(rows)
-        prefill(rows, keys, values, group, sinks, out)
+        prefill_attention(rows, keys, values, group, sinks, out)
         return out.view_as(q)
 
     return attend

@@ -1,4 +1,4 @@
-"""The experts' MXFP4 matmuls for one token, when reading weights is all.
+"""The experts for one token, when reading weights is all.
 
 A warp multiplies 16 rows by 64 columns of a weight, 16 bytes a thread as `repack` has
 ordered them: the fragments of four mma.m16n8k16 instructions are what its threads load,
@@ -14,32 +14,33 @@ E experts, k of them chosen, N rows and K columns of a weight, I intermediate si
 Thread 4 * g + t of a warp.
 """
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels import supports_pdl
-from simplellm.kernels.experts import (
+from simplellm.kernels.fragments import (
     EXPONENTS,
     MINUS_ZERO,
     SHIFT,
-    Packed,
+    Fragments,
     activate,
-    check_weight,
     high,
     low,
     registers,
     rotate_right,
 )
-from simplellm.moe import swiglu
+from simplellm.kernels.launch import launch
+from simplellm.kernels.routing import route
+from simplellm.layers import Experts
 
 # Weights are read as bfloat16 numbers, 2^-126 times too small. With x larger by half as
 # much, products are numbers that float32 has, and so is every x below 2^63.
 ENLARGED = tl.constexpr(0x5F805F80)  # 2^64 in bfloat16, in both halves
-UNSHIFT = tl.constexpr(2.0 ** (SHIFT - 64))
+RESTORED = tl.constexpr(2.0 ** (SHIFT - 64))
 
 
 @triton.jit
@@ -204,8 +205,8 @@ def multiply_row(loaded, x, PTX: tl.constexpr):
         upper_scales, lower_scales = s & EXPONENTS, rotate_right(s, 24) & EXPONENTS
         upper_sum = c0 * low(upper_scales) + c1 * high(upper_scales)
         lower_sum = c2 * low(lower_scales) + c3 * high(lower_scales)
-        upper += upper_sum * UNSHIFT
-        lower += lower_sum * UNSHIFT
+        upper += upper_sum * RESTORED
+        lower += lower_sum * RESTORED
     return upper, lower
 
 
@@ -257,83 +258,63 @@ def multiply_rows(
 
 
 @triton.jit
-def gate_up_few_kernel(
+def experts_one_kernel(
     x_ptr,
     ids_ptr,
+    scores_ptr,
     words_ptr,
     scales_ptr,
     bias_ptr,
-    hidden_ptr,
+    out_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
+    PAIRED: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every PROGRAMS-th row of tiles for one choice, from program_id(0) on.
+
+    If PAIRED, the first half of an expert's network:
 
     gate, up = weight[expert] @ x + bias[expert]
-    hidden[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
+    out[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
 
-    The next kernel may start once the ids are there: it reads them without waiting.
+    Else the other one:
+
+    out[choice] = (weight[expert] @ x[choice] + bias[expert]) * scores[choice]
+
+    The other half may start once the first one has the ids: it reads them without
+    waiting.
     """
+    WIDTH: tl.constexpr = N // 2 if PAIRED else N
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if PAIRED:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     choice = tl.program_id(1)
     expert = tl.load(ids_ptr + choice)
-    raw = load_x(x_ptr, K, WARPS)
+    factor = 1.0
+    if PAIRED:
+        raw = load_x(x_ptr, K, WARPS)
+    else:
+        factor = tl.load(scores_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, True)
+    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, PAIRED)
+    if not PAIRED:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
-        *(weight, loaded, raw, hidden_ptr + choice * (N // 2), 1.0),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, True, PTX),
+        *(weight, loaded, raw, out_ptr + choice * WIDTH, factor),
+        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, PAIRED, PTX),
     )
 
 
-@triton.jit
-def down_few_kernel(
-    hidden_ptr,
-    ids_ptr,
-    weights_ptr,
-    words_ptr,
-    scales_ptr,
-    bias_ptr,
-    out_ptr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Every PROGRAMS-th row of tiles for one choice, from program_id(0) on.
-
-    out[choice] = (weight[expert] @ hidden[choice] + bias[expert]) * weights[choice]
-
-    The ids are read without waiting: the kernel before, `gate_up_few_kernel`, lets this
-    one start only when it has them.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    choice = tl.program_id(1)
-    expert = tl.load(ids_ptr + choice)
-    factor = tl.load(weights_ptr + choice).to(tl.float32)
-    weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, False)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    raw = load_x(hidden_ptr + choice * K, K, WARPS)
-    multiply_rows(
-        *(weight, loaded, raw, out_ptr + choice * N, factor),
-        *(0.0, 0.0, N, K, PROGRAMS, WARPS, False, PTX),
-    )
-
-
-class FewTiling(NamedTuple):
+class OneTiling(NamedTuple):
     """How a kernel divides its work. It may change the last bits of a result."""
 
     programs: int = 66  # for each chosen expert
@@ -341,153 +322,72 @@ class FewTiling(NamedTuple):
     registers: int = 128  # the most a thread may use
 
 
-USUAL = FewTiling()
+USUAL = OneTiling()
 
 
-def gate_up_few(
-    x: Tensor,
-    ids: Tensor,
-    weight: Packed,
-    bias: Tensor,
-    limit: float,
-    alpha: float,
-    tiling: FewTiling = USUAL,
-    pdl: bool = True,
+@lru_cache
+def one_options(tiling: OneTiling, paired: bool, ptx: bool) -> dict[str, Any]:
+    """What the kernel is told about its work."""
+    return {
+        "PROGRAMS": tiling.programs,
+        "WARPS": tiling.warps,
+        "PAIRED": paired,
+        "PTX": ptx,
+        "num_warps": tiling.warps,
+        "maxnreg": tiling.registers,
+    }
+
+
+def gate_up_one(
+    x: Tensor, mlp: Experts, ids: Tensor, tiling: OneTiling = USUAL
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
-    x bfloat16 [1, K], ids int32 [1, k], ``weight`` paired [E, 2I, K], bias bfloat16
-    [E, 2I] -> hidden bfloat16 [k, I].
-
-    Raises ValueError for other shapes.
+    x bfloat16 [1, hidden], ids int32 [1, k] -> bfloat16 [k, I].
     """
-    check_few("x", x, 1, ids, weight, bias, paired=True)
-    hidden = x.new_empty(ids.numel(), weight.shape[1] // 2)
-    pdl = pdl and supports_pdl(x.device)
-    gate_up_few_kernel[(tiling.programs, ids.numel())](
-        x,
-        ids,
-        weight.words,
-        weight.scales,
-        bias,
-        hidden,
-        LIMIT=limit,
-        ALPHA=alpha,
-        **options(tiling, x, weight, pdl),
-    )
-    return hidden
-
-
-def gate_up_few_torch(
-    x: Tensor,
-    ids: Tensor,
-    weight: Packed,
-    bias: Tensor,
-    limit: float,
-    alpha: float,
-    tiling: FewTiling = USUAL,
-    pdl: bool = True,
-) -> Tensor:
-    check_few("x", x, 1, ids, weight, bias, paired=True)
-    rows = x.expand(ids.numel(), -1)
-    return swiglu(linear_each(rows, ids, weight, bias), limit, alpha).to(x.dtype)
-
-
-def down_few(
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    weight: Packed,
-    bias: Tensor,
-    tiling: FewTiling = USUAL,
-    pdl: bool = True,
-) -> Tensor:
-    """What each expert adds to the token: the other half, times the router's weight.
-
-    hidden bfloat16 [k, I] from `gate_up_few`, launched just before, ids int32 and
-    weights [1, k], ``weight`` [E, N, I], bias bfloat16 [E, N] -> float32 [1, k, N]; the
-    sum is the caller's to take.
-
-    Raises ValueError for other shapes.
-    """
-    check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
-    if weights.shape != ids.shape or not weights.is_contiguous():
-        raise ValueError(
-            f"weights are {list(weights.shape)} with strides {list(weights.stride())}; "
-            f"expected {list(ids.shape)}, contiguous"
-        )
-    out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
-    pdl = pdl and supports_pdl(hidden.device)
-    down_few_kernel[(tiling.programs, ids.numel())](
-        hidden,
-        ids,
-        weights,
-        weight.words,
-        weight.scales,
-        bias,
-        out,
-        **options(tiling, hidden, weight, pdl),
-    )
+    weight = cast(Fragments, mlp.gate_up)
+    out = x.new_empty(ids.numel(), weight.shape[1] // 2)
+    multiply_one(out, x, weight, mlp.gate_up_bias, ids, None, mlp, tiling)
     return out
 
 
-def down_few_torch(
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    weight: Packed,
-    bias: Tensor,
-    tiling: FewTiling = USUAL,
-    pdl: bool = True,
+def down_one(
+    hidden: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, tiling: OneTiling = USUAL
 ) -> Tensor:
-    check_few("hidden", hidden, ids.numel(), ids, weight, bias, paired=False)
-    out = linear_each(hidden, ids, weight, bias).view(*ids.shape, -1)
-    return out * weights[..., None].float()
+    """What each expert adds to the token: the other half, times the router's score.
+
+    hidden bfloat16 [k, I] from `gate_up_one`, launched just before, ids int32 and
+    scores [1, k] -> float32 [1, k, hidden]; the sum is the caller's to take.
+    """
+    weight = cast(Fragments, mlp.down)
+    out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
+    multiply_one(out, hidden, weight, mlp.down_bias, ids, scores, mlp, tiling)
+    return out
 
 
-def linear_each(x: Tensor, ids: Tensor, weight: Packed, bias: Tensor) -> Tensor:
-    """float32 [k, N]: each row of x [k, K] through the matrix of its expert."""
-    chosen = ids.flatten().long()
-    matrices = weight[chosen].dequantize(torch.float32)
-    return torch.einsum("enk,ek->en", matrices, x.float()) + bias[chosen].float()
-
-
-def options(tiling: FewTiling, x: Tensor, weight: Packed, pdl: bool) -> dict:
-    """What both kernels are launched with."""
+def multiply_one(
+    out: Tensor,
+    x: Tensor,
+    weight: Fragments,
+    bias: Tensor | None,
+    ids: Tensor,
+    scores: Tensor | None,
+    mlp: Experts,
+    tiling: OneTiling,
+) -> None:
+    """One half of the experts: fill ``out``, paired if ``weight`` is."""
     _, rows, columns = weight.shape
-    return dict(
-        N=rows,
-        K=columns,
-        PROGRAMS=tiling.programs,
-        WARPS=tiling.warps,
-        PTX=x.is_cuda,
-        PDL=pdl,
-        num_warps=tiling.warps,
-        launch_pdl=pdl,
-        maxnreg=tiling.registers,
+    launch(
+        experts_one_kernel,
+        (tiling.programs, ids.numel()),
+        *(x, ids, scores, weight.words, weight.scales, bias, out),
+        *(mlp.limit, mlp.alpha, rows, columns),
+        **one_options(tiling, weight.paired, x.is_cuda),
     )
 
 
-def check_few(
-    name: str,
-    x: Tensor,
-    count: int,
-    ids: Tensor,
-    weight: Packed,
-    bias: Tensor,
-    paired: bool,
-) -> None:
-    """Raise ValueError unless these belong together."""
-    check_weight(weight, bias, paired)
-    if len(ids) != 1:
-        raise ValueError(f"there are {len(ids)} tokens; expected 1")
-    if ids.dtype != torch.int32 or not ids.is_contiguous():
-        raise ValueError(f"ids are {ids.dtype}; expected torch.int32, contiguous")
-    if bias.dtype != torch.bfloat16:
-        raise ValueError(f"bias is {bias.dtype}; expected torch.bfloat16")
-    expected = [count, weight.columns]
-    if x.dtype != torch.bfloat16 or list(x.shape) != expected or not x.is_contiguous():
-        raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)}; expected torch.bfloat16 {expected}, "
-            "contiguous"
-        )
+def experts_one(x: Tensor, mlp: Experts) -> Tensor:
+    """What each chosen expert adds to one token: bfloat16 [1, hidden] -> float32
+    [1, k, hidden]."""
+    ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    return down_one(gate_up_one(x, mlp, ids), mlp, ids, scores)

@@ -1,0 +1,51 @@
+"""The table of operations whose every step is a Triton kernel."""
+
+from functools import partial
+
+import torch
+
+from simplellm.config import ModelConfig
+from simplellm.kernels.attention import attend
+from simplellm.kernels.decode import Scratch
+from simplellm.kernels.draw import draw
+from simplellm.kernels.experts import experts
+from simplellm.kernels.fragments import prepare
+from simplellm.kernels.head import head
+from simplellm.kernels.linear import project
+from simplellm.kernels.norm import add_norm, embed
+from simplellm.kernels.rope import rope_and_cache
+from simplellm.ops import Ops
+
+
+def fused(
+    config: ModelConfig,
+    *,
+    max_num_seqs: int,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Ops:
+    """The operations for models of this shape, with up to ``max_num_seqs`` decodes.
+
+    `kernels.compiling` finds out which of them compile. With ``batch_invariant`` a
+    token goes through the same kernels in the same way whatever else is in a step, so
+    that its hidden state and its logits have the same bits.
+    """
+    scratch = Scratch.create(
+        max_num_seqs,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        device,
+    )
+    return Ops(
+        name="Triton",
+        embed=embed,
+        add_norm=add_norm,
+        project=partial(project, batch_invariant=batch_invariant),
+        rope_and_cache=rope_and_cache,
+        attend=partial(attend, scratch=scratch, batch_invariant=batch_invariant),
+        experts=partial(experts, batch_invariant=batch_invariant),
+        head=partial(head, batch_invariant=batch_invariant),
+        draw=draw,
+        prepare=prepare,
+    )

@@ -1,0 +1,203 @@
+"""The kernels of projections, routing, experts and head compile for Hopper."""
+
+import re
+from itertools import pairwise
+
+import pytest
+from kernels_compiler import (
+    Case,
+    assert_compiles_and_fits,
+    assert_compiles_for_older_gpus,
+    assert_every_program_waits,
+    assert_waits,
+    compile_case,
+    kernel_name,
+    kernels_of,
+)
+
+from simplellm.kernels import experts, experts_one, head, linear, routing
+
+# What a kernel may read before it waits for the kernel ahead: weights, what the step
+# came with, and what a kernel has written that all later ones have waited for.
+EARLY = {
+    "gemv_kernel": "weight_ptr bias_ptr",
+    "dot_kernel": "weight_ptr",
+    "experts_one_kernel": "ids_ptr scores_ptr words_ptr scales_ptr bias_ptr",
+    "route_kernel": "live_ptr",
+    "sort_small_kernel": "live_ptr",
+    "count_kernel": "live_ptr",
+    "place_kernel": "live_ptr",
+}
+
+
+def ways(table):
+    """Each way in a table of products, with every TOKENS that it is compiled for."""
+    least = 1
+    for most, config in table:
+        for tokens in range(least, most + 1):
+            _, options = linear.product_options(config, tokens, 5120, 2880)
+            yield config, options["TOKENS"]
+        least = most + 1
+
+
+def product_case(config, tokens, size_out, size_in, has_bias=False, best=False):
+    _, options = linear.product_options(config, tokens, size_out, size_in)
+    how = {"warps": options.pop("num_warps"), "aligned": ("stride_x",)}
+    constants = options | {"PDL": options.pop("pdl")}
+    bias = "*bf16" if has_bias else ""
+    constants |= {} if has_bias else {"bias_ptr": None}
+    constants |= {} if best else {"best_ptr": None}
+    y = "*fp32 *i64" if best else "*bf16"
+    if isinstance(config, linear.Gemv):
+        types = f"*bf16 *bf16 {bias} {y} i32"
+        return Case(linear.gemv_kernel, types, constants, **how)
+    how["stages"] = constants.pop("num_stages")
+    types = f"*bf16 *bf16 {bias} {y if best else '*fp32'} i32 i32"
+    return Case(linear.dot_kernel, types, constants, **how)
+
+
+def product_cases():
+    """All projections of gpt-oss and its head in all ways that are used."""
+    for (size_out, size_in), table in linear.PROJECTIONS.items():
+        # Others' biases are added by the kernels behind them.
+        for config, tokens in dict.fromkeys(ways(table)):
+            yield product_case(config, tokens, size_out, size_in, size_out == 2880)
+    for config in (linear.INVARIANT, linear.MANY_TOKENS):
+        yield product_case(config, 64, 5120, 2880)
+    for config, tokens in dict.fromkeys(ways(head.HEADS)):
+        yield product_case(config, tokens, 201088, 2880, best=True)
+    yield product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True)
+
+
+def route_case(tokens):
+    tiling, _ = experts.tilings(tokens, 128, 4)
+    blocks = routing.max_blocks(4 * tokens, 128, tiling.tokens)
+    sizes = {"ROWS": tokens, "BLOCK": tiling.tokens, "STEP": blocks, "PDL": True}
+    types = "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32"
+    constants = routing.choice_options(128, 1, 4) | sizes
+    return Case(routing.route_kernel, types, constants, warps=max(1, tokens // 2))
+
+
+def sort_case(kernel, pairs, types):
+    *_, common, sizes = routing.sort_options(pairs, 4, 128, 16)
+    options = dict(common if kernel is routing.count_kernel else sizes)
+    warps = options.pop("num_warps")
+    return Case(kernel, types, options | {"PDL": True}, warps=warps)
+
+
+def expert_cases():
+    """Both halves in every tiling that is used."""
+    shape = {"LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4, "K": 2880, "PDL": True}
+    for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
+        for tiling, paired in ((up, True), (back, False)):
+            constants = shape | experts.tiling_options(tiling, paired, True)
+            constants |= {"N": 5760, "scores_ptr": None} if paired else {"N": 2880}
+            warps = constants.pop("num_warps")
+            scores = "" if paired else "*fp32"
+            types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
+            yield Case(experts.experts_kernel, types, constants, warps=warps)
+
+
+def one_case(paired):
+    shape = {"LIMIT": 7.0, "ALPHA": 1.702, "K": 2880, "PDL": True}
+    constants = shape | experts_one.one_options(experts_one.USUAL, paired, True)
+    constants |= {"N": 5760, "scores_ptr": None} if paired else {"N": 2880}
+    del constants["maxnreg"]
+    warps = constants.pop("num_warps")
+    types = "*bf16 *i32 *i32 *i32 *bf16 *bf16"
+    if not paired:
+        types = "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32"
+    return Case(experts_one.experts_one_kernel, types, constants, warps=warps)
+
+
+EXPERTS = list(expert_cases())
+ONE = [one_case(True), one_case(False)]
+CASES = [
+    *product_cases(),
+    Case(
+        routing.top_k_kernel,
+        "*fp32 *bf16 *i32 *fp32 i32",
+        routing.choice_options(128, 5, 4) | {"ROWS": 1, "PDL": True},
+        warps=1,
+    ),
+    *(route_case(tokens) for tokens in (1, 2, routing.AT_ONCE // 4)),
+    sort_case(routing.sort_small_kernel, 4096, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
+    sort_case(routing.count_kernel, 8192, "*i32 *i32 *i32 i32"),
+    sort_case(routing.place_kernel, 8192, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
+    *EXPERTS,
+    *ONE,
+    *(
+        Case(head.best_kernel, "*i64 *i32 i32", {"BLOCK": block, "PDL": True}, warps)
+        for block, warps in ((2048, 8), (8192, 32))
+    ),
+]
+WAITING = [case for case in CASES if case.constants["PDL"]]
+ONE_OF_EACH = list({(case.kernel, case.types): case for case in CASES}.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=kernel_name)
+def test_it_compiles_and_fits(case):
+    assert_compiles_and_fits(case)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=kernel_name)
+def test_it_compiles_for_older_gpus(case):
+    assert_compiles_for_older_gpus(case)
+
+
+@pytest.mark.parametrize("case", WAITING, ids=kernel_name)
+def test_nothing_is_read_or_written_too_early(case):
+    early = EARLY.get(kernel_name(case), "")
+    if case is ONE[0]:
+        early = ""  # nothing but what the kernel ahead has written is worth it
+    assert_waits(case, early)
+
+
+@pytest.mark.parametrize("case", WAITING, ids=kernel_name)
+def test_no_program_is_over_before_it_waits(case):
+    assert_every_program_waits(case)
+
+
+def test_the_ids_are_there_before_the_other_half_starts():
+    """It reads them without waiting."""
+    ptx = compile_case(ONE[0]).asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    assert wait < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_only_weights_with_aligned_rows_are_prefetched():
+    for (_, size_in), table in linear.PROJECTIONS.items():
+        ahead = any(isinstance(way, linear.Dot) and way.ahead for _, way in table)
+        assert not ahead or size_in * 2 % 16 == 0
+    others = (*linear.OTHER_PROJECTIONS, *head.HEADS)
+    assert not any(isinstance(way, linear.Dot) and way.ahead for _, way in others)
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
+def test_a_weight_is_decoded_after_the_multiplications_before(case):
+    """ptxas before 13.3 reuses registers of a wgmma that is under way."""
+    ptx = compile_case(case).asm["ptx"]
+    steps = re.findall(r"wgmma\.(mma_async|wait_group\S+ *\d+)|(fma)\.rn\.bf16x2", ptx)
+    kinds = [first.split(".")[0] or second for first, second in steps]
+    assert kinds.count("fma")
+    # mma, for up to 8 tokens, is over when it is over.
+    assert kinds.count("mma_async") or case.constants["BLOCK_T"] == 8
+    assert all(first.endswith(" 0") for first, _ in steps if "wait" in first)
+    for step, following in pairwise(kinds):
+        assert step != "mma_async" or following != "fma"
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
+def test_decoded_weights_stay_in_their_threads(case):
+    """Triton 3.6 would exchange them, see `experts.opaque`; 3.9 would not."""
+    ptx = compile_case(case).asm["ptx"]
+    assert "shfl.sync" not in ptx
+    if case.constants["BLOCK_T"] == 8:
+        assert "mma.sync" in ptx
+
+
+def test_every_kernel_is_in_the_list():
+    listed = {case.kernel.fn for case in CASES}
+    kernels = kernels_of("experts", "experts_one", "fragments", "head", "linear")
+    kernels |= kernels_of("routing")
+    assert not [name for name, kernel in kernels.items() if kernel.fn not in listed]
