@@ -5,7 +5,7 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -196,7 +196,7 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream[RequestOutput]:
         """Continue one prompt; each output holds what one more token added.
 
         Texts are whole characters and never part of a stop string; the last output
@@ -252,10 +252,11 @@ class LLM:
         asked = self._ask_chat(messages, **options)
         return await asyncio.wrap_future(self._chat(asked, n))
 
-    def stream_chat(self, messages: Messages, **options: Any) -> Iterator[Delta]:
+    def stream_chat(self, messages: Messages, **options: Any) -> Stream[Delta]:
         """Like `chat`, but the text as it comes, with its channel and recipient.
 
-        ``options`` are those of `chat`, without ``n``.
+        ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
+        `ChatChoice` that it has come to.
         """
         asked = self._ask_chat(messages, **options)
         reply = self._chat_reply(asked)

@@ -237,7 +237,10 @@ def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
     if file is None:
         return None
     tokenizer = Tokenizer.from_file(file)
-    check_tokenizer(config, tokenizer.vocab_size)
+    try:
+        check_tokenizer(config, tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     return tokenizer
 
 

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from simplellm.engine import Engine
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
+Part = TypeVar("Part")
 END = object()  # behind the last part of an answer
 
 
@@ -237,7 +238,7 @@ def gather(
     return future
 
 
-class Stream(Iterator[Any]):
+class Stream(Iterator[Part]):
     """The parts of one reply as they come. Closed or dropped, it ends the request."""
 
     def __init__(
@@ -249,7 +250,7 @@ class Stream(Iterator[Any]):
         self.reader = Reader(request, reply, self.parts.put)
         delivery.submit([[self.reader]])
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Part:
         while not self.over:
             try:
                 part = self.parts.get(timeout=1.0)
@@ -265,6 +266,10 @@ class Stream(Iterator[Any]):
             if part is not END:
                 raise part
         raise StopIteration
+
+    def output(self) -> Any:
+        """What the parts add up to; of a chat, a ChatChoice."""
+        return self.reader.reply.output()
 
     def close(self) -> None:
         """The reader wants no more."""

@@ -14,10 +14,9 @@ from checkpoints import TINY, write_checkpoint
 
 from simplellm import LLM
 from simplellm.checkpoint import INDEX, CheckpointError
-from simplellm.config import ConfigError
-from simplellm.graphs import GPUConfig
+from simplellm.config import ConfigError, EngineConfig
 from simplellm.harmony import Message, render
-from simplellm.model import EMBEDDED, load_model
+from simplellm.load import EMBEDDED, load_model
 from simplellm.tokenizer import TokenizerError
 
 ATTENTION = "model.layers.0.self_attn.k_proj.weight"
@@ -177,7 +176,10 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], list[str
     "vocabulary smaller than the tokenizer": (
         lambda folder: write_checkpoint(folder, TINY),
         ConfigError,
-        ["the tokenizer has ", "expected at most the model's vocab_size, 97"],
+        [
+            "tokenizer.json: the tokenizer has ",
+            "expected at most the model's vocab_size, 97",
+        ],
     ),
     "generation_config that no sampler understands": (
         overwrite("generation_config.json", b'{"top_k": 50.0}'),
@@ -307,6 +309,8 @@ SAMPLING: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"logprobs": 21}, ValueError, ["logprobs is 21", "expected 0 to 20"]),
     ({"logit_bias": {1: math.inf}}, ValueError, ["logit_bias of token 1 is inf"]),
     ({"logit_bias": {10**6: 1.0}}, ValueError, ["logit_bias", "1000000", "expected"]),
+    ({"ignore_eos": "false"}, TypeError, ["ignore_eos is 'false'", "expected True"]),
+    ({"ignore_eos": 1}, TypeError, ["ignore_eos is 1", "expected True"]),
     ({"temprature": 1.0}, TypeError, ["temprature", "temperature"]),
 ]
 
@@ -394,24 +398,24 @@ def test_harmony(llm, message, parts):
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "parts"),
+    ("token_ids", "error", "parts"),
     [
-        ([], ["expected"]),
-        ([-1], ["-1", "expected 0 to"]),
-        ([10**6], ["1000000", "expected 0 to"]),
-        ([0.5], ["float", "expected integers"]),
-        ([0] * 131_073, ["131073 tokens", "expected at most 131072"]),
+        ([], ValueError, ["expected"]),
+        ([-1], ValueError, ["-1", "expected 0 to"]),
+        ([10**6], ValueError, ["1000000", "expected 0 to"]),
+        ([0.5], TypeError, ["float", "expected integers"]),
+        ([0] * 131_073, ValueError, ["131073 tokens", "expected at most 131072"]),
     ],
 )
-def test_logits(llm, token_ids, parts):
-    with pytest.raises(ValueError) as caught:
+def test_logits(llm, token_ids, error, parts):
+    with pytest.raises(error) as caught:
         llm.model.logits(token_ids)
-    assert_says(caught, ValueError, parts)
+    assert_says(caught, error, parts)
 
 
 def test_batch_invariance_without_the_kernels():
     with pytest.raises(ValueError, match="batch_invariant is True; expected False"):
-        LLM(config=GPUConfig(batch_invariant=True), device="cpu")
+        LLM(config=EngineConfig(batch_invariant=True), device="cpu")
 
 
 def test_load_model():

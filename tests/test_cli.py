@@ -4,9 +4,12 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +18,47 @@ import pytest
 from checkpoints import TINY, write_checkpoint
 from rich.console import Console
 
-from simplellm import __version__, cli
-from simplellm.checkpoint import stored_shapes
+from simplellm import __version__
+from simplellm.apps import calculator, cli, screen
 from simplellm.config import GPT_OSS_20B, LAYER_TYPES
 from simplellm.harmony import Delta, from_openai, render
+from simplellm.load import EMBEDDED
+from simplellm.names import stored_shapes
+from simplellm.reply import ChatChoice, ChatReply
+from simplellm.request import Event
 from simplellm.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
+
+
+class ScriptedStream(Iterator[Delta]):
+    """What comes of a prepared turn; None in its place is Ctrl-C."""
+
+    def __init__(self, turn: str, reason: str) -> None:
+        self.reply = ChatReply([0], (), TOKENIZER, logprobs=False)
+        text, self.interrupted, _ = turn.partition(CONTROL_C)
+        ids = TOKENIZER.encode(text, special=True)
+        events = [Event(0, [token]) for token in ids[:-1]]
+        events.append(Event(0, ids[-1:], finish_reason=reason))
+        self.deltas = (delta for event in events for delta in self.reply.push(event))
+
+    def __next__(self) -> Delta:
+        try:
+            return next(self.deltas)
+        except StopIteration:
+            if self.interrupted:
+                raise KeyboardInterrupt from None
+            raise
+
+    def output(self) -> ChatChoice:
+        return self.reply.output()
 
 
 class ScriptedLLM:
     """Answers with prepared turns; remembers the messages and options it was given."""
 
-    def __init__(self, *turns: list[Delta]):
-        self.turns = list(turns)
+    def __init__(self, *turns: str, reason: str = "stop") -> None:
+        self.turns, self.reason = list(turns), reason
         self.seen: list[list[dict[str, Any]]] = []
         self.options: dict[str, Any] = {}
 
@@ -38,37 +70,40 @@ class ScriptedLLM:
 
     def stream_chat(
         self, messages: list[dict[str, Any]], **options: Any
-    ) -> Iterator[Delta]:
+    ) -> ScriptedStream:
         if messages[-1]["content"] == "too long":
             raise ValueError("the prompt is too long")
         self.seen.append([dict(message) for message in messages])
         self.options = options
-        yield from self.turns.pop(0)
+        return ScriptedStream(self.turns.pop(0), self.reason)
 
 
-THOUGHT = [Delta("analysis", None, "7+5"), Delta("analysis", None, "=12")]
-ANSWER = [*THOUGHT, Delta("final", None, "47 + 85"), Delta("final", None, " = 132")]
+CONTROL_C = "^C"
+CALLED = "<|call|>"
 
 
-def call(expression: str) -> list[Delta]:
-    text = json.dumps({"expression": expression})
-    return [Delta("analysis", None, "I call it."), *call_deltas(0, text)]
+def said(channel: str, text: str, end: str = "<|end|>") -> str:
+    return f"<|start|>assistant<|channel|>{channel}<|message|>{text}{end}"
 
 
-def call_deltas(
-    number: int, text: str, name: str = "functions.calculator"
-) -> list[Delta]:
-    """What the parser gives of one call."""
-    texts = filter(None, [text[:5], text[5:]])
-    return [Delta("commentary", name, text, number) for text in ["", *texts]]
+def call(arguments: str, name: str = "functions.calculator") -> str:
+    return said(f"commentary to={name}", arguments, CALLED)
+
+
+def calculation(expression: str) -> str:
+    return call(json.dumps({"expression": expression}))
+
+
+THOUGHT = said("analysis", "7+5=12")
+ANSWER = THOUGHT + said("final", "47 + 85 = 132", "<|return|>")
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch):
     """Make the commands use a ScriptedLLM of the given turns."""
 
-    def use(*turns: list[Delta]) -> ScriptedLLM:
-        llm = ScriptedLLM(*turns)
+    def use(*turns: str, reason: str = "stop") -> ScriptedLLM:
+        llm = ScriptedLLM(*turns, reason=reason)
         monkeypatch.setattr(cli, "load", lambda *arguments: llm)
         return llm
 
@@ -95,7 +130,7 @@ def test_options_reach_the_model(scripted):
     assert llm.seen[0][0] == {"role": "developer", "content": "Brief."}
     assert llm.options["reasoning_effort"] == "low"
     assert llm.options["max_tokens"] == 9
-    assert llm.options["tools"] == [cli.CALCULATOR]
+    assert llm.options["tools"] == [calculator.CALCULATOR]
 
 
 @pytest.mark.parametrize("prompt", ["chat", "--help", "-3 + 5"])
@@ -114,7 +149,8 @@ def test_prompt_from_standard_input(scripted, monkeypatch):
 
 
 def test_tool_is_called_and_answered(scripted, capsys):
-    llm = scripted(call("12 * 34"), [Delta("final", None, "12 * 34 = 408")])
+    thought = said("analysis", "I call it.")
+    llm = scripted(thought + calculation("12 * 34"), said("final", "12 * 34 = 408"))
     assert cli.main(["What is 12 * 34?", "--calculator"]) == 0
     out, err = capsys.readouterr()
     assert out == "12 * 34 = 408\n"
@@ -128,13 +164,13 @@ def test_tool_is_called_and_answered(scripted, capsys):
 
 
 def test_two_calls_of_one_function_are_two(scripted, capsys):
-    both = [*call("1+1"), *call_deltas(1, '{"expression": "2+2"}')]
-    llm = scripted(both, [Delta("final", None, "2 and 4")])
+    both = calculation("1+1") + calculation("2+2")
+    llm = scripted(said("analysis", "Two.") + both, said("final", "2 and 4"))
     assert cli.main(["What are 1+1 and 2+2?", "--calculator"]) == 0
     out, err = capsys.readouterr()
     assert out == "2 and 4\n"
     assert err.splitlines() == [
-        "I call it.",
+        "Two.",
         'calculator {"expression": "1+1"}',
         'calculator {"expression": "2+2"}',
         "= 2",
@@ -150,7 +186,7 @@ def test_two_calls_of_one_function_are_two(scripted, capsys):
 
 
 def test_a_call_without_arguments_is_answered(scripted, capsys):
-    llm = scripted(call_deltas(0, ""), [Delta("final", None, "Sorry.")])
+    llm = scripted(call(""), said("final", "Sorry."))
     assert cli.main(["What is 1?", "--calculator"]) == 0
     assert capsys.readouterr().err.startswith("calculator \n= error: ")
     assert llm.seen[1][-1]["content"].startswith("error: ")
@@ -158,21 +194,18 @@ def test_a_call_without_arguments_is_answered(scripted, capsys):
 
 @pytest.mark.parametrize("name", ["a<b", "a\0b", "é b", ""])
 def test_the_next_prompt_can_hold_any_call(scripted, name):
-    bad = call_deltas(0, "{}", f"functions.{name}")
-    llm = scripted(bad, [Delta("final", None, "Sorry.")])
+    llm = scripted(call("{}", f"functions.{name}"), said("final", "Sorry."))
     assert cli.main(["What is 1?", "--calculator"]) == 0
     assert "expected 'calculator'" in llm.seen[1][-1]["content"]
-    tokenizer = Tokenizer.from_file(
-        Path(cli.__file__).with_name("embedded") / "tokenizer.json"
-    )
-    render(from_openai(llm.seen[1]), tokenizer)
+    render(from_openai(llm.seen[1]), TOKENIZER)
 
 
 def test_the_result_that_a_model_invents_is_no_call(scripted, capsys):
-    invented = [*call("1+1"), Delta("commentary", "assistant", "3")]
-    llm = scripted(invented, [Delta("final", None, "2")])
+    header = "<|start|>functions.calculator to=assistant<|channel|>commentary"
+    invented = f"{header}<|message|>3<|end|>"
+    llm = scripted(calculation("1+1") + invented, said("final", "2"))
     assert cli.main(["What is 1+1?", "--calculator"]) == 0
-    assert capsys.readouterr().err.splitlines()[1:] == [
+    assert capsys.readouterr().err.splitlines() == [
         'calculator {"expression": "1+1"}',
         "3",
         "= 2",
@@ -181,8 +214,8 @@ def test_the_result_that_a_model_invents_is_no_call(scripted, capsys):
 
 
 def test_lines_end_in_the_stream_they_began_in(scripted, capsys):
-    preamble = [Delta("commentary", None, "One moment."), *call("1")]
-    scripted(preamble, [Delta("final", None, "It is 1.")])
+    preamble = said("commentary", "One moment.") + said("analysis", "I call it.")
+    scripted(preamble + calculation("1"), said("final", "It is 1."))
     assert cli.main(["What is 1?", "--calculator"]) == 0
     out, err = capsys.readouterr()
     assert out == "One moment.\nIt is 1.\n"
@@ -198,8 +231,16 @@ def test_no_answer_is_said(scripted, capsys):
     )
 
 
+@pytest.mark.parametrize("turn", [THOUGHT, ANSWER])
+def test_a_turn_that_is_cut_short_says_so(scripted, capsys, turn):
+    scripted(turn.removesuffix("<|return|>"), reason="length")
+    assert cli.main(["What is 47 + 85?", "--max-tokens", "5"]) == 0
+    remark = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"\(cut short after \d+ tokens; --max-tokens .*\)", remark)
+
+
 def test_tool_calls_end(scripted, capsys):
-    turns = [call("1 + 1")] * (cli.MAX_TOOL_CALLS + 1)
+    turns = [calculation("1 + 1")] * (cli.MAX_TOOL_CALLS + 1)
     llm = scripted(*turns)
     assert cli.main(["What is 1 + 1?", "--calculator"]) == 0
     assert len(llm.turns) == 1
@@ -218,9 +259,9 @@ def test_tool_calls_end(scripted, capsys):
 def test_calculate(expression, value):
     if value is None:
         with pytest.raises(ValueError, match=r"expression is longer|cannot evaluate"):
-            cli.calculate(expression)
+            calculator.calculate(expression)
     else:
-        assert cli.calculate(expression) == value
+        assert calculator.calculate(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -236,7 +277,7 @@ def test_calculate(expression, value):
     ],
 )
 def test_bad_tool_call_is_reported_to_the_model(name, arguments, part):
-    result = cli.call_tool(name, arguments)
+    result = calculator.call_tool(name, arguments)
     assert result.startswith("error: ")
     assert part in result
 
@@ -257,6 +298,25 @@ def test_chat_keeps_history(scripted, monkeypatch, capsys):
     assert err.count("error: the prompt is too long") == 1
 
 
+def test_control_c_ends_the_answer_and_not_the_conversation(
+    scripted, monkeypatch, capsys
+):
+    llm = scripted(THOUGHT + said("final", "47 + 85 = ", CONTROL_C), ANSWER)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ngo on\n"))
+    assert cli.main(["chat"]) == 0
+    texts = [message["content"] for message in llm.seen[1]]
+    assert texts == ["one", "47 + 85 = ", "go on"]
+    out, err = capsys.readouterr()
+    assert out == "47 + 85 = 47 + 85 = 132\n"
+    assert "(stopped)\n" in err
+
+
+def test_control_c_ends_a_question(scripted, capsys):
+    scripted(said("final", "47 + ", CONTROL_C))
+    assert cli.main(["What is 47 + 85?"]) == 130
+    assert capsys.readouterr() == ("47 + ", "")
+
+
 def test_chat_ends_at_exit(scripted, monkeypatch):
     llm = scripted()
     monkeypatch.setattr(sys, "stdin", io.StringIO("/exit\nmore\n"))
@@ -265,21 +325,34 @@ def test_chat_ends_at_exit(scripted, monkeypatch):
 
 
 def terminal() -> Console:
-    return Console(
-        file=io.StringIO(), force_terminal=True, color_system="standard", width=80
+    return screen.console(file=io.StringIO(), force_terminal=True, width=80)
+
+
+def shown(console: Console) -> str:
+    deltas = [Delta("analysis", None, "hm \x1b[2J"), Delta("final", None, "[b]yes\x07")]
+    place = screen.Screen(console, console)
+    with place.waiting("Starting"):
+        pass
+    place.show(deltas)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_terminal_shows_reasoning_dim_and_no_escapes(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = shown(terminal())
+    assert text.endswith(
+        "\x1b[2mhm \N{REPLACEMENT CHARACTER}[2J\x1b[0m\n[b]yes\ufffd\n"
     )
+    assert "Starting" in text
 
 
-def test_terminal_shows_reasoning_dim_and_no_escapes():
+def test_no_color_is_no_escape_sequence(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     console = terminal()
-    screen = cli.Screen(console, console)
-    turn = cli.show(
-        [Delta("analysis", None, "hm \x1b[2J"), Delta("final", None, "[b]yes\x07")],
-        screen,
-    )
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text == "\x1b[2mhm \N{REPLACEMENT CHARACTER}[2J\x1b[0m\n[b]yes\ufffd\n"
-    assert (turn.reasoning, turn.content) == ("hm \x1b[2J", "[b]yes\x07")
+    assert shown(console) == "hm \N{REPLACEMENT CHARACTER}[2J\n[b]yes\ufffd\n"
+    screen.Screen(console, console).error("no")
+    assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -356,7 +429,7 @@ def test_info_reads_headers_only(tmp_path, layout):
     """13.8 GB of tensors described without touching a page of them."""
     nbytes = sparse_checkpoint(tmp_path, layout)
     code = (
-        "import resource, sys; from simplellm.cli import main; status = main();"
+        "import resource, sys; from simplellm.apps.cli import main; status = main();"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
         "sys.exit(status)"
     )
@@ -391,6 +464,14 @@ def test_info_of_published_shapes(capsys, name, parts):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_info_cuts_nothing_in_a_narrow_terminal(capsys, monkeypatch):
+    assert cli.main(["info", "gpt-oss-120b"]) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "20")
+    assert cli.main(["info", "gpt-oss-120b"]) == 0
+    assert capsys.readouterr().out == wide
+
+
 def test_info_of_a_tied_model_without_windows(tmp_path, capsys):
     full = LAYER_TYPES[1]
     config = replace(
@@ -417,7 +498,7 @@ def test_standard_input_that_is_not_text(monkeypatch, capsys):
     assert "standard input is not text; expected UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help(capsys, arguments):
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
@@ -425,9 +506,18 @@ def test_help(capsys, arguments):
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", ["ask", "chat", "info", "batch", "bench"])
+def test_help_of_a_command(capsys, command):
+    assert cli.main([command, "-h"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: simplellm {command} [OPTIONS]")
+    assert "[[" not in out and " range>" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 def test_help_and_version_do_not_import_torch():
     code = (
-        "import sys; from simplellm.cli import main; status = main(['--version']);"
+        "import sys; from simplellm.apps.cli import main; status = main(['--version']);"
         "sys.exit(status or 'torch' in sys.modules)"
     )
     result = subprocess.run(
@@ -458,7 +548,7 @@ def test_a_closed_pipe_is_quiet():
     options = "--reasoning-effort low --max-tokens 20"
     with os.fdopen(writer, "wb") as pipe:
         result = subprocess.run(
-            [sys.executable, "-m", "simplellm.cli", "Hello", *options.split()],
+            [sys.executable, "-m", "simplellm.apps.cli", "Hello", *options.split()],
             stdout=pipe,
             stderr=subprocess.PIPE,
             timeout=200,
@@ -466,3 +556,62 @@ def test_a_closed_pipe_is_quiet():
     assert result.returncode == 1
     assert b"Traceback" not in result.stderr
     assert b"Exception" not in result.stderr
+
+
+COMMAND = f"exec {shlex.quote(sys.executable)} -m simplellm.apps.cli "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "err"),
+    [
+        ("'What is 47 + 85?' >&-", 2, "", "standard output is closed"),
+        ("'What is 47 + 85?' 2>&-", 0, "47 + 85 = 132\n", ""),
+        ("info gpt-oss-20b >&-", 2, "", "standard output is closed"),
+        ("--version <&-", 0, f"simplellm {__version__}\n", ""),
+        ("chat <&-", 2, "", "standard input is closed"),
+        ("- <&-", 2, "", "standard input is closed"),
+        ("- <&- >&- 2>&-", 2, "", ""),
+    ],
+)
+def test_closed_streams(arguments, status, out, err):
+    result = subprocess.run(
+        COMMAND + arguments, shell=True, capture_output=True, text=True, timeout=250
+    )
+    assert result.returncode == status
+    assert result.stdout == out
+    assert result.stderr.startswith(f"error: {err}" if err else "")
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == bool(err)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", ["info", "'What is 47 + 85?'"])
+def test_a_full_disk_is_said_once(arguments):
+    result = subprocess.run(
+        f"{COMMAND} {arguments} >/dev/full",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 1
+    (line,) = [text for text in result.stderr.splitlines() if "rror" in text]
+    assert line.startswith("error: OSError: ")
+    assert "Exception ignored" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_control_d_leaves_a_newline():
+    import pty
+
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-m", "simplellm.apps.cli", "chat"])
+    text = b""
+    with suppress(OSError):  # Linux's way to say that the other side is gone
+        while chunk := os.read(terminal, 4096):
+            text += chunk
+            if text.endswith(b"> "):
+                os.write(terminal, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert text.endswith(b"> \r\n")

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from simplellm import LLM, QueueFullError, SamplingParams, cli, jobs
-from simplellm.generate import RequestOutput, as_prompts
-from simplellm.sampler import Sampled
+from simplellm import LLM, QueueFullError, RequestOutput, SamplingParams
+from simplellm.apps import cli, jobs
+from simplellm.apps.calculator import CALCULATOR
 
 
 class EchoLLM:
     """Answers a text with itself, after a moment and out of order."""
-
-    default_params = SamplingParams(temperature=0.0)
 
     def __init__(self, *, delay: float = 0.0, log: Path | None = None) -> None:
         self.delay = delay
@@ -41,16 +38,17 @@ class EchoLLM:
         self.pool.shutdown()
 
     def generate(
-        self, prompts: Any, params: SamplingParams, n: int = 1
+        self, prompts: list[str], *, n: int = 1, **options: Any
     ) -> Future[list[RequestOutput]]:
-        (prompt,) = as_prompts(prompts)
+        SamplingParams(**options)
+        (prompt,) = prompts
         if prompt == "refuse":
             raise ValueError("the engine refuses this")
+        if prompt == "dead":
+            raise RuntimeError("the engine is dead")
         # Of a crowd the engine takes only one at a time.
         if prompt == "crowd" and not self.crowd.acquire(blocking=False):
             raise QueueFullError("too many requests wait")
-        if prompt == "dead":
-            raise RuntimeError("the engine is dead")
         if self.log:
             with self.log.open("a") as file:
                 file.write(f"{prompt}\n")
@@ -87,7 +85,14 @@ def results(path: Path) -> dict[Any, dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
     found = {line.pop("id"): line for line in lines}
     assert len(found) == len(lines)
+    assert all(len(line.pop("digest")) == 16 for line in lines)
     return found
+
+
+def run(llm: Any, source: Path, target: Path) -> jobs.Totals:
+    """One run, without the command line around it."""
+    with jobs.open_results(target, jobs.read_digests(source)) as (file, done):
+        return jobs.run(llm, source, file, done)
 
 
 def call(source: Path, target: Path) -> int:
@@ -173,13 +178,15 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
         {"prompt": "x", "max_tokens": 0},
         {"prompt": "x", "stop": 5},
         {"prompt": "x", "n": "many"},
+        {"prompt": "x", "ignore_eos": "false"},
+        {"prompt": True},
+        {"prompt": "x", "timeout": 1},
         {"prompt": None, "messages": None},
     ],
 )
 def test_bad_requests_get_an_error(llm, tmp_path, message):
     source = write(tmp_path / "in.jsonl", message)
-    with jobs.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
-        totals = jobs.run(llm, source, file, done)
+    totals = run(llm, source, tmp_path / "out.jsonl")
     assert (totals.answered, totals.rejected, totals.failed) == (0, 1, 0)
     assert results(tmp_path / "out.jsonl")["line-1"]["error"].startswith("line 1: ")
 
@@ -197,8 +204,7 @@ def test_null_is_as_good_as_absent(llm, tmp_path):
         chat | nulls | {"prompt": None, "tools": None, "reasoning_effort": None},
     )
     target = tmp_path / "out.jsonl"
-    with jobs.open_results(target, jobs.read_ids(source)) as (file, done):
-        totals = jobs.run(llm, source, file, done)
+    totals = run(llm, source, target)
     assert (totals.answered, totals.rejected, totals.failed) == (4, 0, 0)
     found = results(target)
     assert found["line-1"] == found["line-2"] and found["line-1"]["text"]
@@ -217,15 +223,14 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
         {
             "id": "call",
             "messages": [{"role": "user", "content": "What is 12 * 34?"}],
-            "tools": [cli.CALCULATOR],
+            "tools": [CALCULATOR],
         },
         {"id": "seed", "prompt": "A", "temperature": 2, "seed": 1, "max_tokens": 9}
         | {"logit_bias": {"7": 5}},
         {"id": "n", "messages": question, "n": 3, "reasoning_effort": "low"},
     )
     target = tmp_path / "out.jsonl"
-    with jobs.open_results(target, jobs.read_ids(source)) as (file, done):
-        totals = jobs.run(llm, source, file, done)
+    totals = run(llm, source, target)
     assert (totals.answered, totals.rejected, totals.failed) == (8, 0, 0)
     found = results(target)
 
@@ -263,60 +268,52 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
     assert json.loads(tool_call["arguments"]) == {"expression": "12 * 34"}
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (
-            "<|channel|>analysis<|message|>STOP?<|end|><|start|>assistant"
-            f"<|channel|>final<|message|>one STOP{' two' * 9}<|return|>",
-            "one ",
-            [],
-        ),
-        (  # a call behind the stop string is no part of the turn
-            "<|channel|>final<|message|>one STOP<|start|>assistant<|channel|>commentary"
-            " to=functions.f<|message|>{}<|call|>",
-            "one ",
-            [],
-        ),
-        (
-            "<|channel|>commentary to=functions.f<|message|>STOP<|call|>",
-            "",
-            [{"name": "f", "arguments": "STOP"}],
-        ),
-        ("<|channel|>final<|message|>one STO<|return|>", "one STO", []),
-        (  # two messages
-            "<|channel|>final<|message|>one ST<|end|><|start|>assistant"
-            "<|channel|>final<|message|>OP, two<|return|>",
-            "one STOP, two",
-            [],
-        ),
-    ],
-)
-def test_a_chat_ends_at_its_stop_string(
-    llm, tmp_path, monkeypatch, text, content, calls
-):
-    ids = llm.tokenizer.encode(text, special=True)
+def test_a_line_ends_at_its_stop_string(llm, tmp_path):
+    """It is computed no further, as the counts of tokens show."""
+    question = [{"role": "user", "content": "What is 47 + 85?"}]
+    options = {"stop": [" ="], "logprobs": 1, "n": 2, "reasoning_effort": "low"}
+    source = write(
+        tmp_path / "in.jsonl",
+        {"messages": question, **options},
+        {"messages": question, "reasoning_effort": "low"},
+        {"prompt": "What is 47 + 85?", "stop": "1", "max_tokens": 40},
+    )
+    run(llm, source, tmp_path / "out.jsonl")
+    found = results(tmp_path / "out.jsonl")
+    chat = llm.chat(question, **options)
+    assert found["line-1"]["choices"] == [
+        {
+            "content": choice.content,
+            "reasoning": choice.reasoning,
+            "tool_calls": [],
+            "finish_reason": "stop",
+            "prompt_tokens": chat.usage.prompt_tokens,
+            "completion_tokens": len(choice.token_ids),
+            "logprobs": json.loads(json.dumps([asdict(x) for x in choice.logprobs])),
+        }
+        for choice in chat.choices
+    ]
+    assert chat.content == "47 + 85"
+    assert chat.usage.completion_tokens == sum(
+        choice["completion_tokens"] for choice in found["line-1"]["choices"]
+    )
+    whole = found["line-2"]["completion_tokens"]
+    assert found["line-1"]["choices"][0]["completion_tokens"] < whole - 1
+    assert (
+        found["line-3"]["text"]
+        == llm.generate("What is 47 + 85?", stop="1", max_tokens=40).result()[0].text
+    )
 
-    def sample(works: Any, logits: torch.Tensor) -> Sampled:
-        jobs = [work.job for work in works if work.samples]
-        tokens = [ids[min(job.num_output, len(ids) - 1)] for job in jobs]
-        zeros = torch.zeros(len(jobs))
-        top = zeros[:, None].long(), zeros[:, None]
-        return Sampled(torch.tensor(tokens), zeros, top)
 
-    monkeypatch.setattr(llm.engine, "sample", sample)
-    messages = [{"role": "user", "content": "x"}]
-    options = {"stop": "STOP", "max_tokens": 40, "logprobs": 1}
-    source = write(tmp_path / "in.jsonl", {"messages": messages, **options})
-    with jobs.open_results(tmp_path / "out.jsonl", {"line-1"}) as (file, done):
-        jobs.run(llm, source, file, done)
-    found = results(tmp_path / "out.jsonl")["line-1"]
-    turn = llm.chat(messages, **options)
-    assert found["content"] == turn.content == content
-    assert found["reasoning"] == turn.reasoning
-    assert found["tool_calls"] == [asdict(call) for call in turn.tool_calls] == calls
-    assert found["finish_reason"] == turn.finish_reason
-    assert found["completion_tokens"] == len(turn.token_ids) == len(found["logprobs"])
+def test_nothing_is_computed_behind_a_stop_string(llm, tmp_path):
+    endless = {"ignore_eos": True, "max_tokens": 50_000, "temperature": 0}
+    message = {"role": "user", "content": "What is 47 + 85?"}
+    chat = {"messages": [message], "stop": " =", "reasoning_effort": "low"}
+    source = write(tmp_path / "in.jsonl", chat | endless)
+    before = llm.stats().generated_tokens
+    run(llm, source, tmp_path / "out.jsonl")
+    assert results(tmp_path / "out.jsonl")["line-1"]["content"] == "47 + 85"
+    assert llm.stats().generated_tokens - before < 25_000
 
 
 def test_failed_requests_are_tried_again(echo, tmp_path, capsys):
@@ -338,11 +335,120 @@ def test_a_full_queue_is_waited_for(echo, tmp_path):
     assert len(results(tmp_path / "out.jsonl")) == 9
 
 
-def test_a_dead_engine_ends_the_run(echo, tmp_path, capsys):
-    source = write(tmp_path / "in.jsonl", {"prompt": "dead"}, {"prompt": "x"})
+def test_a_dead_engine_fails_all_that_is_left(echo, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "dead"}, {"prompt": "dead"})
     assert call(source, tmp_path / "out.jsonl") == 1
-    assert "RuntimeError: the engine is dead" in capsys.readouterr().err
+    assert (
+        "2 requests failed, the last one with RuntimeError('the engine is dead')"
+        in (" ".join(capsys.readouterr().err.split()))
+    )
     assert results(tmp_path / "out.jsonl") == {}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_is_full_ends_the_run(tmp_path):
+    source = write(tmp_path / "in.jsonl", *[{"prompt": "x"}] * 300)
+    full = Path("/dev/full").open("wb", buffering=0)
+    with EchoLLM() as llm, full, pytest.raises(OSError, match="No space left"):
+        jobs.run(llm, source, full, {})
+
+
+def test_a_corrected_line_is_tried_again(echo, tmp_path, capsys):
+    good, bad = {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y", "foo": 1}
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(target)
+    write(source, bad, good, {"id": "c", "prompt": "refuse"})
+    assert call(source, link) == 1
+    before = results(target)
+    assert "unknown field 'foo'" in before["b"]["error"]
+    target.chmod(0o640)
+    for wrong in (
+        {"id": "b", "prompt": "y", "bar": 1},
+        {"id": "b", "prompt": "refuse"},
+    ):
+        write(source, wrong, good, {"id": "c", "prompt": "refuse"})
+        assert call(source, link) == 1
+        assert results(target)["b"]["error"] != before["b"]["error"]
+    write(source, {"id": "b", "prompt": "y"}, good, {"id": "c", "prompt": "refuse"})
+    assert call(source, link) == 1
+    assert "3 requests: 2 answered, 1 errors" in capsys.readouterr().err
+    found = results(target)
+    assert found["b"]["text"] == "y!"
+    assert (found["a"], found["c"]) == (before["a"], before["c"])
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path.name for path in (source, target, link)
+    }
+
+
+def test_what_interrupts_a_correction_changes_nothing(echo, tmp_path, monkeypatch):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    assert call(write(source, {"prompt": "x"}, {"prompt": "refuse"}), target) == 1
+    before = target.read_bytes()
+    write(source, {"prompt": "x"}, {"prompt": "y"})
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.shutil, "copymode", lambda *paths: 1 / 0)
+        assert call(source, target) == 1
+    assert target.read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert call(source, target) == 0
+
+
+def test_a_second_writer_is_refused_while_lines_are_corrected(echo, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    assert call(write(source, {"prompt": "x"}, {"prompt": "refuse"}), target) == 1
+    write(source, {"prompt": "x"}, {"prompt": "y"})
+    with jobs.open_results(target, jobs.read_digests(source)):
+        assert call(source, target) == 2
+    assert "another run is writing to it" in capsys.readouterr().err
+    assert call(source, target) == 0
+
+
+def test_an_answer_to_another_question_is_refused(echo, tmp_path, capsys):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    assert call(write(source, {"id": 7, "prompt": "x"}, {"prompt": "y"}), target) == 0
+    before = target.read_bytes()
+    # The same in other words: its fields in another order, and one that says nothing.
+    same = '{ "prompt": "x", "seed": null, "id": 7 }'
+    assert call(write(source, same, {"prompt": "y"}), target) == 0
+    for changed in ({"id": 7, "prompt": "z"}, {"id": 7, "prompt": "x", "seed": 1}):
+        assert call(write(source, changed, {"prompt": "y"}), target) == 2
+        message = capsys.readouterr().err
+        assert "answers what 7 asked before it was changed" in message
+        assert "expected the same request, or a new id for the new one" in message
+    # Lines without an id are called by their number: here one came in above.
+    write(source, {"id": 7, "prompt": "x"}, {"prompt": "new"}, {"prompt": "y"})
+    assert call(source, target) == 2
+    assert target.read_bytes() == before
+
+
+def test_results_without_digests_go_on(echo, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(
+        source, {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}, {"prompt": "refuse"}
+    )
+    old = write(
+        target,
+        {"id": "line-1", "text": "A"},
+        {"id": "line-2", "error": "line 2: unknown field"},
+    ).read_bytes()
+    assert call(source, target) == 1
+    lines = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert target.read_bytes().startswith(old.splitlines(keepends=True)[0])
+    texts = {line["id"]: line.get("text") for line in lines}
+    assert texts == {"line-1": "A", "line-2": "b!", "line-3": "c!", "line-4": None}
+    before = target.read_bytes()
+    assert call(source, target) == 1
+    assert target.read_bytes() == before
+
+
+def test_the_output_is_no_stream(echo, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    assert cli.main(["batch", str(source), "-"]) == 2
+    assert "expected a file, since it is read again" in capsys.readouterr().err
+    assert not Path("-").exists()
 
 
 def test_duplicate_ids_are_refused(echo, tmp_path, capsys):
@@ -351,6 +457,11 @@ def test_duplicate_ids_are_refused(echo, tmp_path, capsys):
     )
     assert call(source, tmp_path / "out.jsonl") == 2
     assert "lines 2 and 4 both have the id 2" in capsys.readouterr().err
+    write(source, {"id": "line-2", "prompt": "x"}, {"prompt": "y"})
+    assert call(source, tmp_path / "out.jsonl") == 2
+    assert 'a line without an id is called "line-" and its number' in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -411,15 +522,14 @@ def test_a_torn_line_is_done_again(echo, tmp_path):
 def test_two_runs_at_once_are_refused(echo, tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", {"prompt": "x"})
     target = tmp_path / "out.jsonl"
-    with jobs.open_results(target, {"line-1"}):
+    with jobs.open_results(target, jobs.read_digests(source)):
         assert call(source, target) == 2
     assert "another run is writing to it" in capsys.readouterr().err
 
 
 def run_slowly(source: Path, target: Path, log: Path) -> None:
-    ids = jobs.read_ids(source)
-    with EchoLLM(delay=0.03, log=log) as llm, jobs.open_results(target, ids) as opened:
-        jobs.run(llm, source, *opened)
+    with EchoLLM(delay=0.03, log=log) as llm:
+        run(llm, source, target)
     os._exit(0)
 
 
@@ -465,7 +575,7 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
     requests = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(200)]
     source = write(tmp_path / "in.jsonl", *requests)
     target = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "simplellm.cli", "batch", source, target]
+    command = [sys.executable, "-m", "simplellm.apps.cli", "batch", source, target]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     while not (target.exists() and target.stat().st_size):
         time.sleep(0.02)

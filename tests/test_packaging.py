@@ -119,7 +119,7 @@ def test_the_wheel_holds_the_package_and_the_model(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist()}
         (points,) = [n for n in sizes if n.endswith(".dist-info/entry_points.txt")]
-        assert "simplellm = simplellm.cli:main" in archive.read(points).decode()
+        assert "simplellm = simplellm.apps.cli:main" in archive.read(points).decode()
     modules = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "simplellm").rglob("*.py")

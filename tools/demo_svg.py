@@ -33,7 +33,7 @@ def terminal_output(arguments: tuple[str, ...]) -> str:
     """All that a command writes to a terminal; raises CalledProcessError."""
     terminal, child = pty.openpty()
     environment = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "simplellm.cli", *arguments[1:]]
+    command = [sys.executable, "-m", "simplellm.apps.cli", *arguments[1:]]
     process = subprocess.Popen(
         command, stdin=child, stdout=child, stderr=child, env=environment, cwd=ROOT
     )

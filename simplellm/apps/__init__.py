@@ -1,0 +1,1 @@
+"""What runs on top of the engine: the command line, batch files, measurements."""

@@ -1,0 +1,529 @@
+"""The `simplellm` command: ask, chat, run files of requests, describe, measure.
+
+The answer goes to standard output; reasoning, tool calls and errors go to standard
+error, so that `simplellm "What is 47 + 85?" | wc` counts the answer alone. Colors
+appear on a terminal only, and not where NO_COLOR is set.
+
+Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import wraps
+from inspect import Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from simplellm import __version__
+from simplellm.apps.calculator import CALCULATOR, call_tool
+from simplellm.apps.screen import Screen
+
+if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
+    from simplellm.llm import LLM
+
+MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
+
+# The base of typer.BadParameter, which typer itself does not export.
+UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class ReasoningEffort(StrEnum):
+    """How long the model thinks before it answers."""
+
+    low = "low"
+    medium = "medium"
+    high = "high"
+
+
+class Device(StrEnum):
+    """Where the model runs."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class PromptGroup(TyperGroup):
+    """Commands of which `ask` is the default: what names no other is its prompt."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, "-h", "--help", "--version"}:
+            args = ["ask", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=PromptGroup,
+    add_completion=False,
+    rich_markup_mode=None,
+    subcommand_metavar="PROMPT | COMMAND",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelFolder = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
+]
+Where = Annotated[
+    Device | None, typer.Option(help="Where to run.  [cuda where there is one]")
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `ask` and `chat` can be told beside the question."""
+
+    model: ModelFolder = None
+    reasoning_effort: Annotated[
+        ReasoningEffort, typer.Option(help="How long to think.")
+    ] = ReasoningEffort.medium
+    developer: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Instructions for the model.")
+    ] = None
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
+    ] = False
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", min=0, max=100, help="0 is greedy.  [the checkpoint's]"
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Most tokens to generate, reasoning included."
+        ),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Makes a random answer repeatable."),
+    ] = None
+    device: Where = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """What `LLM.stream_chat` is called with beside the messages."""
+        given = {name: getattr(self, name) for name in SAMPLING}
+        return {
+            "reasoning_effort": self.reasoning_effort.value,
+            "tools": [CALCULATOR] if self.calculator else None,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+    def first_messages(self) -> list[dict[str, Any]]:
+        """The messages of a conversation in which nothing has been said."""
+        brief = self.developer
+        return [{"role": "developer", "content": brief}] if brief else []
+
+
+SAMPLING = ("temperature", "max_tokens", "seed")
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose last argument, `Options`, comes from options of its own."""
+    *own, _ = signature(command).parameters.values()
+    shared = signature(Options).parameters
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        options = Options(**{name: given.pop(name) for name in shared})
+        command(**given, options=options)
+
+    vars(called)["__signature__"] = Signature([*own, *shared.values()])
+    return called
+
+
+def respond(
+    llm: "LLM", messages: list[dict[str, Any]], screen: Screen, **options: Any
+) -> None:
+    """Stream the answer to ``messages`` and append it, tool calls included."""
+    for _ in range(MAX_TOOL_CALLS):
+        stream = llm.stream_chat(messages, **options)
+        try:
+            screen.show(stream)
+        except KeyboardInterrupt:  # what has been said remains said
+            said = stream.output().content
+            messages.append({"role": "assistant", "content": said})
+            raise
+        turn = stream.output()
+        message = turn.message()
+        messages.append(message)
+        calls = message.get("tool_calls", [])
+        for call in calls:
+            result = call_tool(**call["function"])
+            screen.write(f"= {result}\n", aside=True)
+            answer = {"role": "tool", "tool_call_id": call["id"], "content": result}
+            messages.append(answer)
+        if not calls:
+            break
+    if turn.finish_reason == "length":
+        count = len(turn.token_ids)
+        screen.remark(f"cut short after {count} tokens; --max-tokens allows more")
+    elif not turn.content:
+        screen.remark("the model stopped without an answer")
+
+
+def load(model: str | None, device: Device | None, screen: Screen) -> "LLM":
+    """The engine with its model loaded."""
+    with screen.waiting("Starting PyTorch"):
+        from simplellm import LLM
+    return LLM(model, device=device)
+
+
+def check_standard_input() -> None:
+    """Raise ValueError if whoever started this has closed standard input."""
+    if sys.stdin is None:
+        raise ValueError(
+            "standard input is closed; expected a terminal, a file or a pipe"
+        )
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt, from standard input if it is "-"."""
+    if prompt == "-":
+        check_standard_input()
+        try:
+            prompt = sys.stdin.buffer.read().decode().rstrip("\n")
+        except UnicodeDecodeError:
+            raise ValueError(
+                "the prompt on standard input is not text; expected UTF-8"
+            ) from None
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; expected a question")
+    return prompt
+
+
+@app.command()
+@with_options
+def ask(
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT", help='The question; "-" reads it from standard input.'
+        ),
+    ],
+    options: Options,
+) -> None:
+    """Answer one question. The word "ask" may be left out."""
+    screen = Screen()
+    question = {"role": "user", "content": read_prompt(prompt)}
+    with load(options.model, options.device, screen) as llm:
+        messages = [*options.first_messages(), question]
+        respond(llm, messages, screen, **options.for_chat())
+
+
+def read_lines(screen: Screen) -> Iterator[str]:
+    """The lines that are typed, until Ctrl-D."""
+    with suppress(ImportError):  # gives input() line editing and history, on Unix
+        import readline  # noqa: F401
+    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    while True:
+        try:
+            yield input("> " if typed else "").strip()
+        except EOFError:
+            if typed:
+                screen.write("\n", aside=True)
+            return
+
+
+@app.command()
+@with_options
+def chat(options: Options) -> None:
+    """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
+
+    Ctrl-C ends an answer that is being written.
+    """
+    check_standard_input()
+    screen = Screen()
+    with load(options.model, options.device, screen) as llm:
+        messages = options.first_messages()
+        for line in read_lines(screen):
+            match line:
+                case "":
+                    continue
+                case "/exit" | "exit":
+                    return
+                case "/reset":
+                    messages = options.first_messages()
+                    continue
+            turns = [*messages, {"role": "user", "content": line}]
+            try:
+                respond(llm, turns, screen, **options.for_chat())
+            except ValueError as error:
+                screen.error(error)
+                continue
+            except KeyboardInterrupt:
+                screen.remark("stopped")
+            messages = turns
+
+
+@app.command()
+def info(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Tabulate a checkpoint from its headers; no tensor is read."""
+    from simplellm.apps.info import describe
+
+    for text in describe(path):
+        print(text)
+
+
+@app.command()
+def batch(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN.jsonl",
+            help="Requests: objects with prompt or messages, id, temperature, …",
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="Results, each with its request's id, as they are finished.",
+            dir_okay=False,
+        ),
+    ],
+    model: ModelFolder = None,
+    device: Where = None,
+) -> int:
+    """Answer a file of requests. What was stopped goes on where it was.
+
+    A request that was rejected is tried again once it is changed.
+    """
+    from simplellm.apps import jobs
+
+    screen = Screen()
+    if str(target) == "-":
+        raise ValueError('the output is "-"; expected a file, since it is read again')
+    if target.exists() and source.samefile(target):
+        raise ValueError(f"{target} is both input and output; expected two files")
+    if not source.is_file():
+        raise ValueError(f"{source} is no file; expected one, since it is read twice")
+    digests = jobs.read_digests(source)
+    with jobs.open_results(target, digests) as (file, done):
+        totals = jobs.count(done)
+        if len(done) < len(digests):
+            with load(model, device, screen) as llm:
+                try:
+                    totals = jobs.run(llm, source, file, done)
+                except KeyboardInterrupt:
+                    screen.write("stopped; the same command goes on\n", aside=True)
+                    raise
+    summary = f"{totals.answered} answered, {totals.rejected} errors"
+    screen.write(f"{len(digests)} requests: {summary}\n", aside=True)
+    if totals.failed:
+        screen.error(
+            f"{totals.failed} requests failed, the last one with {totals.cause!r}; the "
+            "same command tries them again"
+        )
+    return int(totals.failed + totals.rejected > 0)
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """The integers of an option such as "1,8,64"; none of an empty text."""
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(
+            f"--{name} is {text}; expected integers such as 1,8,64"
+        ) from None
+
+
+def pairs(name: str, text: str) -> tuple[tuple[int, int], ...]:
+    """The pairs of an option such as "32x2048,1x2048"."""
+    try:
+        parts = [part.split("x") for part in text.split(",")] if text else []
+        return tuple((int(count), int(length)) for count, length in parts)
+    except ValueError:
+        raise ValueError(
+            f"--{name} is {text}; expected prompts x tokens such as 32x2048,1x2048"
+        ) from None
+
+
+@app.command()
+def bench(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint folder; with --random-weights also gpt-oss-20b or "
+            "gpt-oss-120b.  [embedded]",
+            show_default=False,
+        ),
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Only the shapes of the model.")
+    ] = False,
+    batch: Annotated[
+        str, typer.Option(metavar="N,N", help="Requests at once, as in 1,8,64.")
+    ] = "1",
+    input_len: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of a prompt.")
+    ] = 128,
+    output_len: Annotated[
+        int, typer.Option(metavar="N", help="Tokens to generate.")
+    ] = 128,
+    prefill: Annotated[
+        str,
+        typer.Option(metavar="NxN", help="Prompts x tokens, as in 32x2048,1x2048."),
+    ] = "",
+    context: Annotated[
+        str,
+        typer.Option(metavar="N,N", help="Tokens in the cache, as in 32768,131072."),
+    ] = "",
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write all numbers.", dir_okay=False
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Draw speeds and limit (.svg, .png, .pdf).",
+            dir_okay=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Of prompts and random weights.")
+    ] = 0,
+    device: Where = None,
+) -> None:
+    """Measure a model's speed, and what this machine allows."""
+    screen = Screen()
+    with screen.waiting("Starting PyTorch"):
+        from simplellm.apps import report
+        from simplellm.apps.bench import measure
+    plan = report.Plan(
+        batches=numbers("batch", batch),
+        input_len=input_len,
+        output_len=output_len,
+        prefills=pairs("prefill", prefill),
+        contexts=numbers("context", context),
+        seed=seed,
+    )
+    for file in (json_file, plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
+    if plot is not None:
+        report.check_plot(plot)
+    command = shlex.join(["simplellm", *ctx.obj])
+    options = {"random_weights": random_weights, "device": device}
+    found = measure(plan, model, command=command, **options)
+    if json_file is not None:
+        report.write_json(found, json_file)
+    if plot is not None:
+        report.plot(found, plot)
+    for line in report.summary(found):
+        screen.out.out(line, highlight=False)
+    for table in report.tables(found):
+        screen.out.print()
+        screen.out.print(table)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"simplellm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def simplellm(
+    ctx: typer.Context,
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=version, is_eager=True, help="Show it and exit."
+        ),
+    ] = False,
+) -> None:
+    """Run gpt-oss, from the small embedded model up to gpt-oss-120b.
+
+    \b
+    simplellm "What is 47 + 85?"
+    simplellm chat --calculator
+    simplellm batch questions.jsonl answers.jsonl
+    simplellm info gpt-oss-120b
+    simplellm bench --batch 1,4
+    """
+    if sys.stdout is None and ctx.invoked_subcommand != "batch":
+        raise ValueError("standard output is closed; expected a place for the answer")
+
+
+def fill_streams() -> None:
+    """Let nothing else take the numbers of streams that the caller closed.
+
+    A file opened later would, and then be written to by whoever means standard error.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if stream is None:
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest number that is free
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; the exit status. What goes wrong is said in one line."""
+    try:
+        status = app(
+            args=arguments or ["--help"],
+            prog_name="simplellm",
+            standalone_mode=False,
+            obj=arguments,
+        )
+        return status or 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except UsageError as error:
+        Screen().error(error.format_message())
+        return 2
+    except (ValueError, TypeError) as error:
+        Screen().error(error)
+        return 2
+    except BrokenPipeError:  # who reads the answer has had enough
+        return 1
+    except Exception as error:
+        Screen().error(f"{type(error).__name__}: {error}")
+        return 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    fill_streams()
+    status = run(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:  # at its end Python would try again, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if status == 0 and not isinstance(error, BrokenPipeError):
+            Screen().error(f"{type(error).__name__}: {error}")
+        status = status or 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What a checkpoint is made of, in a table. No tensor is read."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from simplellm.checkpoint import Checkpoint
+from simplellm.config import MODELS, ModelConfig
+from simplellm.load import EMBEDDED
+from simplellm.names import kind, stored_shapes
+from simplellm.sizes import count_parameters
+
+ROW = "{:<10}  {:<11}  {:>17}  {:>16}  {:>7}"
+
+
+def published(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """OpenAI's checkpoint of a model: packed experts, the rest bfloat16."""
+    stored = {}
+    for parts in stored_shapes(config, "huggingface", packed=True).values():
+        for name, shape in parts.items():
+            quantized = name.endswith(("_blocks", "_scales"))
+            count = prod(shape)
+            stored[name] = ("U8", count) if quantized else ("BF16", 2 * count)
+    return stored
+
+
+def dimensions(config: ModelConfig, total: int, active: int) -> dict[str, str]:
+    """The model's sizes in words."""
+    kinds = Counter(kind.replace("_", " ") for kind in config.layer_types)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    window = config.sliding_window
+    return {
+        "parameters": f"{total:,}, of which {active:,} active for each token",
+        "layers": f"{config.num_hidden_layers}: {layers}",
+        **({} if window is None else {"window": f"{window} tokens"}),
+        "hidden size": f"{config.hidden_size:,}",
+        "heads": f"{config.num_attention_heads} for queries, "
+        f"{config.num_key_value_heads} for keys and values, of {config.head_dim} each",
+        "experts": f"{config.num_local_experts} a layer, {config.num_experts_per_tok} "
+        f"for each token, intermediate size {config.intermediate_size:,}",
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "context": f"{config.max_position_embeddings:,} tokens",
+    }
+
+
+def describe(path: str | None) -> Iterator[str]:
+    """The lines of the table, no wider than 80 columns for 120 billion parameters.
+
+    ``path`` is a checkpoint folder or the name of a known model, whose published shapes
+    then count; None is the embedded model. Raises CheckpointError or ConfigError.
+    """
+    if path in MODELS and not Path(path).exists():
+        config, layout, packed = MODELS[path], "huggingface", True
+        stored, source = published(config), "no files, the published shapes"
+    else:
+        checkpoint = Checkpoint(EMBEDDED if path is None else path)
+        config, infos = checkpoint.config, checkpoint.infos()
+        layout, packed = checkpoint.layout, checkpoint.packed
+        stored = {info.name: (info.dtype, info.nbytes) for info in infos}
+        files = len({info.file for info in infos})
+        source = f"safetensors files: {files}, layout: {layout}"
+    total, active, parameters = count_parameters(config)
+    yield f"{path or 'the embedded model'}: {source}"
+    yield ""
+    for name, text in dimensions(config, total, active).items():
+        yield f"{name:<12} {text}"
+    yield ""
+    parts: dict[str, list[tuple[str, int]]] = {}  # dtypes and bytes
+    for ours, names in stored_shapes(config, layout, packed).items():
+        parts.setdefault(kind(ours), []).extend(stored[name] for name in names)
+    nbytes = sum(size for _, size in stored.values())
+    yield ROW.format("part", "stored as", "parameters", "bytes", "share")
+    for part, count in parameters.items():  # tied, the embedding is the LM head
+        dtypes = ("MXFP4" if dtype == "U8" else dtype for dtype, _ in parts[part])
+        size = sum(size for _, size in parts[part])
+        kinds = ", ".join(dict.fromkeys(dtypes))
+        yield ROW.format(part, kinds, f"{count:,}", f"{size:,}", f"{size / nbytes:.1%}")
+    yield ROW.format("total", "", f"{total:,}", f"{nbytes:,}", "100.0%")

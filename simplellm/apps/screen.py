@@ -1,0 +1,78 @@
+"""Where text goes: the answer to standard output, all else beside it."""
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:  # importing torch takes seconds
+    from simplellm.harmony import Delta
+
+# What a model writes may hold escape sequences: on a terminal they are made visible.
+CONTROLS = {
+    code: 0xFFFD for code in [*range(32), *range(127, 160)] if chr(code) not in "\t\n"
+}
+
+
+def console(**options: Any) -> Console:
+    """A console that, where NO_COLOR is set, writes no escape sequences at all."""
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(color_system=None if plain else "auto", **options)
+
+
+@dataclass
+class Screen:
+    """Where text goes: the answer to `out`, all else dim to `err`."""
+
+    out: Console = field(default_factory=console)
+    err: Console = field(default_factory=lambda: console(stderr=True))
+    at_line_start: bool = True
+
+    def write(self, text: str, *, aside: bool = False) -> None:
+        """Show ``text`` at once; ``aside`` marks what is not part of the answer."""
+        console = self.err if aside else self.out
+        if console.is_terminal:
+            text = text.translate(CONTROLS)
+        if text:
+            style = "dim" if aside else None
+            console.out(text, style=style, end="", highlight=False)
+            console.file.flush()
+            self.at_line_start = text.endswith("\n")
+
+    def end_line(self, *, aside: bool = False) -> None:
+        """Begin a new line unless the cursor is at the start of one."""
+        if not self.at_line_start:
+            self.write("\n", aside=aside)
+
+    def remark(self, text: str) -> None:
+        """A line of our own beside the answer."""
+        self.end_line(aside=True)
+        self.write(f"({text})\n", aside=True)
+
+    def error(self, error: object) -> None:
+        """One line that says what went wrong."""
+        self.end_line(aside=True)
+        line = " ".join(str(error).split())
+        self.err.out(f"error: {line}", style="red", highlight=False)
+
+    def waiting(self, text: str) -> AbstractContextManager[object]:
+        """A spinner, on a terminal with colors only."""
+        return self.err.status(text) if self.err.color_system else nullcontext()
+
+    def show(self, deltas: Iterable["Delta"]) -> None:
+        """Write a turn of the model while it arrives."""
+        before: tuple[bool, str | None, int | None] | None = None
+        for delta in deltas:
+            aside = delta.recipient is not None or delta.channel == "analysis"
+            now = aside, delta.recipient, delta.call
+            if now != before:
+                self.end_line(aside=before is not None and before[0])
+                if delta.call is not None:
+                    name = (delta.recipient or "").removeprefix("functions.")
+                    self.write(f"{name} ", aside=True)
+            self.write(delta.text, aside=aside)
+            before = now
+        self.end_line(aside=before is not None and before[0])
