@@ -7,12 +7,12 @@ import sys
 from dataclasses import asdict, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from simplellm import sizes
 from simplellm.apps import bench, cli, roofline
 from simplellm.apps.report import Plan, Report, summary, tables, write_json
 from simplellm.apps.roofline import Machine, read_bytes, step_flops
@@ -316,3 +316,23 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
     assert math.isfinite(row.step_ms)
     with pytest.raises(ValueError, match="for which the cache has room"):
         bench.measure(plan, device="cpu", config=EngineConfig(cache_bytes=need // 2))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
+    known_machine, monkeypatch, capsys
+):
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: (12_300_000_000, 10**11))
+    options = "bench gpt-oss-120b --random-weights --device cpu".split()
+    assert cli.main(options) != 0
+    message = capsys.readouterr().err
+    assert "69.6 GB for its weights" in message
+    assert "12.3 of 100.0 GB are free" in message
+
+
+def test_a_step_that_is_preempted_is_no_measurement(monkeypatch):
+    """Should the room for pages have been reckoned wrong."""
+    monkeypatch.setattr(bench, "check_cache", lambda *arguments: None)
+    config = EngineConfig(num_pages=40)
+    plan = Plan(batches=(16,), input_len=8, output_len=60)
+    with pytest.raises(RuntimeError, match="the cache was too small"):
+        bench.measure(plan, device="cpu", config=config)
