@@ -152,7 +152,7 @@ def recorder() -> Meter:
 
 
 @dataclass(frozen=True)
-class Run:
+class Trial:
     """One batch of requests, all submitted at once."""
 
     outputs: list[RequestOutput]
@@ -184,7 +184,7 @@ class Bench:
         self.llm = llm
         self.generator = torch.Generator().manual_seed(seed)
 
-    def run(self, batch: int, input_len: int, output_len: int) -> Run:
+    def run(self, batch: int, input_len: int, output_len: int) -> Trial:
         """Generate ``output_len`` tokens after each of ``batch`` new random prompts."""
         engine = self.llm.engine
         while engine.flights:  # a step in advance, whose tokens nobody wants
@@ -200,9 +200,9 @@ class Bench:
         seconds = time.monotonic() - began
         if preempted := engine.stats().preemptions - before:
             raise RuntimeError(f"the cache was too small: {preempted} preemptions")
-        return Run(outputs, seconds, meter, began)
+        return Trial(outputs, seconds, meter, began)
 
-    def case(self, case: Case) -> list[Run]:
+    def case(self, case: Case) -> list[Trial]:
         """Run a case, a prefill several times, after a short one of the same kind."""
         if case.kind == "prefill":
             runs = [
@@ -251,7 +251,7 @@ def milliseconds(times: Sequence[float], share: float) -> float:
     return math.nan if value is None else 1e3 * value
 
 
-def decode_row(case: Case, run: Run, ground: Ground) -> Decode:
+def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
     """The row of a decode."""
     steps = run.full_steps(case.batch)
     if not steps:
@@ -282,7 +282,7 @@ def decode_row(case: Case, run: Run, ground: Ground) -> Decode:
     )
 
 
-def prefill_row(case: Case, runs: Sequence[Run], ground: Ground) -> Prefill:
+def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
     """The row of a prefill."""
     tokens = case.batch * case.input_len
     seconds = median(run.last_token for run in runs)
