@@ -25,8 +25,12 @@ class Read(NamedTuple):
 
 
 def alike(lengths: ndarray) -> Iterator[ndarray]:
-    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one."""
+    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
+
+    Rows of no length are in none of them.
+    """
     order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
     start = 0
     while start < len(order):
         longest = max(64, 2 * lengths[order[start]])  # below 64 a call costs more

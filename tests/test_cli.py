@@ -240,7 +240,7 @@ def test_a_turn_that_is_cut_short_says_so(scripted, capsys, turn):
 
 
 def test_tool_calls_end(scripted, capsys):
-    turns = [calculation("1 + 1")] * (cli.MAX_TOOL_CALLS + 1)
+    turns = [calculation("1 + 1")] * (screen.MAX_TOOL_CALLS + 1)
     llm = scripted(*turns)
     assert cli.main(["What is 1 + 1?", "--calculator"]) == 0
     assert len(llm.turns) == 1

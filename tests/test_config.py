@@ -13,6 +13,7 @@ from checkpoints import TINY, config_json
 from simplellm.config import (
     GPT_OSS_20B,
     GPT_OSS_120B,
+    LAYER_TYPES,
     MAX_LAYERS,
     MODELS,
     ConfigError,
@@ -21,7 +22,7 @@ from simplellm.config import (
     RopeScaling,
     check_tokenizer,
 )
-from simplellm.rope import yarn_frequencies
+from simplellm.model import yarn_frequencies
 
 # What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
 HUB_120B = {
@@ -144,6 +145,9 @@ def test_eos_token_id(written: Any, read: tuple[int, ...]) -> None:
 def test_window_alternates() -> None:
     windows = [GPT_OSS_20B.window(layer) for layer in range(24)]
     assert windows == [128, None] * 12
+    assert GPT_OSS_20B.windows == (None, 128)  # of the groups, the full one first
+    full = replace(TINY, layer_types=LAYER_TYPES[1:] * 2)
+    assert full.windows == (None,)
 
 
 @pytest.mark.parametrize(

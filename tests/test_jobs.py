@@ -348,8 +348,11 @@ def test_a_dead_engine_fails_all_that_is_left(echo, tmp_path, capsys):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_disk_that_is_full_ends_the_run(tmp_path):
     source = write(tmp_path / "in.jsonl", *[{"prompt": "x"}] * 300)
-    full = Path("/dev/full").open("wb", buffering=0)
-    with EchoLLM() as llm, full, pytest.raises(OSError, match="No space left"):
+    with (
+        EchoLLM() as llm,
+        Path("/dev/full").open("wb", buffering=0) as full,
+        pytest.raises(OSError, match="No space left"),
+    ):
         jobs.run(llm, source, full, {})
 
 
@@ -571,9 +574,9 @@ def test_killed_at_random_moments(tmp_path):
 
 
 def test_control_c_leaves_a_resumable_file(tmp_path):
-    # More than run at once, so that the first ones end long before the last ones.
-    requests = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(200)]
-    source = write(tmp_path / "in.jsonl", *requests)
+    quick = [{"prompt": f"What is {n} + 5?", "max_tokens": 16} for n in range(100)]
+    endless = {"prompt": "Sort 3 1 2.", "ignore_eos": True, "max_tokens": 100_000}
+    source = write(tmp_path / "in.jsonl", *quick, *[endless] * 3)
     target = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "simplellm.apps.cli", "batch", source, target]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -586,9 +589,10 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
     assert "stopped; the same command goes on" in stderr
     assert "Traceback" not in stderr
     before = target.read_bytes()
-    assert 1 <= len(results(target)) < len(requests)
+    assert 1 <= len(results(target)) <= len(quick)
+    write(source, *quick, *[endless | {"max_tokens": 5}] * 3)
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0
-    assert "200 requests: 200 answered, 0 errors" in result.stderr
+    assert "103 requests: 103 answered, 0 errors" in result.stderr
     assert target.read_bytes().startswith(before)
-    assert len(results(target)) == 200
+    assert len(results(target)) == 103

@@ -15,9 +15,9 @@ from kernels_compiler import (
     kernels_of,
 )
 
-from simplellm.kernels import decode, draw, norm, prefill, read, rope
+from simplellm.kernels import decode, draw, launch, norm, prefill, read, rope
 
-OTHERS = {"experts", "experts_few", "experts_one", "head", "linear", "routing"}
+OTHERS = {"experts", "experts_one", "head", "linear", "routing"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.
@@ -34,45 +34,45 @@ OTHER_HEADS = (8, 4, 128), (4, 2, 256)  # as Qwen3 and Gemma have them
 MORE_HEADS = (4, 8, 128), (8, 2, 128), (2, 5, 128), (16, 1, 64), (2, 2, 32)
 
 
-def attention_sizes(tiles, window, heads, has_sinks):
-    kv_heads, group, dim = heads
-    sizes = {"K": kv_heads, "G": group, "D": dim, "PAGE": 64, "WINDOW": window or 0}
-    sizes |= {"ROWS": 1 << (group - 1).bit_length(), "DIMS": dim, "BLOCK": tiles.block}
-    sizes |= {} if has_sinks else {"sinks_ptr": None}
-    return sizes | {"HAS_SINKS": has_sinks, "PDL": True}
-
-
 def decode_case(batch, window=None, heads=GPT_OSS):
-    tiles = decode.decode_tiles(batch, heads[2], window)
+    kv_heads, group, dim = heads
+    tiles, sizes = decode.decode_options(batch, kv_heads * group, kv_heads, dim, window)
     has_sinks = heads == GPT_OSS
+    sizes = {**sizes, "PAGE": 64, "ROWS": launch.power_of_two(group), "PDL": True}
+    sizes |= {} if has_sinks else {"sinks_ptr": None}
     sinks = "*bf16" if has_sinks else ""
     return Case(
         decode.decode_kernel,
         f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
-        attention_sizes(tiles, window, heads, has_sinks) | {"EARLY": tiles.early},
+        sizes | {"HAS_SINKS": has_sinks},
         warps=tiles.warps,
         stages=tiles.stages,
         aligned=("stride_page",),
     )
 
 
-def join_case(batch, heads, splits, dim=64):
-    tiles = decode.decode_tiles(batch, dim, None)
-    sizes = {"K": 8, "G": 8, "D": dim, "WINDOW": 0, "HEADS": heads, "DIMS": dim}
-    how = {"SPLITS": splits, "BLOCK": tiles.block, "EARLY": tiles.early, "PDL": True}
+def join_case(batch, splits, heads=GPT_OSS):
+    kv_heads, group, dim = heads
+    _, sizes = decode.decode_options(batch, kv_heads * group, kv_heads, dim, None)
+    _, how = decode.join_options(batch, kv_heads * group, kv_heads, dim, splits)
+    warps, own = how["num_warps"], {name: how[name] for name in ("HEADS", "SPLITS")}
     types = "*fp32 *fp32 *i32 *i32 *bf16 i32 i32"
-    warps = min(32, max(1, splits * heads * dim // 4096))
-    return Case(decode.join_kernel, types, sizes | how, warps=warps)
+    return Case(decode.join_kernel, types, sizes | own | {"PDL": True}, warps=warps)
 
 
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
-    tiles = prefill.prefill_tiles(heads[2], window, batch_invariant)
+    kv_heads, group, dim = heads
+    tiles = prefill.prefill_tiles(dim, window, batch_invariant)
     has_sinks = heads == GPT_OSS
+    sizes = {"K": kv_heads, "G": group, "D": dim, "PAGE": 64, "WINDOW": window or 0}
+    sizes |= {"ROWS": launch.power_of_two(group), "DIMS": dim, "BLOCK": tiles.block}
+    sizes |= {"TOKENS": tiles.tokens, "HAS_SINKS": has_sinks, "PDL": True}
+    sizes |= {} if has_sinks else {"sinks_ptr": None}
     sinks = "*bf16" if has_sinks else ""
     return Case(
         prefill.prefill_kernel,
         f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
-        attention_sizes(tiles, window, heads, has_sinks) | {"TOKENS": tiles.tokens},
+        sizes,
         warps=tiles.warps,
         stages=tiles.stages,
         aligned=("stride_page",),
@@ -103,9 +103,9 @@ def rope_case(dim, has_norms):
 
 CASES = [
     *attention_cases(GPT_OSS),
-    join_case(1, heads=1, splits=64),
-    join_case(64, heads=8, splits=4),
-    join_case(5, heads=8, splits=8),
+    join_case(1, splits=64),
+    join_case(64, splits=4),
+    join_case(9, splits=7),
     rope_case(64, has_norms=False),
     Case(
         norm.add_norm_kernel,
@@ -124,8 +124,8 @@ CASES = [
     Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     # Other families' attention
     *(case for heads in OTHER_HEADS for case in attention_cases(heads)),
-    join_case(1, heads=1, splits=64, dim=256),
-    join_case(64, heads=8, splits=4, dim=256),
+    join_case(1, splits=64, heads=(4, 2, 256)),
+    join_case(65, splits=4, heads=(8, 4, 128)),
     rope_case(128, has_norms=True),
     rope_case(256, has_norms=True),
 ]

@@ -30,20 +30,23 @@ EARLY = {
 }
 
 
-def ways(table):
-    """Each way in a table of products, with every TOKENS that it is compiled for."""
+def ways(table, every=False):
+    """Each way in a table of products, with a TOKENS that it is compiled for, or every.
+
+    The one is the largest.
+    """
     least = 1
     for most, config in table:
-        for tokens in range(least, most + 1):
+        for tokens in range(least if every else most, most + 1):
             _, options = linear.product_options(config, tokens, 5120, 2880)
             yield config, options["TOKENS"]
         least = most + 1
 
 
 def product_case(config, tokens, size_out, size_in, has_bias=False, best=False):
-    _, options = linear.product_options(config, tokens, size_out, size_in)
-    how = {"warps": options.pop("num_warps"), "aligned": ("stride_x",)}
-    constants = options | {"PDL": options.pop("pdl")}
+    constants = dict(linear.product_options(config, tokens, size_out, size_in)[1])
+    constants["PDL"] = constants.pop("pdl")
+    how = {"warps": constants.pop("num_warps"), "aligned": ("stride_x",)}
     bias = "*bf16" if has_bias else ""
     constants |= {} if has_bias else {"bias_ptr": None}
     constants |= {} if best else {"best_ptr": None}
@@ -56,17 +59,16 @@ def product_case(config, tokens, size_out, size_in, has_bias=False, best=False):
     return Case(linear.dot_kernel, types, constants, **how)
 
 
-def product_cases():
+def product_cases(every=False):
     """All projections of gpt-oss and its head in all ways that are used."""
     for (size_out, size_in), table in linear.PROJECTIONS.items():
+        if size_out == 32 and not every:  # the 20b's router, like the 120b's
+            continue
         # Others' biases are added by the kernels behind them.
-        for config, tokens in dict.fromkeys(ways(table)):
+        for config, tokens in dict.fromkeys(ways(table, every)):
             yield product_case(config, tokens, size_out, size_in, size_out == 2880)
-    for config in (linear.INVARIANT, linear.MANY_TOKENS):
-        yield product_case(config, 64, 5120, 2880)
-    for config, tokens in dict.fromkeys(ways(head.HEADS)):
+    for config, tokens in dict.fromkeys(ways(head.HEADS, every)):
         yield product_case(config, tokens, 201088, 2880, best=True)
-    yield product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True)
 
 
 def route_case(tokens):
@@ -114,6 +116,9 @@ EXPERTS = list(expert_cases())
 ONE = [one_case(True), one_case(False)]
 CASES = [
     *product_cases(),
+    product_case(linear.INVARIANT, 64, 5120, 2880),
+    product_case(linear.MANY_TOKENS, 128, 128, 2880),
+    product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True),
     Case(
         routing.top_k_kernel,
         "*fp32 *bf16 *i32 *fp32 i32",
@@ -131,11 +136,21 @@ CASES = [
         for block, warps in ((2048, 8), (8192, 32))
     ),
 ]
-WAITING = [case for case in CASES if case.constants["PDL"]]
+MORE = [case for case in product_cases(every=True) if case not in CASES]
 ONE_OF_EACH = list({(case.kernel, case.types): case for case in CASES}.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=kernel_name)
+def parameters(waiting=False):
+    """The cases as parameters of a test, or those of them that wait."""
+    marks = [pytest.mark.exhaustive]
+    return [
+        pytest.param(case, marks=marks if case in MORE else [], id=kernel_name(case))
+        for case in (*CASES, *MORE)
+        if case.constants["PDL"] or not waiting
+    ]
+
+
+@pytest.mark.parametrize("case", parameters())
 def test_it_compiles_and_fits(case):
     assert_compiles_and_fits(case)
 
@@ -145,7 +160,7 @@ def test_it_compiles_for_older_gpus(case):
     assert_compiles_for_older_gpus(case)
 
 
-@pytest.mark.parametrize("case", WAITING, ids=kernel_name)
+@pytest.mark.parametrize("case", parameters(waiting=True))
 def test_nothing_is_read_or_written_too_early(case):
     early = EARLY.get(kernel_name(case), "")
     if case is ONE[0]:
@@ -153,7 +168,7 @@ def test_nothing_is_read_or_written_too_early(case):
     assert_waits(case, early)
 
 
-@pytest.mark.parametrize("case", WAITING, ids=kernel_name)
+@pytest.mark.parametrize("case", parameters(waiting=True))
 def test_no_program_is_over_before_it_waits(case):
     assert_every_program_waits(case)
 

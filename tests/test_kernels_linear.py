@@ -71,7 +71,7 @@ def expected(x, weight, bias=None):
 
 @pytest.mark.parametrize(("config", "dtype", "shape", "tokens"), CASES)
 def test_each_way_is_the_plain_product(kernel_device, config, dtype, shape, tokens):
-    x, weight, bias = inputs(kernel_device, tokens, *shape, dtype)
+    x, weight, bias = inputs(kernel_device, tokens, shape[0], shape[1], dtype)
     for given in (bias, None):
         got = added(multiply(x, weight, given, config), dtype)
         torch.testing.assert_close(got, expected(x, weight, given), **CLOSE[dtype])

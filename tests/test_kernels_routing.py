@@ -120,15 +120,18 @@ def test_logits_are_not_rounded_to_the_dtype_of_x(kernel_device):
 
 
 def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
-    router = inputs(kernel_device, 100, 32, 96)
-    x = router[0]
-    ids, scores, pairs = route_and_dispatch(*router, 4, 16, batch_invariant=True)
-    expected = ops.route(*router, 4)
+    x, weight, bias = inputs(kernel_device, 100, 32, 96)
+
+    def routed(rows):
+        return route_and_dispatch(x[rows], weight, bias, 4, 16, batch_invariant=True)
+
+    ids, scores, pairs = routed(slice(None))
+    expected = ops.route(x, weight, bias, 4)
     assert torch.equal(ids, expected[0].int())
     torch.testing.assert_close(scores, expected[1])
     assert_equal_dispatch(pairs, plain_dispatch(ids, 32, 16))
     for rows in (slice(9, 10), slice(60, 70)):
-        some = route_and_dispatch(x[rows], *router[1:], 4, 16, batch_invariant=True)
+        some = routed(rows)
         assert torch.equal(some[0], ids[rows])
         assert torch.equal(some[1], scores[rows])
 
@@ -141,9 +144,9 @@ def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
     [(1, 16, 4), (1, 128, 4), (3, 5, 3), (9, 7, 1), (64, 128, 4), (65, 16, 4)],
 )
 def test_choosing_and_sorting_at_once(kernel_device, tokens, experts, top_k, block):
-    router = inputs(kernel_device, tokens, experts)
-    ids, scores, pairs = route_and_dispatch(*router, top_k, block)
-    expected = ops.route(*router, top_k)
+    x, weight, bias = inputs(kernel_device, tokens, experts)
+    ids, scores, pairs = route_and_dispatch(x, weight, bias, top_k, block)
+    expected = ops.route(x, weight, bias, top_k)
     assert torch.equal(ids, expected[0].int())
     torch.testing.assert_close(scores, expected[1], atol=1e-5, rtol=1e-5)
     assert_equal_dispatch(pairs, plain_dispatch(ids, experts, block))
@@ -177,11 +180,11 @@ def test_dispatch_is_the_plain_one(kernel_device, tokens, experts, top_k, block)
 @pytest.mark.parametrize("padding", [0, pytest.param(1, marks=exhaustive), 2])
 def test_padding_has_no_expert(kernel_device, tokens, top_k, padding):
     """It changes nothing for the others, and its own pairs come last."""
-    x, *router = inputs(kernel_device, tokens, 8)
+    x, weight, bias = inputs(kernel_device, tokens, 8)
     live = torch.tensor([tokens - padding], dtype=torch.int32, device=kernel_device)
-    ids, scores, got = route_and_dispatch(x, *router, top_k, 16, live)
+    ids, scores, got = route_and_dispatch(x, weight, bias, top_k, 16, live)
     assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, live))
-    if padding == tokens:  # of the one token alone no promise is left
+    if padding == tokens:  # there is nothing to sort alone
         return
     alone = dispatch(ids[: tokens - padding], 8, 16)
     pairs = (tokens - padding) * top_k
@@ -191,7 +194,7 @@ def test_padding_has_no_expert(kernel_device, tokens, top_k, padding):
     used = len(alone.blocks)
     assert torch.equal(got.blocks[:used], alone.blocks)
     assert (got.blocks[used:, 0] == -1).all()
-    expected = ops.route(x, *router, top_k)[1]
+    expected = ops.route(x, weight, bias, top_k)[1]
     torch.testing.assert_close(
         scores[: tokens - padding], expected[: len(scores) - padding]
     )

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -14,15 +17,16 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from simplellm import ops
+from simplellm.request import MAX_STOP_CHARACTERS, MAX_STOPS, Request, SamplingParams
 from simplellm.sampler import (
     Columns,
     Sampled,
-    SamplingParams,
-    count_tokens,
+    TokenCounts,
+    apply_mask,
     filter_tokens,
     gumbel_noise,
     mix,
-    penalize,
     sample,
 )
 
@@ -35,17 +39,44 @@ def logits_rows(rows: int, vocab: int = V, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=generator) * 2
 
 
+def requests_of(
+    params: Sequence[SamplingParams],
+    prompts: Sequence[list[int]],
+    outputs: Sequence[list[int]],
+) -> list[Request]:
+    """Requests that have come so far."""
+    requests = []
+    rows = enumerate(zip(params, prompts, outputs, strict=True))
+    for number, (p, prompt, output) in rows:
+        requests.append(Request(list(prompt), 99, p, number=number))
+        requests[-1].tokens += output
+    return requests
+
+
 def draw(
     logits: torch.Tensor,
     params: list[SamplingParams],
     steps: list[int] | None = None,
-    prompts: list[list[int]] | None = None,
-    outputs: list[list[int]] | None = None,
+    prompts: Sequence[list[int]] | None = None,
+    outputs: Sequence[list[int]] | None = None,
+    mask: torch.Tensor | None = None,
 ) -> Sampled:
+    """`sample` as a step does it, with counts only if some row needs them."""
     rows, vocab = logits.shape
-    columns = Columns.of(params, vocab, CPU)
-    counts = [count_tokens(s or [[]] * rows, vocab, CPU) for s in (prompts, outputs)]
-    return sample(logits, columns, torch.tensor(steps or [0] * rows), *counts)
+    device = logits.device
+    counts = TokenCounts(vocab, device)
+    empty: list[list[int]] = [[]] * rows
+    requests = requests_of(params, prompts or empty, outputs or empty)
+    counting = counts.arrange(requests)
+    return sample(
+        logits,
+        logits.argmax(-1).int(),
+        Columns.of(params, vocab, device),
+        torch.tensor(steps or [0] * rows, device=device),
+        ops.draw,
+        counts=counts if counting else None,
+        mask=mask,
+    )
 
 
 def expected(
@@ -126,9 +157,13 @@ def test_draws_follow_the_distribution(name: str) -> None:
     params = CASES[name]
     row = logits_rows(1, seed=len(name))
     # One request over n steps: the same seed, another step each time.
-    columns = Columns.of([SamplingParams(**{**vars(params), "seed": 5})] * n, V, CPU)
-    counts = [count_tokens([s], V, CPU).expand(n, -1) for s in (PROMPT, OUTPUT)]
-    tokens = sample(row.expand(n, -1), columns, torch.arange(n), *counts).tokens
+    tokens = draw(
+        row.expand(n, -1),
+        [replace(params, seed=5)] * n,
+        list(range(n)),
+        [PROMPT] * n,
+        [OUTPUT] * n,
+    ).tokens
     p = expected(row[0], params, PROMPT, OUTPUT)
     observed = np.bincount(tokens.numpy(), minlength=V)
     assert chi_square_fits(observed, p)
@@ -151,7 +186,7 @@ def test_draws_over_seeds_follow_the_distribution() -> None:
     assert chi_square_fits(counts, expected(row[0], SamplingParams()))
 
 
-def test_rows_steps_and_neighbouring_seeds_are_independent() -> None:
+def test_rows_steps_and_neighboring_seeds_are_independent() -> None:
     n = 20_000
     logits = torch.zeros(n, 4)
     one, two = (
@@ -208,12 +243,8 @@ def test_noise_extremes_are_finite() -> None:
 
 @pytest.mark.parametrize("name", [*CASES, "greedy"])
 def test_a_row_is_the_same_alone_and_in_any_batch(name: str) -> None:
-    mine = SamplingParams(
-        **{**vars(CASES.get(name, SamplingParams(temperature=0))), "seed": 77}
-    )
-    others = [
-        SamplingParams(**{**vars(p), "seed": i}) for i, p in enumerate(CASES.values())
-    ]
+    mine = replace(CASES.get(name, SamplingParams(temperature=0)), seed=77)
+    others = [replace(p, seed=i) for i, p in enumerate(CASES.values())]
     logits = logits_rows(len(others) + 1, vocab=500, seed=9)
     for step in range(20):
         alone = draw(logits[:1], [mine], [step], [PROMPT], [OUTPUT]).tokens[0]
@@ -254,15 +285,16 @@ def test_seeds_use_all_64_bits_and_the_step() -> None:
 def test_greedy_takes_the_best_whatever_else_is_set() -> None:
     logits = logits_rows(64, vocab=1000)
     params = [SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 64
-    assert torch.equal(draw(logits, params).tokens, logits.argmax(-1))
+    assert torch.equal(draw(logits, params).tokens, logits.argmax(-1).int())
     mixed = [*params[:32], *[SamplingParams(seed=s) for s in range(32)]]
-    assert torch.equal(draw(logits, mixed).tokens[:32], logits[:32].argmax(-1))
+    chosen = draw(logits, mixed).tokens
+    assert torch.equal(chosen[:32], logits[:32].argmax(-1).int())
 
 
 def test_a_tiny_temperature_is_greedy_without_overflow() -> None:
     logits = logits_rows(64, vocab=1000) * 30
     params = [SamplingParams(temperature=2e-38, seed=s) for s in range(64)]
-    assert torch.equal(draw(logits, params).tokens, logits.argmax(-1))
+    assert torch.equal(draw(logits, params).tokens, logits.argmax(-1).int())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -289,9 +321,165 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     prompt, output = [1, 4, 4, 9], [20, 21, 4]
     seen: Any = torch.tensor([prompt + output])
     theirs = RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
-    counts = [count_tokens([tokens], 50, CPU) for tokens in (prompt, output)]
-    penalties = [torch.tensor([[value]]) for value in (1.3, 0.0, 0.0)]
-    assert torch.equal(penalize(logits, *counts, *penalties), theirs)
+    counts = TokenCounts(50, CPU)
+    counts.arrange(
+        requests_of([SamplingParams(repetition_penalty=1.3)], [prompt], [output])
+    )
+    assert torch.equal(counts.penalize(logits), theirs)
+
+
+# Counts that are kept from step to step
+
+
+def penalized(logits: torch.Tensor, request: Request, output: list[int]) -> np.ndarray:
+    """One row of `TokenCounts.penalize`, computed from the tokens themselves."""
+    p, prompt = request.params, request.tokens[: request.num_prompt]
+    x = logits.double().numpy().copy()
+    for token in {*prompt, *output}:
+        x[token] *= 1 / p.repetition_penalty if x[token] > 0 else p.repetition_penalty
+    for token in set(output):
+        x[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
+    return x
+
+
+PENALTIES = st.builds(
+    SamplingParams,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.7]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 1.25, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.75]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(PENALTIES, st.lists(st.integers(0, V - 1), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=5,
+    ),
+    steps=st.lists(
+        st.tuples(st.lists(st.integers(0, 4), unique=True), st.booleans()),
+        min_size=1,
+        max_size=9,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_counts_are_those_of_the_tokens(requests, steps, seed) -> None:
+    """Batches change: who joins, leaves, comes back or moves has his own counts.
+
+    What the last step chose is not in the requests yet when the next one is chosen; a
+    failed step makes the counts start over, with all tokens known.
+    """
+    all_requests = [
+        Request(prompt, 99, params, number=7 * number)
+        for number, (params, prompt) in enumerate(requests)
+    ]
+    outputs: dict[Request, list[int]] = {request: [] for request in all_requests}
+    counts = TokenCounts(V, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    late: list[tuple[Request, int]] = []
+    for places, failed in steps:
+        batch = [all_requests[i] for i in places if i < len(all_requests)]
+        if failed:
+            counts.forget()
+        if failed or not batch:
+            for request, token in late:
+                request.tokens.append(token)
+            late = []
+        if not batch:
+            continue
+        logits = torch.randn(len(batch), V, generator=generator)
+        counting = counts.arrange(batch)
+        assert counting == any(request.params.penalizes for request in batch)
+        chosen = torch.randint(V, (len(batch),), generator=generator).int()
+        if counting:
+            before = logits.clone()
+            found = counts.penalize(logits)
+            assert torch.equal(logits, before), "the logits as given are still needed"
+            rows = zip(batch, logits, strict=True)
+            expected = [penalized(row, r, outputs[r]) for r, row in rows]
+            np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+            counts.add(chosen)
+        for request, token in late:
+            request.tokens.append(token)
+        late = list(zip(batch, chosen.tolist(), strict=True))
+        for request, token in late:
+            outputs[request].append(token)
+
+
+def test_rows_without_penalties_are_left_alone() -> None:
+    logits = logits_rows(3)
+    params = [SamplingParams(), SamplingParams(presence_penalty=2.0), SamplingParams()]
+    counts = TokenCounts(V, CPU)
+    assert counts.arrange(requests_of(params, [[1]] * 3, [[2]] * 3))
+    changed = counts.penalize(logits) != logits
+    assert changed.nonzero().tolist() == [[1, 2]]
+
+
+# Masks
+
+
+def bits(allowed: torch.Tensor) -> torch.Tensor:
+    """Bool [B, V] as int32 [B, ceil(V / 32)], by Python's integers."""
+    rows = []
+    for row in allowed.tolist():
+        words = [row[i : i + 32] for i in range(0, len(row), 32)]
+        unsigned = [sum(1 << i for i, bit in enumerate(word) if bit) for word in words]
+        rows.append([(word + 2**31) % 2**32 - 2**31 for word in unsigned])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 201])
+def test_a_mask_rules_out_the_tokens_without_a_bit(vocab: int) -> None:
+    scores = logits_rows(5, vocab)
+    allowed = logits_rows(5, vocab, seed=1) > 0
+    allowed[0] = True
+    expected = scores.masked_fill(~allowed, -torch.inf)
+    assert torch.equal(apply_mask(scores, bits(allowed)), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.9}])
+def test_filters_see_what_the_mask_left(temperature: float, filters: dict) -> None:
+    """Were it masked after a filter, nothing might be left, or the wrong token."""
+    n = 200
+    logits = torch.arange(40.0).expand(n, -1) / 4
+    allowed = torch.zeros(n, 40, dtype=torch.bool)
+    allowed[:, [0, 3, 5]] = True  # the least likely ones
+    params = SamplingParams(temperature=temperature, seed=1, **filters)
+    rows = [params] * n
+    sampled = draw(logits, rows, list(range(n)), mask=bits(allowed)).tokens
+    wanted = {"top_k": {3, 5}, "top_p": {3, 5}, "min_p": {5}}
+    chosen = {5} if temperature == 0 else {0, 3, 5}
+    for name in filters if temperature else {}:
+        chosen = wanted[name]
+    assert set(sampled.tolist()) == chosen
+
+
+def test_a_mask_weighs_more_than_a_bias_and_changes_no_logprob() -> None:
+    logits = logits_rows(1)
+    allowed = torch.ones(1, V, dtype=torch.bool)
+    allowed[0, 4] = False
+    params = SamplingParams(temperature=0, logit_bias={4: 100.0}, logprobs=V)
+    sampled = draw(logits, [params], mask=bits(allowed))
+    assert sampled.tokens.tolist() == [
+        logits.masked_fill(~allowed, -99.0).argmax().item()
+    ]
+    assert sampled.top is not None
+    best = logits.log_softmax(-1).sort(descending=True)
+    assert torch.equal(sampled.top[0], best.indices)
+    torch.testing.assert_close(sampled.top[1], best.values)
+
+
+def test_draws_under_a_mask_follow_the_distribution() -> None:
+    n = 20_000
+    row = logits_rows(1, seed=8)
+    allowed = torch.tensor([[token % 3 != 1 for token in range(V)]])
+    params = [SamplingParams(seed=6)] * n
+    mask = bits(allowed).expand(n, -1)
+    tokens = draw(row.expand(n, -1), params, list(range(n)), mask=mask).tokens
+    p = expected(row[0], SamplingParams()) * allowed[0].numpy()
+    assert chi_square_fits(np.bincount(tokens.numpy(), minlength=V), p / p.sum())
 
 
 def test_ties_at_the_threshold_stay() -> None:
@@ -312,7 +500,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     wanted = torch.log(torch.softmax(logits.double(), -1))
     assert sampled.logprobs is not None and sampled.top is not None
     top_ids, top_logprobs = sampled.top
-    picked = wanted.gather(1, sampled.tokens[:, None])[:, 0]
+    picked = wanted.gather(1, sampled.tokens[:, None].long())[:, 0]
     torch.testing.assert_close(sampled.logprobs.double(), picked, atol=1e-5, rtol=0)
     best = wanted.sort(-1, descending=True)
     assert torch.equal(top_ids, best.indices[:, :3])
@@ -322,17 +510,39 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert draw(logits, [SamplingParams(temperature=0)] * 3).logprobs is None
 
 
-def test_count_tokens() -> None:
-    counts = count_tokens([[1, 1, 4], [], [0]], 5, CPU)
-    assert counts.tolist() == [[0, 2, 0, 0, 1], [0] * 5, [1, 0, 0, 0, 0]]
+def test_the_likeliest_token_is_taken_as_it_is_given() -> None:
+    """Without any change nobody looks for it again; after one, somebody does."""
+    logits = logits_rows(2)
+    given = torch.tensor([3, 4], dtype=torch.int32)
+    greedy = SamplingParams(temperature=0)
+    steps = torch.zeros(2, dtype=torch.int64)
+    columns = Columns.of([greedy] * 2, V, CPU)
+    assert sample(logits, given, columns, steps, ops.draw).tokens is given
+    biased = replace(greedy, logit_bias={9: 100.0})
+    columns = Columns.of([biased, greedy], V, CPU)
+    found = sample(logits, given, columns, steps, ops.draw).tokens
+    assert found.tolist() == [9, logits[1].argmax()]
+    assert found.dtype == torch.int32
 
 
-def test_missing_counts_and_seeds_are_errors() -> None:
-    columns = Columns.of([SamplingParams(seed=0, presence_penalty=1.0)], V, CPU)
-    with pytest.raises(ValueError, match="expected the counts"):
-        sample(logits_rows(1), columns, torch.tensor([0]))
-    with pytest.raises(ValueError, match="row 0 draws without a seed"):
-        Columns.of([SamplingParams()], V, CPU)
+def test_the_operation_that_draws_gets_what_it_needs() -> None:
+    """Scores whose temperature is applied come with 1, rows that are greedy with 0."""
+    seen = []
+
+    def spy(scores, best, temperature, seeds, steps):
+        seen.append((scores, temperature.tolist()))
+        return ops.draw(scores, best, temperature, seeds, steps)
+
+    logits, steps = logits_rows(2), torch.zeros(2, dtype=torch.int64)
+    best = logits.argmax(-1).int()
+    warm, cold = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
+    for params in ([cold, cold], [warm, cold], [replace(warm, top_k=3), cold]):
+        sample(logits, best, Columns.of(params, V, CPU), steps, spy)
+    assert [temperature for _, temperature in seen] == [[0.5, 0.0], [1.0, 0.0]]
+    assert seen[0][0] is logits
+
+
+# Parameters
 
 
 @pytest.mark.parametrize(
@@ -346,9 +556,11 @@ def test_missing_counts_and_seeds_are_errors() -> None:
         ("temperature", float("inf"), "temperature is inf"),
         ("temperature", "1", "temperature is '1'; expected a number"),
         ("temperature", None, "expected a number"),
+        ("max_tokens", None, "max_tokens is None; expected an integer"),
+        ("top_k", None, "top_k is None"),
         ("top_k", -2, "top_k is -2"),
         ("top_p", 0, "top_p is 0; expected more than 0"),
-        ("top_p", 1.01, "top_p is 1.01; expected 0 to 1"),
+        ("top_p", 1.01, "top_p is 1.01; expected more than 0, up to 1"),
         ("min_p", -0.5, "min_p"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
         ("presence_penalty", 2.1, "presence_penalty is 2.1; expected -2 to 2"),
@@ -356,12 +568,22 @@ def test_missing_counts_and_seeds_are_errors() -> None:
         ("stop", "", "stop is"),
         ("stop", ["a", ""], "stop is"),
         ("stop", [3], "stop is"),
+        ("stop", 3, "stop is 3; expected a list of str"),
+        ("stop", ["a"] * (MAX_STOPS + 1), "stop has 65 texts of 65 characters; exp"),
+        ("stop", ["a" * (MAX_STOP_CHARACTERS + 1)], "stop has 1 texts of 4097 char"),
+        ("ignore_eos", "false", "ignore_eos is 'false'; expected True or False"),
+        ("ignore_eos", 1, "ignore_eos is 1; expected True or False"),
+        ("ignore_eos", None, "ignore_eos is None"),
         ("stop_token_ids", [-1], "stop_token_ids"),
+        ("stop_token_ids", ["a"], "stop_token_ids is ['a']; expected a list of int"),
+        ("stop_token_ids", [True], "expected an integer"),
+        ("stop_token_ids", 5, "stop_token_ids is 5"),
         ("seed", 2**64, "seed is"),
         ("seed", 0.5, "seed is 0.5; expected an integer"),
         ("logprobs", 21, "logprobs is 21; expected 0 to 20"),
         ("logit_bias", {5: 101}, "logit_bias of token 5 is 101"),
         ("logit_bias", {"5": 1.0}, "expected an integer"),
+        ("logit_bias", [5], "logit_bias is [5]; expected a dict"),
     ],
 )
 def test_bad_parameters_are_named(field: str, value: object, message: str) -> None:
@@ -370,7 +592,28 @@ def test_bad_parameters_are_named(field: str, value: object, message: str) -> No
     assert message in str(error.value)
 
 
-def test_stop_is_normalised() -> None:
+@pytest.mark.parametrize("wrong", ["false", 1, None])
+def test_flags_are_no_other_type(wrong: object) -> None:
+    """A text that says "false" would be true."""
+    with pytest.raises(TypeError):
+        SamplingParams(ignore_eos=wrong)
+
+
+def test_stops_up_to_the_limits_are_fine() -> None:
+    assert len(SamplingParams(stop=["a"] * MAX_STOPS).stop) == MAX_STOPS
+    assert SamplingParams(stop="a" * MAX_STOP_CHARACTERS).stop
+
+
+def test_what_was_checked_cannot_be_changed_later() -> None:
+    given = {1: 1.0}
+    params = SamplingParams(logit_bias=given, stop_token_ids=[3])
+    given[1] = 1e9
+    assert params.logit_bias == {1: 1.0} and params.stop_token_ids == (3,)
+    with pytest.raises(AttributeError):
+        params.top_k = -5
+
+
+def test_stop_is_normalized() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 
@@ -380,22 +623,18 @@ def test_none_stops_nothing_as_in_vllm() -> None:
     assert SamplingParams(**given) == SamplingParams()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_draws_the_same_tokens() -> None:
-    params = [
-        SamplingParams(**{**vars(case), "seed": seed})
-        for seed, case in enumerate(CASES.values())
-    ]
-    logits = logits_rows(len(params), vocab=5000)
-    steps = torch.arange(len(params))
-    chosen = []
-    for device in (CPU, torch.device("cuda")):
-        columns = Columns.of(params, 5000, device)
-        counts = [
-            count_tokens([seen] * len(params), 5000, device)
-            for seen in (PROMPT, OUTPUT)
+    params = [replace(case, seed=seed) for seed, case in enumerate(CASES.values())]
+    rows = len(params)
+    logits = logits_rows(rows, vocab=5000)
+    steps = list(range(rows))
+    seen = [PROMPT] * rows, [OUTPUT] * rows
+    mask = bits(logits_rows(rows, vocab=5000, seed=1) > 0)
+    for masks in ((None, None), (mask, mask.cuda())):
+        chosen = [
+            draw(logits.to(device), params, steps, *seen, mask=mask).tokens.cpu()
+            for device, mask in zip((CPU, "cuda"), masks, strict=True)
         ]
-        sampled = sample(logits.to(device), columns, steps.to(device), *counts)
-        chosen.append(sampled.tokens.cpu())
-    assert torch.equal(*chosen)
-    assert torch.equal(mix(steps), mix(steps.cuda()).cpu())
+        assert torch.equal(*chosen)
+    assert torch.equal(mix(torch.tensor(steps)), mix(torch.tensor(steps).cuda()).cpu())

@@ -23,7 +23,7 @@ from simplellm.sizes import (
     Counts,
     Need,
     activation_bytes,
-    check_memory,
+    check_room,
     count_parameters,
     enough,
     free_bytes,
@@ -242,16 +242,26 @@ def test_a_model_too_large_is_refused_before_it_loads(card: SimpleNamespace) -> 
 
 def test_a_cache_too_large_is_refused(card: SimpleNamespace) -> None:
     wanted = need(TINY, GPU, cache_bytes=30 * 10**9)
-    with pytest.raises(torch.OutOfMemoryError, match=r"30\.0 for keys and values"):
-        check_memory(wanted, GPU)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=r"30\.0 for keys and values"),
+        enough(wanted, GPU),
+    ):
+        pytest.fail("nothing may be loaded")
+    with pytest.raises(torch.OutOfMemoryError, match=r"keys take 30\.0 GB; 20\.0 of"):
+        check_room(GPU, 30 * 10**9, "keys")
+    check_room(GPU, 10 * 10**9, "keys")
 
 
 @pytest.mark.parametrize("options", [{"num_pages": 2**33}, {"cache_bytes": 2**45}])
 def test_absurd_caches_are_refused_on_a_cpu(options: dict[str, int]) -> None:
     model = ModelConfig.from_dict(config_json(TINY))
-    with pytest.raises(MemoryError, match=r"the CPU has not enough .*num_pages"):
-        check_memory(replace(need(model, CPU, **options), weights=0), CPU)
-    check_memory(need(model, CPU), CPU)
+    with (
+        pytest.raises(MemoryError, match=r"the CPU has not enough .*num_pages"),
+        enough(need(model, CPU, **options), CPU),
+    ):
+        pytest.fail("nothing may be loaded")
+    with enough(need(model, CPU), CPU):
+        pass
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])

@@ -13,41 +13,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from simplellm import __version__
-from simplellm.apps.calculator import CALCULATOR, call_tool
-from simplellm.apps.screen import Screen
+from simplellm.apps.calculator import CALCULATOR
+from simplellm.apps.screen import Screen, respond
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.llm import LLM
 
-MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
-
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
-
-
-class ReasoningEffort(StrEnum):
-    """How long the model thinks before it answers."""
-
-    low = "low"
-    medium = "medium"
-    high = "high"
-
-
-class Device(StrEnum):
-    """Where the model runs."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class PromptGroup(TyperGroup):
@@ -72,7 +54,8 @@ ModelFolder = Annotated[
     typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
 ]
 Where = Annotated[
-    Device | None, typer.Option(help="Where to run.  [cuda where there is one]")
+    Literal["cpu", "cuda"] | None,
+    typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
 
@@ -82,8 +65,8 @@ class Options:
 
     model: ModelFolder = None
     reasoning_effort: Annotated[
-        ReasoningEffort, typer.Option(help="How long to think.")
-    ] = ReasoningEffort.medium
+        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
+    ] = "medium"
     developer: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Instructions for the model.")
     ] = None
@@ -110,9 +93,10 @@ class Options:
 
     def for_chat(self) -> dict[str, Any]:
         """What `LLM.stream_chat` is called with beside the messages."""
-        given = {name: getattr(self, name) for name in SAMPLING}
+        names = ("temperature", "max_tokens", "seed")
+        given = {name: getattr(self, name) for name in names}
         return {
-            "reasoning_effort": self.reasoning_effort.value,
+            "reasoning_effort": self.reasoning_effort,
             "tools": [CALCULATOR] if self.calculator else None,
             **{name: value for name, value in given.items() if value is not None},
         }
@@ -121,9 +105,6 @@ class Options:
         """The messages of a conversation in which nothing has been said."""
         brief = self.developer
         return [{"role": "developer", "content": brief}] if brief else []
-
-
-SAMPLING = ("temperature", "max_tokens", "seed")
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -140,37 +121,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def respond(
-    llm: "LLM", messages: list[dict[str, Any]], screen: Screen, **options: Any
-) -> None:
-    """Stream the answer to ``messages`` and append it, tool calls included."""
-    for _ in range(MAX_TOOL_CALLS):
-        stream = llm.stream_chat(messages, **options)
-        try:
-            screen.show(stream)
-        except KeyboardInterrupt:  # what has been said remains said
-            said = stream.output().content
-            messages.append({"role": "assistant", "content": said})
-            raise
-        turn = stream.output()
-        message = turn.message()
-        messages.append(message)
-        calls = message.get("tool_calls", [])
-        for call in calls:
-            result = call_tool(**call["function"])
-            screen.write(f"= {result}\n", aside=True)
-            answer = {"role": "tool", "tool_call_id": call["id"], "content": result}
-            messages.append(answer)
-        if not calls:
-            break
-    if turn.finish_reason == "length":
-        count = len(turn.token_ids)
-        screen.remark(f"cut short after {count} tokens; --max-tokens allows more")
-    elif not turn.content:
-        screen.remark("the model stopped without an answer")
-
-
-def load(model: str | None, device: Device | None, screen: Screen) -> "LLM":
+def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
         from simplellm import LLM
@@ -180,9 +131,7 @@ def load(model: str | None, device: Device | None, screen: Screen) -> "LLM":
 def check_standard_input() -> None:
     """Raise ValueError if whoever started this has closed standard input."""
     if sys.stdin is None:
-        raise ValueError(
-            "standard input is closed; expected a terminal, a file or a pipe"
-        )
+        raise ValueError("standard input is closed; expected a terminal or a file")
 
 
 def read_prompt(prompt: str) -> str:
@@ -306,7 +255,8 @@ def batch(
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was.
 
-    A request that was rejected is tried again once it is changed.
+    A request that was rejected is tried again once it is changed. One that has been
+    answered must stay as it is: a new question needs a new id.
     """
     from simplellm.apps import jobs
 

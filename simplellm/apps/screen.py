@@ -1,4 +1,4 @@
-"""Where text goes: the answer to standard output, all else beside it."""
+"""Answers on a terminal: streamed as they come, with the calls in them answered."""
 
 import os
 from collections.abc import Iterable
@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from simplellm.apps.calculator import call_tool
+
 if TYPE_CHECKING:  # importing torch takes seconds
     from simplellm.harmony import Delta
+    from simplellm.llm import LLM
+
+MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 
 # What a model writes may hold escape sequences: on a terminal they are made visible.
 CONTROLS = {
@@ -76,3 +81,33 @@ class Screen:
             self.write(delta.text, aside=aside)
             before = now
         self.end_line(aside=before is not None and before[0])
+
+
+def respond(
+    llm: "LLM", messages: list[dict[str, Any]], screen: Screen, **options: Any
+) -> None:
+    """Stream the answer to ``messages`` and append it, tool calls included."""
+    for _ in range(MAX_TOOL_CALLS):
+        stream = llm.stream_chat(messages, **options)
+        try:
+            screen.show(stream)
+        except KeyboardInterrupt:  # what has been said remains said
+            said = stream.output().content
+            messages.append({"role": "assistant", "content": said})
+            raise
+        turn = stream.output()
+        message = turn.message()
+        messages.append(message)
+        calls = message.get("tool_calls", [])
+        for call in calls:
+            result = call_tool(**call["function"])
+            screen.write(f"= {result}\n", aside=True)
+            answer = {"role": "tool", "tool_call_id": call["id"], "content": result}
+            messages.append(answer)
+        if not calls:
+            break
+    if turn.finish_reason == "length":
+        count = len(turn.token_ids)
+        screen.remark(f"cut short after {count} tokens; --max-tokens allows more")
+    elif not turn.content:
+        screen.remark("the model stopped without an answer")

@@ -153,8 +153,8 @@ def compile_kernels(
 
     trial = ops
     if not batch_invariant:
-        kernels = vars(ops).keys() - {"name", "prepare"}
-        attempts: dict[str, Any] = {name: partial(attempt, name) for name in kernels}
+        names = vars(ops).keys() - {"name", "prepare"}
+        attempts: dict[str, Any] = {name: partial(attempt, name) for name in names}
         trial = replace(ops, **attempts)
     hash_kernels()
     on_gpu = device.type == "cuda"

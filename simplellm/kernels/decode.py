@@ -6,6 +6,7 @@ group, D head_dim. Places and units are those of `simplellm.kernels.prefill`.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -309,6 +310,33 @@ def join_kernel(
     )
 
 
+@cache
+def decode_options(
+    batch: int, heads: int, kv_heads: int, dim: int, window: int | None
+) -> tuple[DecodeTiles, dict[str, Any]]:
+    """The tiles, and the constants that are the same for a decode and its join."""
+    dims = max(16, power_of_two(dim))
+    tiles = decode_tiles(batch, dims, window)
+    sizes = {"K": kv_heads, "G": heads // kv_heads, "D": dim, "DIMS": dims}
+    how = {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
+    return tiles, sizes | how
+
+
+@cache
+def join_options(
+    batch: int, heads: int, kv_heads: int, dim: int, splits: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid of a join, and the constants that are its own."""
+    group = heads // kv_heads
+    # A program for each head, or for each kv head if that would be too many.
+    taken = 1 if batch * heads <= 512 else power_of_two(group)
+    most = power_of_two(splits)
+    # 4,096 numbers, 16 KB of parts, a warp
+    warps = min(32, max(1, most * taken * max(16, power_of_two(dim)) // 4096))
+    options = {"HEADS": taken, "SPLITS": most, "num_warps": warps}
+    return (kv_heads * -(-group // taken), batch), options
+
+
 def decode_attention(
     q: Tensor,
     keys: Tensor,
@@ -330,13 +358,11 @@ def decode_attention(
     graph, a copy from or to the host, a synchronization.
     """
     (heads, dim), (page_size, kv_heads) = q.shape[1:], keys.shape[1:3]
-    batch, window, tables = group.decodes, group.window, group.tables
-    per_kv_head, dims = heads // kv_heads, max(16, power_of_two(dim))
-    rows = power_of_two(per_kv_head)
-    tiles = decode_tiles(batch, dims, window)
+    batch, tables = group.decodes, group.tables
+    tiles, sizes = decode_options(batch, heads, kv_heads, dim, group.window)
     pages_in_row = tables.shape[1]
     longest = pages_in_row * page_size
-    longest = longest if window is None else min(longest, window)
+    longest = longest if group.window is None else min(longest, group.window)
     splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
     compiled = launch(
         decode_kernel,
@@ -355,46 +381,28 @@ def decode_attention(
         tiles.least,
         keys.stride(0),
         pages_in_row,
-        K=kv_heads,
-        G=per_kv_head,
-        D=dim,
         PAGE=page_size,
-        WINDOW=window or 0,
-        ROWS=rows,
-        DIMS=dims,
-        BLOCK=tiles.block,
-        EARLY=tiles.early,
+        ROWS=power_of_two(sizes["G"]),
         HAS_SINKS=sinks is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **sizes,
     )
     # Tiles for other batch sizes may be the same compiled kernel, with another wish. A
     # graph is recorded after a step of its own size, whose wish it finds.
     set_carveout(compiled, tiles.carveout)
-    if splits == 1:
-        return
-    # A program for each head, or for each kv head if that would be too many.
-    taken = 1 if batch * heads <= 512 else rows
-    most = power_of_two(splits)
-    launch(
-        join_kernel,
-        (kv_heads * -(-per_kv_head // taken), batch),
-        scratch.parts,
-        scratch.sums,
-        group.offsets,
-        group.lengths,
-        out,
-        splits,
-        tiles.least,
-        K=kv_heads,
-        G=per_kv_head,
-        D=dim,
-        WINDOW=window or 0,
-        HEADS=taken,
-        DIMS=dims,
-        SPLITS=most,
-        BLOCK=tiles.block,
-        EARLY=tiles.early,
-        # 4,096 numbers, 16 KB of parts, a warp
-        num_warps=min(32, max(1, most * taken * dims // 4096)),
-    )
+    if splits > 1:
+        grid, options = join_options(batch, heads, kv_heads, dim, splits)
+        launch(
+            join_kernel,
+            grid,
+            scratch.parts,
+            scratch.sums,
+            group.offsets,
+            group.lengths,
+            out,
+            splits,
+            tiles.least,
+            **sizes,
+            **options,
+        )

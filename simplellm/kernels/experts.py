@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.experts_one import experts_one
-from simplellm.kernels.fragments import UNSHIFT, Fragments, activate, decode
+from simplellm.kernels.fragments import UNSHIFT, Fragments, activate, decode_weights
 from simplellm.kernels.launch import launch
 from simplellm.kernels.routing import Dispatch, route_and_dispatch
 from simplellm.layers import Experts
@@ -92,7 +92,7 @@ def multiply(
             words = tl.load(words_ptrs + tile * 128, here, 0)
             scales = tl.load(scales_ptrs + tile * 8, here, 0)
             x = tl.load(x_ptrs + tile * 64, inside, 0.0)
-            weight = decode(words, scales, PTX)
+            weight = decode_weights(words, scales, PTX)
             if PTX:
                 out = tl.dot(opaque(weight), x, out)
             else:

@@ -2,8 +2,8 @@
 
 A wgmma or mma instruction takes 16 rows by 16 columns of its left operand from each
 warp's registers, in an order known beforehand. So `repack` stores weights in that
-order, and `decode` turns what a thread loads into what it multiplies, with no exchange
-between threads.
+order, and `decode_weights` turns what a thread loads into what it multiplies, with no
+exchange between threads.
 
 E experts, N rows and K columns of a weight, G = K / 64 rounded up. Thread 4 * g + t of
 a warp.
@@ -40,9 +40,9 @@ class Fragments:
 
     Tiles of 16 rows and 64 columns, columns padded with zeros. Thread 4 * g + t has
     words 4 * (4 * g + t) + 2 * half + (0, 1) of a tile: row g + 8 * half, columns
-    2 * t + (0, 1) + 8 * r for r in 0 to 7. Bit by bit they are what `decode` reads. If
-    ``paired``, row g of tile i is row 16 * i + 2 * g of the weight, a gate, and row
-    g + 8 is the one after it, the up that belongs to it.
+    2 * t + (0, 1) + 8 * r for r in 0 to 7. Bit by bit they are what `decode_weights`
+    reads. If ``paired``, row g of tile i is row 16 * i + 2 * g of the weight, a gate,
+    and row g + 8 is the one after it, the up that belongs to it.
     """
 
     words: Tensor  # int32 [E, N / 16, G, 128]
@@ -248,8 +248,8 @@ def decode_ptx() -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-DECODE = tl.constexpr(decode_ptx())
-DECODE_REGISTERS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
+DECODE_PTX = tl.constexpr(decode_ptx())
+DECODE_OPERANDS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 
 @triton.jit
@@ -294,7 +294,7 @@ def registers(a, b):
 
 @triton.jit
 def decode_plain(words, scales):
-    """`decode` without assembly: eight float32 [ROWS16, 128]."""
+    """`decode_weights` without assembly: eight float32 [ROWS16, 128]."""
     ROWS16: tl.constexpr = words.shape[0]
     words = tl.reshape(words.to(tl.uint32, bitcast=True), (ROWS16, 8, 4, 2, 2))
     a, b = tl.split(words)  # [ROWS16, g, t, half]
@@ -310,7 +310,7 @@ def decode_plain(words, scales):
 
 
 @triton.jit
-def decode(words, scales, PTX: tl.constexpr):
+def decode_weights(words, scales, PTX: tl.constexpr):
     """int32 words [ROWS16, 128] and scales [ROWS16, 8] of tiles -> their weights
     [16 * ROWS16, 64] times 2^-SHIFT, bfloat16 if PTX, else float32.
 
@@ -321,8 +321,8 @@ def decode(words, scales, PTX: tl.constexpr):
     if PTX:
         s = tl.broadcast_to(scales[:, :, None], (ROWS16, 8, 16))
         r0, r1, r2, r3, r4, r5, r6, r7 = tl.inline_asm_elementwise(
-            DECODE,
-            DECODE_REGISTERS,
+            DECODE_PTX,
+            DECODE_OPERANDS,
             [words, tl.reshape(s, words.shape)],
             dtype=(tl.bfloat16,) * 8,
             is_pure=True,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.kernels.keys import LOWEST, ordered
-from simplellm.kernels.launch import launch
+from simplellm.kernels.launch import launch, power_of_two
 
 
 class Gemv(NamedTuple):
@@ -312,7 +312,7 @@ def split_columns(size: int) -> tuple[int, int]:
     """Two powers of two that hold ``size`` numbers with less padding than one; or 0."""
     block = 1 << (size.bit_length() - 1)
     rest = size - block
-    return block, triton.next_power_of_2(rest) if rest else 0
+    return block, power_of_two(rest) if rest else 0
 
 
 @lru_cache(1024)
@@ -326,7 +326,7 @@ def product_options(
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
         return (programs,), options | {"TOKENS": tokens, "BLOCK": block, "REST": rest}
-    width = config.width or min(max(16, triton.next_power_of_2(tokens)), 128)
+    width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"AHEAD": config.ahead, "num_stages": config.stages}
     return (programs, config.parts, -(-tokens // width)), options

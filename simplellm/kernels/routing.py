@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.keys import LOWEST, index_of, ordered
-from simplellm.kernels.launch import launch
+from simplellm.kernels.launch import launch, power_of_two
 from simplellm.kernels.linear import project_exactly
 
 AT_ONCE = 16  # pairs that are chosen and sorted in one program
@@ -342,8 +342,8 @@ def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
         "E": experts,
         "PARTS": parts,
         "TOP_K": top_k,
-        "BLOCK_E": triton.next_power_of_2(experts),
-        "BLOCK_K": triton.next_power_of_2(top_k),
+        "BLOCK_E": power_of_two(experts),
+        "BLOCK_K": power_of_two(top_k),
     }
 
 
@@ -405,14 +405,14 @@ def route_and_dispatch(
     scores = logits.new_empty(tokens, top_k)
     num_blocks = max_blocks(n, experts, block)
     result = Dispatch.empty(ids, experts, num_blocks)
-    rows = triton.next_power_of_2(tokens)
+    rows = power_of_two(tokens)
     launch(
         route_kernel,
         (1,),
         *(logits, bias, ids, scores, *result, live, tokens, num_blocks),
         ROWS=rows,
         BLOCK=block,
-        STEP=triton.next_power_of_2(num_blocks),
+        STEP=power_of_two(num_blocks),
         num_warps=max(1, rows // 2),
         **choice_options(experts, parts, top_k),
     )
@@ -428,15 +428,15 @@ def sort_options(
     num_blocks = max_blocks(n, experts, block)
     rows = PLACED if n > COMPARED else 32
     programs = -(-n // rows)
-    common = {"TOP_K": top_k, "BLOCK_E": triton.next_power_of_2(experts)}
+    common = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
     if n > COMPARED:
         common |= {"CHUNK": rows, "num_warps": 16}
         sizes = {"TILE": 32}
     else:
-        chunk = min(512, max(32, triton.next_power_of_2(n)))
+        chunk = min(512, max(32, power_of_two(n)))
         common |= {"CHUNK": chunk, "num_warps": 8}
         sizes = {"ROWS": rows}
-    step = triton.next_power_of_2(-(-num_blocks // programs))
+    step = power_of_two(-(-num_blocks // programs))
     sizes |= {"E": experts, "BLOCK": block, "STEP": step}
     return num_blocks, programs, common, common | sizes
 
