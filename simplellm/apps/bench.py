@@ -39,7 +39,8 @@ from simplellm.apps.roofline import (
 )
 from simplellm.config import MODELS, EngineConfig, ModelConfig
 from simplellm.llm import LLM
-from simplellm.load import find_device, find_dtype, open_weights
+from simplellm.load import open_weights
+from simplellm.machine import find_device, find_dtype
 from simplellm.reply import RequestOutput
 from simplellm.request import SamplingParams
 from simplellm.sizes import kv_bytes, weight_bytes
@@ -230,8 +231,9 @@ class Ground:
 
     def step(self, tokens: int, context: int = 0) -> Reads:
         """`read_bytes` of this model."""
-        sizes = {"itemsize": self.itemsize, "packed": self.packed}
-        return read_bytes(self.model, tokens, context, **sizes)
+        return read_bytes(
+            self.model, tokens, context, itemsize=self.itemsize, packed=self.packed
+        )
 
     def least_seconds(self, tokens: int, sampled: int, context: int = 0) -> float:
         """The least time of a step."""

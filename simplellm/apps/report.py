@@ -3,10 +3,10 @@
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
 from rich.table import Table
@@ -54,49 +54,44 @@ class Plan:
             raise ValueError("nothing is to be measured; expected a batch size")
 
 
-# What is found: fields with a heading are columns of the table that the command prints
-
-
-def column(heading: str, shown: str = "d") -> Any:
-    """A field that is printed under ``heading`` in this format."""
-    return field(metadata={"heading": heading, "shown": shown})
+# What is found: a field with a heading and a format is a column of the printed table
 
 
 @dataclass(frozen=True)
 class Decode:
     """How fast tokens come. Speeds are tokens a second of all requests together."""
 
-    batch: int = column("batch")
-    input_len: int = column("in")
-    output_len: int = column("out")
-    step_ms: float = column("step\nms", ".2f")  # median, of steps for every request
+    batch: Annotated[int, "batch", "d"]
+    input_len: Annotated[int, "in", "d"]
+    output_len: Annotated[int, "out", "d"]
+    step_ms: Annotated[float, "step\nms", ".2f"]  # median, of steps for every request
     steps: int  # how many these were
-    tokens_per_second: float = column("tok/s", ".0f")  # batch over step
-    end_to_end: float = column("end to\nend", ".0f")  # over all the time, with prefill
-    ttft_ms: float = column("TTFT\nms", ".0f")  # time to first token, median
+    tokens_per_second: Annotated[float, "tok/s", ".0f"]  # batch over step
+    end_to_end: Annotated[float, "end to\nend", ".0f"]  # over all time, with prefill
+    ttft_ms: Annotated[float, "TTFT\nms", ".0f"]  # time to first token, median
     ttft_p99_ms: float
     itl_ms: float  # inter-token latency, median
-    itl_p99_ms: float = column("ITL p99\nms", ".1f")
+    itl_p99_ms: Annotated[float, "ITL p99\nms", ".1f"]
     distinct_outputs: int
     distinct_experts: float  # of a layer in a step, if routing is uniform
     dense_bytes: float  # that a step must read, as the next two
     expert_bytes: float
     kv_bytes: float
-    limit: float = column("limit\ntok/s", ".0f")  # tokens a second that it allows
-    share: float = column("of it", ".1%")  # of this limit
+    limit: Annotated[float, "limit\ntok/s", ".0f"]  # what the machine allows
+    share: Annotated[float, "of it", ".1%"]  # of this limit
 
 
 @dataclass(frozen=True)
 class Prefill:
     """How fast prompts are computed, median of some runs on an idle engine."""
 
-    batch: int = column("prompts")
-    input_len: int = column("tokens", ",")
+    batch: Annotated[int, "prompts", "d"]
+    input_len: Annotated[int, "tokens", ",d"]
     seconds: float  # until the last of them has its first token
-    tokens_per_second: float = column("tok/s", ",.0f")
-    ttft_ms: float = column("TTFT ms", ",.1f")  # median of the prompts
-    limit: float = column("limit", ",.0f")
-    share: float = column("of it", ".1%")
+    tokens_per_second: Annotated[float, "tok/s", ",.0f"]
+    ttft_ms: Annotated[float, "TTFT ms", ",.1f"]  # median of the prompts
+    limit: Annotated[float, "limit", ",.0f"]
+    share: Annotated[float, "of it", ".1%"]
 
 
 @dataclass(frozen=True)
@@ -210,16 +205,19 @@ def summary(report: Report) -> Iterator[str]:
 
 def tables(report: Report) -> Iterator[Table]:
     """What was measured, at most 80 columns wide. Speeds are tokens a second."""
-    for rows in ([*report.decode, *report.context], report.prefill):
+    decodes = [*report.decode, *report.context]
+    both: list[tuple[Any, list[Any]]] = [(Decode, decodes), (Prefill, report.prefill)]
+    for kind, rows in both:
         if not rows:
             continue
-        columns = [part for part in fields(rows[0]) if part.metadata]
+        hints = get_type_hints(kind, include_extras=True)
+        columns = {n: h.__metadata__ for n, h in hints.items() if get_origin(h)}
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for part in columns:
-            table.add_column(part.metadata["heading"], justify="right")
+        for heading, _ in columns.values():
+            table.add_column(heading, justify="right")
         for row in rows:
-            shown = [(getattr(row, p.name), p.metadata["shown"]) for p in columns]
-            table.add_row(*(format(value, how) for value, how in shown))
+            cells = ((getattr(row, n), shown) for n, (_, shown) in columns.items())
+            table.add_row(*(format(value, shown) for value, shown in cells))
         yield table
 
 

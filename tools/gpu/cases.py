@@ -8,6 +8,7 @@ them, the sanitizer watches them; `random_model` is what the other scripts start
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -81,7 +82,7 @@ class Case:
 
     def calls(self) -> list[Callable[[], Any]]:
         """One call for each set of arguments."""
-        return [lambda a=a: self.operation(*a) for a in self.arguments]
+        return [partial(self.operation, *inputs) for inputs in self.arguments]
 
     def outcome(self, function: Callable[..., Any]) -> list[Tensor]:
         """All that a function returns for, or writes into, the first arguments."""

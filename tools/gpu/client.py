@@ -8,10 +8,10 @@ import torch
 
 from simplellm.config import EngineConfig
 from simplellm.engine import Engine
+from simplellm.graphs import bucket_sizes
 from simplellm.load import build_engine
 from simplellm.model import Model
 from simplellm.request import Event, Request, SamplingParams
-from simplellm.runner import bucket_sizes
 
 
 def make_engine(model: Model, **options: Any) -> Engine:

@@ -25,9 +25,9 @@ from client import Client, make_engine, random_prompt
 
 from simplellm import LLM, EngineConfig
 from simplellm.engine import Engine
+from simplellm.graphs import bucket_sizes
 from simplellm.kernels import fused
 from simplellm.model import Model
-from simplellm.runner import bucket_sizes
 
 GB = 10**9
 SMALL: dict[str, Any] = {"cache_bytes": GB // 2, "max_model_len": 16_384}

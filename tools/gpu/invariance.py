@@ -67,7 +67,7 @@ def answers(
 ) -> list[list[int]]:
     """Greedy continuations, ``batch`` prompts at once."""
     lengths = [24 + n % 3 * 12 for n in range(len(prompts))]
-    found = []
+    found: list[list[int]] = []
     for first in range(0, len(prompts), batch):
         client, part = Client(engine), slice(first, first + batch)
         numbers = list(map(client.ask, prompts[part], lengths[part]))

@@ -128,13 +128,16 @@ def expert_variants(case: Case) -> Iterator[Variant]:
     tokens = len(case.arguments[0][0])
     if tokens == 1:
         for programs, warps, registers in product((66, 99, 132), (4, 8), (128, 168)):
-            tiling = OneTiling(programs, warps, registers)
-            halves = {"gate_up_one": gate_up_one, "down_one": down_one}
+            one = OneTiling(programs, warps, registers)
+            halves: dict[str, Callable[..., Any]] = {
+                "gate_up_one": gate_up_one,
+                "down_one": down_one,
+            }
             replaced = {
-                f"experts_one.{name}": partial(half, tiling=tiling)
+                f"experts_one.{name}": partial(half, tiling=one)
                 for name, half in halves.items()
             }
-            yield Variant(named(tiling), replaced)
+            yield Variant(named(one), replaced)
         return
     tilings = {
         512: [
