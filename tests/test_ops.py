@@ -193,7 +193,9 @@ def test_rope_and_cache_norms_turns_and_writes(norms, bias, dtype) -> None:
     slots = torch.tensor([4, -1, 9, 0, 11], dtype=torch.int32)
     keys, values = (torch.full((3, 4, 2, 16), -99.0, dtype=dtype) for _ in range(2))
     q = ops.rope_and_cache(qkv, attn, positions, keys, values, slots)
-    x = qkv.float() + (attn.qkv_bias if bias else 0)
+    x = qkv.float()
+    if attn.qkv_bias is not None:
+        x = x + attn.qkv_bias
     x = x.unflatten(1, (10, 16))
     turned = x[:, :8]
     if norms:
@@ -709,6 +711,7 @@ def test_packed_experts_match_transformers_on_their_values():
         (mlp.experts.gate_up_proj, weights.gate_up),
         (mlp.experts.down_proj, weights.down),
     ):
+        assert isinstance(mine, MXFP4)
         theirs.data = mine.dequantize(torch.float32).transpose(1, 2)
     x = tokens(40)
     theirs, _ = mlp(x[None])
@@ -801,10 +804,11 @@ def test_dense_is_the_mlp_of_qwen3() -> None:
 
 def test_dense_adds_its_biases() -> None:
     mlp = dense_weights()
-    mlp = replace(mlp, gate_up_bias=normal(160, seed=3), down_bias=normal(48, seed=4))
+    first, second = normal(160, seed=3), normal(48, seed=4)
+    mlp = replace(mlp, gate_up_bias=first, down_bias=second)
     x = normal(7, 48)
-    gate, up = (x @ mlp.gate_up.T + mlp.gate_up_bias).chunk(2, dim=-1)
-    expected = (gate * torch.sigmoid(gate) * up) @ mlp.down.T + mlp.down_bias
+    gate, up = (x @ mlp.gate_up.T + first).chunk(2, dim=-1)
+    expected = (gate * torch.sigmoid(gate) * up) @ mlp.down.T + second
     torch.testing.assert_close(ops.dense(x, mlp), expected)
 
 

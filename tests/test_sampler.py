@@ -342,7 +342,7 @@ def penalized(logits: torch.Tensor, request: Request, output: list[int]) -> np.n
     return x
 
 
-PENALTIES = st.builds(
+PENALTIES = st.just(SamplingParams()) | st.builds(
     SamplingParams,
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.7]),
     presence_penalty=st.sampled_from([0.0, 0.0, 1.25, -0.5]),
@@ -414,6 +414,22 @@ def test_rows_without_penalties_are_left_alone() -> None:
     assert counts.arrange(requests_of(params, [[1]] * 3, [[2]] * 3))
     changed = counts.penalize(logits) != logits
     assert changed.nonzero().tolist() == [[1, 2]]
+
+
+def test_counts_follow_a_row_that_moves() -> None:
+    """The same requests have penalties, in other rows than the step before."""
+    plain, penalty = SamplingParams(), SamplingParams(frequency_penalty=1.0)
+    others = requests_of([plain, plain, penalty], [[1]] * 3, [[2]] * 3)
+    counts = TokenCounts(V, CPU)
+    assert counts.arrange(others)
+    counts.add(torch.tensor([4, 5, 6], dtype=torch.int32))
+    assert counts.arrange(others[1:])
+    counts.add(torch.tensor([7, 8], dtype=torch.int32))
+    assert counts.arrange([others[2], others[0]])
+    logits = logits_rows(2)
+    expected = logits.clone()
+    expected[0, [2, 6, 8]] -= 1.0
+    torch.testing.assert_close(counts.penalize(logits), expected)
 
 
 # Masks
@@ -634,7 +650,7 @@ def test_a_gpu_draws_the_same_tokens() -> None:
     for masks in ((None, None), (mask, mask.cuda())):
         chosen = [
             draw(logits.to(device), params, steps, *seen, mask=mask).tokens.cpu()
-            for device, mask in zip((CPU, "cuda"), masks, strict=True)
+            for device, mask in zip((CPU, torch.device("cuda")), masks, strict=True)
         ]
         assert torch.equal(*chosen)
     assert torch.equal(mix(torch.tensor(steps)), mix(torch.tensor(steps).cuda()).cpu())
