@@ -240,7 +240,7 @@ def plot(report: Report, path: Path) -> None:
     axes = figure.subplots()
     axes.plot(*zip(*report.roof, strict=True), color="black", label="limit")
     most = report.config.max_num_batched_tokens
-    steps = {
+    steps: dict[tuple[str, str], list[tuple[int, Any]]] = {
         ("decode", "o"): [(row.batch, row) for row in report.decode],
         ("prefill", "s"): [
             (min(most, row.batch * row.input_len), row) for row in report.prefill
