@@ -28,6 +28,7 @@ from simplellm.weights import MXFP4
 
 PAGE = 64
 MAX_NUM_SEQS = 256
+MOST = 200  # sets of arguments
 L2 = 2.4e8  # bytes of inputs after which nothing of the first is cached any more
 CUDA = torch.device("cuda")
 # Arguments that operations write to.
@@ -181,7 +182,7 @@ class Cases:
 
     def layers(self, nbytes: float) -> list[Layer]:
         """Layers in turns, until their parts of ``nbytes`` are more than the cache."""
-        count = max(2, min(64, math.ceil(L2 / nbytes)))
+        count = max(2, min(MOST, math.ceil(L2 / nbytes)))
         return list(islice(cycle(self.model.layers), count))
 
     def embed(self, tokens: int) -> Case:
@@ -245,7 +246,8 @@ class Cases:
         ]
         tokens, nbytes = sum(chunks), float(token * sum(seen))
         nbytes += 4.0 * tokens * heads * dim
-        found, pages = groups(lengths, chunks, window, max(2, round(L2 / nbytes)))
+        sets = max(2, min(MOST, round(L2 / nbytes)))
+        found, pages = groups(lengths, chunks, window, sets)
         shape = pages, PAGE, config.num_key_value_heads, dim
         keys, values = normal(*shape), normal(*shape)
         sinks = self.model.layers[0].attn.sinks
