@@ -381,7 +381,10 @@ def multiply_one(
         experts_one_kernel,
         (tiling.programs, ids.numel()),
         *(x, ids, scores, weight.words, weight.scales, bias, out),
-        *(mlp.limit, mlp.alpha, rows, columns),
+        LIMIT=mlp.limit,
+        ALPHA=mlp.alpha,
+        N=rows,
+        K=columns,
         **one_options(tiling, weight.paired, x.is_cuda),
     )
 
