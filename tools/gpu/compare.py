@@ -272,11 +272,13 @@ def main() -> None:
         parser.error("expected --old and --new, two checkouts")
     import torch
 
+    arguments = ["--old", options.old, "--new", options.new, "--models", options.models]
+    arguments += ["--cases", options.cases]
     record = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "versions": versions(),
-        "command": shlex.join(["python", "tools/gpu/compare.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "tools/gpu/compare.py", *map(str, arguments)]),
     }
 
     def save(rows: list[Any]) -> None:
