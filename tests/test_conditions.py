@@ -1,7 +1,7 @@
 """What goes wrong on a GPU, pretended on any machine.
 
-`tools/gpu/conditions.py` provokes the same on a card. Kernels that do not compile are
-in test_kernels_compiling, too little memory is in test_sizes.
+test_gpu_conditions provokes the same on a card. Kernels that do not compile are in
+test_kernels_compiling, too little memory is in test_sizes.
 """
 
 import sys
