@@ -93,7 +93,9 @@ class Delivery:
         """End requests that nobody reads; from any thread or finalizer."""
         for reader in readers:
             if self.readers.pop(reader.request.number, None) is not None:
-                self.engine.abort(reader.request.number)
+                # The reply may be over already, at a stop string.
+                reason = reader.reply.finish_reason or "abort"
+                self.engine.abort(reader.request.number, reason)
 
     def close(self, stop: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``stop`` them now."""
