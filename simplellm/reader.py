@@ -61,6 +61,8 @@ class Delivery:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
+        # Those with callbacks to come: who waits for one need not keep the future.
+        self.awaited: set[RequestFuture] = set()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True
@@ -128,14 +130,14 @@ class RequestFuture(Future[Any]):
         self.owner: Any = owner
         self.delivery: Delivery | None = delivery
         self.readers: list[Reader] = []
-        self.waits: set[RequestFuture] = set()  # itself, while a callback is to come
         self.lock = threading.RLock()  # held to cancel; a finalizer may do that inside
 
     def release(self) -> None:
         """Let go of the engine and its memory: a future may be kept for long."""
+        if self.delivery is not None:
+            self.delivery.awaited.discard(self)
         self.owner = self.delivery = None
         self.readers = []
-        self.waits.clear()
 
     def running(self) -> bool:
         """Whether it is neither done nor cancelled: requests begin at once."""
@@ -181,10 +183,11 @@ class RequestFuture(Future[Any]):
         def start(future: object) -> None:
             threading.Thread(target=call, args=[future], daemon=True).start()
 
-        self.waits.add(self)  # whoever waits for a callback need not keep the future
+        if (delivery := self.delivery) is not None:
+            delivery.awaited.add(self)
         super().add_done_callback(start)
-        if self.done():
-            self.waits.clear()
+        if delivery is not None and self.done():
+            delivery.awaited.discard(self)
 
 
 class Collector:
