@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -289,10 +288,19 @@ def test_giving_up_to_wait_is_not_dropping(start: Any) -> None:
     assert len(results([future])[0]) == 50
 
 
-def test_who_waits_for_a_callback_need_not_keep_the_future(start: Any) -> None:
+def test_who_waits_for_a_callback_need_not_keep_the_future(
+    start: Any, folder: Path
+) -> None:
     llm = start()
     found: list[Any] = []
     llm.generate([1], max_tokens=20, **GREEDY).add_done_callback(found.append)
+    gc.collect()
+    until(lambda: found)
+    assert len(results(found)[0]) == 20
+    found.clear()
+    LLM(folder, SMALL, device="cpu").generate(
+        [1], max_tokens=20, **GREEDY
+    ).add_done_callback(found.append)
     gc.collect()
     until(lambda: found)
     assert len(results(found)[0]) == 20
@@ -554,38 +562,6 @@ def test_a_dead_engine_says_so(start: Any, caplog: pytest.LogCaptureFixture) -> 
             call()
         assert isinstance(error.value.__cause__, ZeroDivisionError)
     llm.close()
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 0}, "n is 0; expected 1 to 1024"),
-        ({"n": 1.0}, "n is 1.0; expected an integer"),
-        ({"n": 10_000}, "n is 10000"),
-        ({"priority": "high"}, "priority is 'high'"),
-        ({"priority": 10_000}, "priority is 10000"),
-        ({"timeout": -1}, "timeout is -1"),
-        ({"timeout": math.nan}, "timeout is nan"),
-        ({"timeout": "1s"}, "timeout is '1s'"),
-        ({"stop": ["x"] * 10_000}, "stop has 10000 texts of 10000 characters; expec"),
-        ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
-        ({"temprature": 1}, "temprature"),
-        ({"foo": 1}, "'foo' is no sampling parameter; expected one of max_tokens, "),
-        ({"foo": 1}, "logit_bias, priority, timeout"),
-    ],
-)
-def test_bad_options_are_refused_at_once(
-    start: Any, options: dict[str, Any], message: str
-) -> None:
-    llm = start()
-    with pytest.raises((TypeError, ValueError)) as error:
-        llm.generate([1], **options)
-    assert message in str(error.value)
-    assert llm.stats().waiting == 0
 
 
 # The end
