@@ -83,21 +83,32 @@ def recorded(name: str) -> Any:
     return json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def unwrapped(thing: Any) -> Any:
+    """A function or class as it was written, without what wraps it."""
+    if not inspect.isclass(thing):
+        # The function of a property, a cached property, a Triton kernel.
+        for inner in ("fget", "func", "fn"):
+            thing = getattr(thing, inner, thing)
+        thing = inspect.unwrap(thing)  # a decorator's file is another one
+    return thing
+
+
+def file_of(thing: Any) -> str:
+    """The file that ``thing`` is written in, such as ``simplellm/ops.py``."""
+    thing = unwrapped(thing)
+    package = sys.modules[thing.__module__.partition(".")[0]]
+    file = Path(inspect.getsourcefile(thing) or "")
+    return file.relative_to(Path(package.__file__ or "").parents[1]).as_posix()
+
+
 def show(*objects: Any) -> None:
     """Show the code of the package's functions, classes and methods, with their files.
 
     A notebook renders it; elsewhere it is printed.
     """
     for thing in objects:
-        if not inspect.isclass(thing):
-            # The function of a property, a cached property, a Triton kernel.
-            for inner in ("fget", "func", "fn"):
-                thing = getattr(thing, inner, thing)
-            thing = inspect.unwrap(thing)  # a decorator's file is another one
-        package = sys.modules[thing.__module__.partition(".")[0]]
-        file = Path(inspect.getsourcefile(thing) or "")
-        name = file.relative_to(Path(package.__file__ or "").parents[1]).as_posix()
-        code = textwrap.dedent(inspect.getsource(thing)).rstrip()
+        name = file_of(thing)
+        code = textwrap.dedent(inspect.getsource(unwrapped(thing))).rstrip()
         plain = f"{name}\n\n{code}"
         shell = sys.modules.get("IPython")  # scripts run without it
         if shell is None or shell.get_ipython() is None:

@@ -4,14 +4,11 @@ Every choice that depends on the machine is made here, once.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from reprlib import repr as short
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,31 +21,30 @@ from simplellm.config import (
     ConfigError,
     EngineConfig,
     ModelConfig,
-    check_tokenizer,
-    end_token_ids,
-    read_json,
 )
 from simplellm.engine import Engine
+from simplellm.folder import (
+    EMBEDDED,
+    open_tokenizer,
+    read_generation_config,
+    turn_ends,
+)
+from simplellm.graphs import bucket_sizes
+from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
 from simplellm.model import Model, build
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import NUMPY, is_small
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import SamplingParams
-from simplellm.runner import Runner, bucket_sizes
+from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler
 from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import MXFP4, Weight
 
 LOGGER = logging.getLogger("simplellm")
-EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 BIG = 2**28  # parameters from which on loading shows a progress bar
-PROMPTS = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens to rehearse
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
-OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
-OLDEST_TRITON = (3, 6)
+PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
 
 Source = Checkpoint | RandomCheckpoint
 
@@ -63,6 +59,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
+    weights_seconds: float  # that it took to read the weights
 
 
 def load(
@@ -95,14 +92,21 @@ def load(
             ops = compile_fused(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
+        start = time.perf_counter()
         model = read_weights(source, dtype, device, ops)
+        weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
             engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
-    special = tokenizer.special if tokenizer else {}
-    named = (special[name] for name in TURN_ENDS if name in special)
-    eos_token_ids = frozenset([*source.config.eos_token_ids, *ends, *named])
-    return Loaded(model, engine, how, tokenizer, default_params, eos_token_ids)
+    return Loaded(
+        model,
+        engine,
+        how,
+        tokenizer,
+        default_params,
+        turn_ends(source.config, tokenizer, ends),
+        weights_seconds,
+    )
 
 
 def load_model(
@@ -129,57 +133,6 @@ def load_model(
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
     return read_weights(source, dtype, device, ops)
-
-
-# The machine
-
-
-def find_device(device: str | torch.device | None) -> torch.device:
-    """The device to run on, the GPU if there is one. Raises ValueError."""
-    gpu = torch.cuda.is_available()
-    try:
-        found = torch.device(device or ("cuda" if gpu else "cpu"))
-    except RuntimeError:
-        raise ValueError(
-            f"device is {device!r}; expected a device's name, such as cpu or cuda"
-        ) from None
-    if found.type == "cuda" and not gpu:
-        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
-
-
-def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
-    """The dtype to compute with, by default what suits ``device``.
-
-    Raises TypeError or ValueError for one that no model has.
-    """
-    if dtype is None:
-        old = device.type == "cuda" and capability(device) < OLDEST_GPU
-        return torch.float32 if device.type == "cpu" or old else torch.bfloat16
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
-        )
-    return dtype
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """A GPU's compute capability."""
-    return torch.cuda.get_device_capability(device)
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton launches while this is entered."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def name_of(device: torch.device) -> str:
-    """What to call a device in a log."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 # The files
@@ -209,58 +162,6 @@ def open_weights(
         )
     config = config or ModelConfig.from_file(folder / "config.json")
     return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
-
-
-def find_file(folder: Path, name: str) -> Path | None:
-    """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
-    places = [folder]
-    if folder.is_dir():
-        names = (folder.absolute(), folder.resolve())  # it may be "." or a link
-        places += [path.parent for path in names if path.name == "original"]
-    found = [place / name for place in places if (place / name).is_file()]
-    return found[0] if found else None
-
-
-def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
-    file = find_file(folder, "tokenizer.json")
-    if file is None:
-        return None
-    tokenizer = Tokenizer.from_file(file)
-    try:
-        check_tokenizer(config, tokenizer.vocab_size)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    return tokenizer
-
-
-def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
-    """How to sample and what ends a turn, by generation_config.json if there is one.
-
-    Raises ConfigError, which names the file.
-    """
-    file = find_file(folder, "generation_config.json")
-    try:
-        generation = read_json(file) if file else {}
-        return recommended(generation), end_token_ids(generation)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
-
-
-def recommended(generation: Mapping[str, Any]) -> SamplingParams:
-    """What generation_config.json recommends: five numbers, null as good as absent.
-
-    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
-    Raises TypeError or ValueError.
-    """
-    do_sample = generation.get("do_sample")
-    if not isinstance(do_sample, bool | None):
-        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
-    if do_sample is False:
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: generation.get(name) for name in names}
-    return SamplingParams(**{k: v for k, v in given.items() if v is not None})
 
 
 def read_weights(
@@ -296,7 +197,11 @@ def choose(
 
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
-    reason = why_not_fused(config, source, dtype, device)
+    reason = why_not_triton(device, dtype)
+    if config.operations == "plain":
+        reason = "operations is 'plain'"
+    elif reason is None and not source.packed:
+        reason = "the experts are not packed, and the kernels read MXFP4"
     if reason is None:
         return "fused", "Triton kernels"
     if config.operations == "fused":
@@ -310,39 +215,6 @@ def choose(
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"
     return "plain", f"PyTorch, since {reason}"
-
-
-def why_not_fused(
-    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What keeps the Triton kernels from running; None if nothing does."""
-    if config.operations == "plain":
-        return "operations is 'plain'"
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    if dtype != torch.bfloat16:
-        return f"dtype is {dtype}, and the kernels compute with bfloat16"
-    if not source.packed:
-        return "the experts are not packed, and the kernels read MXFP4"
-    if capability(device) < OLDEST_GPU:
-        have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
-        return f"the GPU's compute capability is {have}, below {need}"
-    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
-        need = ".".join(map(str, OLDEST_CUDA))
-        return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
-    try:
-        import triton
-    except ImportError as error:
-        return f"Triton cannot be imported: {error}"
-    if version(triton.__version__) < OLDEST_TRITON:
-        need = ".".join(map(str, OLDEST_TRITON))
-        return f"Triton is {triton.__version__}, below {need}"
-    return None
-
-
-def version(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
-    return tuple(int(number) for number in text.split(".")[:2])
 
 
 def compile_fused(
@@ -372,11 +244,14 @@ def compile_fused(
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)
     prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    # Prompts first: their kernels take the longest.
     steps: list[Callable[[Ops], object]] = [
+        partial(runner.rehearse, size, 0) for size in prompts
+    ]
+    steps += [
         partial(runner.rehearse, size, size)
         for size in bucket_sizes(config.max_num_seqs)
     ]
-    steps += [partial(runner.rehearse, size, 0) for size in prompts]
     return compile_kernels(ops, steps, device, config.batch_invariant)
 
 

@@ -3,7 +3,6 @@
 T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from simplellm.config import ModelConfig
 from simplellm.layers import Attention, Experts, Layer
 from simplellm.ops import Ops
 from simplellm.pages import KVPool
+from simplellm.rope import rotations
 from simplellm.sizes import check_room, page_bytes
 from simplellm.weights import Weight
 
@@ -22,44 +22,6 @@ from simplellm.weights import Weight
 Take = Callable[[str], Any]
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
 PAGE = 64  # tokens in each of the pages that it uses
-
-
-def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians per position of each pair of dimensions, and the factor on cos and sin.
-
-    Returns float32 [D/2] and the concentration. Without ``config.rope_scaling`` these
-    are the frequencies theta^(-2i/D) of RoFormer (Su et al., 2021) and 1. With it the
-    slow ones are divided by the factor, the fast ones stay, and a ramp joins the two
-    (YaRN, Peng et al., 2023).
-    """
-    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
-    period = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [D/2]
-    if scaling is None:
-        return 1.0 / period, 1.0
-
-    def pair_turning(turns: float) -> float:
-        """The pair, as a real number, that turns so often over the original length."""
-        length = scaling.original_max_position_embeddings
-        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    width = high - low if high != low else 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    keep = 1 - ramp  # 1 for the fast pairs, 0 for the slow ones
-    frequencies = 1.0 / (scaling.factor * period) * (1 - keep) + 1.0 / period * keep
-    concentration = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
-    return frequencies, concentration
-
-
-def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32 [positions, D/2] each."""
-    frequencies, concentration = yarn_frequencies(config)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = positions.to(device)[:, None] * frequencies.to(device)
-    return angles.cos() * concentration, angles.sin() * concentration
 
 
 class Model:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from simplellm.batch import KVGroup
 from simplellm.layers import Attention, Dense, Experts, Layer
-from simplellm.sampler import gumbel_noise
+from simplellm.noise import gumbel_noise
 from simplellm.weights import MXFP4, Weight
 
 # Queries that are scored at once: bounds the scores at [H, 128, S], and lets a

@@ -268,7 +268,7 @@ class Stream(Iterator[Part]):
             if part is not END and not isinstance(part, Exception):
                 return part
             self.over = True
-            if part is not END:
+            if isinstance(part, Exception):
                 raise part
         raise StopIteration
 

@@ -3,11 +3,9 @@
 T packed tokens, B sequences, S of them sampling, V vocabulary.
 """
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +14,13 @@ from torch import Tensor
 
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
+from simplellm.graphs import Captured, capture
 from simplellm.model import Model
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
 from simplellm.scheduler import Work
-
-LOGGER = logging.getLogger("simplellm")
 
 
 class Landed(NamedTuple):
@@ -34,50 +31,6 @@ class Landed(NamedTuple):
 
 
 Flight = Callable[[], Landed]  # waits for what a step has sampled
-
-
-def bucket_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: close together where a step's time depends on them."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224]
-    sizes += range(256, most, 64)
-    return [size for size in sizes if size < most] + [most]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A decode step of one batch size, ready to be replayed."""
-
-    size: int
-    replay: Callable[[], None]
-
-
-class CaptureError(RuntimeError):
-    """A graph could not be recorded."""
-
-
-@cache
-def capture_stream(device: int) -> torch.cuda.Stream:
-    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
-    return torch.cuda.Stream(device)
-
-
-def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of what ``run`` starts on the GPU.
-
-    ``pool`` is that of another graph, whose memory this one may share. Raises
-    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
-    """
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    stream = capture_stream(torch.cuda.current_device())
-    try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            run()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
-    return graph
 
 
 class Runner:
@@ -149,35 +102,14 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Record a decode step for each batch size, the largest first.
+        """Record a decode step for each batch size for which there is room."""
 
-        The smaller ones then find room in the memory that the largest has taken. Sizes
-        for which there is no room are left out, with one line in the log, and the rest
-        of them if the driver cannot record.
-        """
-        pool, cause = None, ""
-        for size in sorted(sizes, reverse=True):
+        def padding(size: int) -> Callable[[], None]:
             batch = self.view(self.inputs, size, size, self.pages, size)
             batch.pad()
-            try:
-                self._compute(batch, size)  # what it needs once, it takes now
-                graph = record(partial(self._compute, batch, size), pool)
-            except torch.OutOfMemoryError as error:
-                cause = str(error).partition("\n")[0]  # itself, it holds memory
-                continue
-            except CaptureError as error:
-                cause = str(error).partition("\n")[0]
-                break
-            pool = graph.pool()
-            self.captured.insert(0, Captured(size, graph.replay))
-        if cause:
-            LOGGER.warning(
-                "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
-                "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
-                len(self.captured),
-                len(sizes),
-                cause,
-            )
+            return partial(self._compute, batch, size)
+
+        self.captured = capture(padding, sizes)
 
     def _graph(self, works: Sequence[Work]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 BLOCK = 32  # elements that share a scale; packed, they are 16 bytes
 EMAX = 2  # exponent of the largest e2m1 value, 6 = 1.5 * 2^2
@@ -131,13 +130,3 @@ def quantize(weight: Tensor) -> MXFP4:
 
 
 Weight = Tensor | MXFP4
-
-
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times ``weight`` [out, in], transposed, plus ``bias`` [out].
-
-    Either kind of weight. A packed one is dequantized to x's dtype for this call only.
-    """
-    if isinstance(weight, MXFP4):
-        weight = weight.dequantize(x.dtype)
-    return functional.linear(x, weight, bias)

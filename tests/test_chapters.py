@@ -1,12 +1,17 @@
 """The form of every chapter, and of the test run that executes the chapters."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
+import course
 import jupytext
 import pytest
 from export import LINE_COUNT, chapter_files, collect, writers
@@ -39,6 +44,9 @@ FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[(.*?)\]\((.+?)\)", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \((?:chapter|appendix) (\w+)\)$", re.MULTILINE)
+# "shows `simplellm/a.py`, `simplellm/b.py` and `simplellm/c.py`"
+MODULE = r"`simplellm/[\w/]+\.py`"
+SHOWS = re.compile(rf"\bshows\s+{MODULE}(?:(?:,|,?\s+and)\s+{MODULE})*")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
 
 
@@ -52,6 +60,32 @@ def section(text: str, title: str) -> str:
     parts = re.split(r"^## ", text, flags=re.MULTILINE)
     (found,) = [part for part in parts[1:] if part.startswith(title)]
     return found
+
+
+def shown_modules(text: str) -> Iterator[str]:
+    """The package's files whose code a chapter's cells pass to `course.show`."""
+    homes: dict[str, str] = {}  # an imported name's module
+    for cell in jupytext.reads(text, fmt="md").cells:
+        if cell.cell_type != "code":
+            continue
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                homes |= {n.asname or n.name: node.module for n in node.names}
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "show"):
+                continue
+            for argument in node.args:
+                root, *attributes = ast.unparse(argument).split(".")
+                thing = import_module(homes[root])
+                for name in (root, *attributes):
+                    thing = getattr(thing, name)
+                yield course.file_of(thing)
+
+
+def promised_modules(text: str) -> set[str]:
+    """The handwritten modules that a chapter's head says it shows."""
+    head = text.split("\n## ")[0]
+    phrases = [match[0] for match in SHOWS.finditer(head)]
+    return {name.strip("`") for p in phrases for name in re.findall(MODULE, p)}
 
 
 @pytest.fixture(params=chapter_files(ROOT), ids=lambda path: path.name)
@@ -81,13 +115,24 @@ def test_the_parts_are_there_in_order(text: str) -> None:
     assert titles == PARTS
 
 
+@pytest.mark.skipif(not find_spec("triton"), reason="chapters show kernels")
 def test_the_head_tells_minutes_and_modules(path: Path, text: str) -> None:
+    """It "writes" what the chapter exports and "shows" what is written by hand.
+
+    A module that a chapter before it has promised to show may come again untold.
+    """
     head = text.split("\n## ")[0]
     assert re.search(r"\d+\s+minutes|minutes.*\d+", head)
     name = path.relative_to(ROOT).as_posix()
     chapters = {module: writers(cells) for module, cells in collect(ROOT).items()}
     begun = {module for module in chapters if chapters[module][0] == name}
     continued = {module for module in chapters if name in chapters[module][1:]}
+    shown = {module for module in shown_modules(text) if module not in chapters}
+    assert promised_modules(text) <= shown
+    files = chapter_files(ROOT)
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    known = set().union(*map(promised_modules, texts[: files.index(path) + 1]))
+    assert shown <= known
     told = {match[2] for match in LINE_COUNT.finditer(head)}
     assert begun <= told <= begun | continued
     assert [module for module in continued if f"`{module}`" not in head] == []

@@ -35,6 +35,7 @@ class ScriptedStream(Iterator[Delta]):
     """What comes of a prepared turn; None in its place is Ctrl-C."""
 
     def __init__(self, turn: str, reason: str) -> None:
+        self.closed = False
         self.reply = ChatReply([0], (), TOKENIZER, logprobs=False)
         text, self.interrupted, _ = turn.partition(CONTROL_C)
         ids = TOKENIZER.encode(text, special=True)
@@ -49,6 +50,9 @@ class ScriptedStream(Iterator[Delta]):
             if self.interrupted:
                 raise KeyboardInterrupt from None
             raise
+
+    def close(self) -> None:
+        self.closed = True
 
     def output(self) -> ChatChoice:
         return self.reply.output()
@@ -75,7 +79,8 @@ class ScriptedLLM:
             raise ValueError("the prompt is too long")
         self.seen.append([dict(message) for message in messages])
         self.options = options
-        return ScriptedStream(self.turns.pop(0), self.reason)
+        self.stream = ScriptedStream(self.turns.pop(0), self.reason)
+        return self.stream
 
 
 CONTROL_C = "^C"
@@ -312,8 +317,9 @@ def test_control_c_ends_the_answer_and_not_the_conversation(
 
 
 def test_control_c_ends_a_question(scripted, capsys):
-    scripted(said("final", "47 + ", CONTROL_C))
+    llm = scripted(said("final", "47 + ", CONTROL_C))
     assert cli.main(["What is 47 + 85?"]) == 130
+    assert llm.stream.closed
     assert capsys.readouterr() == ("47 + ", "")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from simplellm.report import summary
-from simplellm.sampler import SamplingParams
+from simplellm.request import SamplingParams
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_code_is_printed_with_its_file(capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["simplellm/report.py", ""]
     assert lines[2].startswith("def summary(")
-    second = lines.index("simplellm/sampler.py")
+    second = lines.index("simplellm/request.py")
     assert lines[second + 2].startswith("def __post_init__(")  # without its indent
 
 

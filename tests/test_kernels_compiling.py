@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,18 +309,97 @@ def test_without_memory_a_step_ends_and_nothing_gives_way(error: Exception) -> N
     assert not ended
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_a_launch_says_whether_it_depends_on_the_kernel_ahead(
-    monkeypatch: pytest.MonkeyPatch, pdl: bool
-) -> None:
+@triton.jit
+def launched_kernel(
+    x_ptr, y_ptr, n, scale, N: tl.constexpr, HAS_Y: tl.constexpr, PDL: tl.constexpr
+):
+    x = tl.load(x_ptr + n)
+    if HAS_Y:
+        x += tl.load(y_ptr + n)
+    tl.store(x_ptr + N, x * scale)
+
+
+@pytest.fixture
+def launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[tuple[Any, ...]]]:
+    """What reaches the GPU's driver: grid, compiled kernel, whether it depends on the
+    kernel ahead, arguments."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Driver(Hopper):
+        utils = SimpleNamespace(
+            load_binary=lambda name, *rest: (None, name, 32, 0, 1024),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 232_448},
+        )
+
+        def launcher_cls(self, src: Any, metadata: Any) -> Any:
+            """Called once for each kernel that is compiled."""
+            number = src.hash()
+
+            def run(x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+                seen.append(((x, y, z), number, metadata.launch_pdl, rest[5:]))
+
+            return run
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(launch, "READY", {})
     monkeypatch.setattr(launch, "has_pdl", lambda: True)
-    told: list[dict[str, Any]] = []
-    kernel = SimpleNamespace(run=lambda *args, **options: told.append(options))
-    launch.launch(kernel, (1,), 2, pdl=pdl, N=3)
-    monkeypatch.setattr(launch, "has_pdl", lambda: False)
-    launch.launch(kernel, (1,), 2, pdl=pdl, N=3)
-    assert [options["launch_pdl"] for options in told] == [pdl, False]
-    assert all(options["PDL"] == options["launch_pdl"] for options in told)
+    monkeypatch.setattr(driver, "_active", Driver())
+    launched_kernel.device_caches.clear()
+    yield seen
+    launched_kernel.device_caches.clear()
+
+
+def test_a_launch_says_whether_it_depends_on_the_kernel_ahead(
+    launches: list[tuple[Any, ...]],
+) -> None:
+    x = torch.zeros(64)
+    for pdl in (True, False, True, False):
+        launch.launch(launched_kernel, (2,), x, None, 7, 0.5, pdl=pdl, N=3, HAS_Y=False)
+    assert [told for _, _, told, _ in launches] == [True, False] * 2
+    assert [arguments[-1] for *_, arguments in launches] == [True, False] * 2
+    assert launches[0] == launches[2] and launches[1] == launches[3]
+
+
+def test_a_second_launch_is_what_triton_would_launch(
+    launches: list[tuple[Any, ...]],
+) -> None:
+    """Whatever the arguments: the same compiled kernel, grid and arguments."""
+    base = torch.zeros(256)
+    half = base.half()
+    tensors = base, base[1:], base[4:], half, half[8:], half[1:]
+    numbers = 1, 2, 16, 17, 2**31 - 1, 2**31, 2**33, -16, 0
+    for x, y, n in product(tensors, (None, base, base[1:]), numbers):
+        options = {"N": 4, "HAS_Y": y is not None}
+        for scale in (0.5, 2.0):
+            launches.clear()
+            for _ in range(2):
+                launch.launch(launched_kernel, (3, 2), x, y, n, scale, **options)
+            launched_kernel.run(
+                *(x, y, n, scale),
+                grid=(3, 2),
+                warmup=False,
+                PDL=True,
+                launch_pdl=True,
+                **options,
+            )
+            once, again, expected = launches
+            for got in (once, again):
+                assert got[:3] == expected[:3]
+                pairs = zip(got[3], expected[3], strict=True)
+                assert all(a is b or a == b for a, b in pairs)
+
+
+def test_options_are_told_apart(launches: list[tuple[Any, ...]]) -> None:
+    x = torch.zeros(64)
+    for options in ({"N": 4}, {"N": 5}, {"N": 4, "num_warps": 8}, {"N": 4}):
+        launch.launch(launched_kernel, (1,), x, None, 7, 0.5, HAS_Y=False, **options)
+    kernels = [kernel for _, kernel, _, _ in launches]
+    assert len(set(kernels[:3])) >= 2 and kernels[3] == kernels[0]
+    assert [arguments[4] for *_, arguments in launches] == [4, 5, 4, 4]
+    assert len(launch.READY) == 3
 
 
 def test_powers_of_two() -> None:

@@ -8,7 +8,7 @@ from simplellm.kernels import head as module
 from simplellm.kernels.head import HEADS, INVARIANT_HEAD, choose_head, head, likeliest
 from simplellm.kernels.linear import Dot, Gemv
 
-CONFIGS = [Gemv(8, 4), Dot(64, 64, 1, 4, 2)]
+CONFIGS = [Gemv(32, 4), Dot(64, 64, 1, 4, 2)]
 
 
 def inputs(device, tokens, vocabulary=1088, size=96):

@@ -4,6 +4,7 @@ Most tests use a small random model, or script what the model will say.
 """
 
 import asyncio
+import math
 import random
 import subprocess
 import sys

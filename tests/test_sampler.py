@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.noise import gumbel_noise, mix
 from simplellm.request import MAX_STOP_CHARACTERS, MAX_STOPS, Request, SamplingParams
 from simplellm.sampler import (
     Columns,
@@ -25,8 +26,6 @@ from simplellm.sampler import (
     TokenCounts,
     apply_mask,
     filter_tokens,
-    gumbel_noise,
-    mix,
     sample,
 )
 
@@ -342,7 +341,7 @@ def penalized(logits: torch.Tensor, request: Request, output: list[int]) -> np.n
     return x
 
 
-PENALTIES = st.builds(
+PENALTIES = st.just(SamplingParams()) | st.builds(
     SamplingParams,
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.7]),
     presence_penalty=st.sampled_from([0.0, 0.0, 1.25, -0.5]),
@@ -414,6 +413,22 @@ def test_rows_without_penalties_are_left_alone() -> None:
     assert counts.arrange(requests_of(params, [[1]] * 3, [[2]] * 3))
     changed = counts.penalize(logits) != logits
     assert changed.nonzero().tolist() == [[1, 2]]
+
+
+def test_counts_follow_a_row_that_moves() -> None:
+    """The same requests have penalties, in other rows than the step before."""
+    plain, penalty = SamplingParams(), SamplingParams(frequency_penalty=1.0)
+    others = requests_of([plain, plain, penalty], [[1]] * 3, [[2]] * 3)
+    counts = TokenCounts(V, CPU)
+    assert counts.arrange(others)
+    counts.add(torch.tensor([4, 5, 6], dtype=torch.int32))
+    assert counts.arrange(others[1:])
+    counts.add(torch.tensor([7, 8], dtype=torch.int32))
+    assert counts.arrange([others[2], others[0]])
+    logits = logits_rows(2)
+    expected = logits.clone()
+    expected[0, [2, 6, 8]] -= 1.0
+    torch.testing.assert_close(counts.penalize(logits), expected)
 
 
 # Masks
@@ -560,7 +575,7 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
         ("top_k", None, "top_k is None"),
         ("top_k", -2, "top_k is -2"),
         ("top_p", 0, "top_p is 0; expected more than 0"),
-        ("top_p", 1.01, "top_p is 1.01; expected 0 to 1"),
+        ("top_p", 1.01, "top_p is 1.01; expected more than 0, up to 1"),
         ("min_p", -0.5, "min_p"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
         ("presence_penalty", 2.1, "presence_penalty is 2.1; expected -2 to 2"),
@@ -634,7 +649,7 @@ def test_a_gpu_draws_the_same_tokens() -> None:
     for masks in ((None, None), (mask, mask.cuda())):
         chosen = [
             draw(logits.to(device), params, steps, *seen, mask=mask).tokens.cpu()
-            for device, mask in zip((CPU, "cuda"), masks, strict=True)
+            for device, mask in zip((CPU, torch.device("cuda")), masks, strict=True)
         ]
         assert torch.equal(*chosen)
     assert torch.equal(mix(torch.tensor(steps)), mix(torch.tensor(steps).cuda()).cpu())

@@ -92,6 +92,7 @@ def respond(
         try:
             screen.show(stream)
         except KeyboardInterrupt:  # what has been said remains said
+            stream.close()
             said = stream.output().content
             messages.append({"role": "assistant", "content": said})
             raise

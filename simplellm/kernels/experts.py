@@ -329,7 +329,11 @@ def multiply_pairs(
         experts_kernel,
         (-(-rows // tiling.rows), len(dispatch.blocks)),
         *(x, weight.words, weight.scales, bias, scores, *dispatch, out),
-        *(mlp.limit, mlp.alpha, mlp.top_k, rows, columns),
+        LIMIT=mlp.limit,
+        ALPHA=mlp.alpha,
+        TOP_K=mlp.top_k,
+        N=rows,
+        K=columns,
         **tiling_options(
             tiling, weight.paired, x.is_cuda and x.dtype == torch.bfloat16
         ),

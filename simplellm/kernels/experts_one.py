@@ -381,13 +381,19 @@ def multiply_one(
         experts_one_kernel,
         (tiling.programs, ids.numel()),
         *(x, ids, scores, weight.words, weight.scales, bias, out),
-        *(mlp.limit, mlp.alpha, rows, columns),
+        LIMIT=mlp.limit,
+        ALPHA=mlp.alpha,
+        N=rows,
+        K=columns,
         **one_options(tiling, weight.paired, x.is_cuda),
     )
 
 
-def experts_one(x: Tensor, mlp: Experts) -> Tensor:
-    """What each chosen expert adds to one token: bfloat16 [1, hidden] -> float32
-    [1, k, hidden]."""
+def experts_one(x: Tensor, mlp: Experts, tiling: OneTiling = USUAL) -> Tensor:
+    """What each chosen expert adds to one token.
+
+    x bfloat16 [1, hidden] -> float32 [1, k, hidden].
+    """
     ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
-    return down_one(gate_up_one(x, mlp, ids), mlp, ids, scores)
+    hidden = gate_up_one(x, mlp, ids, tiling)
+    return down_one(hidden, mlp, ids, scores, tiling)

@@ -1,0 +1,218 @@
+"""The door: what users ask is checked here, once, and becomes requests."""
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from simplellm.config import ModelConfig, check_number
+from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.request import Request, SamplingParams
+from simplellm.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any] | Message]
+
+CHAT_MAX_TOKENS = 1024  # reasoning included
+MAX_PRIORITY = 1000
+MAX_SECONDS = 10.0**9
+OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked call: what its samples have in common."""
+
+    ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_tokens: int
+    priority: int
+    deadline: float
+
+    def request(self, number: int = 0) -> Request:
+        """The request of sample ``number``: the same, drawn with another seed."""
+        assert self.params.seed is not None
+        return Request(
+            tokens=list(self.ids),
+            max_tokens=self.max_tokens,
+            params=replace(self.params, seed=(self.params.seed + number) % 2**64),
+            stop_ids=self.stop_ids,
+            priority=self.priority,
+            deadline=self.deadline,
+        )
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. Raises TypeError or ValueError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(
+            f"prompts is {type(prompts).__name__}; expected text, a list of token ids, "
+            "or a list of these"
+        )
+    if not prompts:
+        raise ValueError("the list of prompts is empty; expected at least one prompt")
+    one = all(isinstance(item, int) for item in prompts)
+    return [list(prompts)] if one else list(prompts)
+
+
+@dataclass(frozen=True)
+class Door:
+    """What a model and its engine accept. Whatever is refused loses nothing.
+
+    All of it raises TypeError or ValueError for what cannot run.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams  # for whoever gives none
+    eos_token_ids: frozenset[int]  # what ends a turn
+    max_model_len: int  # tokens of a prompt and its output
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ValueError if there is none."""
+        if self.tokenizer is None:
+            raise ValueError(
+                "this model has no tokenizer.json; expected prompts of token ids and "
+                "no stop strings"
+            )
+        return self.tokenizer
+
+    def ask_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        overrides: Mapping[str, Any],
+    ) -> list[Asked]:
+        """One prompt or several, with parameters for all or for each."""
+        every = as_prompts(prompts)
+        if isinstance(sampling_params, SamplingParams | None):
+            sampling_params = [sampling_params or self.default_params] * len(every)
+        elif not isinstance(sampling_params, list | tuple):
+            raise TypeError(
+                f"sampling_params is {type(sampling_params).__name__}; expected "
+                "SamplingParams or a list of them"
+            )
+        if len(sampling_params) != len(every):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(every)} prompts; "
+                "expected one for all or one each"
+            )
+        return [
+            self.ask(prompt, params, overrides)
+            for prompt, params in zip(every, sampling_params, strict=True)
+        ]
+
+    def ask_chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        reasoning_effort: str = "medium",
+        sampling_params: SamplingParams | None = None,
+        **overrides: Any,
+    ) -> Asked:
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(
+                f"messages is {messages!r}; expected a list of at least one message"
+            )
+        tools = tools or ()
+        harmony = [message for message in messages if isinstance(message, Message)]
+        if len(harmony) < len(messages):
+            harmony = from_openai(messages, tools)
+        ids = render(
+            harmony,
+            self.need_tokenizer(),
+            reasoning_effort=reasoning_effort,
+            tools=tools,
+        )
+        if sampling_params is None:
+            sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
+        return self.ask(ids, sampling_params, overrides)
+
+    def ask(
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        overrides: Mapping[str, Any],
+    ) -> Asked:
+        """A checked request. Raises TypeError or ValueError."""
+        options = dict(overrides)
+        priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
+        check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
+        deadline = math.inf
+        if timeout is not None:
+            check_number("timeout", timeout, float, 0, MAX_SECONDS)
+            deadline = time.monotonic() + timeout
+        params = self._params(params, options)
+        ids = self._prompt_ids(prompt)
+        limit = self.max_model_len
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; expected fewer than {limit}, which "
+                "is all that the model's context and this engine's cache and limits "
+                "have room for"
+            )
+        named = {
+            "the prompt": ids,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < self.config.vocab_size:
+                    raise ValueError(
+                        f"{name} has token id {token}; expected 0 to "
+                        f"{self.config.vocab_size - 1}"
+                    )
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        return Asked(
+            ids=ids,
+            params=params,
+            stop_ids=ends.union(params.stop_token_ids),
+            max_tokens=min(params.max_tokens, limit - len(ids)),
+            priority=priority,
+            deadline=deadline,
+        )
+
+    def _params(
+        self, params: SamplingParams | None, options: Mapping[str, Any]
+    ) -> SamplingParams:
+        """Checked sampling parameters, with a seed."""
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(
+                f"sampling_params is {type(params).__name__}; expected SamplingParams"
+            )
+        unknown = sorted(options.keys() - set(OVERRIDES))
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} is no sampling parameter; expected one of "
+                f"{', '.join(OVERRIDES)}"
+            )
+        params = replace(params, **options)
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbits(63))
+        if params.stop:
+            self.need_tokenizer()
+        return params
+
+    def _prompt_ids(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.need_tokenizer().encode(prompt)
+        elif isinstance(prompt, list | tuple):
+            ids = list(prompt)
+        else:
+            raise TypeError(
+                f"a prompt is {type(prompt).__name__}; expected text or token ids"
+            )
+        if not ids:
+            raise ValueError("a prompt is empty; expected at least one token")
+        for token in ids:
+            if type(token) is not int:
+                raise TypeError(f"a prompt holds {token!r}; expected token ids")
+        return ids

@@ -1,0 +1,81 @@
+"""The small files of a checkpoint folder: tokenizer and generation config."""
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from simplellm.config import (
+    ConfigError,
+    ModelConfig,
+    check_tokenizer,
+    end_token_ids,
+    read_json,
+)
+from simplellm.request import SamplingParams
+from simplellm.tokenizer import Tokenizer
+
+EMBEDDED = Path(str(files("simplellm"))) / "embedded"
+TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
+    places = [folder]
+    if folder.is_dir():
+        names = (folder.absolute(), folder.resolve())  # it may be "." or a link
+        places += [path.parent for path in names if path.name == "original"]
+    found = [place / name for place in places if (place / name).is_file()]
+    return found[0] if found else None
+
+
+def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, if it has one."""
+    file = find_file(folder, "tokenizer.json")
+    if file is None:
+        return None
+    tokenizer = Tokenizer.from_file(file)
+    try:
+        check_tokenizer(config, tokenizer.vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return tokenizer
+
+
+def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+    """How to sample and what ends a turn, by generation_config.json if there is one.
+
+    Raises ConfigError, which names the file.
+    """
+    file = find_file(folder, "generation_config.json")
+    try:
+        generation = read_json(file) if file else {}
+        return recommended(generation), end_token_ids(generation)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def recommended(generation: Mapping[str, Any]) -> SamplingParams:
+    """What generation_config.json recommends: five numbers, null as good as absent.
+
+    If ``do_sample`` is false, it recommends to be greedy. Nothing else in it counts.
+    Raises TypeError or ValueError.
+    """
+    do_sample = generation.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
+    if do_sample is False:
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: generation.get(name) for name in names}
+    return SamplingParams(**{k: v for k, v in given.items() if v is not None})
+
+
+def turn_ends(
+    config: ModelConfig, tokenizer: Tokenizer | None, recommended: tuple[int, ...]
+) -> frozenset[int]:
+    """The tokens that end a turn, by the config, generation_config.json and harmony."""
+    special = tokenizer.special if tokenizer else {}
+    named = (special[name] for name in TURN_ENDS if name in special)
+    return frozenset([*config.eos_token_ids, *recommended, *named])

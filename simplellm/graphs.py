@@ -1,0 +1,90 @@
+"""CUDA graphs: a step's launches, recorded once and replayed."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+LOGGER = logging.getLogger("simplellm")
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Batch sizes to capture: close together where a step's time depends on them."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224]
+    sizes += range(256, most, 64)
+    return [size for size in sizes if size < most] + [most]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A decode step of one batch size, ready to be replayed."""
+
+    size: int
+    replay: Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A graph could not be recorded."""
+
+
+@cache
+def capture_stream(device: int) -> torch.cuda.Stream:
+    """Where to record graphs: PyTorch's own stream is of the GPU that came first."""
+    return torch.cuda.Stream(device)
+
+
+def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` starts on the GPU.
+
+    ``pool`` is that of another graph, whose memory this one may share. Raises
+    torch.OutOfMemoryError, or CaptureError if the driver or ``run`` does not allow it.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = capture_stream(torch.cuda.current_device())
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            run()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CaptureError(f"a CUDA graph was not recorded: {error}") from error
+    return graph
+
+
+def capture(
+    prepare: Callable[[int], Callable[[], object]], sizes: Sequence[int]
+) -> list[Captured]:
+    """Record the step that ``prepare(size)`` gives for each of ``sizes``, by size.
+
+    The largest comes first, so that the smaller ones find room in the memory that it
+    has taken. Sizes for which there is no room are left out, with one line in the log,
+    and the rest of them if the driver cannot record.
+    """
+    captured: list[Captured] = []
+    pool, cause = None, ""
+    for size in sorted(sizes, reverse=True):
+        step = prepare(size)
+        try:
+            step()  # what it needs once, it takes now
+            graph = record(step, pool)
+        except torch.OutOfMemoryError as error:
+            cause = str(error).partition("\n")[0]  # itself, it holds memory
+            continue
+        except CaptureError as error:
+            cause = str(error).partition("\n")[0]
+            break
+        pool = graph.pool()
+        captured.insert(0, Captured(size, graph.replay))
+    if cause:
+        LOGGER.warning(
+            "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
+            "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
+            len(captured),
+            len(sizes),
+            cause,
+        )
+    return captured
