@@ -15,8 +15,8 @@ from stepping import make_engine
 from test_runner import PROMPTS, answers
 
 from simplellm import LLM, EngineConfig, RequestOutput, load_model
+from simplellm.graphs import bucket_sizes
 from simplellm.kernels.fused import fused
-from simplellm.runner import bucket_sizes
 
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.

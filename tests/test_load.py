@@ -24,7 +24,9 @@ from simplellm import (
     sizes,
 )
 from simplellm.config import GPT_OSS_20B, LAYER_TYPES, MODELS
-from simplellm.load import find_device, find_file, load, recommended
+from simplellm.folder import find_file, recommended
+from simplellm.load import load
+from simplellm.machine import find_device
 from simplellm.ops_numpy import UNPACKED_BYTES, is_small
 from simplellm.weights import MXFP4
 

@@ -14,12 +14,12 @@ from checkpoints import TINY, write_checkpoint
 from recompute import Recompute
 from stepping import drain, make_engine
 
-from simplellm import EngineConfig, SamplingParams, load_model, runner
+from simplellm import EngineConfig, SamplingParams, graphs, load_model
 from simplellm.engine import Engine
+from simplellm.graphs import CaptureError, bucket_sizes
 from simplellm.model import Model
 from simplellm.ops import PLAIN
 from simplellm.request import Request
-from simplellm.runner import CaptureError, bucket_sizes
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPTS = [[number + 1] * (3 + 5 * number) for number in range(9)]
@@ -55,7 +55,7 @@ def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 class Tape:
-    """Stands for `runner.record`: it computes again instead of replaying a graph."""
+    """Stands for `graphs.record`: it computes again instead of replaying a graph."""
 
     def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
         self.room, self.error = room, error
@@ -93,7 +93,7 @@ def test_padding_rows_change_no_token(
 ) -> None:
     """Batches between the captured sizes give the tokens of the captured ones."""
     tape = Tape()
-    monkeypatch.setattr(runner, "record", tape)
+    monkeypatch.setattr(graphs, "record", tape)
     engine = capture(model, overlap)
     assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
     for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
@@ -112,7 +112,7 @@ def test_steps_without_a_graph_run_when_capturing_fails(
     error: type[Exception],
     room: int,
 ) -> None:
-    monkeypatch.setattr(runner, "record", Tape(room, error))
+    monkeypatch.setattr(graphs, "record", Tape(room, error))
     engine = capture(model)
     sizes = [graph.size for graph in engine.runner.captured]
     # A driver that fails once will fail again; less memory may be enough.
