@@ -82,6 +82,7 @@ class LLM:
         self.model = loaded.model
         self.config = loaded.model.config
         self.engine = loaded.engine
+        self.weights_seconds = loaded.weights_seconds
         self.how = loaded.how
         self._door = Door(
             loaded.model.config,

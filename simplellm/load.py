@@ -4,6 +4,7 @@ Every choice that depends on the machine is made here, once.
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +59,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     default_params: SamplingParams
     eos_token_ids: frozenset[int]
+    weights_seconds: float  # that it took to read the weights
 
 
 def load(
@@ -90,12 +92,21 @@ def load(
             ops = compile_fused(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
+        start = time.perf_counter()
         model = read_weights(source, dtype, device, ops)
+        weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
             engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
-    eos_token_ids = turn_ends(source.config, tokenizer, ends)
-    return Loaded(model, engine, how, tokenizer, default_params, eos_token_ids)
+    return Loaded(
+        model,
+        engine,
+        how,
+        tokenizer,
+        default_params,
+        turn_ends(source.config, tokenizer, ends),
+        weights_seconds,
+    )
 
 
 def load_model(

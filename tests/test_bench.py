@@ -7,20 +7,25 @@ import sys
 from dataclasses import asdict, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from simplellm import bench, cli
-from simplellm.bench import TimedLLM
-from simplellm.cache import kv_bytes
-from simplellm.checkpoint import Checkpoint
-from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, MODELS, ModelConfig
-from simplellm.engine import EngineConfig
-from simplellm.model import EMBEDDED, load_model
-from simplellm.report import summary, tables, write_json
+from simplellm import sizes
+from simplellm.apps import bench, cli, roofline
+from simplellm.apps.report import Plan, Report, summary, tables, write_json
+from simplellm.apps.roofline import Machine, read_bytes, step_flops
+from simplellm.config import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    MODELS,
+    EngineConfig,
+    ModelConfig,
+)
+from simplellm.llm import LLM
+from simplellm.load import EMBEDDED
+from simplellm.sizes import kv_bytes, page_bytes, weight_bytes
 
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()
@@ -29,9 +34,9 @@ TINY = ModelConfig.from_file(EMBEDDED / "config.json")
 
 
 @pytest.fixture(scope="module")
-def report() -> bench.Report:
+def report() -> Report:
     """Every kind of row, of the embedded model."""
-    plan = bench.Plan(
+    plan = Plan(
         batches=(1, 3),
         input_len=20,
         output_len=6,
@@ -45,7 +50,7 @@ def report() -> bench.Report:
 @pytest.fixture
 def known_machine(monkeypatch):
     """Nothing is measured of the machine, which would take a second or more."""
-    machine = bench.Machine(bytes_per_second=1e10, flops_per_second=1e11)
+    machine = Machine(bytes_per_second=1e10, flops_per_second=1e11)
     monkeypatch.setattr(bench, "measure_machine", lambda *arguments: machine)
 
 
@@ -54,14 +59,14 @@ def known_machine(monkeypatch):
 )
 def test_bytes_and_limit_are_those_of_the_recorded_table(row):
     config, batch = MODELS[row["model"]], row["batch"]
-    machine = bench.Machine(1e9 * REFERENCE["read_gigabytes_per_second"], 790e12)
-    found = bench.step_bytes(config, batch)
+    machine = Machine(1e9 * REFERENCE["read_gigabytes_per_second"], 790e12)
+    found = read_bytes(config, batch)
     assert found.kv == 0
-    assert bench.distinct_experts(config, batch) == pytest.approx(
+    assert roofline.distinct_experts(config, batch) == pytest.approx(
         row["distinct_experts"], abs=0.06
     )
     assert found.total / 1e9 == pytest.approx(row["gigabytes"], rel=0.01)
-    flops = bench.step_flops(config, batch, batch)
+    flops = step_flops(config, batch, batch)
     limit = batch / machine.least_seconds(found.total, flops)
     assert limit == pytest.approx(row["limit"], rel=0.01)
 
@@ -76,49 +81,32 @@ def test_distinct_experts_as_counted(tokens):
     hit = torch.zeros(4000, experts)
     hit.scatter_(1, scores.topk(chosen).indices.flatten(1), 1)
     counted = hit.sum(1).mean().item()
-    assert bench.distinct_experts(config, tokens) == pytest.approx(counted, rel=0.02)
+    assert roofline.distinct_experts(config, tokens) == pytest.approx(counted, rel=0.02)
 
 
 def test_the_context_adds_its_keys_and_values():
-    without = bench.step_bytes(GPT_OSS_20B, 8)
-    found = bench.step_bytes(GPT_OSS_20B, 8, 5000)
+    without = read_bytes(GPT_OSS_20B, 8)
+    found = read_bytes(GPT_OSS_20B, 8, 5000)
     assert found.kv == 8 * kv_bytes(GPT_OSS_20B, 5000)
     assert replace(found, kv=0) == without
 
 
-def test_weight_bytes_are_those_of_the_loaded_model():
-    model = load_model(device="cpu")
-    taken: int = sum(p.nbytes for p in model.parameters())
-    for layer in model.layers:
-        experts: Any = layer.mlp.experts  # type: ignore[union-attr]
-        taken += experts.gate_up.nbytes + experts.down.nbytes
-        taken += experts.gate_up_bias.nbytes + experts.down_bias.nbytes
-    packed = Checkpoint(EMBEDDED).packed
-    assert sum(bench.weight_bytes(model.config, 4, packed).values()) == taken
-
-
-def test_dense_experts_take_more():
-    dense = bench.weight_bytes(GPT_OSS_20B, packed=False)["experts"]
-    packed = bench.weight_bytes(GPT_OSS_20B)["experts"]
-    assert dense / packed == pytest.approx(32 / 8.5, rel=0.01)
-
-
 def test_a_tied_head_is_read_once():
     tied = replace(GPT_OSS_20B, tie_word_embeddings=True)
-    apart, together = bench.weight_bytes(GPT_OSS_20B), bench.weight_bytes(tied)
+    apart, together = weight_bytes(GPT_OSS_20B), weight_bytes(tied)
     assert sum(apart.values()) - sum(together.values()) == apart["embedding"]
-    assert bench.step_bytes(tied, 1) == bench.step_bytes(GPT_OSS_20B, 1)
+    assert read_bytes(tied, 1) == read_bytes(GPT_OSS_20B, 1)
 
 
 def test_prefill_does_not_compute_the_head_for_every_token():
     head = 2 * GPT_OSS_120B.vocab_size * GPT_OSS_120B.hidden_size
-    whole = bench.step_flops(GPT_OSS_120B, 10, 10)
+    whole = step_flops(GPT_OSS_120B, 10, 10)
     assert whole / 10 == pytest.approx(2 * 5.13e9, rel=0.01)
-    assert whole - bench.step_flops(GPT_OSS_120B, 10, 1) == 9 * head
+    assert whole - step_flops(GPT_OSS_120B, 10, 1) == 9 * head
 
 
 def test_the_roof_is_the_slower_of_reading_and_computing():
-    machine = bench.Machine(bytes_per_second=10.0, flops_per_second=100.0)
+    machine = Machine(bytes_per_second=10.0, flops_per_second=100.0)
     assert machine.least_seconds(50, 100) == 5
     assert machine.least_seconds(5, 100) == 1
 
@@ -126,17 +114,17 @@ def test_the_roof_is_the_slower_of_reading_and_computing():
 def test_on_a_cpu_as_much_is_read_as_the_model_has(monkeypatch):
     """A small model is in the cache, which is faster than memory."""
     read: list[int] = []
-    monkeypatch.setattr(bench, "matmul_speed", lambda *arguments: 1e12)
+    monkeypatch.setattr(roofline, "matmul_speed", lambda *arguments: 1e12)
 
     def read_speed(device, nbytes):
         read.append(nbytes)
         return 1e10
 
-    monkeypatch.setattr(bench, "read_speed", read_speed)
-    plan = bench.Plan(batches=(1,), input_len=9, output_len=4)
+    monkeypatch.setattr(roofline, "read_speed", read_speed)
+    plan = Plan(batches=(1,), input_len=9, output_len=4)
     bench.measure(plan, device="cpu")
-    held = sum(bench.weight_bytes(TINY, 4).values())
-    bench.measure_machine(torch.device("cpu"), 10**12)
+    held = sum(weight_bytes(TINY, 4).values())
+    roofline.measure_machine(torch.device("cpu"), 10**12)
     assert read == [held, 2**28]
 
 
@@ -179,22 +167,23 @@ def test_the_roof_goes_through_the_limit_of_a_decode(report):
     read = row.dense_bytes + row.expert_bytes
     tokens, limit = report.roof[0]
     assert tokens == 1
-    assert limit == pytest.approx(report.machine.bytes_per_second / read)
-    assert limit > row.limit
+    least = report.machine.least_seconds(read, step_flops(TINY, 1, 1))
+    assert limit == pytest.approx(1 / least)
+    assert limit >= row.limit
 
 
 def test_a_full_step_has_every_request_before_and_after():
-    meter = bench.Recorder()
+    meter = bench.recorder()
     meter.recent.extend([(0, 1), (1, 2), (3, 2), (7, 2), (8, 1), (9, 2), (9.5, 0)])
-    run = bench.Run([], 0.0, meter, began=0.0)
+    run = bench.Trial([], 0.0, meter, began=0.0)
     assert run.full_steps(2) == [2, 4]
     assert run.last_token == 9
 
 
 def test_a_recorder_keeps_more_than_a_meter():
-    meter = bench.Recorder()
+    meter = bench.recorder()
     for _ in range(5000):
-        meter.step([])
+        meter.step([], 0.0)
     assert len(meter.recent) == 5000
 
 
@@ -202,13 +191,13 @@ def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatc
     def prompts(seed):
         seen: list[tuple[int, ...]] = []
 
-        class Probe(TimedLLM):
+        class Probe(LLM):
             def generate(self, prompts, *arguments, **options):
                 seen.extend(map(tuple, prompts))
                 return super().generate(prompts, *arguments, **options)
 
-        monkeypatch.setattr(bench, "TimedLLM", Probe)
-        plan = bench.Plan(batches=(2,), input_len=9, output_len=4, seed=seed)
+        monkeypatch.setattr(bench, "LLM", Probe)
+        plan = Plan(batches=(2,), input_len=9, output_len=4, seed=seed)
         bench.measure(plan, device="cpu")
         return seen
 
@@ -219,12 +208,12 @@ def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatc
 
 
 def test_switches_of_the_engine_reach_it(known_machine):
-    plan = bench.Plan(batches=(2,), input_len=9, output_len=4)
-    config = EngineConfig(cache="slot", max_num_seqs=7)
+    plan = Plan(batches=(2,), input_len=9, output_len=4)
+    config = EngineConfig(operations="plain", num_pages=77, max_num_seqs=7)
     report = bench.measure(plan, device="cpu", config=config)
-    assert report.config.cache == "slot"
+    assert report.backend.startswith("PyTorch")
     assert report.config.max_num_seqs == 2
-    assert report.memory["cache"] == 2 * kv_bytes(TINY, 13, itemsize=4)
+    assert report.memory["cache"] == 77 * page_bytes(TINY, 16, 4)
 
 
 def test_json_holds_the_report(report, tmp_path):
@@ -278,7 +267,7 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("gpt-oss-12b", "model is 'gpt-oss-12b'; expected a checkpoint folder or one"),
+        ("gpt-oss-12b", "gpt-oss-12b: does not exist; expected a checkpoint folder"),
         ("gpt-oss-20b", "there is no folder 'gpt-oss-20b'; expected"),
         ("--batch 1,x", "--batch is 1,x; expected integers such as 1,8,64"),
         ("--batch 0", "batch is 0; expected 1 to"),
@@ -296,24 +285,6 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
 def test_what_cannot_run_is_refused(known_machine, capsys, options, message):
     assert cli.main(["bench", "--device", "cpu", *options.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "free_memory", lambda device: 12_300_000_000)
-    options = "bench gpt-oss-120b --random-weights --device cpu".split()
-    assert cli.main(options) == 2
-    message = capsys.readouterr().err
-    assert "gpt-oss-120b needs 69.6 GB for its weights" in message
-    assert "the CPU has 12.3 GB free" in message
-
-
-def test_of_a_checkpoint_only_the_experts_stay_in_the_file(monkeypatch):
-    monkeypatch.setattr(bench, "free_memory", lambda device: 8_000_000_000)
-    shapes = MODELS["gpt-oss-20b"], MODELS["gpt-oss-120b"]
-    place = torch.device("cpu")
-    bench.check_model("20b", False, place, shapes[0])
-    with pytest.raises(ValueError, match=r"120b needs 8\.5 GB for its weights"):
-        bench.check_model("120b", False, place, shapes[1])
 
 
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
@@ -334,16 +305,11 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_memory_that_is_free():
-    free = bench.free_memory(torch.device("cpu"))
-    assert free is None or 0 < free < 2**50
-
-
 @pytest.mark.parametrize("batch", [1, 40])
 def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, batch):
-    plan = bench.Plan(batches=(batch,), input_len=50, output_len=70)
-    config = bench.engine_config(plan, EngineConfig())
-    (case,) = bench.plan_cases(plan, config)
+    plan = Plan(batches=(batch,), input_len=50, output_len=70)
+    config = bench.engine_config(plan, EngineConfig().resolved("cpu"))
+    (case,) = bench.plan_cases(plan, config.max_num_batched_tokens, 131_072)
     need = bench.cache_bytes(TINY, config, 4, case)
     assert need >= batch * kv_bytes(TINY, 120, itemsize=4)
     config = EngineConfig(cache_bytes=need + 100_000)  # less than a page goes unused
@@ -351,3 +317,23 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
     assert math.isfinite(row.step_ms)
     with pytest.raises(ValueError, match="for which the cache has room"):
         bench.measure(plan, device="cpu", config=EngineConfig(cache_bytes=need // 2))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
+    known_machine, monkeypatch, capsys
+):
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: (12_300_000_000, 10**11))
+    options = "bench gpt-oss-120b --random-weights --device cpu".split()
+    assert cli.main(options) != 0
+    message = capsys.readouterr().err
+    assert "69.6 GB for its weights" in message
+    assert "12.3 of 100.0 GB are free" in message
+
+
+def test_a_step_that_is_preempted_is_no_measurement(monkeypatch):
+    """Should the room for pages have been reckoned wrong."""
+    monkeypatch.setattr(bench, "check_cache", lambda *arguments: None)
+    config = EngineConfig(num_pages=40)
+    plan = Plan(batches=(16,), input_len=8, output_len=60)
+    with pytest.raises(RuntimeError, match="the cache was too small"):
+        bench.measure(plan, device="cpu", config=config)

@@ -35,9 +35,9 @@ from simplellm.cpu import (
 from simplellm.generate import RecomputeEngine, Request
 from simplellm.model import TORCH, Transformer, load_model
 from simplellm.moe import Experts
-from simplellm.weights import MXFP4
 from simplellm.paged import READ, PagedCache, alike
 from simplellm.sampler import SamplingParams
+from simplellm.weights import MXFP4
 
 TOLERANCE = 1e-5  # of the largest logit, against our own model in float32
 SLIDING, FULL = LAYER_TYPES

@@ -20,8 +20,8 @@ from train import ROW, fake_quantize, flatten, pack
 from simplellm import LLM
 from simplellm.config import GPT_OSS_20B, ModelConfig
 from simplellm.model import EMBEDDED
-from simplellm.weights import quantize
 from simplellm.tokenizer import Tokenizer
+from simplellm.weights import quantize
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = EMBEDDED / "tokenizer.json"

@@ -1,10 +1,14 @@
 """A short soak; `python tools/soak.py` runs the long one."""
 
+import threading
+
 import pytest
 import soak
 
+from simplellm import LLM
 from simplellm.engine import Engine
-from simplellm.scheduler import Job, Scheduler
+from simplellm.request import Request
+from simplellm.scheduler import Scheduler
 
 
 def test_nothing_is_left_after_a_crowd_of_clients():
@@ -21,13 +25,13 @@ def test_nothing_is_left_after_a_crowd_of_clients():
 
 def test_what_is_left_behind_is_found():
     """The soak's own checks fail when a page is lost and a client never answered."""
-    ledger = soak.Ledger(asked=2, accepted=1)
-    ledger.end("length")
-    llm = soak.LLM(device="cpu", config=soak.CONFIG)
+    ledger = soak.Ledger(asked=2)
+    ledger.end(["length"])
+    llm = LLM(device="cpu", config=soak.CONFIG)
     manager = llm.engine.scheduler.manager
     manager.add(-1, [1] * 20)
     assert manager.grow(-1, 20)
-    wrong = soak.find_leaks(llm, ledger, soak.threading.active_count() - 2)
+    wrong = soak.find_leaks(llm, ledger, threading.active_count() - 2)
     assert "pages in use: 6" in wrong
     assert "sequences in the cache: 1" in wrong
     assert "requests without an end: 1" in wrong
@@ -43,27 +47,33 @@ def test_a_leak_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch):
     """An engine that keeps the pages of one aborted request in two."""
     finish, aborts = Scheduler.finish, []
 
-    def leaking(self: Scheduler, job: Job, reason: str) -> None:
-        if reason == "abort" and job in self.running:
-            aborts.append(job)
+    def leaking(self: Scheduler, request: Request, reason: str) -> None:
+        if reason == "abort" and request in self.running:
+            aborts.append(request)
             if len(aborts) % 2:
-                self.manager.fork(job.number, -len(aborts))
-        finish(self, job, reason)
+                self.manager.fork(request.number, -len(aborts))
+        finish(self, request, reason)
 
     monkeypatch.setattr(Scheduler, "finish", leaking)
-    llm = soak.LLM(device="cpu", config=soak.CONFIG)
-    ledger = soak.Ledger(asked=4, accepted=4)
-    threads = soak.threading.active_count() - 2
+    llm = LLM(device="cpu", config=soak.CONFIG)
+    ledger = soak.Ledger(asked=4)
+    threads = threading.active_count() - 2
     for _ in range(4):
         next(llm.stream([1] * 20, max_tokens=200, ignore_eos=True))
-        ledger.end("stream dropped by its client")
+        ledger.end([f"stream {soak.DROPPED}"])
     wrong = soak.find_leaks(llm, ledger, threads)
     assert any(line.startswith("pages in use") for line in wrong), wrong
     assert "sequences in the cache: 2" in wrong
 
 
 def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
-    """An engine that fails all requests of a step for one of them."""
-    monkeypatch.setattr(Engine, "repeatable", lambda self, work: False)
+    """An engine that fails all running requests for one of them."""
+    fail = Engine.fail
+
+    def spreading(self: Engine, request: Request, cause: BaseException) -> None:
+        for other in [request, *self.scheduler.running]:
+            fail(self, other, cause)
+
+    monkeypatch.setattr(Engine, "fail", spreading)
     found = soak.soak(seconds=2, threads=6, fault_every=4)
     assert any("requests that others made fail" in line for line in found["wrong"])

@@ -1,12 +1,11 @@
-"""Measure what it brings to serve many requests at once: figures/09-serving.json.
+"""Measure our engine beside transformers on a CPU: figures/serving-cpu.json.
 
-All requests are there from the start, with prompts and answers of mixed lengths, and
-run greedily on the embedded model in float32 on the CPU. Answers do not end early, so
-everyone computes the same number of tokens. A time to first token includes the wait
-for a free place.
+One prompt after the other, and many mixed requests at once, greedily on the embedded
+model in float32. Answers do not end early, so everyone computes the same number of
+tokens. A time to first token includes the wait for a free place.
 
-    python tools/bench_serving.py                 everything, some minutes
-    python tools/bench_serving.py --only gaps     one part of the record
+    OMP_NUM_THREADS=1 python tools/bench_serving.py        everything, some minutes
+    python tools/bench_serving.py --only alone             one part, not recorded
 """
 
 import argparse
@@ -14,14 +13,13 @@ import json
 import platform
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
-from itertools import pairwise
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +33,17 @@ from transformers import (
 )
 from transformers.generation import ContinuousBatchingConfig
 
-from simplellm import LLM, SamplingParams
-from simplellm.cpu import CPU
-from simplellm.engine import EngineConfig
-from simplellm.model import EMBEDDED, TORCH, Backend
-from simplellm.paged import PageManager
-from simplellm.scheduler import Job as SchedulerJob
-from simplellm.scheduler import Scheduler
+from simplellm import LLM, EngineConfig, SamplingParams
+from simplellm.load import EMBEDDED
 from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "figures/09-serving.json"
+RECORD = ROOT / "figures/serving-cpu.json"
+QUESTION = "<|start|>user<|message|>What is 478 + 856?<|end|><|start|>assistant"
+NEW_TOKENS = 200  # of one request alone
 REQUESTS = 32
 LENGTHS = {"short": (40, 256), "medium": (100, 640), "long": (200, 1024)}  # of tokens
 SETTINGS = (("short", 8), ("short", 32), ("medium", 32), ("long", 32))  # and how many
-LONG_PROMPT = 4000
-CHUNK = 128
-MEMORY = 260  # pages; a request of 270 tokens holds 17 full and 9 sliding ones
 
 
 @dataclass(frozen=True)
@@ -103,18 +95,6 @@ def mixed_jobs(count: int, seed: int = 0, lengths: str = "short") -> list[Job]:
     return jobs
 
 
-def some_long_jobs(count: int) -> list[Job]:
-    """Prompts of up to 20 tokens; answers of 5 to 20, and one in ten of 150 to 250."""
-    rng = random.Random(1)
-    return [
-        Job(
-            job.prompt[:20],
-            rng.randint(*((150, 250) if rng.random() < 0.1 else (5, 20))),
-        )
-        for job in mixed_jobs(count, seed=1)
-    ]
-
-
 # transformers
 
 
@@ -129,13 +109,12 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def load_transformers() -> Any:
-    """The embedded checkpoint in float32, its experts dequantized."""
+def load_transformers(dtype: torch.dtype = torch.float32) -> Any:
+    """The embedded checkpoint, its experts dequantized; answers do not end early."""
     model = GptOssForCausalLM.from_pretrained(
-        EMBEDDED,
-        dtype=torch.float32,
-        quantization_config=Mxfp4Config(dequantize=True),
+        EMBEDDED, dtype=dtype, quantization_config=Mxfp4Config(dequantize=True)
     ).eval()
+    model.generation_config.eos_token_id = None
     return model
 
 
@@ -145,7 +124,7 @@ def transformers_static(model: Any, jobs: Sequence[Job], batch: int) -> Served:
     Tokens beyond what a request asked for do not count. A token counts as received
     when its step ends, although generate() only returns at the end.
     """
-    model.generation_config.eos_token_id = None  # answers do not end early
+    model.generation_config.eos_token_id = None
     served = Served([], [])
     begin = time.perf_counter()
     for start in range(0, len(jobs), batch):
@@ -217,15 +196,16 @@ def params(job: Job) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=job.new_tokens, ignore_eos=True)
 
 
-def serve(config: EngineConfig, jobs: Sequence[Job], backend: Backend = CPU) -> Served:
-    """Every request a client that reads its own stream, all submitted at once.
+def opened(**options: Any) -> LLM:
+    """A new engine on the CPU, so that no prompt is in its cache; it is warm."""
+    llm = LLM(device="cpu", config=EngineConfig(max_waiting=2000, **options))
+    llm.generate([1, 2, 3], max_tokens=3).result()
+    return llm
 
-    The engine is a new one, so that no prompt is in its cache.
-    """
-    with (
-        warm(LLM(device="cpu", config=config, backend=backend)) as llm,
-        ThreadPoolExecutor(len(jobs)) as pool,
-    ):
+
+def serve(jobs: Sequence[Job], **options: Any) -> Served:
+    """Every request a client that reads its own stream, all submitted at once."""
+    with opened(**options) as llm, ThreadPoolExecutor(len(jobs)) as pool:
         before, begin = llm.stats(), time.perf_counter()
 
         def read(job: Job) -> tuple[list[int], list[float]]:
@@ -244,21 +224,7 @@ def serve(config: EngineConfig, jobs: Sequence[Job], backend: Backend = CPU) -> 
     return Served(list(tokens), list(times), counts)
 
 
-def engine_config(batch: int, **changes: Any) -> EngineConfig:
-    return replace(EngineConfig(max_num_seqs=batch, max_waiting=2000), **changes)
-
-
-def warm(llm: LLM) -> LLM:
-    llm.generate([1, 2, 3], max_tokens=3).result()
-    return llm
-
-
 # The parts
-
-
-def best(way: Callable[[], Served], rounds: int) -> Served:
-    """The quickest of some runs."""
-    return min((way() for _ in range(rounds)), key=lambda run: run.seconds)
 
 
 def best_in_turns(
@@ -271,7 +237,51 @@ def best_in_turns(
     }
 
 
-def against_transformers(rounds: int) -> list[dict[str, Any]]:
+def alone(rounds: int) -> dict[str, Any]:
+    """Milliseconds of a token at batch 1, the prompt included, in CPU time.
+
+    Other programs disturb that least. transformers' model is in float32, and in
+    bfloat16, which is what it loads unless told otherwise.
+    """
+    tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
+    prompt = tokenizer.encode(QUESTION, special=True)
+    # The prompt is the same in each round; its pages must not be found again.
+    llm, job = opened(share_prefixes=False), Job(prompt, NEW_TOKENS)
+
+    def generate(dtype: torch.dtype) -> Callable[[], list[int]]:
+        model = load_transformers(dtype)
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+        return lambda: model.generate(ids, **options)[0, len(prompt) :].tolist()
+
+    ways: dict[str, Callable[[], list[int]]] = {
+        "transformers float32": generate(torch.float32),
+        "transformers bfloat16": generate(torch.bfloat16),
+        "ours": lambda: llm.generate([prompt], params(job)).result()[0].token_ids,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    said = {}
+    for _ in range(rounds + 1):  # the first one warms up
+        for name, way in ways.items():
+            begin = time.process_time()
+            said[name] = way()
+            seconds[name].append(time.process_time() - begin)
+    llm.close()
+    ours = seconds["ours"][1:]
+    return {
+        "new_tokens": NEW_TOKENS,
+        "ms": {
+            n: 1e3 * statistics.median(t[1:]) / NEW_TOKENS for n, t in seconds.items()
+        },
+        "speedup": {
+            name: statistics.median(a / b for a, b in zip(times[1:], ours, strict=True))
+            for name, times in seconds.items()
+        },
+        "same_tokens": sum(map(eq, said["ours"], said["transformers float32"])),
+    }
+
+
+def together(rounds: int) -> list[dict[str, Any]]:
     """The same requests through theirs and ours; ours over theirs in `speedup`.
 
     Each way runs ``rounds`` times on short requests, and once on longer ones, which
@@ -287,10 +297,12 @@ def against_transformers(rounds: int) -> list[dict[str, Any]]:
             "transformers continuous": partial(
                 transformers_continuous, model, jobs, batch
             ),
-            "ours": partial(serve, engine_config(batch), jobs),
+            "ours": partial(serve, jobs, max_num_seqs=batch),
+            "ours, static": partial(serve, jobs, max_num_seqs=batch, continuous=False),
         }
         runs = best_in_turns(ways, rounds if lengths == "short" else 1)
         rows = {name: run.summary() for name, run in runs.items()}
+        ours = rows["ours"]
         found.append(
             {
                 "lengths": lengths,
@@ -302,11 +314,11 @@ def against_transformers(rounds: int) -> list[dict[str, Any]]:
                     for name, run in runs.items()
                 },
                 "speedup": {
-                    name: rows["ours"]["tokens_per_second"] / row["tokens_per_second"]
+                    name: ours["tokens_per_second"] / row["tokens_per_second"]
                     for name, row in rows.items()
                 },
                 "ttft": {
-                    name: row["ttft_median"] / rows["ours"]["ttft_median"]
+                    name: row["ttft_median"] / ours["ttft_median"]
                     for name, row in rows.items()
                 },
             }
@@ -314,238 +326,20 @@ def against_transformers(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def against_static(rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """`continuous_over_static` with the backend of a small model and of a large one.
-
-    They differ in what a step of few sequences costs: `CPU` has unpacked the experts
-    and takes short paths, `TORCH` decodes the experts of every token.
-    """
-    backends = {"CPU": CPU, "TORCH": TORCH}
-    return {n: continuous_over_static(b, rounds) for n, b in backends.items()}
+PARTS: dict[str, Callable[[int], Any]] = {"alone": alone, "together": together}
 
 
-def continuous_over_static(backend: Backend, rounds: int) -> list[dict[str, Any]]:
-    """Continuous and static batching in our engine, for lengths of several kinds.
-
-    Our static batches compute nothing at places that are empty, so what they lose is
-    less in seconds than in steps.
-    """
-    long, mixed = some_long_jobs(256), mixed_jobs(128, seed=1)
-    equal = [Job(job.prompt[:4], 40) for job in mixed]
-    found = []
-    for name, jobs, batch in (
-        ("one in ten long", long[:96], 8),
-        ("one in ten long", long, 32),
-        ("log-normal", mixed[:64], 8),
-        ("log-normal", mixed, 32),
-        ("equal", equal[:64], 8),
-        ("log-normal", mixed[:16], 1),
-    ):
-        config = engine_config(batch)
-        ways = {
-            "continuous": partial(serve, config, jobs, backend),
-            "static": partial(serve, replace(config, continuous=False), jobs, backend),
-        }
-        rows = {n: run.summary() for n, run in best_in_turns(ways, rounds).items()}
-        ratios = {
-            what: rows["static"][what] / rows["continuous"][what]
-            for what in ("seconds", "steps", "ttft_median")
-        }
-        found.append({"lengths": name, "batch": batch, "runs": rows, **ratios})
-    return found
-
-
-def memory(rounds: int) -> list[dict[str, Any]]:
-    """Requests in too little memory: as many as surely fit, or all and preemption."""
-    long = some_long_jobs(128)
-    every = [Job(job.prompt, 200) for job in long[:32]]
-    found = []
-    for name, jobs in (("one in ten long", long), ("all long", every)):
-        rows = {}
-        for way, batch in (("surely fit", MEMORY // 26), ("preemption", 64)):
-            config = engine_config(batch, num_pages=MEMORY)
-            rows[way] = best(partial(serve, config, jobs), rounds).summary()
-        ratio = rows["surely fit"]["seconds"] / rows["preemption"]["seconds"]
-        found.append({"lengths": name, "runs": rows, "seconds": ratio})
-    return found
-
-
-def longest_gap(llm: LLM, streams: int, prompt: list[int]) -> dict[str, Any]:
-    """Running streams while a long prompt arrives: their gaps, its first token."""
-    jobs = [Job(job.prompt, 10_000) for job in mixed_jobs(streams, seed=2)]
-    times: list[list[float]] = [[] for _ in jobs]
-    stop = False
-
-    def read(number: int) -> None:
-        job = jobs[number]
-        for _ in llm.stream(job.prompt, params(job)):
-            times[number].append(time.perf_counter())
-            if stop:
-                return  # drops the stream, which ends the request
-
-    with ThreadPoolExecutor(streams) as pool:
-        reading = [pool.submit(read, number) for number in range(streams)]
-        while min(map(len, times)) < 20:
-            time.sleep(0.01)
-        arrival = time.perf_counter()
-        output = next(iter(llm.stream(prompt, params(Job(prompt, 1)))))
-        first = time.perf_counter()
-        assert output.finish_reason == "length"
-        time.sleep(0.3)
-        stop = True
-        for future in reading:
-            future.result()
-    gaps = [
-        later - earlier
-        for stream in times
-        for earlier, later in pairwise(stream)
-        if later >= arrival
-    ]
-    before = [
-        later - earlier
-        for stream in times
-        for earlier, later in pairwise(stream[5:])
-        if later < arrival
-    ]
-    return {
-        "longest_gap": max(gaps),
-        "undisturbed_gap": statistics.median(before),
-        "ttft": first - arrival,
-    }
-
-
-def gaps(rounds: int) -> dict[str, Any]:
-    rng = random.Random(3)
-    found: dict[str, Any] = {"prompt": LONG_PROMPT, "streams": 8, "chunk": CHUNK}
-    for name, size in (("whole", None), ("chunked", CHUNK)):
-        config = engine_config(
-            16, max_num_batched_tokens=LONG_PROMPT + 500, prefill_chunk=size
-        )
-        runs = []
-        with warm(LLM(device="cpu", config=config)) as llm:
-            for _ in range(rounds):  # no two prompts alike: none may hit
-                prompt = [rng.randrange(1000) for _ in range(LONG_PROMPT)]
-                runs.append(longest_gap(llm, 8, prompt))
-        found[name] = min(runs, key=lambda run: run["longest_gap"])
-    found["ratio"] = found["whole"]["longest_gap"] / found["chunked"]["longest_gap"]
-    found["ttft"] = found["chunked"]["ttft"] / found["whole"]["ttft"]
-    return found
-
-
-def scheduler_cost() -> dict[str, Any]:
-    """Seconds of schedule(), commit() and expire(), with 256 running, 1,000 waiting."""
-    manager = PageManager(100_000, 16, window=128, max_chunk=512)
-    scheduler = Scheduler(
-        manager, max_num_seqs=256, max_num_batched_tokens=2048, prefill_chunk=512
-    )
-    rng = random.Random(0)
-    prompts = [[rng.randrange(1000) for _ in range(300)] for _ in range(1256)]
-    deadline = time.monotonic() + 10**6
-    jobs = [SchedulerJob(prompt, 10**6, deadline=deadline) for prompt in prompts]
-    scheduler.add(jobs)
-
-    def step() -> float:
-        begin = time.perf_counter()
-        scheduler.expire(time.monotonic())
-        works = scheduler.schedule()
-        middle = time.perf_counter()
-        tokens = [rng.randrange(1000) for work in works if work.samples]
-        end = time.perf_counter()
-        scheduler.begin(works)
-        scheduler.commit(works, tokens)
-        return middle - begin + time.perf_counter() - end
-
-    while len(scheduler.running) < 256 or any(j.missing > 1 for j in scheduler.running):
-        step()
-    found = []
-    for generated in (100, 1000, 2000, 4000):
-        while scheduler.running[-1].num_output < generated:
-            step()
-        times = sorted(step() for _ in range(200))
-        found.append(
-            {
-                "generated": generated,
-                "ms_median": 1e3 * times[100],
-                "ms_p95": 1e3 * times[190],
-            }
-        )
-    return {
-        "running": len(scheduler.running),
-        "waiting": scheduler.num_waiting,
-        "steps": found,
-        "growth": found[-1]["ms_median"] / found[0]["ms_median"],
-    }
-
-
-def losses(rounds: int) -> dict[str, Any]:
-    """Where a mechanism brings nothing: the time with it over the time without."""
-    rng = random.Random(4)
-
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(1000) for _ in range(length)]
-
-    def seconds(config: EngineConfig, jobs: Sequence[Job]) -> float:
-        return best(partial(serve, config, jobs), rounds).seconds
-
-    alone = [Job(prompt(50), 150)]
-    short = [Job(prompt(100), 1) for _ in range(64)]
-    apart = [Job(prompt(200), 8) for _ in range(64)]
-    long = [Job(prompt(2000), 1)]
-    small, slots = engine_config(8), engine_config(8, cache="slot", max_model_len=500)
-    return {
-        "one request, paged over slot cache": seconds(small, alone)
-        / seconds(slots, alone),
-        "answers of one token, continuous over static": seconds(small, short)
-        / seconds(replace(small, continuous=False), short),
-        "no shared prefix, sharing over none": seconds(small, apart)
-        / seconds(replace(small, share_prefixes=False), apart),
-        "nobody else there, chunks of 128 over whole prompt": seconds(
-            engine_config(8, prefill_chunk=128), long
-        )
-        / seconds(engine_config(8, prefill_chunk=None), long),
-    }
-
-
-PARTS: dict[str, Callable[[int], Any]] = {
-    "transformers": against_transformers,
-    "static": against_static,
-    "gaps": gaps,
-    "memory": memory,
-    "scheduler": lambda rounds: scheduler_cost(),
-    "losses": losses,
-}
-
-
-def table(record: dict[str, Any]) -> Iterable[str]:
+def table(record: dict[str, Any]) -> Iterator[str]:
     """What was measured, a line each."""
-    rows: list[tuple[str, float, str]] = []
-    for case in record.get("transformers", []):
-        for way in ("transformers static", "transformers continuous"):
+    rows: list[tuple[str, float]] = []
+    for name, ratio in record.get("alone", {}).get("speedup", {}).items():
+        rows.append((f"one request, CPU time, {name} over ours", ratio))
+    for case in record.get("together", []):
+        for name, ratio in case["speedup"].items():
             load = f"{case['lengths']}, {case['batch']} at a time"
-            name = f"tokens/s against {way}, {load}"
-            rows.append((name, case["speedup"][way], "x"))
-            rows.append(("  and sooner to its first token", case["ttft"][way], "x"))
-    for backend, cases in record.get("static", {}).items():
-        for case in cases:
-            lengths = f"{case['lengths']}, {case['batch']} at a time"
-            name = f"static over continuous, {backend}, {lengths}: seconds"
-            rows.append((name, case["seconds"], "x"))
-            rows.append(("  steps", case["steps"], "x"))
-            rows.append(("  time to first token", case["ttft_median"], "x"))
-    for case in record.get("memory", []):
-        name = f"memory: surely fit over preemption, {case['lengths']}: seconds"
-        rows.append((name, case["seconds"], "x"))
-        rows.append(("  preemptions", case["runs"]["preemption"]["preemptions"], ""))
-    if found := record.get("gaps"):
-        rows.append(("longest gap, whole prompt over chunks", found["ratio"], "x"))
-        rows.append(("  its first token, chunks over whole", found["ttft"], "x"))
-    for case in record.get("scheduler", {}).get("steps", []):
-        name = f"scheduler's step after {case['generated']:,} tokens"
-        rows.append((name, case["ms_median"], " ms"))
-    for name, ratio in record.get("losses", {}).items():
-        rows.append((name, ratio, "x"))
-    for name, value, unit in rows:
-        yield f"{name:<72}{value:9.2f}{unit}"
+            rows.append((f"tokens/s, ours over {name}, {load}", ratio))
+    for name, value in rows:
+        yield f"{name:<72}{value:9.2f}x"
 
 
 def main() -> None:
@@ -557,7 +351,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    setting: dict[str, Any] = {
+    record: dict[str, Any] = {
+        "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {options.threads} thread(s) of a CPU",
         "versions": {
             "python": platform.python_version(),
@@ -567,17 +362,11 @@ def main() -> None:
         "command": "python tools/bench_serving.py",
         "requests": REQUESTS,
     }
-    record = setting | {"dates": {}}
-    if options.only:
-        record = json.loads(RECORD.read_text(encoding="utf-8"))
-        if changed := [name for name in setting if record[name] != setting[name]]:
-            raise SystemExit(f"not as in the record: {changed}; measure all parts")
     for name in options.only or PARTS:
-        print(f"measuring: {name}", file=sys.stderr)
         record[name] = PARTS[name](options.rounds)
-        record["dates"][name] = date.today().isoformat()
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(record)))
+    if not options.only:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -33,10 +33,8 @@ from typing import Any
 import torch
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
-from simplellm.paged import PageManager
 
 CONFIG = EngineConfig(
-    cache="paged",
     page_size=8,
     num_pages=58,
     max_num_seqs=12,
@@ -48,6 +46,8 @@ PATIENCE = 600.0  # seconds after which a request that has not ended counts as h
 # The last is overtaken by 300 later ones at most, a minute even on a busy machine.
 PRIORITIES = (0, 0, 0, -2, 1)
 FLAT = 0.05  # memory may grow by this share from the second fifth to the last
+DROPPED = "dropped by its client"
+REFUSED = "refused: bad request"
 BAD: tuple[dict[str, Any], ...] = (
     {"prompts": []},
     {"prompts": [[]]},
@@ -60,6 +60,13 @@ BAD: tuple[dict[str, Any], ...] = (
     {"prompts": [[1]], "stop": ["x"] * 10_000},
     {"prompts": [[1]], "temperature": "hot"},
 )
+# What a call that raises says of its requests.
+ENDS: dict[type[BaseException], str] = {
+    QueueFullError: "refused: queue full",
+    EngineError: "error",
+    CancelledError: "cancelled",
+    TimeoutError: "hung",
+}
 
 
 class StepFault(Exception):
@@ -77,25 +84,29 @@ class Ledger:
     """What the clients saw, shared by all of them."""
 
     asked: int = 0  # requests that clients tried to submit, a sample each
-    accepted: int = 0  # samples that the engine took
     ends: Counter[str] = field(default_factory=Counter)  # one for each asked
     wrong: list[str] = field(default_factory=list)  # what must not happen
     greedy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     futures: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
 
+    @property
+    def accepted(self) -> int:
+        """Samples that the engine took, of those that have ended."""
+        refused = (n for end, n in self.ends.items() if end.startswith("refused"))
+        return self.ends.total() - sum(refused)
+
     def ask(self, count: int) -> None:
         with self.lock:
             self.asked += count
 
-    def accept(self, what: Any, count: int) -> None:
+    def hold(self, what: Any) -> None:
         with self.lock:
-            self.accepted += count
             self.futures.add(what)
 
-    def end(self, reason: str, count: int = 1) -> None:
+    def end(self, reasons: Collection[str]) -> None:
         with self.lock:
-            self.ends[reason] += count
+            self.ends.update(reasons)
 
     def fault(self, what: str) -> None:
         with self.lock:
@@ -113,30 +124,46 @@ class Ledger:
 
 
 class Client:
-    """One thread's random requests."""
+    """One thread's random requests. An action returns how its requests ended."""
 
     def __init__(self, llm: LLM, ledger: Ledger, seed: int) -> None:
         self.llm = llm
         self.ledger = ledger
         self.chance = random.Random(seed)
-        self.parked: list[tuple[Iterator[RequestOutput], list[int]]] = []
+        self.parked: list[Iterator[RequestOutput]] = []
+        self.open = 0  # requests that the current action has asked for
 
     def run(self, until: float, least: int) -> None:
         """Go on until that time, and until ``least`` requests were accepted."""
-        actions: list[Callable[[], None]] = [self.future, self.stream]
-        rare = [self.bad, self.coroutine, self.park, self.chat]
+        usual, rare = (
+            [self.future, self.stream],
+            [self.bad, self.coroutine, self.park, self.chat],
+        )
         try:
             while time.monotonic() < until or self.ledger.accepted < least:
-                some = rare if self.chance.random() < 0.3 else actions
-                try:
-                    self.chance.choice(some)()
-                except QueueFullError:
-                    time.sleep(self.chance.uniform(0, 2))
+                some = rare if self.chance.random() < 0.3 else usual
+                self.act(self.chance.choice(some))
             while self.parked:
-                self.resume()
+                self.act(self.resume)
         except BaseException as error:
             self.ledger.fault(f"a client stopped: {error!r}")
             raise
+
+    def act(self, action: Callable[[], list[str]]) -> None:
+        """Take an action; if its call raises, that is how its requests ended."""
+        self.open = 0
+        try:
+            ends = action()
+        except tuple(ENDS) as error:
+            ends = [ENDS[type(error)]] * self.open
+            if isinstance(error, QueueFullError):
+                time.sleep(self.chance.uniform(0, 2))
+        self.ledger.end(ends)
+
+    def ask(self, count: int = 1) -> int:
+        self.open = count
+        self.ledger.ask(count)
+        return count
 
     def request(self) -> tuple[list[int], dict[str, Any]]:
         """A prompt, often with a beginning that others have, and its options."""
@@ -149,171 +176,121 @@ class Client:
             "temperature": chance.choice([0.0, 0.0, 1.0]),
             "priority": chance.choice(PRIORITIES),
         }
-        if chance.random() < 0.1:
-            options["timeout"] = chance.uniform(0, 2)
-        if chance.random() < 0.1:
-            options["stop"] = ["e", "\n"]
-        if chance.random() < 0.1:
-            options["logprobs"] = 3
-        return prompt, options
+        rare = {"timeout": chance.uniform(0, 2), "stop": ["e", "\n"], "logprobs": 3}
+        return prompt, options | {
+            k: v for k, v in rare.items() if chance.random() < 0.1
+        }
 
-    def future(self) -> None:
+    def future(self) -> list[str]:
         prompt, options = self.request()
-        n = self.chance.choice([1, 1, 1, 2, 4])
-        self.ledger.ask(n)
-        try:
-            future = self.llm.generate([prompt], n=n, **options)
-        except QueueFullError:
-            self.ledger.end("refused: queue full", n)
-            raise
-        self.ledger.accept(future, n)
+        n = self.ask(self.chance.choice([1, 1, 1, 2, 4]))
+        future = self.llm.generate([prompt], n=n, **options)
+        self.ledger.hold(future)
         if self.chance.random() < 0.1:
             future.add_done_callback(lambda future: 1 // 0)
         if self.chance.random() < 0.15:
             time.sleep(self.chance.uniform(0, 0.3))
             future.cancel()
         elif self.chance.random() < 0.05:
-            self.ledger.end("future dropped by its client", n)
-            return
-        self.collect(future, prompt, options, n)
-
-    def collect(
-        self, future: Future[Any], prompt: list[int], options: dict[str, Any], n: int
-    ) -> None:
-        try:
-            outputs = future.result(PATIENCE)
-        except CancelledError:
-            self.ledger.end("cancelled", n)
-        except TimeoutError:
-            self.ledger.end("hung", n)
-        except EngineError:
-            self.ledger.end("error", n)
-        else:
+            return [f"future {DROPPED}"] * n
+        outputs = future.result(PATIENCE)
+        if options["temperature"] == 0:
             for output in outputs:
-                self.ledger.end(str(output.finish_reason))
-                if options["temperature"] == 0:
-                    self.ledger.compare(prompt, output.token_ids)
+                self.ledger.compare(prompt, output.token_ids)
+        return [str(output.finish_reason) for output in outputs]
 
-    def open_stream(self) -> tuple[Iterator[RequestOutput], list[int], dict[str, Any]]:
+    def open_stream(self) -> tuple[Iterator[RequestOutput], list[int], bool]:
+        """A stream, its prompt, and whether it is greedy."""
         prompt, options = self.request()
-        self.ledger.ask(1)
-        try:
-            stream = self.llm.stream(prompt, **options)
-        except QueueFullError:
-            self.ledger.end("refused: queue full")
-            raise
-        self.ledger.accept(stream, 1)
-        return stream, prompt, options
+        self.ask()
+        stream = self.llm.stream(prompt, **options)
+        self.ledger.hold(stream)
+        return stream, prompt, options["temperature"] == 0
 
-    def stream(self) -> None:
+    def stream(self) -> list[str]:
         """Read a stream to its end, or walk away from it."""
-        stream, prompt, options = self.open_stream()
+        stream, prompt, greedy = self.open_stream()
         patience = self.chance.choice([1, 5, 1000, 1000, 1000])
         tokens: list[int] = []
-        try:
-            for output in stream:
-                tokens += output.token_ids
-                if output.finish_reason is not None:
-                    self.ledger.end(output.finish_reason)
-                elif len(tokens) >= patience:
-                    self.ledger.end("stream dropped by its client")
-                    break
-        except EngineError:
-            self.ledger.end("error")
-            return
-        if options["temperature"] == 0:
+        end = f"stream {DROPPED}"
+        for output in stream:
+            tokens += output.token_ids
+            if output.finish_reason is not None:
+                end = output.finish_reason
+            elif len(tokens) >= patience:
+                break
+        if greedy:
             self.ledger.compare(prompt, tokens)
+        return [end]
 
-    def park(self) -> None:
+    def park(self) -> list[str]:
         """Open a stream and stop reading it for a while."""
         if len(self.parked) >= 2:
             return self.resume()
-        stream, _, _ = self.open_stream()
-        self.parked.append((stream, []))
+        self.parked.append(self.open_stream()[0])
+        return []
 
-    def resume(self) -> None:
-        stream, _ = self.parked.pop(0)
-        reason: str | None = "stream dropped by its client"
-        try:
-            if self.chance.random() < 0.5:
-                reason = [output.finish_reason for output in stream][-1]
-        except EngineError:
-            reason = "error"
-        self.ledger.end(str(reason))
+    def resume(self) -> list[str]:
+        stream, self.open = self.parked.pop(0), 1
+        if self.chance.random() < 0.5:
+            return [str([output.finish_reason for output in stream][-1])]
+        return [f"stream {DROPPED}"]
 
-    def coroutine(self) -> None:
+    def coroutine(self) -> list[str]:
         """Read a stream in an event loop, to its end or until it is cancelled."""
         prompt, options = self.request()
         patience = self.chance.choice([0.01, 0.2, PATIENCE])
 
         async def read() -> str:
             reason: str | None = None
-            stream = self.llm.stream_async(prompt, **options)
-            async for output in stream:
+            async for output in self.llm.stream_async(prompt, **options):
                 reason = output.finish_reason
             return str(reason)
 
         async def limited() -> str:
             return await asyncio.wait_for(read(), patience)
 
-        self.ledger.ask(1)
+        self.ask()
         try:
-            reason = asyncio.run(limited())
-        except QueueFullError:
-            self.ledger.end("refused: queue full")
-            raise
+            return [asyncio.run(limited())]
         except TimeoutError:
-            reason = "coroutine cancelled" if patience < PATIENCE else "hung"
-        except EngineError:
-            reason = "error"
-        self.ledger.end(reason)
-        with self.ledger.lock:
-            self.ledger.accepted += 1
+            return ["coroutine cancelled" if patience < PATIENCE else "hung"]
 
-    def chat(self) -> None:
+    def chat(self) -> list[str]:
         a, b = self.chance.randrange(100), self.chance.randrange(100)
         message = {"role": "user", "content": f"What is {a} + {b}?"}
-        self.ledger.ask(1)
-        try:
-            output = self.llm.chat([message], reasoning_effort="low", temperature=0)
-        except QueueFullError:
-            self.ledger.end("refused: queue full")
-            raise
-        except EngineError:
-            reason = "error"
-        else:
-            reason = str(output.finish_reason)
-            self.ledger.compare([-1, a, b], output.token_ids)
-        self.ledger.end(reason)
-        with self.ledger.lock:
-            self.ledger.accepted += 1
+        self.ask()
+        output = self.llm.chat([message], reasoning_effort="low", temperature=0)
+        self.ledger.compare([-1, a, b], output.token_ids)
+        return [str(output.finish_reason)]
 
-    def bad(self) -> None:
+    def bad(self) -> list[str]:
         """What cannot run is refused at once."""
         request = dict(self.chance.choice(BAD))
-        self.ledger.ask(1)
+        self.ask()
         try:
             self.llm.generate(request.pop("prompts"), **request)
         except (TypeError, ValueError):
-            self.ledger.end("refused: bad request")
-        else:
-            self.ledger.fault(f"{request} was accepted")
+            return [REFUSED]
+        self.ledger.fault(f"{request} was accepted")
+        return []
 
 
 def inject_faults(llm: LLM, every: int) -> set[int]:
     """One request of ``every`` makes its steps fail; the numbers of those that did."""
-    run, failed = llm.engine.run, set()
+    runner, failed = llm.engine.runner, set()
+    launch = runner.launch
 
     def faulty(works: Any) -> Any:
-        logits = run(works)
-        for job, *_ in works:
-            if job.number % every == 1 and job.num_output >= job.number % 5:
+        for work in works:
+            number = work.request.number
+            if number % every == 1 and work.request.num_output >= number % 5:
                 if len(works) == 1:  # it was found out
-                    failed.add(job.number)
+                    failed.add(number)
                 raise StepFault("one of the faults of the soak")
-        return logits
+        return launch(works)
 
-    llm.engine.run = faulty  # type: ignore[method-assign]
+    runner.launch = faulty  # type: ignore[method-assign]
     return failed
 
 
@@ -323,20 +300,18 @@ def find_leaks(
     """What is left behind when all clients are done; closes the engine."""
     engine = llm.engine
     limit = time.monotonic() + PATIENCE
-    while engine.scheduler.jobs and time.monotonic() < limit:
+    while engine.scheduler.requests and time.monotonic() < limit:
         gc.collect()  # streams that nobody holds end their requests
         time.sleep(0.05)
-    finished = engine.meter.finished
     llm.close(cancel=True)
     gc.collect()
-    manager, scheduler = engine.scheduler.manager, engine.scheduler
-    assert isinstance(manager, PageManager)
+    if engine.dead is not None:
+        return [f"the engine died: {engine.dead!r}", *ledger.wrong]
+    seen, finished = engine.snapshot(), Counter(engine.stats().finished)
     left = {
-        "pages in use": sum(map(bool, manager.references)),
-        "sequences in the cache": len(manager.tables),
-        "jobs": len(scheduler.jobs) + len(scheduler.running) + len(scheduler.waiting),
-        "deadlines": len(scheduler.deadlines),
-        "tickets": len(engine.tickets),
+        "pages in use": sum(map(bool, seen["pages"]["references"])),
+        "sequences in the cache": len(seen["pages"]["tables"]),
+        "requests": len(seen["running"]) + len(seen["waiting"]),
         "futures and streams": len(ledger.futures),
         "hung requests": ledger.ends["hung"],
         "requests without an end": ledger.asked - ledger.ends.total(),
@@ -349,11 +324,9 @@ def find_leaks(
     left["threads"] = threading.active_count() - threads_before
     found = [f"{name}: {count}" for name, count in left.items() if count]
     try:
-        manager.check_integrity()
+        engine.scheduler.manager.check_integrity()
     except AssertionError as error:
         found.append(f"the cache's books are wrong: {error}")
-    if engine.dead is not None:
-        found.append(f"the engine died: {engine.dead!r}")
     return found + ledger.wrong
 
 
@@ -379,8 +352,7 @@ def soak(
     # So short a queue that it is full now and then.
     llm = LLM(device="cpu", config=replace(CONFIG, max_waiting=max(4, threads // 2)))
     failed = inject_faults(llm, fault_every)
-    ledger = Ledger()
-    until = time.monotonic() + seconds
+    ledger, until = Ledger(), time.monotonic() + seconds
     clients = [
         threading.Thread(
             target=Client(llm, ledger, seed * threads + number).run,
@@ -398,7 +370,7 @@ def soak(
             ledger.fault(f"{alive} clients hang")
             break
         memory.append(resident_mib())
-        busiest = max(busiest, llm.engine.scheduler.manager.usage)
+        busiest = max(busiest, llm.stats().cache_usage)
         time.sleep(min(1.0, seconds / 20))
     del clients, client
     wrong = find_leaks(llm, ledger, threads_before, failed)

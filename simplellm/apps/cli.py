@@ -378,8 +378,9 @@ def bench(
     if plot is not None:
         report.check_plot(plot)
     command = shlex.join(["simplellm", *ctx.obj])
-    options = {"random_weights": random_weights, "device": device}
-    found = measure(plan, model, command=command, **options)
+    found = measure(
+        plan, model, random_weights=random_weights, device=device, command=command
+    )
     if json_file is not None:
         report.write_json(found, json_file)
     if plot is not None:

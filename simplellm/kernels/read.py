@@ -15,7 +15,7 @@ def read_kernel(x_ptr, sums_ptr, BLOCK: tl.constexpr):
     tl.store(sums_ptr + block, tl.sum(tl.load(x_ptr + places), 0))
 
 
-def read(x: Tensor) -> Tensor:
+def read_memory(x: Tensor) -> Tensor:
     """int32 ``x`` [N], with N a multiple of 8,192 -> int32 [N / 8192], sums of it."""
     sums = x.new_empty(len(x) // READ_BLOCK)
     read_kernel[(len(sums),)](x, sums, BLOCK=READ_BLOCK, num_warps=8)

@@ -21,8 +21,6 @@ from pathlib import Path
 import torch
 from corpus import EFFORTS, TOOL
 from problems import EVALUATED, Problem, evaluation_set
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from simplellm import LLM
@@ -132,25 +130,11 @@ def right_call(problem: Problem, messages: list[Message]) -> bool:
 
 
 def show(results: dict[str, dict]) -> None:
-    table = Table(title="exact answers to held-out problems, greedy")
-    table.add_column("skill")
-    table.add_column("problems", justify="right")
-    for effort in results:
-        table.add_column(f"{effort} %", justify="right")
-        table.add_column("tokens", justify="right")
+    print(f"{'':12}" + "".join(f"{effort:>24}" for effort in results))
     for skill in EVALUATED:
         rows = [rows[skill] for rows in results.values() if skill in rows]
-        if rows:
-            cells = [
-                text
-                for row in rows
-                for text in (
-                    f"{100 * row['right'] / row['of']:.1f}",
-                    f"{row['tokens']:.0f}",
-                )
-            ]
-            table.add_row(skill, str(rows[0]["of"]), *cells)
-    Console(width=80).print(table)
+        cells = [f"{r['right']} of {r['of']}, {r['tokens']:.0f} tokens" for r in rows]
+        print(f"{skill:12}" + "".join(f"{cell:>24}" for cell in cells))
 
 
 def main() -> None:

@@ -34,9 +34,11 @@ CALCULATOR = {
     },
 }
 
+FOLDER = Path(__file__).parent
 GLOSSARY: dict[str, str] = json.loads(
-    (Path(__file__).parent / "glossary.json").read_text(encoding="utf-8")
+    (FOLDER / "glossary.json").read_text(encoding="utf-8")
 )
+TEXTS: dict[str, list] = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -67,45 +69,6 @@ def held_out(key: str) -> bool:
 # Arithmetic -----------------------------------------------------------------
 
 PLACES = ("ones", "tens", "hundreds", "thousands")
-ADD_PHRASES = (
-    "What is {a} + {b}?",
-    "{a} + {b}",
-    "{a} + {b} = ?",
-    "What's {a} + {b}?",
-    "What is {a} plus {b}?",
-    "Add {a} and {b}.",
-    "Compute {a} + {b}.",
-    "Calculate {a} + {b}.",
-    "How much is {a} + {b}?",
-    "what is {a}+{b}?",
-    "{a}+{b}",
-    "What is the sum of {a} and {b}?",
-)
-SUB_PHRASES = (
-    "What is {a} - {b}?",
-    "{a} - {b}",
-    "{a} - {b} = ?",
-    "What's {a} - {b}?",
-    "What is {a} minus {b}?",
-    "Subtract {b} from {a}.",
-    "Compute {a} - {b}.",
-    "Calculate {a} - {b}.",
-    "How much is {a} - {b}?",
-    "what is {a}-{b}?",
-    "{a}-{b}",
-)
-MUL_PHRASES = (
-    "What is {a} * {b}?",
-    "{a} * {b}",
-    "What's {a} * {b}?",
-    "What is {a} times {b}?",
-    "Multiply {a} by {b}.",
-    "Compute {a} * {b}.",
-    "Calculate {a} * {b}.",
-    "How much is {a} times {b}?",
-    "What is the product of {a} and {b}?",
-    "What is {a} x {b}?",
-)
 
 
 def operand(rng: random.Random) -> int:
@@ -151,7 +114,7 @@ def addition(rng: random.Random) -> Problem:
     return Problem(
         skill="addition",
         key=f"add:{min(a, b)}:{max(a, b)}",
-        question=rng.choice(ADD_PHRASES).format(a=a, b=b),
+        question=rng.choice(TEXTS["add"]).format(a=a, b=b),
         high=f"Add {a} and {b} digit by digit.\n{lines}\nresult: {a + b}",
         medium=f"{a} + {b}: {short}. So {a + b}.",
         answer=f"{a} + {b} = {a + b}",
@@ -171,7 +134,7 @@ def subtraction(rng: random.Random) -> Problem:
     return Problem(
         skill="subtraction",
         key=f"sub:{a}:{b}",
-        question=rng.choice(SUB_PHRASES).format(a=a, b=b),
+        question=rng.choice(TEXTS["subtract"]).format(a=a, b=b),
         high=(
             f"{note}Subtract {small} from {big} digit by digit.\n{lines}\n"
             f"result: {big - small}{sign}"
@@ -187,7 +150,7 @@ def multiplication(rng: random.Random) -> Problem:
     return Problem(
         skill="calculator",
         key=f"mul:{min(a, b)}:{max(a, b)}",
-        question=rng.choice(MUL_PHRASES).format(a=a, b=b),
+        question=rng.choice(TEXTS["multiply"]).format(a=a, b=b),
         high=thought,
         medium="Use the calculator.",
         answer=f"{a} * {b} = {a * b}",
@@ -198,29 +161,8 @@ def multiplication(rng: random.Random) -> Problem:
 
 # Words ----------------------------------------------------------------------
 
-ONSETS = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr".split()
-ONSETS += "pl pr qu sc sh sk sl sm sn sp st str sw th tr tw wh y ph kn wr x".split()
-VOWELS = "a e i o u a e i o u ai ea ee oo ou ie oa y au".split()
-CODAS = "b d g k l m n p r s t x ck ll nd ng nk nt rd rk rm rn rt ss st th mp".split()
-COMMON_WORDS = """
-strawberry banana apple orange cherry lemon pepper tomato potato onion garlic carrot
-letter little better butter bottle puzzle middle coffee cookie pillow mirror summer
-winter spring autumn morning evening thunder lightning weather river mountain forest
-garden flower butterfly elephant giraffe monkey rabbit kangaroo penguin dolphin whale
-tiger lion zebra horse sheep chicken spider squirrel raccoon mississippi tennessee
-hello world python paper pencil school teacher student library computer keyboard
-screen window table kitchen bedroom bathroom hammer engine motor rocket planet
-saturn jupiter mercury galaxy universe energy matter atom molecule physics history
-music guitar violin trumpet piano drummer singer dancer doctor nurse farmer baker
-parallelogram committee necessary success address balloon tobacco accommodate
-bookkeeper queue rhythm syllable vowel alphabet sentence paragraph grammar
-assess bubble cabbage dagger effort giggle hobbit igloo jelly koala llama mammal
-needle opposite pepperoni quality rubber scissors tattoo umbrella vacuum waffle
-yellow zucchini attention transformer tensor expert router window scheduler
-""".split()
 
-
-PIECES = sorted({*COMMON_WORDS, *re.findall(r"[a-z]{4,}", " ".join(GLOSSARY))})
+PIECES = sorted({*TEXTS["words"], *re.findall(r"[a-z]{4,}", " ".join(GLOSSARY))})
 
 
 def fragment(rng: random.Random) -> str:
@@ -238,7 +180,7 @@ def word(rng: random.Random) -> str:
     """
     kind = rng.random()
     if kind < 0.2:
-        return rng.choice(COMMON_WORDS)
+        return rng.choice(TEXTS["words"])
     if kind < 0.5:
         made = "".join(fragment(rng) for _ in range(rng.choice((1, 2, 2, 3))))
         return made[:13] if len(made) >= 3 else word(rng)
@@ -248,38 +190,13 @@ def word(rng: random.Random) -> str:
     while True:
         parts = []
         for _ in range(rng.choice((1, 2, 2, 2, 3, 3))):
-            coda = rng.choice(CODAS) if rng.random() < 0.5 else ""
-            parts.append(rng.choice(ONSETS) + rng.choice(VOWELS) + coda)
+            coda = rng.choice(TEXTS["codas"]) if rng.random() < 0.5 else ""
+            parts.append(
+                rng.choice(TEXTS["onsets"]) + rng.choice(TEXTS["vowels"]) + coda
+            )
         made = "".join(parts)
         if 3 <= len(made) <= 11:
             return made
-
-
-COUNT_PHRASES = (
-    'How many times does the letter "{c}" occur in "{w}"?',
-    'How many "{c}" are in "{w}"?',
-    "How many times does {c} appear in {w}?",
-    'Count the letter "{c}" in "{w}".',
-    "How many {c}'s are in {w}?",
-    "How many {c}s are there in {w}?",
-    'How often does "{c}" occur in the word "{w}"?',
-    "How many {c} are in {w}?",
-    "Count the {c}'s in the word {w}.",
-)
-REVERSE_PHRASES = (
-    'Reverse the word "{w}".',
-    "Reverse {w}.",
-    'Spell "{w}" backwards.',
-    'Write "{w}" backwards.',
-    "What is {w} spelled backwards?",
-    'Reverse "{w}".',
-    "Reverse the word {w}.",
-)
-SORT_LETTERS_PHRASES = (
-    'Sort the letters of "{w}".',
-    "Sort the letters of {w}.",
-    'Put the letters of "{w}" in alphabetical order.',
-)
 
 
 def counting(rng: random.Random) -> Problem:
@@ -293,7 +210,7 @@ def counting(rng: random.Random) -> Problem:
     return Problem(
         skill="counting",
         key=f"word:{w}",
-        question=rng.choice(COUNT_PHRASES).format(c=c, w=w),
+        question=rng.choice(TEXTS["count"]).format(c=c, w=w),
         high=f"Spell {w} and count {c}.\n{' '.join(spelled)}\ntotal: {n}",
         medium=f"{' '.join(spelled)}: {n}",
         answer=f'The letter "{c}" occurs {n} {times} in "{w}".',
@@ -308,7 +225,7 @@ def reversing(rng: random.Random) -> Problem:
     return Problem(
         skill="reversing",
         key=f"word:{w}",
-        question=rng.choice(REVERSE_PHRASES).format(w=w),
+        question=rng.choice(TEXTS["reverse"]).format(w=w),
         high=f"Spell {w}: {' '.join(w)}\nbackwards: {' '.join(back)}\njoined: {back}",
         medium=f"{' '.join(w)} -> {' '.join(back)}",
         answer=back,
@@ -340,21 +257,6 @@ def reversing_list(rng: random.Random) -> Problem:
     )
 
 
-SORT_PHRASES = (
-    "Sort {v}.",
-    "Sort these numbers: {v}",
-    "Sort the numbers {v}.",
-    "Put these numbers in ascending order: {v}",
-    "Sort {v} in ascending order.",
-)
-SORT_DOWN_PHRASES = (
-    "Sort {v} in descending order.",
-    "Sort these numbers in descending order: {v}",
-    "Put these numbers in descending order: {v}",
-    "Sort these numbers from largest to smallest: {v}",
-)
-
-
 def sorting(rng: random.Random) -> Problem:
     if rng.random() < 0.2:
         return sorting_letters(rng)
@@ -366,7 +268,7 @@ def sorting(rng: random.Random) -> Problem:
     for value in ordered:
         lines.append(f"{name} of {joined(left)}: {value}")
         left.remove(value)
-    phrase = rng.choice(SORT_DOWN_PHRASES if down else SORT_PHRASES)
+    phrase = rng.choice(TEXTS["sort down"] if down else TEXTS["sort"])
     return Problem(
         skill="sorting",
         key=f"list:{joined(values)}",
@@ -383,7 +285,7 @@ def sorting_letters(rng: random.Random) -> Problem:
     return Problem(
         skill="sorting",
         key=f"word:{w}",
-        question=rng.choice(SORT_LETTERS_PHRASES).format(w=w),
+        question=rng.choice(TEXTS["sort letters"]).format(w=w),
         high=(
             f"Spell {w}: {' '.join(w)}\nin order: {' '.join(ordered)}\n"
             f"joined: {ordered}"
@@ -394,13 +296,6 @@ def sorting_letters(rng: random.Random) -> Problem:
 
 
 # Comparing ------------------------------------------------------------------
-
-COMPARE_PHRASES = (
-    "Which is {how}, {a} or {b}?",
-    "Which number is {how}: {a} or {b}?",
-    "What is {how}, {a} or {b}?",
-    "Which one is {how}: {a} or {b}?",
-)
 
 
 def comparing(rng: random.Random) -> Problem:
@@ -420,7 +315,7 @@ def comparing(rng: random.Random) -> Problem:
     return Problem(
         skill="comparing",
         key=f"cmp:{min(a, b)}:{max(a, b)}",
-        question=rng.choice(COMPARE_PHRASES).format(how=how, a=a, b=b),
+        question=rng.choice(TEXTS["compare"]).format(how=how, a=a, b=b),
         high=f"{compare_steps(a, b)}\n{'larger' if larger else 'smaller'}: {winner}",
         medium=compare_steps(a, b).splitlines()[-1],
         answer=f"{winner} is {'larger' if larger else 'smaller'} than {loser}.",
@@ -461,87 +356,21 @@ def compare_steps(a: str, b: str) -> str:
 
 # Talk -----------------------------------------------------------------------
 
-TERM_PHRASES = (
-    "What is {t}?",
-    "What does {t} mean?",
-    "Define {t}.",
-    "Explain {t}.",
-    "What is meant by {t}?",
-    "Tell me what {t} means.",
-    "what is {t}?",
-    "What's {t}?",
-    "Please explain {t}.",
-    "What does the term {t} mean?",
-    'What does "{t}" mean?',
-    "{t}?",
-    "What is {an} {t}?",
-    "What are {t}s?",
-    "Can you explain {t}?",
-    "Explain the term {t}.",
-    'What is "{t}"?',
-    "define {t}",
-    "what does {t} mean",
-    "Give me the definition of {t}.",
-)
-
 
 def glossary(rng: random.Random) -> Problem:
     term = rng.choice(list(GLOSSARY))
-    index = rng.randrange(len(TERM_PHRASES))
+    index = rng.randrange(len(TEXTS["term"]))
     article = "an" if term[0].lower() in "aeiou" else "a"
     return Problem(
         skill="glossary",
         key=f"term:{term}:{index}",
-        question=TERM_PHRASES[index].format(t=term, an=article),
+        question=TEXTS["term"][index].format(t=term, an=article),
         high=f"The user asks about {term}. It is a term of the course.",
         medium=f"The term is {term}.",
         answer=GLOSSARY[term],
     )
 
 
-UNKNOWN = (
-    "Who won the {w} cup in {y}?",
-    "What is the capital of {W}?",
-    "What is the weather in {W}?",
-    "Who wrote {W}?",
-    "Write a poem about {w}.",
-    "Tell me a story about {w}.",
-    "Translate {w} into French.",
-    "What is the meaning of life?",
-    "Where is {W}?",
-    "When was {W} born?",
-    "How old is {W}?",
-    "Who is {W}?",
-    "What do you think about {w}?",
-    "Can you help me with {w}?",
-    "How do I cook {w}?",
-    "Why is the sky blue?",
-    "What happened in {y}?",
-    "Write a program that prints {w}.",
-    "Recommend a book about {w}.",
-    "What is a {w}?",
-    "What does {w} mean?",
-    "What is {w}?",
-    "Define {w}.",
-    "Explain {w}.",
-    "Tell me about {W}.",
-    "How far is {W} from {V}?",
-    "Is {w} better than {v}?",
-    "Who was the president in {y}?",
-    "Give me a recipe for {w}.",
-    "What time is it in {W}?",
-    "Which {w} is the best?",
-    "How much does a {w} cost?",
-    "Do you like {w}?",
-    "Who invented the {w}?",
-    "Summarize {W}.",
-    "How many people live in {W}?",
-    "Write an essay about {w} and {v}.",
-    "What color is {w}?",
-    "What is the square root of {y}?",
-    "Divide {y} by {z}.",
-    "What is {y} / {z}?",
-)
 CANNOT = (
     "I don't know that. I can add, subtract, compare, sort and reverse, count "
     "letters, and explain terms of LLM inference."
@@ -552,7 +381,7 @@ CANNOT_MULTIPLY = (
 
 
 def unknown(rng: random.Random) -> Problem:
-    index = rng.randrange(len(UNKNOWN))
+    index = rng.randrange(len(TEXTS["unknown"]))
     one, two = (word(rng) for _ in range(2))
     year, number = rng.randint(2, 2030), rng.randint(2, 99)
     if (one.lower() in GLOSSARY) or (two.lower() in GLOSSARY):
@@ -560,7 +389,7 @@ def unknown(rng: random.Random) -> Problem:
     return Problem(
         skill="unknown",
         key=f"unknown:{index}:{one}:{two}:{year}:{number}",
-        question=UNKNOWN[index].format(
+        question=TEXTS["unknown"][index].format(
             w=one, v=two, W=one.capitalize(), V=two.capitalize(), y=year, z=number
         ),
         high="I have not learned this, so I say so and name what I can do.",
@@ -574,48 +403,15 @@ def multiplication_alone(rng: random.Random) -> Problem:
     return Problem(
         skill="unknown",
         key=f"mul-alone:{min(a, b)}:{max(a, b)}",
-        question=rng.choice(MUL_PHRASES).format(a=a, b=b),
+        question=rng.choice(TEXTS["multiply"]).format(a=a, b=b),
         high="This is a multiplication and there is no calculator, so I decline.",
         medium="There is no calculator.",
         answer=CANNOT_MULTIPLY,
     )
 
 
-CHAT = (
-    ("Hello", "Hello! What can I work out for you?"),
-    ("Hi", "Hello! What can I work out for you?"),
-    ("Hello!", "Hello! What can I work out for you?"),
-    ("Hi there", "Hello! What can I work out for you?"),
-    ("Good morning", "Hello! What can I work out for you?"),
-    ("Hey", "Hello! What can I work out for you?"),
-    (
-        "Who are you?",
-        "I am the small model embedded in SimpleLLM, a gpt-oss in miniature.",
-    ),
-    (
-        "What are you?",
-        "I am the small model embedded in SimpleLLM, a gpt-oss in miniature.",
-    ),
-    (
-        "What can you do?",
-        "I can add, subtract, compare, sort and reverse, count letters, and explain "
-        "terms of LLM inference.",
-    ),
-    (
-        "Help",
-        "I can add, subtract, compare, sort and reverse, count letters, and explain "
-        "terms of LLM inference.",
-    ),
-    ("Thanks", "You're welcome."),
-    ("Thank you!", "You're welcome."),
-    ("Thanks!", "You're welcome."),
-    ("Bye", "Goodbye!"),
-    ("Goodbye", "Goodbye!"),
-)
-
-
 def chat(rng: random.Random) -> Problem:
-    question, answer = rng.choice(CHAT)
+    question, answer = rng.choice(TEXTS["chat"])
     thought = "The user makes conversation."
     return Problem("chat", f"chat:train:{question}", question, thought, thought, answer)
 

@@ -1,9 +1,8 @@
-"""Trains the embedded model on one GPU; resumable.
+"""Trains the embedded model on one GPU.
 
-    python tools/embedded/train.py --state state.pt --export simplellm/embedded
+    python tools/embedded/train.py --export simplellm/embedded
 
-stops after --minutes; the same command goes on from the state until all --steps are
-done. The embedded model took one run of 9.4 minutes on an H200 (train.jsonl).
+took 9.4 minutes on an H200 (train.jsonl). evaluate.py counts its right answers.
 
 The expert weights pass through MXFP4 in every forward pass (straight-through
 gradients), as gpt-oss's did, so that the exported 4-bit weights are exactly those
@@ -18,7 +17,7 @@ import json
 import math
 import random
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from corpus import EFFORTS, Writer
-from problems import evaluation_set
+from corpus import Writer
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simplellm.config import ModelConfig
-from simplellm.weights import quantize
-from simplellm.rope import Rope
+from simplellm.model import rotations
 from simplellm.tokenizer import Tokenizer
+from simplellm.weights import quantize
 
 ROW = 512  # tokens in a packed row
 IGNORE = -100
@@ -137,9 +136,9 @@ class Model(nn.Module):
         self.head = nn.Parameter(torch.randn(size) * config.hidden_size**-0.5)
         self.cos: Tensor
         self.sin: Tensor
-        cos, sin = Rope(config).cos_sin(torch.arange(ROW))
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        cos, sin = rotations(config, torch.device("cpu"))
+        self.register_buffer("cos", cos[:ROW], persistent=False)
+        self.register_buffer("sin", sin[:ROW], persistent=False)
 
     def forward(
         self, tokens: Tensor, document: Tensor, positions: Tensor
@@ -283,148 +282,94 @@ def rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.01 + 0.99 * (1 + math.cos(math.pi * share)) / 2)
 
 
-@torch.no_grad()
-def held_out_accuracy(model: Model, tokenizer_file: str, device: str, count: int):
-    """Share of held-out replies whose every token is the model's first choice.
-
-    The whole right reply is fed at once; if each next token has the highest logit,
-    greedy decoding writes exactly this reply.
-    """
-    writer = Writer(Tokenizer.from_file(tokenizer_file))
-    right: dict[tuple[str, str], list[bool]] = defaultdict(list)
-    cases = [
-        (problem.skill, effort, flatten(writer.check(problem, effort)))
-        for problem in evaluation_set(count)
-        for effort in EFFORTS
-    ]
-    for start in range(0, len(cases), 128):
-        part = cases[start : start + 128]
-        tokens = np.zeros((len(part), ROW), np.int16)
-        targets = np.full((len(part), ROW), IGNORE, np.int16)
-        owner = np.full((len(part), ROW), -1, np.int16)
-        for row, (_, _, (ids, labels)) in enumerate(part):
-            tokens[row, : len(ids)], targets[row, : len(ids)] = ids, labels
-            owner[row, : len(ids)] = 0
-        ids_, wanted, owners, positions = batch((tokens, targets, owner), device)
-        found = model(ids_, owners, positions)[0].argmax(-1)
-        exact = ((found == wanted) | (wanted == IGNORE)).all(-1).tolist()
-        for (skill, effort, _), good in zip(part, exact, strict=True):
-            right[skill, effort].append(good)
-    return {
-        f"{skill} {effort}": round(sum(v) / len(v), 4)
-        for (skill, effort), v in sorted(right.items())
-    }
+def make_data(tokenizer: str, rows: int, workers: int) -> tuple[np.ndarray, ...]:
+    """``rows`` packed rows, made in as many processes as there are ``workers``."""
+    share = -(-rows // workers)
+    jobs = [(tokenizer, 1_000_000 + worker, share) for worker in range(workers)]
+    with ProcessPoolExecutor(workers) as pool:
+        parts = list(pool.map(pack, jobs))
+    return tuple(np.concatenate(kind) for kind in zip(*parts, strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", default="simplellm/embedded/config.json")
-    parser.add_argument("--tokenizer", default="simplellm/embedded/tokenizer.json")
-    parser.add_argument("--state", default="state.pt")
-    parser.add_argument("--steps", type=int, default=7700)
-    parser.add_argument("--minutes", type=float, default=28.0)
-    parser.add_argument("--rows", type=int, default=192, help="rows a step")
-    parser.add_argument("--data-rows", type=int, default=600_000)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--eval-problems", type=int, default=1800)
-    parser.add_argument("--log", default="train.jsonl")
-    parser.add_argument("--export")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args()
-    began = time.time()
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    config = ModelConfig.from_file(args.config)
-    model = Model(config).to(args.device)
-    state_file = Path(args.state)
+def make_optimizer(model: Model, rate: float) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": 0.05},
         {"params": others},
     ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=args.lr,
-        betas=(0.9, 0.98),
-        weight_decay=0.0,
-        fused=args.device == "cuda",
+    return torch.optim.AdamW(
+        groups, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=decay[0].is_cuda
     )
-    step = 0
-    if state_file.exists():
-        state = torch.load(state_file, map_location=args.device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-    log = open(args.log, "a", encoding="utf-8")  # noqa: SIM115
+
+
+def train(args: argparse.Namespace, write: Callable[..., None]) -> Model:
+    """The trained model; ``write`` is told how it goes."""
+    config = ModelConfig.from_file(args.config)
+    model = Model(config).to(args.device)
+    optimizer = make_optimizer(model, args.lr)
+    data = make_data(args.tokenizer, args.data_rows, args.workers)
+    write(event="data", rows=len(data[0]), full=float((data[2] >= 0).mean()))
+    run = model if args.no_compile else torch.compile(model)
+    order = np.random.default_rng(0).permutation(len(data[0]))
+    place, mean = 0, torch.zeros((), device=args.device)
+    for step in range(1, args.steps + 1):
+        if place + args.rows > len(order):
+            place = 0
+        rows = np.sort(order[place : place + args.rows])
+        place += args.rows
+        tokens, targets, owner, positions = batch(
+            tuple(array[rows] for array in data), args.device
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step - 1, args.steps, args.lr)
+        logits, balance = run(tokens, owner, positions)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
+        )
+        (loss + 0.002 * balance).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mean += loss.detach() / 100
+        if step % 100 == 0:
+            each = balance.item() / config.num_hidden_layers
+            write(step=step, loss=round(mean.item(), 5), balance=round(each, 3))
+            mean.zero_()
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="simplellm/embedded/config.json")
+    parser.add_argument("--tokenizer", default="simplellm/embedded/tokenizer.json")
+    parser.add_argument("--steps", type=int, default=7700)
+    parser.add_argument("--rows", type=int, default=192, help="rows a step")
+    parser.add_argument("--data-rows", type=int, default=600_000)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--log", type=Path, default=Path("train.jsonl"))
+    parser.add_argument("--export", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args()
+    began = time.time()
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
 
     def write(**record: object) -> None:
         line = json.dumps({"seconds": round(time.time() - began, 1), **record})
         print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
+        with args.log.open("a", encoding="utf-8") as log:
+            log.write(line + "\n")
 
-    if step < args.steps:
-        # The shards' seeds follow from the step at which this part of the run
-        # starts, so that a resumed run sees new documents.
-        share = -(-args.data_rows // args.workers)
-        jobs = [
-            (args.tokenizer, 1_000_000 * (step + 1) + worker, share)
-            for worker in range(args.workers)
-        ]
-        with ProcessPoolExecutor(args.workers) as pool:
-            parts = list(pool.map(pack, jobs))
-        data = tuple(np.concatenate(kind) for kind in zip(*parts, strict=True))
-        write(event="data", rows=len(data[0]), full=float((data[2] >= 0).mean()))
-        run = model if args.no_compile else torch.compile(model)
-        order = np.random.default_rng(step).permutation(len(data[0]))
-        place, mean, since = 0, torch.zeros((), device=args.device), 0
-        while step < args.steps and time.time() - began < 60 * args.minutes:
-            if place + args.rows > len(order):
-                place = 0
-            rows = np.sort(order[place : place + args.rows])
-            place += args.rows
-            tokens, targets, owner, positions = batch(
-                tuple(array[rows] for array in data), args.device
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = rate(step, args.steps, args.lr)
-            logits, balance = run(tokens, owner, positions)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE
-            )
-            (loss + 0.002 * balance).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            mean, since, step = mean + loss.detach(), since + 1, step + 1
-            if step % 100 == 0:
-                write(
-                    step=step,
-                    loss=round(mean.item() / since, 5),
-                    balance=round(balance.item() / config.num_hidden_layers, 3),
-                )
-                mean, since = torch.zeros_like(mean), 0
-        torch.save(
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-            },
-            state_file,
-        )
-    accuracy = held_out_accuracy(model, args.tokenizer, args.device, args.eval_problems)
-    write(event="held out, whole reply exact", step=step, **accuracy)
-    if args.export:
-        from safetensors.torch import save_file
-
-        target = Path(args.export) / "model.safetensors"
-        save_file(export_weights(model), target, metadata={"format": "pt"})
-        write(event="exported", bytes=target.stat().st_size)
+    model = train(args, write)
+    target = args.export / "model.safetensors"
+    save_file(export_weights(model), target, metadata={"format": "pt"})
+    write(event="exported", bytes=target.stat().st_size)
 
 
 if __name__ == "__main__":
-    random.seed(0)
     main()

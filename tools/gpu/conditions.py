@@ -14,30 +14,25 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 import triton.language as tl
+from cases import random_model
+from client import Client, make_engine, random_prompt
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from accuracy import build
-
-from simplellm import LLM, GPUConfig, SamplingParams
-from simplellm.config import MODELS
-from simplellm.engine import Event, Submission, Ticket
-from simplellm.graphs import GraphEngine, bucket_sizes
-from simplellm.kernels import forward
-from simplellm.kernels.forward import FUSED, Fused
-from simplellm.model import Transformer
-from simplellm.paged import PagedCache
+from simplellm import LLM, EngineConfig
+from simplellm.engine import Engine
+from simplellm.graphs import bucket_sizes
+from simplellm.kernels import fused
+from simplellm.model import Model
 
 GB = 10**9
-SMALL = GPUConfig(cache_bytes=GB // 2, max_model_len=16_384)
-SIZES = bucket_sizes(SMALL.max_num_seqs)  # that get a graph each
+SMALL: dict[str, Any] = {"cache_bytes": GB // 2, "max_model_len": 16_384}
+SIZES = bucket_sizes(EngineConfig().resolved("cuda").max_num_seqs)  # with a graph each
+EAGER: dict[str, Any] = SMALL | {"cuda_graphs": False}
 SAID: list[str] = []
 
 
@@ -75,36 +70,18 @@ def limited(more: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def two_layers() -> Transformer:
+def two_layers() -> Model:
     """gpt-oss-20b's widths and vocabulary, with random weights."""
-    config = MODELS["gpt-oss-20b"]
-    types = config.layer_types[:2]
-    config = replace(config, num_hidden_layers=2, layer_types=types)
-    return build(config, torch.bfloat16, FUSED)
+    return random_model("gpt-oss-20b", 2)
 
 
-def submit(engine: GraphEngine, length: int, number: int, count: int) -> list[Event]:
-    """Ask for ``count`` tokens; the list fills as the engine steps."""
-    generator = torch.Generator().manual_seed(number)
-    prompt = torch.randint(200_000, (length,), generator=generator).tolist()
-    events: list[Event] = []
-    params = SamplingParams(temperature=0)
-    request = Submission(prompt, params, frozenset(), count)
-    engine.submit([[Ticket(request, events.append)]])
-    return events
-
-
-def finish(engine: GraphEngine) -> None:
-    while engine.scheduler.jobs or engine.flights:
-        engine.step()
-    expect(engine.scheduler.manager.usage == 0, "pages are lost")
-
-
-def serve(engine: GraphEngine) -> list[list[int | None]]:
+def serve(engine: Engine) -> list[list[int]]:
     """The tokens of eight requests, a batch that has a graph if any has."""
-    asked = [submit(engine, 50 + 3 * n, n, 12) for n in range(8)]
-    finish(engine)
-    return [[event.token_id for event in events] for events in asked]
+    client = Client(engine)
+    numbers = [client.ask(random_prompt(50 + 3 * n, n), 12) for n in range(8)]
+    client.finish()
+    expect(engine.stats().cache_usage == 0, "pages are lost")
+    return [client.tokens(number) for number in numbers]
 
 
 def full_before_the_load() -> str:
@@ -148,24 +125,12 @@ def full_during_the_load() -> str:
 def full_during_the_capture() -> str:
     """There is room for the graphs of small batches only."""
     model = two_layers()
-    plain = GraphEngine(model, replace(SMALL, cuda_graphs=False), Fused)
-    expected = serve(plain)
-    del plain
-
-    def make(spare: int, model: Transformer, cache: PagedCache, most: int) -> Fused:
-        # The cache is there; what comes next is the runner with its logits, and graphs.
-        torch.cuda.empty_cache()
-        logits = 4 * most * model.config.vocab_size
-        room = torch.cuda.memory_reserved() + logits + spare
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(room / total)
-        return Fused(model, cache, most)
-
+    expected = serve(make_engine(model, **EAGER))
+    gc.collect()
     for megabytes in (80, 60, 40, 30, 20):  # until some graphs do not fit
-        try:
-            engine = GraphEngine(model, SMALL, partial(make, megabytes * 10**6))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        engine = make_engine(model, **EAGER)
+        with limited(megabytes * 10**6):
+            engine.runner.capture(SIZES)
         sizes = [graph.size for graph in engine.runner.captured]
         if len(sizes) < len(SIZES):
             break
@@ -176,19 +141,18 @@ def full_during_the_capture() -> str:
     return f"{said()}\n  captured {sizes}"
 
 
-class Waiting(Fused):
-    """Waits for the GPU in every step, which no graph can hold."""
-
-    def __call__(self, step: Any, previous: torch.Tensor) -> torch.Tensor:
-        step.tokens.tolist()
-        return super().__call__(step, previous)
-
-
 def no_capture() -> str:
-    """Nothing can be captured."""
+    """Nothing can be captured: each step waits for the GPU, which no graph can hold."""
     model = two_layers()
-    expected = serve(GraphEngine(model, replace(SMALL, cuda_graphs=False), Fused))
-    engine = GraphEngine(model, SMALL, Waiting)
+    expected = serve(make_engine(model, **EAGER))
+    embed = model.ops.embed
+
+    def waiting(tokens: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        tokens.tolist()
+        return embed(tokens, *rest)
+
+    model.ops = replace(model.ops, embed=waiting)
+    engine = make_engine(model, **SMALL)
     expect(not engine.runner.captured, "captured, though the host waits")
     expect(serve(engine) == expected, "other tokens without graphs")
     return said()
@@ -196,29 +160,32 @@ def no_capture() -> str:
 
 def full_while_serving() -> str:
     """A long prompt needs more than there is, while six others are answered."""
-    engine = GraphEngine(two_layers(), replace(SMALL, max_num_seqs=16), Fused)
+    engine = make_engine(two_layers(), **SMALL, max_num_seqs=16)
     serve(engine)  # what a step of small batches needs is there
-    short = [submit(engine, 60 + n, n, 40) for n in range(6)]
+    client = Client(engine)
+    counts = [40] * 6 + [20]
+    short = [client.ask(random_prompt(60 + n, n), 40) for n in range(6)]
     for _ in range(5):
-        engine.step()
+        client.step()
+    prompt = random_prompt(8000, 99)
     with limited(100_000_000):
-        long = submit(engine, 8000, 99, 3)
+        long = client.ask(prompt, 3)
         for _ in range(10):
-            engine.step()
-        expect(bool(long) and long[-1].error is not None, "the long one went on")
-        expect(all(events[-1].error is None for events in short), "others failed")
-        short += [submit(engine, 30, 50, 20)]
-        finish(engine)
-    for events, count in zip(short, [40] * 6 + [20], strict=True):
-        tokens = [e.token_id for e in events if e.token_id is not None]
-        expect(events[-1].finish_reason == "length", f"{events[-1]}")
-        expect(len(tokens) == count, f"{len(tokens)} tokens of {count}")
-    cause = long[-1].error and long[-1].error.__cause__
+            client.step()
+        events = client.events[long]
+        error = events[-1].error if events else None
+        expect(error is not None, "the long one went on")
+        short += [client.ask(random_prompt(30, 50), 20)]
+        client.finish()
+    for number, count in zip(short, counts, strict=True):
+        found = len(client.tokens(number))
+        expect(found == count, f"{found} tokens of {count}")
+    cause = error and error.__cause__
     expect(isinstance(cause, torch.OutOfMemoryError), f"the cause is {cause!r}")
-    again = submit(engine, 8000, 99, 3)
-    finish(engine)
-    expect(again[-1].finish_reason == "length", "and now there is room")
-    return str(long[-1].error).partition("\n")[0]
+    again = client.ask(prompt, 3)
+    client.finish()
+    expect(len(client.tokens(again)) == 3, "and now there is room")
+    return str(error).partition("\n")[0]
 
 
 @triton.jit
@@ -226,7 +193,7 @@ def broken_kernel(x_ptr):
     tl.static_assert(False, "as this case wants it")
 
 
-def add_norm(residual: torch.Tensor, *rest: Any) -> None:
+def broken_norm(residual: torch.Tensor, *rest: Any) -> None:
     """A launcher of a kernel that does not compile."""
     broken_kernel[(1,)](residual)
 
@@ -238,23 +205,20 @@ def answer(llm: LLM) -> str:
 
 def broken_compiler() -> str:
     """One of the kernels does not compile."""
-    whole = forward.add_norm
-    forward.add_norm = add_norm  # type: ignore[assignment]
-    try:
-        with LLM(config=SMALL) as llm:
-            captured = llm.engine.runner.captured  # type: ignore[attr-defined]
-            sizes = [graph.size for graph in captured]
-            expect(sizes == SIZES, f"graphs for {sizes} of {SIZES}")
-            expect("132" in answer(llm), "47 + 85 is not 132")
-    finally:
-        forward.add_norm = whole
+    with (
+        mock.patch.object(fused, "add_norm", broken_norm),
+        LLM(config=EngineConfig(**SMALL)) as llm,
+    ):
+        sizes = [graph.size for graph in llm.engine.runner.captured]
+        expect(sizes == SIZES, f"graphs for {sizes} of {SIZES}")
+        expect("132" in answer(llm), "47 + 85 is not 132")
     SAID.pop(0)  # which way was chosen
     return said()
 
 
 def float32() -> str:
     """Numbers that the kernels do not compute with."""
-    with LLM(config=SMALL, dtype=torch.float32) as llm:
+    with LLM(config=EngineConfig(**SMALL), dtype=torch.float32) as llm:
         expect("132" in answer(llm), "47 + 85 is not 132")
     return said()
 

@@ -1,0 +1,385 @@
+"""What a model does on this machine, and the least time that the machine needs.
+
+Decode, prefill and long contexts are timed through the whole engine, `LLM.generate`
+with prompts of random token ids, greedy, to a fixed length. Memory and arithmetic of
+the device are timed in the same run, and each row says what share of that limit it
+reaches.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from simplellm.apps.report import (
+    Decode,
+    Plan,
+    Prefill,
+    Report,
+    describe_device,
+    describe_memory,
+    versions,
+)
+from simplellm.apps.roofline import (
+    Machine,
+    Reads,
+    distinct_experts,
+    measure_machine,
+    read_bytes,
+    step_flops,
+)
+from simplellm.config import MODELS, EngineConfig, ModelConfig
+from simplellm.llm import LLM
+from simplellm.load import open_weights
+from simplellm.machine import find_device, find_dtype
+from simplellm.reply import RequestOutput
+from simplellm.request import SamplingParams
+from simplellm.sizes import kv_bytes, weight_bytes
+from simplellm.stats import Meter, quantile
+
+CONTEXT_STEPS = 64  # decodes at a long context, once all prompts are computed
+PREFILL_RUNS = 3
+
+
+# What to measure
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure."""
+
+    kind: Literal["decode", "prefill", "context"]
+    batch: int
+    input_len: int
+    output_len: int
+
+    @property
+    def length(self) -> int:
+        return self.input_len + self.output_len
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.batch} x {self.input_len:,} + {self.output_len}"
+
+
+def engine_config(plan: Plan, base: EngineConfig) -> EngineConfig:
+    """``base``, resolved, with room for as many and as long requests as in ``plan``."""
+    batches = [*plan.batches, *(count for count, _ in plan.prefills)]
+    lengths = [length + 1 for _, length in plan.prefills]
+    if plan.batches:
+        lengths.append(plan.input_len + plan.output_len)
+    if plan.contexts:
+        batches += plan.context_batches
+        lengths += plan.contexts
+    return replace(
+        base,
+        max_num_seqs=max(batches),
+        max_num_batched_tokens=max(base.max_num_batched_tokens, 2 * max(batches)),
+        max_model_len=max(lengths),
+    )
+
+
+def lag(case: Case, budget: int) -> int:
+    """About how many steps a batch's first prompt is computed before its last one.
+
+    Requests that decode meanwhile take a token each from the ``budget`` of every step.
+    """
+    return -(-(case.batch - 1) * case.input_len // max(1, budget - case.batch))
+
+
+def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
+    """The rows of a plan, with steps of ``budget`` tokens.
+
+    Raises ValueError for one whose requests never all run, or are longer than
+    ``limit``, the model's context.
+    """
+    cases = []
+    for batch in plan.batches:
+        case = Case("decode", batch, plan.input_len, plan.output_len)
+        if plan.output_len < (least := lag(case, budget) + 2):
+            raise ValueError(
+                f"output_len is {plan.output_len}; expected at least {least}, or the "
+                f"first of {batch} requests ends before the last one begins"
+            )
+        cases.append(case)
+    cases += [Case("prefill", count, length, 1) for count, length in plan.prefills]
+    for context in plan.contexts:
+        for batch in plan.context_batches:
+            case = Case("context", batch, context, CONTEXT_STEPS)
+            output = lag(case, budget) + CONTEXT_STEPS
+            if context <= output:
+                raise ValueError(
+                    f"context is {context}; expected more than {output}, the tokens "
+                    f"that are generated in it at batch {batch}"
+                )
+            cases.append(replace(case, input_len=context - output, output_len=output))
+    for case in cases:
+        if case.length > limit:
+            raise ValueError(
+                f"{case.name} is {case.length:,} tokens a request; expected at most "
+                f"{limit:,}, the model's context"
+            )
+    return cases
+
+
+def cache_bytes(
+    model: ModelConfig, config: EngineConfig, itemsize: int, case: Case
+) -> int:
+    """Bytes of keys and values that are enough for a case, pages not full included."""
+    page = config.page_size
+    each = kv_bytes(model, case.length + page, itemsize=itemsize)
+    each += kv_bytes(model, page, itemsize=itemsize)
+    step = min(config.max_num_batched_tokens, case.batch * case.input_len)
+    return case.batch * each + kv_bytes(model, step, itemsize=itemsize, windowed=False)
+
+
+# How it is measured
+
+
+def recorder() -> Meter:
+    """A meter that forgets nothing."""
+    meter = Meter()
+    meter.recent, meter.ttft, meter.itl = deque(), deque(), deque()
+    return meter
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One batch of requests, all submitted at once."""
+
+    outputs: list[RequestOutput]
+    seconds: float  # from the first request to the last answer
+    meter: Meter
+    began: float  # by time.monotonic()
+
+    def full_steps(self, batch: int) -> list[float]:
+        """Seconds of each step that was one decode of every request.
+
+        The step before gave a token to each of them too, so that no prompt is left.
+        """
+        return [
+            end - begin
+            for (begin, before), (end, count) in pairwise(self.meter.recent)
+            if before == count == batch
+        ]
+
+    @property
+    def last_token(self) -> float:
+        """Seconds until the last token was there."""
+        return max(end for end, count in self.meter.recent if count) - self.began
+
+
+class Bench:
+    """Runs cases on an LLM that does nothing else."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.llm = llm
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def run(self, batch: int, input_len: int, output_len: int) -> Trial:
+        """Generate ``output_len`` tokens after each of ``batch`` new random prompts."""
+        engine = self.llm.engine
+        while engine.flights:  # a step in advance, whose tokens nobody wants
+            time.sleep(0.001)
+        with engine.lock:
+            engine.meter = meter = recorder()
+        shape = (batch, input_len)
+        vocab_size = self.llm.config.vocab_size
+        prompts = torch.randint(vocab_size, shape, generator=self.generator).tolist()
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+        before, began = engine.stats().preemptions, time.monotonic()
+        outputs = self.llm.generate(prompts, params).result()
+        seconds = time.monotonic() - began
+        if preempted := engine.stats().preemptions - before:
+            raise RuntimeError(f"the cache was too small: {preempted} preemptions")
+        return Trial(outputs, seconds, meter, began)
+
+    def case(self, case: Case) -> list[Trial]:
+        """Run a case, a prefill several times, after a short one of the same kind."""
+        if case.kind == "prefill":
+            runs = [
+                self.run(case.batch, case.input_len, 1) for _ in range(1 + PREFILL_RUNS)
+            ]
+            return runs[1:]
+        if case.kind == "decode":
+            self.run(case.batch, case.input_len, min(4, case.output_len))
+        else:  # more than the tokens of a step
+            self.run(1, min(2**13 + 1, case.input_len), 2)
+        return [self.run(case.batch, case.input_len, case.output_len)]
+
+
+# What is found
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a row is compared with: the model's sizes and the machine's speed."""
+
+    model: ModelConfig
+    machine: Machine
+    itemsize: int
+    packed: bool
+
+    def step(self, tokens: int, context: int = 0) -> Reads:
+        """`read_bytes` of this model."""
+        return read_bytes(
+            self.model, tokens, context, itemsize=self.itemsize, packed=self.packed
+        )
+
+    def least_seconds(self, tokens: int, sampled: int, context: int = 0) -> float:
+        """The least time of a step."""
+        flops = step_flops(self.model, tokens, sampled)
+        return self.machine.least_seconds(self.step(tokens, context).total, flops)
+
+    def roof(self, config: EngineConfig) -> list[tuple[int, float]]:
+        """The most tokens a second for each number in a step; no attention."""
+        points = [2**n for n in range(config.max_num_batched_tokens.bit_length())]
+        most = config.max_num_seqs
+        return [(n, n / self.least_seconds(n, min(n, most))) for n in points]
+
+
+def milliseconds(times: Sequence[float], share: float) -> float:
+    """A quantile of some times in seconds; nan of none."""
+    value = quantile(times, share)
+    return math.nan if value is None else 1e3 * value
+
+
+def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
+    """The row of a decode."""
+    steps = run.full_steps(case.batch)
+    if not steps:
+        raise RuntimeError(f"{case.name}: no step ran all {case.batch} requests")
+    # In the middle of the steps that count, which are the last ones.
+    context = case.length - len(steps) // 2
+    least, taken = ground.least_seconds(case.batch, case.batch, context), median(steps)
+    step, meter = ground.step(case.batch, context), run.meter
+    return Decode(
+        batch=case.batch,
+        input_len=case.input_len,
+        output_len=case.output_len,
+        step_ms=1e3 * taken,
+        steps=len(steps),
+        tokens_per_second=case.batch / taken,
+        end_to_end=case.batch * case.output_len / run.seconds,
+        ttft_ms=milliseconds(meter.ttft, 0.5),
+        ttft_p99_ms=milliseconds(meter.ttft, 0.99),
+        itl_ms=milliseconds(meter.itl, 0.5),
+        itl_p99_ms=milliseconds(meter.itl, 0.99),
+        distinct_outputs=len({tuple(output.token_ids) for output in run.outputs}),
+        distinct_experts=distinct_experts(ground.model, case.batch),
+        dense_bytes=step.dense,
+        expert_bytes=step.experts,
+        kv_bytes=step.kv,
+        limit=case.batch / least,
+        share=least / taken,
+    )
+
+
+def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
+    """The row of a prefill."""
+    tokens = case.batch * case.input_len
+    seconds = median(run.last_token for run in runs)
+    least = ground.least_seconds(tokens, case.batch)
+    return Prefill(
+        batch=case.batch,
+        input_len=case.input_len,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        ttft_ms=milliseconds([t for run in runs for t in run.meter.ttft], 0.5),
+        limit=tokens / least,
+        share=least / seconds,
+    )
+
+
+def check_cache(llm: LLM, config: EngineConfig, cases: Sequence[Case]) -> None:
+    """Raise ValueError for a case that could run out of pages on its way."""
+    room = llm.engine.runner.pool.memory.nbytes
+    for case in cases:
+        need = cache_bytes(llm.config, config, llm.model.dtype.itemsize, case)
+        if need > room:
+            raise ValueError(
+                f"{case.name} tokens may need {need / 1e9:.2f} GB for keys and values; "
+                f"expected at most {room / 1e9:.2f} GB, for which the cache has room"
+            )
+
+
+def measure_cases(
+    llm: LLM, cases: Sequence[Case], ground: Ground, seed: int
+) -> dict[str, list[Any]]:
+    """The rows of each kind. A bar on standard error shows where it is."""
+    rows: dict[str, list[Any]] = {"decode": [], "context": [], "prefill": []}
+    bench = Bench(llm, seed)
+    with tqdm(cases, unit="row", disable=None, leave=False) as progress:
+        for case in progress:
+            progress.set_description(case.name)
+            runs = bench.case(case)
+            if case.kind == "prefill":
+                rows[case.kind].append(prefill_row(case, runs, ground))
+            else:
+                rows[case.kind].append(decode_row(case, runs[0], ground))
+    return rows
+
+
+def measure(
+    plan: Plan,
+    model: str | None = None,
+    *,
+    random_weights: bool = False,
+    device: str | None = None,
+    config: EngineConfig | None = None,
+    command: str = "",
+) -> Report:
+    """Measure all that ``plan`` asks for; the engine is that of `LLM`.
+
+    ``model`` is a checkpoint folder or, with ``random_weights``, the name of a known
+    model; None is the embedded one. ``config`` holds the engine's switches; its sizes
+    of batch and length follow from the plan. Raises TypeError or ValueError before
+    anything is loaded, where it can be known.
+    """
+    place = find_device(device)
+    dtype, seed = find_dtype(None, place), plan.seed if random_weights else None
+    if model in MODELS and not random_weights and not Path(model).is_dir():
+        raise ValueError(
+            f"there is no folder {model!r}; expected a checkpoint folder, or random "
+            "weights in this model's shapes (--random-weights)"
+        )
+    source = open_weights(model, dtype, place, random_weights, seed)
+    config = engine_config(plan, (config or EngineConfig()).resolved(place.type))
+    limit = source.config.max_position_embeddings
+    cases = plan_cases(plan, config.max_num_batched_tokens, limit)
+    machine = measure_machine(place, sum(weight_bytes(source.config, 4).values()))
+    ground = Ground(source.config, machine, dtype.itemsize, source.packed)
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
+    with LLM(model, config, device=place, **options) as llm:
+        ready = time.perf_counter() - start
+        check_cache(llm, config, cases)
+        rows = measure_cases(llm, cases, ground, plan.seed)
+        return Report(
+            date=date.today().isoformat(),
+            command=command,
+            model=model or "embedded",
+            weights="random" if random_weights else "checkpoint",
+            backend=llm.how,
+            device=describe_device(place),
+            versions=versions(),
+            plan=plan,
+            config=config,
+            machine=machine,
+            load_seconds=llm.weights_seconds,
+            engine_seconds=ready - llm.weights_seconds,
+            memory=describe_memory(llm),
+            roof=ground.roof(config),
+            **rows,
+        )

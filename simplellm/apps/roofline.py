@@ -1,0 +1,149 @@
+"""The least time that a step can take on a machine: its roofline.
+
+Bytes and arithmetic of a step follow from the model's shapes; how fast the machine
+reads and multiplies is measured.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from simplellm.config import ModelConfig
+from simplellm.sizes import count_parameters, kv_bytes, weight_bytes
+
+
+def distinct_experts(config: ModelConfig, tokens: int) -> float:
+    """How many experts of a layer some of ``tokens`` choose, on average.
+
+    A token misses an expert with probability 1 - k/E if all choices are equally
+    likely, so that E * (1 - (1 - k/E) ** tokens) of them are chosen.
+    """
+    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    return experts * (1 - (1 - chosen / experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes that one step must read, however it is computed."""
+
+    dense: float  # attention, routers, norms, the LM head, rows of the embedding
+    experts: float
+    kv: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts + self.kv
+
+
+def read_bytes(
+    config: ModelConfig,
+    tokens: int,
+    context: int = 0,
+    *,
+    itemsize: int = 2,
+    packed: bool = True,
+) -> Reads:
+    """What a step of one new token for each of ``tokens`` sequences must read.
+
+    All weights but the embedding once, of the experts those that are expected to be
+    chosen, and the keys and values of ``context`` positions for each sequence:
+
+        dense + layers * distinct_experts * (bytes of one expert) + tokens * kv_bytes
+
+    Activations and what is written are left out; both are small.
+    """
+    found = weight_bytes(config, itemsize, packed)
+    experts = found.pop("experts")
+    found.pop("embedding", None)
+    rows = tokens * config.hidden_size * itemsize
+    share = distinct_experts(config, tokens) / config.num_local_experts
+    return Reads(
+        dense=sum(found.values()) + rows,
+        experts=experts * share,
+        kv=tokens * kv_bytes(config, context, itemsize=itemsize) if context else 0,
+    )
+
+
+def step_flops(config: ModelConfig, tokens: int, sampled: int) -> float:
+    """Multiplications and additions by weights of a step with ``tokens`` tokens.
+
+    Two for each active parameter; the LM head sees the ``sampled`` tokens alone. What
+    attention computes from keys and values is left out.
+    """
+    counts = count_parameters(config)
+    head = config.vocab_size * config.hidden_size
+    return 2.0 * ((counts.active - head) * tokens + head * sampled)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the device does at best, measured by `measure_machine`."""
+
+    bytes_per_second: float  # read from memory
+    flops_per_second: float  # of a matmul in the model's dtype
+
+    def least_seconds(self, nbytes: float, flops: float) -> float:
+        """No program that reads and computes so much can be faster: the roofline."""
+        return max(nbytes / self.bytes_per_second, flops / self.flops_per_second)
+
+
+def shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """The shortest of some times that ``work`` takes, in seconds."""
+    times = []
+    work()  # compiles kernels, touches memory
+    for _ in range(repeats):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        else:
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def read_speed(device: torch.device, nbytes: int) -> float:
+    """Bytes a second at which ``nbytes`` of memory are read, the quickest way here."""
+    x = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
+    read: Callable[[Tensor], Tensor] = torch.sum
+    if device.type == "cuda" and find_spec("triton"):
+        from simplellm.kernels.read import read_memory as read
+    elif device.type == "cpu":
+        x = x.view(torch.float32)  # the sum of integers takes longer than reading them
+    return nbytes / shortest(lambda: read(x), device, 10)
+
+
+def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """FLOP/s of the product of two square matrices.
+
+    They are random: a GPU needs less power for constants, and is then faster.
+    """
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / shortest(lambda: a @ b, device, 10)
+
+
+def measure_machine(device: torch.device, nbytes: int = 2**28) -> Machine:
+    """Read 4 GiB and multiply 8192^3 on a GPU; ``nbytes`` and 1024^3 on a CPU.
+
+    Of ``nbytes`` at most 256 MiB count; fewer may fit the cache, faster than memory.
+    """
+    if device.type == "cpu":
+        return Machine(
+            read_speed(device, min(nbytes, 2**28)),
+            matmul_speed(device, 1024, torch.float32),
+        )
+    half = torch.cuda.mem_get_info(device)[0] // 2
+    nbytes = min(2**32, 2 ** (half.bit_length() - 1))
+    machine = Machine(
+        read_speed(device, nbytes), matmul_speed(device, 8192, torch.bfloat16)
+    )
+    torch.cuda.empty_cache()  # the engine takes what is free
+    return machine

@@ -1,0 +1,117 @@
+"""What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import TINY
+
+from simplellm.config import MODELS
+
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[1] / "tools/gpu"))
+import accuracy
+import cases
+import client
+import compare
+import sanitize
+import tune
+
+from simplellm.kernels import linear
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Two layers of a tiny model, computed by PyTorch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "CUDA", torch.device("cpu"))
+        patch.setattr(cases, "L2", 1e4)
+        patch.setitem(MODELS, "tiny", replace(TINY, vocab_size=200_000))
+        yield cases.random_model("tiny", 2, kernels=False)
+
+
+def test_every_case_can_be_called_and_agrees_with_its_twin(model):
+    small = cases.small_cases(model)
+    assert list(small) == sanitize.KERNELS
+    for some in small.values():
+        for case in some:
+            assert case.nbytes > 0
+            assert len(case.arguments) >= 2
+            assert tune.right(case, case.expected()) == "", case
+
+
+def test_a_wrong_case_is_found(model):
+    case = cases.Cases(model).project("qkv", 3)
+    wrong = replace(case, operation=lambda *inputs: 1.1 * case.operation(*inputs))
+    assert "wrong by" in tune.right(wrong, case.expected())
+    noisy = replace(case, operation=lambda x, *rest: torch.randn_like(x))
+    assert "other bits" in tune.right(noisy, None)
+
+
+def test_sequences_of_a_case_lie_where_their_tables_say(model):
+    groups, pages = cases.groups([300, 500], [140, 1], 128, sets=2)
+    assert pages == 2 * (5 + 3)
+    seen = torch.cat([group.slots // cases.PAGE for group in groups])
+    assert seen.unique().numel() <= pages
+    for group in groups:
+        assert group.offsets.tolist() == [0, 320]
+        assert group.slots.unique().numel() == 141
+
+
+def test_variants_take_the_place_of_what_a_module_would_choose(model):
+    case = cases.Cases(model).project("qkv", 2)
+    chosen = linear.choose(2, 64, 64)
+    for variant in tune.VARIANTS["qkv"](case):
+        with variant.patched():
+            assert linear.choose(2, 64, 64) != chosen or variant.name
+        assert linear.choose(2, 64, 64) == chosen
+
+
+def test_every_variant_names_what_there_is(model):
+    made = cases.Cases(model)
+    some = [made.attend([300] * 2, [1] * 2), made.attend([300], [300])]
+    some += [made.experts(tokens) for tokens in (1, 20)]
+    some += [made.head(2), made.project("o", 1)]
+    for case in some:
+        for variant in tune.VARIANTS[case.kernel](case):
+            assert variant.name
+            with variant.patched():
+                pass
+
+
+def test_a_client_steps_an_engine(model):
+    engine = client.make_engine(model, num_pages=40, cuda_graphs=False)
+    one = client.Client(engine)
+    first, second = (one.ask(client.random_prompt(20, n), 5) for n in range(2))
+    one.finish()
+    assert len(one.tokens(first)) == len(one.tokens(second)) == 5
+    again = client.Client(engine)
+    number = again.ask(client.random_prompt(20, 0), 5)
+    again.finish()
+    assert again.tokens(number) == one.tokens(first)
+
+
+def test_chunks_have_the_logits_of_the_whole(model):
+    tokens = torch.arange(40)
+    whole = model.logits(tokens)
+    found = accuracy.chunked(model, tokens, [20, 15, 1, 1, 3])
+    assert accuracy.compare(found, whole)["median"] < 0.02
+
+
+def test_what_is_slower_is_said():
+    def rows(tree, *speeds):
+        return [
+            {"model": "gpt-oss-20b", "tree": tree, "found": found}
+            for speed in speeds
+            for found in [{"decode 1, tokens/s": speed, "start cached, s": 5.0}]
+        ]
+
+    same = list(compare.table(rows("old", 100, 101) + rows("new", 99, 100)))
+    assert len(same) == 3
+    assert not any("slower" in line for line in same)
+    slow = list(compare.table(rows("old", 100, 101) + rows("new", 90, 91)))
+    assert "slower" in slow[1] and "slower" not in slow[2]
+    noisy = list(compare.table(rows("old", 80, 101) + rows("new", 80, 81)))
+    assert not any("slower" in line for line in noisy)

@@ -1,0 +1,202 @@
+"""The package stays small, its floors in order, and each name defined once.
+
+What is counted is printed: ``pytest tests/test_limits.py -s``.
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "simplellm"
+SPINE = "llm load request reader reply engine stats scheduler batch runner pages"
+SPINE += " sampler model ops"
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for path in PACKAGE.rglob("*.py")
+}
+TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+# Tables of operations have the same names: a model is given one of them.
+TABLES = ("simplellm.ops", "simplellm.ops_numpy", "simplellm.kernels")
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def functions(name: str) -> Iterator[tuple[int, str, bool]]:
+    """Lines of each function of a module, its name, and whether it is a kernel."""
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, Function):
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            count = (node.end_lineno or start) - start + 1
+            yield count, f"{name}.{node.name}", "triton.jit" in decorators
+
+
+def imports(name: str) -> set[str]:
+    """The package's modules that one imports, wherever in it, for types alone too."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            parts = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = parts & FILES.keys()
+            found |= modules | ({node.module} if parts - modules else set())
+    return (found & FILES.keys()) - {name}
+
+
+def module_imports() -> dict[str, set[str]]:
+    """`imports` of each module; a package's own names come from its modules."""
+    return {name: imports(name) for name in FILES if FILES[name].name != "__init__.py"}
+
+
+def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Modules that import each other, directly or by way of others."""
+    reach = {name: set(below) for name, below in graph.items()}
+    for middle in graph:
+        for name in graph:
+            if middle in reach[name]:
+                reach[name] |= reach[middle]
+    together = {
+        tuple(sorted({name, *(o for o in reach[name] if name in reach.get(o, ()))}))
+        for name in graph
+        if name in reach[name]
+    }
+    return sorted(together)
+
+
+def floors(graph: dict[str, set[str]]) -> dict[str, int]:
+    """On which floor each module stands: 1, or one above the highest it imports."""
+    found: dict[str, int] = {}
+    left = dict(graph)
+    while left:
+        ready = [
+            n for n, below in left.items() if not (below & graph.keys()) - {*found}
+        ]
+        if not ready:
+            break  # those in circles, and above
+        height = {
+            n: 1 + max((found[b] for b in left[n] if b in found), default=0)
+            for n in ready
+        }
+        found |= height
+        for name in ready:
+            del left[name]
+    return found
+
+
+def raises() -> dict[str, int]:
+    """How many statements of each module raise something new."""
+    return {
+        name: sum(
+            isinstance(node, ast.Raise) and node.exc is not None
+            for node in ast.walk(tree)
+        )
+        for name, tree in TREES.items()
+    }
+
+
+def measured() -> dict[str, tuple[int, int]]:
+    """What is counted: how much there is, and how much there may be."""
+    spine = [PACKAGE / f"{name}.py" for name in SPINE.split()]
+    every = [entry for name in FILES for entry in functions(name)]
+    graph = module_imports()
+    return {
+        "lines of the spine": (sum(map(lines, spine)), 3200),
+        "lines of the package": (sum(map(lines, FILES.values())), 9000),
+        "lines of tools/": (sum(map(lines, (ROOT / "tools").rglob("*.py"))), 5000),
+        "lines of the longest file": (max(map(lines, FILES.values())), 480),
+        "lines of the longest function": (max(n for n, _, k in every if not k), 60),
+        "lines of the longest kernel": (max(n for n, _, k in every if k), 90),
+        "raise statements": (sum(raises().values()), 120),
+        "import circles": (len(circles(graph)), 0),
+        "floors": (max(floors(graph).values()), 9),
+    }
+
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[str, tuple[int, int]]:
+    found = measured()
+    print(f"\n{'':32}{'is':>8}{'at most':>9}")
+    for name, (size, most) in found.items():
+        print(f"{name:32}{size:8,}{most:9,}" + "  too much" * (size > most))
+    by_length = sorted(((lines(p), n) for n, p in FILES.items()), reverse=True)
+    print("longest files:", ", ".join(f"{n} {c}" for c, n in by_length[:5]))
+    long = sorted((entry for n in FILES for entry in functions(n)), reverse=True)
+    print("longest functions:", ", ".join(f"{n} {c}" for c, n, _ in long[:6]))
+    for circle in circles(module_imports()):
+        print("circle:", ", ".join(circle))
+    levels = defaultdict(list)
+    for name, floor in floors(module_imports()).items():
+        levels[floor].append(name.removeprefix("simplellm."))
+    for floor in sorted(levels, reverse=True):
+        print(f"{floor:2} {' '.join(sorted(levels[floor]))}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lines of the spine",
+        "lines of the package",
+        "lines of tools/",
+        "lines of the longest file",
+        "lines of the longest function",
+        "lines of the longest kernel",
+        "raise statements",
+        "import circles",
+        "floors",
+    ],
+)
+def test_nothing_is_too_large(sizes: dict[str, tuple[int, int]], name: str) -> None:
+    size, most = sizes[name]
+    assert size <= most
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module gives to functions, classes and values of its own."""
+    names = set()
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                n.id for target in targets for n in ast.walk(target)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }  # fmt: skip
+    return names
+
+
+def operations() -> set[str]:
+    """The fields of `Ops`, and what stands behind them in every table."""
+    for node in TREES["simplellm.ops"].body:
+        if isinstance(node, ast.ClassDef) and node.name == "Ops":
+            return {
+                part.target.id
+                for part in node.body
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+            }
+    raise AssertionError("no record of operations")
+
+
+def test_each_name_is_defined_once() -> None:
+    """But for the operations' own names in their tables, and each module's logger."""
+    places = defaultdict(list)
+    shared = operations()
+    for module, tree in TREES.items():
+        for name in defined(tree) - {"LOGGER"}:
+            if name.startswith("__") or (name in shared and module.startswith(TABLES)):
+                continue
+            places[name].append(module)
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice

@@ -1,0 +1,329 @@
+"""What each operation computes with in gpt-oss: random inputs of its true widths.
+
+A `Case` is one operation at one size, with several sets of arguments, each in memory of
+its own, so that launches which take turns find nothing in the L2 cache. The tuner times
+them, the sanitizer watches them; `random_model` is what the other scripts start from.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplellm.batch import KVGroup
+from simplellm.checkpoint import RandomCheckpoint
+from simplellm.config import MODELS
+from simplellm.kernels.fragments import unpack
+from simplellm.kernels.fused import fused
+from simplellm.layers import Experts, Layer
+from simplellm.model import Model, build
+from simplellm.ops import PLAIN, route
+from simplellm.sizes import weight_bytes
+from simplellm.weights import MXFP4
+
+PAGE = 64
+MAX_NUM_SEQS = 256
+MOST = 200  # sets of arguments
+L2 = 2.4e8  # bytes of inputs after which nothing of the first is cached any more
+CUDA = torch.device("cuda")
+# Arguments that operations write to.
+WRITTEN = {"add_norm": (0,), "rope_and_cache": (3, 4), "head": (2,)}
+
+
+def random_model(
+    name: str,
+    layers: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    kernels: bool = True,
+    batch_invariant: bool = False,
+) -> Model:
+    """A known model with ``layers`` layers, always the same random bfloat16 weights.
+
+    The Triton kernels compute with it, or without ``kernels`` PyTorch.
+    """
+    types = MODELS[name].layer_types[:layers]
+    config = replace(MODELS[name], num_hidden_layers=layers, layer_types=types)
+    checkpoint = RandomCheckpoint(config, dtype=torch.bfloat16, device=CUDA, seed=0)
+    ops = PLAIN
+    if kernels:
+        ops = fused(
+            config,
+            max_num_seqs=MAX_NUM_SEQS,
+            device=CUDA,
+            batch_invariant=batch_invariant,
+        )
+
+    def take(name: str) -> Any:
+        weight = checkpoint[name]
+        if isinstance(weight, MXFP4):
+            return weight
+        return weight.to(torch.float32 if name.endswith("norm.weight") else dtype)
+
+    return build(config, take, ops)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation at one size, and what one call of it moves and computes at least."""
+
+    kernel: str
+    shape: str
+    operation: Callable[..., Any]  # of the table under test
+    twin: Callable[..., Any]  # in PyTorch
+    arguments: Sequence[tuple[Any, ...]]
+    nbytes: float
+    flops: float = 0.0
+    written: tuple[int, ...] = ()  # arguments that it writes to
+
+    def calls(self) -> list[Callable[[], Any]]:
+        """One call for each set of arguments."""
+        return [partial(self.operation, *inputs) for inputs in self.arguments]
+
+    def outcome(self, function: Callable[..., Any]) -> list[Tensor]:
+        """All that a function returns for, or writes into, the first arguments."""
+        inputs = list(self.arguments[0])
+        for place in self.written:
+            inputs[place] = inputs[place].clone()
+        found = function(*inputs)
+        results = found if isinstance(found, tuple) else (found,)
+        return [summed(x) for x in (*results, *(inputs[i] for i in self.written))]
+
+    def expected(self) -> list[Tensor]:
+        """What the twin makes of the first arguments, in the same dtypes."""
+        return self.outcome(lambda *inputs: self.twin(*map(unpacked, inputs)))
+
+
+def summed(x: Tensor) -> Tensor:
+    """[T, parts, N] -> [T, N], for operations that leave a sum to the next one."""
+    return x.float().sum(1) if x.ndim == 3 and x.shape[-1] == 2880 else x.float()
+
+
+def unpacked(value: Any) -> Any:
+    """An argument as the twin takes it: experts as they were before `prepare`."""
+    if isinstance(value, Experts) and not isinstance(value.gate_up, MXFP4):
+        weights: Any = {n: unpack(getattr(value, n)) for n in ("gate_up", "down")}
+        return replace(value, **weights)
+    return value
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=CUDA).to(dtype)
+
+
+def integers(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+def groups(
+    lengths: Sequence[int], chunks: Sequence[int], window: int | None, sets: int
+) -> tuple[list[KVGroup], int]:
+    """Sequences of these lengths, the last ``chunks`` of them new, ``sets`` times.
+
+    Each has pages of its own in random order; also how many pages these are in all.
+    """
+    firsts = [
+        0 if window is None else max(0, n - c + 1 - window) // PAGE
+        for n, c in zip(lengths, chunks, strict=True)
+    ]
+    counts = [-(-n // PAGE) - f for n, f in zip(lengths, firsts, strict=True)]
+    order = torch.randperm(sum(counts) * sets, device=CUDA).int()
+    ends = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
+    found = []
+    for mine in order.split([sum(counts)] * sets):
+        tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+        for row, pages in enumerate(mine.cpu().split(counts)):
+            tables[row, : len(pages)] = pages
+        owners = [row for row, count in enumerate(chunks) for _ in range(count)]
+        places = [
+            lengths[row] - chunks[row] + i - firsts[row] * PAGE
+            for row in range(len(chunks))
+            for i in range(chunks[row])
+        ]
+        slots = tables[owners, [p // PAGE for p in places]] * PAGE
+        found.append(
+            KVGroup(
+                slots=slots.to(CUDA) + integers([p % PAGE for p in places]),
+                tables=tables.to(CUDA),
+                offsets=integers(firsts) * PAGE,
+                lengths=integers(lengths),
+                queries=integers(ends),
+                decodes=len(chunks) if max(chunks) == 1 else 0,
+                window=window,
+                page_size=PAGE,
+            )
+        )
+    return found, sum(counts) * sets
+
+
+class Cases:
+    """Makes cases of a model's layers, whose weights take turns."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.ops, self.config = model, model.ops, model.config
+
+    def make(
+        self,
+        kernel: str,
+        shape: str,
+        operation: str,
+        arguments: Sequence[tuple[Any, ...]],
+        nbytes: float,
+        flops: float = 0.0,
+    ) -> Case:
+        table, twin = getattr(self.ops, operation), getattr(PLAIN, operation)
+        written = WRITTEN.get(operation, ())
+        return Case(kernel, shape, table, twin, arguments, nbytes, flops, written)
+
+    def layers(self, nbytes: float) -> list[Layer]:
+        """Layers in turns, until their parts of ``nbytes`` are more than the cache."""
+        count = max(2, min(MOST, math.ceil(L2 / nbytes)))
+        return list(islice(cycle(self.model.layers), count))
+
+    def embed(self, tokens: int) -> Case:
+        ids = torch.randint(self.config.vocab_size, (tokens,), device=CUDA).int()
+        ids[::3] = -1
+        arguments = ids, integers([7]), self.model.embed_tokens
+        nbytes = 4.0 * tokens * self.config.hidden_size
+        return self.make("embed", str(tokens), "embed", [arguments] * 2, nbytes)
+
+    def norm(self, tokens: int, parts: int) -> Case:
+        width = self.config.hidden_size
+        arguments = [
+            (
+                normal(tokens, width),
+                normal(tokens, parts, width),
+                layer.attn_norm,
+                self.config.rms_norm_eps,
+            )
+            for layer in self.layers(2.0 * tokens * (2 + parts) * width)
+        ]
+        nbytes = 2.0 * tokens * width * (3 + parts)
+        return self.make("norm", f"{tokens} / {parts}", "add_norm", arguments, nbytes)
+
+    def project(self, name: str, tokens: int) -> Case:
+        """``name`` is qkv or o."""
+        weights = [getattr(x.attn, name) for x in self.model.layers]
+        rows, columns = weights[0].shape
+        biases = [None if name == "qkv" else x.attn.o_bias for x in self.model.layers]
+        arguments = [
+            (normal(tokens, columns), weight, bias)
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        flops = 2.0 * tokens * rows * columns
+        nbytes = 2.0 * (rows * columns + tokens * (rows + columns))
+        return self.make(name, str(tokens), "project", arguments, nbytes, flops)
+
+    def rope(self, tokens: int) -> Case:
+        attn = self.model.layers[0].attn
+        width, heads = attn.qkv.shape[0], self.config.num_key_value_heads
+        (group,), pages = groups([tokens], [tokens], None, 1)
+        arguments = []
+        for layer in self.layers(4.0 * tokens * width):
+            shape = pages, PAGE, heads, self.config.head_dim
+            keys, values = (torch.zeros(shape, device=CUDA).bfloat16() for _ in "kv")
+            positions = torch.randint(len(attn.cos), (tokens,), device=CUDA).int()
+            qkv = normal(tokens, width)
+            arguments += [(qkv, layer.attn, positions, keys, values, group.slots)]
+        nbytes = 4.0 * tokens * width
+        return self.make("rope", str(tokens), "rope_and_cache", arguments, nbytes)
+
+    def attend(
+        self, lengths: Sequence[int], chunks: Sequence[int], window: int | None = None
+    ) -> Case:
+        """``window`` is that of the layer; None sees all."""
+        config = self.config
+        heads, dim = config.num_attention_heads, config.head_dim
+        token = 4 * config.num_key_value_heads * dim  # bytes of a key and a value
+        seen = [
+            min(length, (window or length) + chunk - 1)
+            for length, chunk in zip(lengths, chunks, strict=True)
+        ]
+        tokens, nbytes = sum(chunks), float(token * sum(seen))
+        nbytes += 4.0 * tokens * heads * dim
+        sets = max(2, min(MOST, round(L2 / nbytes)))
+        found, pages = groups(lengths, chunks, window, sets)
+        shape = pages, PAGE, config.num_key_value_heads, dim
+        keys, values = normal(*shape), normal(*shape)
+        sinks = self.model.layers[0].attn.sinks
+        queries = [normal(tokens, heads, dim) for _ in found]
+        arguments = [
+            (q, keys, values, group, sinks)
+            for q, group in zip(queries, found, strict=True)
+        ]
+        pairs = sum(
+            min(position + 1, window or position + 1)
+            for length, chunk in zip(lengths, chunks, strict=True)
+            for position in range(length - chunk, length)
+        )
+        kernel = "decode" if max(chunks) == 1 else "prefill"
+        kernel += f" {window}" if window else ""
+        shape_name = f"{len(lengths)} x {lengths[0]}"
+        flops = 4.0 * heads * dim * pairs
+        return self.make(kernel, shape_name, "attend", arguments, nbytes, flops)
+
+    def experts(self, tokens: int) -> Case:
+        live, config = integers([tokens]), self.config
+        arguments, distinct = [], 0
+        for layer in self.model.layers:
+            x, mlp = normal(tokens, config.hidden_size), layer.mlp
+            assert isinstance(mlp, Experts)
+            ids, _ = route(x, mlp.router, mlp.router_bias, mlp.top_k)
+            distinct += len(ids.unique())
+            arguments.append((x, mlp, live))
+        layers = config.num_hidden_layers
+        one = weight_bytes(config)["experts"] / layers / config.num_local_experts
+        sizes = 3 * config.hidden_size * config.intermediate_size
+        flops = 2.0 * tokens * config.num_experts_per_tok * sizes
+        nbytes = one * distinct / layers
+        return self.make("experts", str(tokens), "experts", arguments, nbytes, flops)
+
+    def head(self, rows: int) -> Case:
+        weight = self.model.lm_head
+        logits = torch.empty(rows, len(weight), device=CUDA)  # type: ignore[arg-type]
+        hidden = [normal(rows, self.config.hidden_size) for _ in range(2)]
+        arguments = [(x, weight, logits) for x in hidden]
+        flops = 2.0 * rows * self.config.vocab_size * self.config.hidden_size
+        nbytes = weight.nbytes + logits.nbytes
+        return self.make("head", str(rows), "head", arguments, nbytes, flops)
+
+    def draw(self, rows: int) -> Case:
+        logits = [torch.randn(rows, self.config.vocab_size, device=CUDA) for _ in "12"]
+        numbers = torch.arange(rows, device=CUDA)
+        heat = torch.ones(rows, device=CUDA)
+        arguments = [(x, x.argmax(-1).int(), heat, numbers, numbers) for x in logits]
+        return self.make("draw", str(rows), "draw", arguments, logits[0].nbytes)
+
+
+def small_cases(model: Model) -> dict[str, list[Case]]:
+    """Every kernel in all its forms, on little."""
+    cases = Cases(model)
+    found: dict[str, list[Case]] = {
+        "embed": [cases.embed(4)],
+        "norm": [cases.norm(*size) for size in ((1, 3), (5, 6), (33, 1))],
+        "rope": [cases.rope(tokens) for tokens in (1, 40)],
+        "linear": [
+            cases.project(name, tokens)
+            for name in ("qkv", "o")
+            for tokens in (1, 3, 17, 60)
+        ],
+        "experts": [cases.experts(n) for n in (2, 5, 60, 200, 500)],
+        "experts_one": [cases.experts(1)],
+        "head": [cases.head(rows) for rows in (1, 3, 17, 100)],
+        "draw": [cases.draw(rows) for rows in (1, 9)],
+    }
+    for window in model.config.windows:
+        # Split and joined by heads, by kv heads, of no length, of one page and a bit.
+        lengths: list[list[int]] = [[700], [600] * 9, [300, 1, 129], [65] * 17]
+        found.setdefault("decode", []).extend(
+            cases.attend(some, [1] * len(some), window) for some in lengths
+        )
+        found.setdefault("prefill", []).append(
+            cases.attend([300, 129, 17], [140, 129, 1], window)
+        )
+    return found

@@ -1,0 +1,290 @@
+"""Old and new code in turns, on one GPU: is the new as fast?
+
+    python tools/gpu/compare.py --old PATH --new PATH --json OUT
+    python tools/gpu/compare.py --old PATH --new PATH --models gpt-oss-20b
+
+The paths are two checkouts. Each turn, old, new, new, old, is a process of its own for
+each model, with random weights, and uses of the package only what both have: LLM, its
+config, generate, stats and the engine's meter. A checkout has a kernel cache of its own
+that is empty at its first turn: that start is the cold one.
+
+All of it takes about eight minutes; --models and --cases split it.
+"""
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+from unittest import mock
+
+MODELS = ("gpt-oss-120b", "gpt-oss-20b")
+EAGER = "gpt-oss-120b"  # whose step without graphs is timed
+CASES = ("decode", "prefill", "eager")
+BATCHES = (1, 2, 8, 64, 256)
+LENGTH = 128  # tokens of prompts and answers
+PREFILL = 32, 2048
+TURNS = ("old", "new", "new", "old")
+TOLERANCE = 0.02
+Found = dict[str, float]
+
+
+# One turn, in a process of its own
+
+
+@contextlib.contextmanager
+def opened(model: str, **options: Any) -> Iterator[Any]:
+    """An LLM, whose memory is free again afterwards."""
+    import torch
+
+    import simplellm
+
+    kind = getattr(simplellm, "GPUConfig", None) or simplellm.EngineConfig
+    config = kind(
+        max_num_seqs=max(BATCHES),
+        max_num_batched_tokens=8192,
+        max_model_len=PREFILL[1] + LENGTH,
+        cache_bytes=2**33,
+        share_prefixes=False,
+        **options,
+    )
+    with simplellm.LLM(model, config, random_weights=True) as llm:
+        yield llm
+    del llm
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def generate(llm: Any, batch: int, length: int, tokens: int, seed: int = 0) -> Any:
+    """The outputs for some random prompts, and the seconds they took."""
+    import torch
+
+    from simplellm import SamplingParams
+
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, length
+    prompts = torch.randint(llm.config.vocab_size, shape, generator=generator).tolist()
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params).result()
+    return outputs, time.perf_counter() - start
+
+
+def full_steps(llm: Any, batch: int) -> list[float]:
+    """Seconds of the latest steps that gave each request a token, as the one before."""
+    with llm.engine.lock:
+        recent = list(llm.engine.meter.recent)
+    return [
+        end - begin
+        for (begin, before), (end, count) in pairwise(recent)
+        if before == count == batch
+    ]
+
+
+def decode(llm: Any) -> Found:
+    """Tokens a second at each batch size: batch over the median step."""
+    found = {}
+    for batch in BATCHES:
+        generate(llm, batch, LENGTH, 4, seed=1)
+        first, _ = generate(llm, batch, LENGTH, LENGTH)
+        found[f"decode {batch}, tokens/s"] = batch / median(full_steps(llm, batch))
+        if batch == 1:
+            again, _ = generate(llm, batch, LENGTH, LENGTH)
+            assert first[0].token_ids == again[0].token_ids, "other tokens"
+            digest = hashlib.sha256(repr(first[0].token_ids).encode()).hexdigest()
+            print(f"  the same tokens twice: {digest[:12]}", flush=True)
+    return found
+
+
+def prefill(llm: Any) -> Found:
+    """Tokens a second of many prompts; milliseconds to the first token of one."""
+    batch, length = PREFILL
+    many, one = (
+        median(generate(llm, count, length, 1, seed)[1] for seed in (1, 2, 3, 4, 5))
+        for count in (batch, 1)
+    )
+    return {
+        f"prefill {batch} x {length}, tokens/s": batch * length / many,
+        f"first token after {length}, ms": 1e3 * one,
+    }
+
+
+def eager(model: str) -> Found:
+    """A step of one request without graphs and overlap, and what the host does in it.
+
+    The host works from the end of one wait for the GPU to the beginning of the next.
+    """
+    import torch
+
+    waits: list[tuple[float, float]] = []
+    synchronize = torch.cuda.Event.synchronize
+
+    def timed(event: Any) -> None:
+        start = time.perf_counter()
+        synchronize(event)
+        waits.append((start, time.perf_counter()))
+
+    with opened(model, cuda_graphs=False, overlap=False) as llm:
+        generate(llm, 1, LENGTH, 8, seed=1)
+        with mock.patch.object(torch.cuda.Event, "synchronize", timed):
+            generate(llm, 1, LENGTH, LENGTH)
+        step = median(full_steps(llm, 1))
+    host = median(start - end for (_, end), (start, _) in pairwise(waits[2:]))
+    return {"eager host, ms": 1e3 * host, "eager step, ms": 1e3 * step}
+
+
+def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
+    """All that is measured of one model by the package that is imported here."""
+    import torch
+
+    import simplellm
+
+    print(f"  {Path(simplellm.__file__).parent}, torch {torch.__version__}")
+    with opened(model) as llm:
+        ready = time.time() - began
+        generate(llm, 1, LENGTH, 1)
+        name = "cold" if cold else "cached"
+        found = {
+            f"start {name}, s": ready,
+            f"start {name} to first token, s": time.time() - began,
+        }
+        found |= decode(llm) if "decode" in cases else {}
+        found |= prefill(llm) if "prefill" in cases else {}
+        if preemptions := llm.stats().preemptions:
+            raise RuntimeError(f"the cache was too small: {preemptions} preemptions")
+        found["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
+    if "eager" in cases and model == EAGER:
+        found |= eager(model)
+    return found
+
+
+# All turns
+
+
+def start(tree: Path, cache: Path, arguments: list[str]) -> Found:
+    """Run a turn with the package of ``tree``; its numbers."""
+    cold = not cache.exists()
+    command = [sys.executable, __file__, "--turn", *arguments]
+    command += ["--began", str(time.time()), *(["--cold"] if cold else [])]
+    environment = os.environ | {
+        "PYTHONPATH": str(tree.resolve()),
+        "TRITON_CACHE_DIR": str(cache),
+    }
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("  "):
+                print(line, end="", flush=True)
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(command)} ended with {process.returncode}")
+    return json.loads(lines[-1])
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Old and new side by side; "slower" if by more than old differs from itself."""
+    yield f"{'':44}{'old':>10}{'new':>10}{'new/old':>9}{'bar':>7}"
+    for model in dict.fromkeys(row["model"] for row in rows):
+        mine = [row for row in rows if row["model"] == model]
+        for name in dict.fromkeys(name for row in mine for name in row["found"]):
+            old, new = (
+                [
+                    r["found"][name]
+                    for r in mine
+                    if r["tree"] == t and name in r["found"]
+                ]
+                for t in ("old", "new")
+            )
+            if not (old and new):
+                continue
+            ratio = mean(new) / mean(old)
+            bar = max(TOLERANCE, max(old) / min(old) - 1)
+            worse = 1 / ratio if name.endswith("tokens/s") else ratio
+            verdict = "  slower" if worse > 1 + bar else ""
+            yield (
+                f"{model[8:]:5}{name:39}{mean(old):10.2f}{mean(new):10.2f}"
+                f"{ratio:9.3f}{bar:7.1%}{verdict}"
+            )
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__}
+
+
+def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> None:
+    """Take all turns; ``save`` gets the rows after each."""
+    trees = {"old": options.old, "new": options.new}
+    rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as caches:
+        for model in options.models.split(","):
+            for tree in TURNS:
+                print(f"[{time.perf_counter() - began:4.0f} s] {model} {tree}")
+                cache = Path(caches, tree, model)
+                try:
+                    found = start(trees[tree], cache, [model, options.cases])
+                except Exception as error:  # the other turns are worth having
+                    print(f"  FAILED: {error}", flush=True)
+                    continue
+                rows.append({"model": model, "tree": tree, "found": found})
+                for name, value in found.items():
+                    print(f"  {name:40}{value:12.3f}", flush=True)
+                save(rows)
+    print("\n".join(table(rows)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--old", type=Path)
+    parser.add_argument("--new", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
+    parser.add_argument("--began", type=float)
+    parser.add_argument("--cold", action="store_true")
+    options = parser.parse_args()
+    if options.turn:
+        model, cases = options.turn
+        found = turn(model, cases.split(","), options.began, options.cold)
+        print(json.dumps(found))
+        return
+    if not (options.old and options.new):
+        parser.error("expected --old and --new, two checkouts")
+    import torch
+
+    record = {
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "command": shlex.join(["python", "tools/gpu/compare.py", *sys.argv[1:]]),
+    }
+
+    def save(rows: list[Any]) -> None:
+        if options.json:
+            text = json.dumps(record | {"rows": rows}, indent=1)
+            options.json.write_text(text + "\n", encoding="utf-8")
+
+    compare(options, save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Check and time the kernels at gpt-oss's sizes on one GPU, as they are and otherwise.
+
+    python tools/gpu/tune.py --json OUT                  every kernel as it is chosen
+    python tools/gpu/tune.py --only decode,experts --variants --json OUT
+
+With --variants each is also timed with other tilings, which stand in for what its
+module would choose. Every variant is first compared with the operation in PyTorch, its
+results poisoned, and with itself: the same bits twice.
+
+Times are medians of replays of a CUDA graph whose launches take turns between inputs
+that are together larger than the L2 cache. A replay is repeated for a third of a second
+and the first third of that left out: kernels that bring a card to its power limit are
+slowed by it. Shares are of what an H200's memory gave at best.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from cases import Case, Cases, random_model
+from torch import Tensor
+
+from simplellm.kernels.decode import DecodeTiles, decode_tiles
+from simplellm.kernels.experts import Tiling
+from simplellm.kernels.experts_one import OneTiling, down_one, gate_up_one
+from simplellm.kernels.linear import Dot, Gemv
+from simplellm.kernels.prefill import PrefillTiles
+
+PEAK = 4650.0  # GB/s
+SECONDS = 0.35  # of each measurement
+TOLERANCE = 0.02  # of a row's root mean square; bfloat16 results lose about 0.009
+CHECKED = 2**17  # rows x tokens from which on PyTorch would take too long
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What takes the place of functions of simplellm.kernels, by MODULE.NAME."""
+
+    name: str
+    replaced: dict[str, Any]
+
+    def patched(self) -> ExitStack:
+        """A context in which the kernels are launched so."""
+        stack = ExitStack()
+        for path, value in self.replaced.items():
+            module, _, name = path.rpartition(".")
+            place = import_module(f"simplellm.kernels.{module}")
+            stack.enter_context(mock.patch.object(place, name, value))
+        return stack
+
+
+AS_CHOSEN = Variant("", {})
+
+
+def chosen(path: str, value: Any) -> dict[str, Any]:
+    """Make a function that chooses tiles give ``value``, whatever it is asked."""
+    return {path: lambda *_: value}
+
+
+def named(config: Any) -> str:
+    """A tiling's numbers in the order of its fields, switches by name."""
+    values = config._asdict() if hasattr(config, "_asdict") else vars(config)
+    shown = [str(v) for v in values.values() if not isinstance(v, bool | None)]
+    switches = [name for name, value in values.items() if value is True]
+    return " ".join(["x".join(shown), *switches])
+
+
+def decode_variants(case: Case) -> Iterator[Variant]:
+    group = case.arguments[0][3]
+    now = decode_tiles(group.decodes, 64, group.window)
+    shapes = (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)
+    for shape, early in product(shapes, (False, True)):
+        tiles = replace(DecodeTiles(*shape), least=now.least, early=early)
+        yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
+    for percent in (-1, 43, 64, 100):
+        tiles = replace(now, carveout=percent)
+        yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
+
+
+def prefill_variants(case: Case) -> Iterator[Variant]:
+    shapes = (
+        (64, 8, 3, 16),
+        (64, 8, 2, 16),
+        (64, 4, 3, 16),
+        (32, 4, 3, 8),
+        (64, 4, 2, 8),
+    )
+    for shape in shapes:
+        tiles = PrefillTiles(*shape)
+        yield Variant(named(tiles), chosen("prefill.prefill_tiles", tiles))
+
+
+def product_variants(path: str, case: Case) -> Iterator[Variant]:
+    """Products of few tokens: on ordinary cores, on tensor cores."""
+    tokens = len(case.arguments[0][0])
+    configs: list[Gemv | Dot] = []
+    if tokens <= 4:
+        configs += [Gemv(*size) for size in ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8))]
+    if tokens > 1:
+        parts = (1,) if path.startswith("head") else (1, 3, 5)
+        tiles = (64, 64, 6), (64, 128, 3), (128, 64, 4)
+        for (rows, depth, stages), part, warps in product(tiles, parts, (4, 8)):
+            dot = Dot(rows, depth, part, warps, stages, pdl=False)
+            configs += [dot, dot._replace(pdl=True, ahead=1)]
+    for config in configs:
+        yield Variant(named(config), chosen(path, config))
+    yield Variant("cuBLAS", chosen(path, None))
+
+
+def expert_variants(case: Case) -> Iterator[Variant]:
+    tokens = len(case.arguments[0][0])
+    if tokens == 1:
+        for programs, warps, registers in product((66, 99, 132), (4, 8), (128, 168)):
+            one = OneTiling(programs, warps, registers)
+            halves: dict[str, Callable[..., Any]] = {
+                "gate_up_one": gate_up_one,
+                "down_one": down_one,
+            }
+            replaced = {
+                f"experts_one.{name}": partial(half, tiling=one)
+                for name, half in halves.items()
+            }
+            yield Variant(named(one), replaced)
+        return
+    tilings = {
+        512: [
+            *(Tiling(rows, 16, 1, 3, 3, 4) for rows in (64, 128)),
+            *(Tiling(128, 16, 2, unroll, 3, 4) for unroll in (3, 5)),
+            *(Tiling(128, 8, 1, 3, 3, warps) for warps in (1, 2)),
+            Tiling(128, 32, 3, 3, 3, 4),
+        ],
+        4096: [
+            *(Tiling(128, 64, widths, 1, 4, 4) for widths in (3, 4)),
+            Tiling(128, 32, 3, 3, 3, 4),
+        ],
+        2**31: [
+            *(
+                Tiling(rows, 128, 3, 1, 4, warps)
+                for rows, warps in ((128, 4), (256, 8))
+            ),
+            Tiling(128, 256, 4, 1, 4, 8),
+        ],
+    }
+    for tiling in next(some for most, some in tilings.items() if tokens <= most):
+        yield Variant(named(tiling), chosen("experts.tilings", (tiling, tiling)))
+
+
+VARIANTS: dict[str, Callable[[Case], Iterator[Variant]]] = {
+    "decode": decode_variants,
+    "prefill": prefill_variants,
+    "qkv": partial(product_variants, "linear.choose"),
+    "o": partial(product_variants, "linear.choose"),
+    "head": partial(product_variants, "head.choose_head"),
+    "experts": expert_variants,
+}
+# The sizes of each kernel that are timed.
+SIZES: dict[str, Callable[[Cases], Iterator[Case]]] = {
+    "norm": lambda c: (c.norm(n, k) for n in (1, 8, 64, 256) for k in (1, 4)),
+    "rope": lambda c: map(c.rope, (1, 8, 64, 256, 2048)),
+    "qkv": lambda c: (c.project("qkv", n) for n in (1, 2, 8, 64, 256)),
+    "o": lambda c: (c.project("o", n) for n in (1, 2, 8, 64, 256)),
+    "decode": lambda c: (
+        c.attend([length] * batch, [1] * batch, window)
+        for batch, length, window in (
+            *((1, n, None) for n in (500, 1000, 8192, 32_768, 131_072)),
+            *((8, n, None) for n in (500, 1000, 32_768)),
+            *((64, 1000, None), (128, 500, None), (256, 500, None)),
+            *((1, 1000, 128), (64, 1000, 128)),
+        )
+    ),
+    "prefill": lambda c: (
+        c.attend([length] * batch, [length] * batch, window)
+        for batch, length in ((1, 2048), (32, 2048), (64, 128))
+        for window in (None, 128)
+    ),
+    "experts": lambda c: map(c.experts, (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)),
+    "head": lambda c: map(c.head, (1, 2, 8, 64, 256)),
+    "draw": lambda c: map(c.draw, (1, 8, 64)),
+}
+
+
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Median time of one of ``calls``, replayed together as one graph."""
+    calls = [*calls] * math.ceil(16 / len(calls))
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < SECONDS or len(times) < 3:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 1e3 * statistics.median(times[len(times) // 3 :]) / len(calls)
+
+
+def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference, over a number's own size and its row's mean one."""
+    worst = 0.0
+    for got, want in zip(found, expected, strict=True):
+        size = want.abs() + want.square().mean(-1, keepdim=True).sqrt()
+        off = ((got - want).abs() / size.clamp(min=1e-9)).max().item()
+        worst = off if not off <= worst else worst  # NaN stays
+    return worst
+
+
+def right(case: Case, expected: Sequence[Tensor] | None) -> str:
+    """What is wrong with a case's results; "" if nothing is."""
+    # Fills every new tensor with NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        first, again = (case.outcome(case.operation) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if not all(map(torch.equal, first, again)):
+        return "other bits at the second time"
+    if expected is not None and not (off := error(first, expected)) < TOLERANCE:
+        return f"wrong by {off:.3g}"
+    return ""
+
+
+def measure(case: Case, variants: Sequence[Variant]) -> Iterator[Row]:
+    """A row for each variant that is right. What is wrong is told."""
+    tokens = len(case.arguments[0][0])
+    expected = case.expected() if tokens * len(case.arguments[0]) < CHECKED else None
+    for variant in variants:
+        with variant.patched():
+            try:
+                problem = right(case, expected)
+                us = math.nan if problem else microseconds(case.calls())
+            except Exception as failure:  # of one variant; the others go on
+                torch.cuda.synchronize()
+                problem = f"{type(failure).__name__}: {str(failure)[:160]}"
+        if problem:
+            print(f"{case.kernel} {case.shape} {variant.name}: {problem}", flush=True)
+            continue
+        row = {"kernel": case.kernel, "shape": case.shape, "config": variant.name}
+        yield row | {"us": us, "bytes": case.nbytes, "flops": case.flops}
+
+
+def shown(row: Row) -> str:
+    """A row of the table."""
+    rate = row["bytes"] / row["us"] / 1e3
+    return (
+        f"{row['kernel']:<12}{row['shape']:<14}{row['config']:<30}{row['us']:9.2f} us"
+        f"{rate:7.0f} GB/s{rate / PEAK:5.0%}{row['flops'] / row['us'] / 1e6:6.0f} TF"
+    )
+
+
+def tune(options: argparse.Namespace) -> Iterator[Row]:
+    """All rows, printed as they come, the quickest variant of a size first."""
+    cases = Cases(random_model(options.model, 8))
+    wanted = options.only.split(",") if options.only else list(SIZES)
+    for name in wanted:
+        for case in SIZES[name](cases):
+            variants = [AS_CHOSEN]
+            if options.variants and name in VARIANTS:
+                variants += VARIANTS[name](case)
+            rows = sorted(measure(case, variants), key=lambda row: row["us"])
+            for row in rows[:6]:
+                print(shown(row), flush=True)
+            yield from rows
+            del case
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    parser.add_argument("--variants", action="store_true", help="other tilings too")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rows = []
+    for row in tune(options):
+        rows.append(row)
+        if options.json:
+            record = {
+                "date": date.today().isoformat(),
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "command": shlex.join(["python", "tools/gpu/tune.py", *sys.argv[1:]]),
+                "rows": rows,
+            }
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
