@@ -130,8 +130,9 @@ class Door:
             reasoning_effort=reasoning_effort,
             tools=tools,
         )
-        default = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        return self.ask(ids, sampling_params or default, overrides)
+        if sampling_params is None:
+            sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
+        return self.ask(ids, sampling_params, overrides)
 
     def ask(
         self,

@@ -44,7 +44,7 @@ from simplellm.weights import MXFP4, Weight
 
 LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar
-PROMPTS = (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens to rehearse
+PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
 
 Source = Checkpoint | RandomCheckpoint
 
@@ -244,11 +244,14 @@ def compile_fused(
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)
     prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    # Prompts first: their kernels take the longest.
     steps: list[Callable[[Ops], object]] = [
+        partial(runner.rehearse, size, 0) for size in prompts
+    ]
+    steps += [
         partial(runner.rehearse, size, size)
         for size in bucket_sizes(config.max_num_seqs)
     ]
-    steps += [partial(runner.rehearse, size, 0) for size in prompts]
     return compile_kernels(ops, steps, device, config.batch_invariant)
 
 

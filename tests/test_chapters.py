@@ -72,8 +72,7 @@ def shown_modules(text: str) -> Iterator[str]:
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 homes |= {n.asname or n.name: node.module for n in node.names}
-            called = node.func if isinstance(node, ast.Call) else None
-            if not (isinstance(called, ast.Name) and called.id == "show"):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "show"):
                 continue
             for argument in node.args:
                 root, *attributes = ast.unparse(argument).split(".")

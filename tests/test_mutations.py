@@ -3,7 +3,8 @@
 A mutation replaces one snippet in the source of one function. The changed function is
 compiled and its code put in place of the original's, so that every reference to the
 function runs the mistake. The comparison is that of test_oracle.py: one MXFP4
-checkpoint, 200 tokens at a window of 128, float32, tolerance 1e-4.
+checkpoint, 200 tokens at a window of 128, float32, tolerance 1e-4. NumPy's operations
+have mistakes of their own; there a text is decoded token by token beside another one.
 """
 
 import inspect
@@ -16,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 from oracle import oracle_config, prompt, relative_errors, save_mxfp4
+from stepping import Stepper
 from test_oracle import FP32_TOLERANCE, their_logits
 
-from simplellm import attention, model, moe, mxfp4, rope
+from simplellm import batch, load_model, model, ops, ops_numpy, weights
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Mutation:
         namespace = dict(self.function.__globals__)
         exec(source.replace(self.old, self.new), namespace)
         mutant = namespace[self.function.__name__]
+        mutant = getattr(mutant, "func", mutant)  # of a cached property
         assert isinstance(mutant, FunctionType)
         return mutant.__code__
 
@@ -46,116 +49,261 @@ SOFTMAX_FIRST = "expert_ids, logits.softmax(dim=-1).gather(-1, expert_ids)"
 
 MUTATIONS = {
     "nibbles swapped": Mutation(
-        mxfp4.MXFP4.dequantize,
+        weights.MXFP4.dequantize,
         "self.blocks.flatten().int()",
         "((self.blocks >> 4) | (self.blocks << 4)).flatten().int()",
     ),
     "scale one too large": Mutation(
-        mxfp4.MXFP4.dequantize,
+        weights.MXFP4.dequantize,
         "decode_scales(self.scales,",
         "decode_scales(self.scales + 1,",
     ),
     "scale one too small": Mutation(
-        mxfp4.MXFP4.dequantize,
+        weights.MXFP4.dequantize,
         "decode_scales(self.scales,",
         "decode_scales(self.scales - 1,",
     ),
     "gate and up swapped": Mutation(
-        moe.swiglu,
+        ops.swiglu,
         "gate_up[..., 0::2], gate_up[..., 1::2]",
         "gate_up[..., 1::2], gate_up[..., 0::2]",
     ),
     "gate and up not interleaved": Mutation(
-        moe.swiglu,
+        ops.swiglu,
         "gate_up[..., 0::2], gate_up[..., 1::2]",
         "gate_up.chunk(2, dim=-1)",
     ),
     "+1 dropped": Mutation(
-        moe.swiglu,
+        ops.swiglu,
         "torch.sigmoid(alpha * gate) * (up + 1)",
         "torch.sigmoid(alpha * gate) * up",
     ),
-    "gate's clamp dropped": Mutation(moe.swiglu, "gate.clamp(max=limit)", "gate"),
-    "up's clamp dropped": Mutation(moe.swiglu, "up.clamp(-limit, limit)", "up"),
+    "gate's clamp dropped": Mutation(ops.swiglu, "gate.clamp(max=limit)", "gate"),
+    "up's clamp dropped": Mutation(ops.swiglu, "up.clamp(-limit, limit)", "up"),
     "sigmoid without alpha": Mutation(
-        moe.swiglu, "torch.sigmoid(alpha * gate)", "torch.sigmoid(gate)"
+        ops.swiglu, "torch.sigmoid(alpha * gate)", "torch.sigmoid(gate)"
     ),
     "softmax before top-k": Mutation(
-        moe.route, "expert_ids, chosen.softmax(dim=-1)", SOFTMAX_FIRST
+        ops.route, "expert_ids, chosen.softmax(dim=-1)", SOFTMAX_FIRST
     ),
-    "router's bias dropped": Mutation(moe.route, "weight, bias)", "weight)"),
+    "router's bias dropped": Mutation(ops.route, "weight, bias)", "weight)"),
     "down's bias not weighted": Mutation(
-        moe.experts,
-        "y * expert_weights.flatten()[group, None]",
-        "(y - weights.down_bias[expert]) * expert_weights.flatten()[group, None]"
-        " + weights.down_bias[expert]",
+        ops.experts,
+        "y * scores.flatten()[chosen, None]",
+        "(y - second_bias) * scores.flatten()[chosen, None] + second_bias",
+    ),
+    "biases of q, k and v dropped": Mutation(
+        ops.rope_and_cache, "x + attn.qkv_bias.float()", "x"
+    ),
+    "bias of o dropped": Mutation(model.Model.forward, "attn.o_bias)", "None)"),
+    "a layer's update dropped": Mutation(
+        model.Model.forward,
+        "ops.add_norm(x, update, self.norm",
+        "ops.add_norm(x, None, self.norm",
     ),
     "sink scaled": Mutation(
-        attention.masked_attention, "sinks.float()", "(sinks.float() * scale)"
+        ops.masked_attention, "sinks.float()", "(sinks.float() * scale)"
     ),
     "sink dropped": Mutation(
-        attention.masked_attention, "if sinks is not None:", "if False:"
+        ops.masked_attention, "if sinks is not None:", "if False:"
     ),
     "window one too wide": Mutation(
-        attention.visible, "keys > queries[:, None] - w", "keys >= queries[:, None] - w"
+        ops.visible, "keys > queries[:, None] - w", "keys >= queries[:, None] - w"
     ),
-    "window one too narrow": Mutation(attention.visible, "- window", "- window + 1"),
-    "window dropped": Mutation(attention.visible, "window is not None", "False"),
-    "future visible": Mutation(
-        attention.visible, "keys <= queries", "keys <= 1 + queries"
-    ),
+    "window one too narrow": Mutation(ops.visible, "- window", "- window + 1"),
+    "window dropped": Mutation(ops.visible, "window is not None", "False"),
+    "future visible": Mutation(ops.visible, "keys <= queries", "keys <= 1 + queries"),
     "kv head mapping wrong": Mutation(
-        attention.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
+        ops.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
     ),
     "YaRN truncated": Mutation(
-        rope.yarn_frequencies, "if scaling.truncate:", "if True:"
+        model.yarn_frequencies, "if scaling.truncate:", "if True:"
     ),
-    "YaRN dropped": Mutation(rope.yarn_frequencies, "if scaling is None:", "if True:"),
+    "YaRN dropped": Mutation(model.yarn_frequencies, "if scaling is None:", "if True:"),
     "concentration dropped": Mutation(
-        rope.yarn_frequencies,
+        model.yarn_frequencies,
         "return frequencies, concentration",
         "return frequencies, 1.0",
     ),
     "rotation interleaved": Mutation(
-        rope.apply_rope,
+        ops.rotate,
         "x.float().chunk(2, dim=-1)",
         "(x.float()[..., 0::2], x.float()[..., 1::2])",
     ),
-    "rotation backwards": Mutation(rope.apply_rope, "sin[:, None]", "-sin[:, None]"),
+    "rotation backwards": Mutation(ops.rotate, "sin[:, None]", "-sin[:, None]"),
+    "keys not rotated": Mutation(
+        ops.rope_and_cache,
+        "rotate(q, cos, sin), rotate(k, cos, sin)",
+        "rotate(q, cos, sin), k",
+    ),
     "norm without its weight": Mutation(
-        model.rms_norm, "x32 * scale * weight.float()", "x32 * scale"
+        ops.rms_norm, "x32 * scale * weight.float()", "x32 * scale"
     ),
 }
 
 
+READS = batch.KVGroup.reads.func  # type: ignore[attr-defined]
+DECODING = {
+    "window of a decode too narrow": Mutation(
+        READS, "ends + 1 - self", "ends + 2 - self"
+    ),
+    "window of a decode too wide": Mutation(READS, "ends + 1 - self", "ends - self"),
+    "the newest position hidden": Mutation(READS, "> ends[rows]", ">= ends[rows]"),
+    "pages from the first": Mutation(READS, " - offsets[rows]", ""),
+    "window of a chunk too narrow": Mutation(
+        ops.attend_chunks, "group.window + 1", "group.window + 2"
+    ),
+}
+PLAIN_DECODING = {
+    "layers share their pages": Mutation(
+        model.Model.forward,
+        "pool.keys[index], pool.values[index]",
+        "pool.keys[0], pool.values[index]",
+    ),
+    "what is hidden is seen": Mutation(
+        ops.attend_decodes, "if hidden is not None:", "if False:"
+    ),
+    "rows of another decode": Mutation(
+        ops.attend_decodes, "q[which, None]", "q[which.flip(0), None]"
+    ),
+}
+NUMPY_MUTATIONS = {
+    "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
+    "norm's weight dropped": Mutation(
+        ops_numpy.add_norm, "normed *= weight.numpy()", "pass"
+    ),
+    "not normed": Mutation(ops_numpy.add_norm, "** -0.5", "** 0"),
+    "update dropped": Mutation(ops_numpy.add_norm, "x += update.numpy()", "pass"),
+    "biases dropped": Mutation(ops_numpy.multiply, "out += bias.numpy()", "pass"),
+    "biases of q, k and v dropped": Mutation(
+        ops_numpy.rope_and_cache, "x += attn.qkv_bias.numpy()", "pass"
+    ),
+    "keys for values": Mutation(
+        ops_numpy.rope_and_cache,
+        "(values, x[:, -kv_heads:])",
+        "(values, x[:, -2 * kv_heads : -kv_heads])",
+    ),
+    "turned backwards": Mutation(
+        ops_numpy.turn_few, "turned -= second", "turned += second"
+    ),
+    "halves not swapped": Mutation(
+        ops_numpy.turn_few, "second += first * sin", "second += second * sin"
+    ),
+    "queries not scaled": Mutation(
+        ops_numpy.attend, "np.float32(dim**-0.5)", "np.float32(1)"
+    ),
+    "sink dropped from the sum": Mutation(ops_numpy.attend, "np.exp(sink - top)", "0"),
+    "what is hidden is seen": Mutation(
+        ops_numpy.attend, "if hidden is not None:", "if False:"
+    ),
+    "the worst experts": Mutation(
+        ops_numpy.experts, "argsort(-logits", "argsort(logits"
+    ),
+    "shares not normed": Mutation(
+        ops_numpy.experts, "shares /= shares.sum(axis=1, keepdims=True)", "pass"
+    ),
+    "rows of another expert": Mutation(
+        ops_numpy.experts,
+        "minlength=logits.shape[1]).tolist()",
+        "minlength=logits.shape[1]).tolist()[::-1]",
+    ),
+    "rows of another token": Mutation(
+        ops_numpy.experts, "rows[order // top_k]", "rows[order % len(rows)]"
+    ),
+    "results in another order": Mutation(ops_numpy.experts, "out[order] =", "out[:] ="),
+    "gate and up swapped": Mutation(
+        ops_numpy.swiglu_few,
+        "gate_up[:, 0::2], np.maximum(gate_up[:, 1::2]",
+        "gate_up[:, 1::2], np.maximum(gate_up[:, 0::2]",
+    ),
+    "clamp from above dropped": Mutation(
+        ops_numpy.swiglu_few,
+        "np.minimum(gate_up, np.float32(limit))",
+        "gate_up.copy()",
+    ),
+    "clamp from below dropped": Mutation(
+        ops_numpy.swiglu_few, "np.float32(-limit)", "-np.inf"
+    ),
+    "+1 dropped": Mutation(ops_numpy.swiglu_few, "up += 1", "pass"),
+    "sigmoid without alpha": Mutation(ops_numpy.swiglu_few, "np.float32(-alpha)", "-1"),
+    "experts' biases dropped": Mutation(
+        ops_numpy.each, "out += bias.numpy().repeat(counts, axis=0)", "pass"
+    ),
+    "biases of another expert": Mutation(
+        ops_numpy.each, "repeat(counts, axis", "repeat(counts[::-1], axis"
+    ),
+}
+CASES = [
+    *((name, mutation, "whole") for name, mutation in MUTATIONS.items()),
+    *((name, mutation, "decoded") for name, mutation in DECODING.items()),
+    *((name, mutation, "decoded") for name, mutation in PLAIN_DECODING.items()),
+    *((f"NumPy: {name}", m, "NumPy") for name, m in DECODING.items()),
+    *((f"NumPy: {name}", m, "NumPy") for name, m in NUMPY_MUTATIONS.items()),
+]
+
+
 @pytest.fixture(scope="module")
-def worst_error(tmp_path_factory) -> Callable[[], float]:
-    """Load the checkpoint anew, and return the largest relative error of its logits."""
-    path = tmp_path_factory.mktemp("mutations") / "model"
-    oracle = save_mxfp4(path, oracle_config(), seed=6)
+def worst_error(tmp_path_factory) -> Callable[[str], float]:
+    """Load a checkpoint anew, and return the largest relative error of its logits."""
+    folder = tmp_path_factory.mktemp("mutations")
+    oracle = save_mxfp4(folder / "model", oracle_config(), seed=6)
     ids = prompt(oracle.config, 200)
     expected = their_logits(oracle, ids)
+    short = save_mxfp4(folder / "short", oracle_config(sliding_window=20), seed=6)
+    expected_short = their_logits(short, ids[:60])
 
-    def measure() -> float:
-        ours = model.load_model(path, dtype=torch.float32, device="cpu")
-        return relative_errors(ours.logits(ids), expected).max().item()
+    def measure(how: str) -> float:
+        if how == "whole":
+            ours = load_model(folder / "model", dtype=torch.float32, device="cpu")
+            return relative_errors(ours.logits(ids), expected).max().item()
+        table = ops.PLAIN if how == "decoded" else ops_numpy.NUMPY
+        ours = load_model(folder / "short", device="cpu", ops=table)
+        places, found = decode_beside_another(ours, ids[:60])
+        return relative_errors(found, expected_short[places]).max().item()
 
     return measure
 
 
-def test_passes_without_a_mistake(worst_error):
-    assert worst_error() < FP32_TOLERANCE
+def decode_beside_another(
+    ours: model.Model, ids: list[int]
+) -> tuple[list[int], torch.Tensor]:
+    """The logits at some positions of a text: in two chunks, then token by token."""
+    stepper = Stepper(ours)
+    stepper.add(0, ids)
+    stepper.add(1, [5] * 30 + ids)  # longer, so that something is hidden of the first
+    stepper.step({1: 63})
+    places, logits = [], []
+    lengths = [25, 15] + [1] * (len(ids) - 40)
+    for length in lengths:
+        found = stepper.step({0: length, 1: 1} if length == 1 else {0: length})
+        places.append(stepper.requests[0].computed - 1)
+        logits.append(found[0])
+    return places, torch.stack(logits)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_fails_with_a_mistake(name, worst_error, monkeypatch):
-    mutation = MUTATIONS[name]
+@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy"])
+def test_passes_without_a_mistake(worst_error, how):
+    assert worst_error(how) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("small", [0, 10**9], ids=["PyTorch", "NumPy"])
+def test_passes_with_products_of_either_library(worst_error, small, monkeypatch):
+    monkeypatch.setattr(ops_numpy, "SMALL", small)
+    assert worst_error("NumPy") < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("mutation", "how"),
+    [pytest.param(mutation, how, id=name) for name, mutation, how in CASES],
+)
+def test_fails_with_a_mistake(mutation, how, worst_error, monkeypatch):
     monkeypatch.setattr(mutation.function, "__code__", mutation.code())
-    error = worst_error()
-    print(f"{name:30} {error:.1e}")  # the table: pytest -rP
+    error = worst_error(how)
+    print(f"{error:.1e}")  # the table: pytest -rP
     # NaN counts as caught; anything else has to be far from passing.
     assert not error < 10 * FP32_TOLERANCE
 
 
-def test_the_mistakes_are_gone_afterwards(worst_error):
-    assert worst_error() < FP32_TOLERANCE
+@pytest.mark.parametrize("how", ["whole", "decoded", "NumPy"])
+def test_the_mistakes_are_gone_afterwards(worst_error, how):
+    assert worst_error(how) < FP32_TOLERANCE

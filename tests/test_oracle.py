@@ -1,7 +1,6 @@
 """The whole model against transformers' GptOssForCausalLM on random checkpoints."""
 
 import random
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,16 @@ from oracle import (
     save_dense,
     save_mxfp4,
 )
+from stepping import Stepper
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from simplellm.attention import NoCache
-from simplellm.model import EMBEDDED, Transformer, load_model
+from simplellm import load_model
+from simplellm.load import EMBEDDED
+from simplellm.model import PAGE, Model, one_sequence
+from simplellm.ops import PLAIN, Ops
+from simplellm.ops_numpy import NUMPY
+from simplellm.pages import KVPool
 
 # Relative error of each position's logits in float32. Correct implementations show up
 # to 1.5e-6: float32 rounding, added up in another order and carried through the
@@ -37,12 +41,19 @@ BF16_SAME_ARGMAX = 0.92  # measured: 0.947 to 0.978
 BF16_AGAINST_THEIRS = 1.1  # measured: 0.66 to 0.97
 
 
-def our_logits(model: Transformer, ids: list[int], first: int = 0) -> Tensor:
+@torch.inference_mode()
+def shifted_logits(model: Model, ids: list[int], first: int) -> Tensor:
     """Logits of one sequence whose first token stands at position ``first``."""
-    with torch.inference_mode():
-        positions = torch.arange(first, first + len(ids))
-        hidden = model(torch.tensor(ids), positions, NoCache([len(ids)]))
-        return model.lm_head(hidden).float()
+    windows = model.config.windows
+    pages = -(-len(ids) // PAGE)
+    tokens = torch.tensor(ids)
+    batch = one_sequence(tokens, 0, pages, windows, model.device)
+    batch.positions.add_(first)  # only RoPE asks for these
+    pool = KVPool(model.config, pages * len(windows), PAGE, model.dtype, model.device)
+    hidden = model.forward(batch, pool, torch.zeros(1, dtype=torch.int32))
+    logits = torch.empty(len(ids), model.config.vocab_size)
+    model.head(hidden, logits)
+    return logits
 
 
 def their_logits(model: GptOssForCausalLM, ids: list[int], first: int = 0) -> Tensor:
@@ -64,16 +75,22 @@ def their_greedy(model: GptOssForCausalLM, ids: list[int], count: int) -> list[i
     return tokens[0, len(ids) :].tolist()
 
 
-def our_greedy(model: Transformer, ids: list[int], count: int) -> list[int]:
+def our_greedy(model: Model, ids: list[int], count: int) -> list[int]:
     tokens = list(ids)
     for _ in range(count):
         tokens.append(int(model.logits(tokens)[-1].argmax()))
     return tokens[len(ids) :]
 
 
-def check(path: Path, oracle: GptOssForCausalLM, length: int, new: int = 8) -> None:
+def check(
+    path: Path,
+    oracle: GptOssForCausalLM,
+    length: int,
+    new: int = 4,
+    ops: Ops = PLAIN,
+) -> None:
     """Logits and a greedy continuation of a prompt of ``length`` tokens agree."""
-    model = load_model(path, dtype=torch.float32, device="cpu")
+    model = load_model(path, dtype=torch.float32, device="cpu", ops=ops)
     ids = prompt(oracle.config, length)
     expected = their_logits(oracle, ids)
     logits = model.logits(ids)
@@ -228,11 +245,18 @@ def random_config(seed: int) -> tuple[GptOssConfig, int, bool]:
     return config, draw.randint(1, 260), packed
 
 
-@pytest.mark.parametrize("seed", range(8))
+RANDOM = [
+    pytest.param(seed, marks=[pytest.mark.exhaustive] if seed >= 4 else [])
+    for seed in range(24)
+]
+
+
+@pytest.mark.parametrize("seed", RANDOM)
 def test_random_configurations(tmp_path, seed):
     config, length, packed = random_config(seed)
     save = save_mxfp4 if packed else save_dense
-    check(tmp_path / "model", save(tmp_path / "model", config, seed), length, new=4)
+    oracle = save(tmp_path / "model", config, seed)
+    check(tmp_path / "model", oracle, length, ops=(PLAIN, NUMPY)[seed % 2])
 
 
 def test_beyond_4096_positions(tmp_path):
@@ -241,7 +265,7 @@ def test_beyond_4096_positions(tmp_path):
         num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
     )
     oracle = save_dense(tmp_path / "model", config, seed=2)
-    check(tmp_path / "model", oracle, 4_300, new=2)
+    check(tmp_path / "model", oracle, 4_200, new=1)
 
 
 def test_positions_up_to_the_last(tmp_path):
@@ -251,29 +275,34 @@ def test_positions_up_to_the_last(tmp_path):
     ids = prompt(oracle.config, 200)
     first = 131_072 - 200
     expected = their_logits(oracle, ids, first)
-    logits = our_logits(model, ids, first)
+    logits = shifted_logits(model, ids, first)
     assert relative_errors(logits, expected).max() < FP32_TOLERANCE
     # Shifting every position turns queries and keys alike: only rounding tells.
     assert relative_errors(logits, model.logits(ids)).median() < 0.1
 
 
-def test_packed_prompts(tmp_path):
-    """Three prompts in one call give what each gives alone."""
+@pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])
+def test_packed_prompts(tmp_path, ops):
+    """Three prompts in one step, then token by token, are those computed alone."""
     oracle = save_mxfp4(tmp_path / "model", oracle_config(), seed=4)
-    model = load_model(tmp_path / "model", dtype=torch.float32, device="cpu")
-    prompts = [prompt(oracle.config, n, seed=n) for n in (5, 170, 1)]
-    tokens = torch.tensor(list(chain.from_iterable(prompts)))
-    positions = torch.cat([torch.arange(len(ids)) for ids in prompts])
-    with torch.inference_mode():
-        hidden = model(tokens, positions, NoCache([len(ids) for ids in prompts]))
-        logits = model.lm_head(hidden).float().split([len(ids) for ids in prompts])
-    for ids, rows in zip(prompts, logits, strict=True):
-        assert relative_errors(rows, their_logits(oracle, ids)).max() < FP32_TOLERANCE
+    model = load_model(tmp_path / "model", dtype=torch.float32, device="cpu", ops=ops)
+    prompts = [prompt(oracle.config, n + 4, seed=n) for n in (5, 170, 1)]
+    expected = [their_logits(oracle, ids) for ids in prompts]
+    stepper = Stepper(model, page_size=16)
+    for number, ids in enumerate(prompts):
+        stepper.add(number, ids)
+    lengths = {number: len(ids) - 4 for number, ids in enumerate(prompts)}
+    for left in (5, 4, 3, 2, 1):
+        found = stepper.step(lengths)
+        lengths = dict.fromkeys(lengths, 1)
+        wanted = torch.stack([rows[-left] for rows in expected])
+        assert relative_errors(found, wanted).max() < FP32_TOLERANCE
 
 
-def test_embedded_model():
+@pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])
+def test_embedded_model(ops):
     """The checkpoint inside the package, on a prompt beyond its window."""
-    model = load_model(dtype=torch.float32, device="cpu")
+    model = load_model(dtype=torch.float32, device="cpu", ops=ops)
     oracle = load_oracle(EMBEDDED)
     ids = prompt(oracle.config, 200)
     errors = relative_errors(model.logits(ids), their_logits(oracle, ids))

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.noise import gumbel_noise, mix
 from simplellm.request import MAX_STOP_CHARACTERS, MAX_STOPS, Request, SamplingParams
 from simplellm.sampler import (
     Columns,
@@ -25,8 +26,6 @@ from simplellm.sampler import (
     TokenCounts,
     apply_mask,
     filter_tokens,
-    gumbel_noise,
-    mix,
     sample,
 )
 

@@ -1,0 +1,72 @@
+"""A small random model with a tokenizer, and a way to say what it will answer."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from checkpoints import TINY, write_checkpoint
+from torch import Tensor
+
+from simplellm import LLM
+from simplellm.load import EMBEDDED
+from simplellm.request import Request
+from simplellm.scheduler import Work
+from simplellm.tokenizer import Tokenizer
+
+CONFIG = replace(TINY, vocab_size=1100)  # more than the tokenizer has
+
+
+def write_model(folder: Path) -> Path:
+    """A random checkpoint with the embedded model's tokenizer."""
+    write_checkpoint(folder, CONFIG)
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(EMBEDDED / name, folder)
+    return folder
+
+
+@contextmanager
+def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]:
+    """The model says texts (control tokens by name) or token ids while this is entered.
+
+    A prompt of [n] is answered by script n; any other by the first. What an answer has
+    no script for is the script's last token.
+    """
+    ids = [
+        llm.tokenizer.encode(script, special=True)
+        if isinstance(script, str)
+        else list(script)
+        for script in scripts
+    ]
+    runner = llm.engine.runner
+    start = runner.start
+
+    def scripted(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        start(works, sampling)
+        with torch.inference_mode():
+            for row, request in enumerate(sampling):
+                number = request.tokens[0] if request.num_prompt == 1 else 0
+                script = ids[min(number, len(ids) - 1)]
+                token = script[min(request.num_output, len(script) - 1)]
+                favor(runner.logits[row], token)
+                runner.output[row] = token
+
+    runner.start = scripted  # type: ignore[method-assign]
+    try:
+        yield ids
+    finally:
+        runner.start = start  # type: ignore[method-assign]
+
+
+def favor(logits: Tensor, token: int) -> None:
+    logits.zero_()
+    logits[token] = 1000.0
+
+
+def spelled(text: str) -> list[int]:
+    """Tokens of one byte each: every character border is a token border, or two."""
+    tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
+    ids = {tokenizer.token_bytes(i): i for i in range(1000)}
+    return [ids[bytes([byte])] for byte in text.encode()]

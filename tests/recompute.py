@@ -1,0 +1,73 @@
+"""What a request's tokens have to be: each one chosen from logits computed anew.
+
+No cache, no batch, no scheduler; penalties are counted from lists. A token drawn with a
+seed is that of the same noise.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplellm.model import Model
+from simplellm.request import SamplingParams
+from simplellm.sampler import filter_tokens, gumbel_noise
+
+
+def choose(
+    logits: Tensor, tokens: Sequence[int], num_prompt: int, params: SamplingParams
+) -> int:
+    """The token that follows ``tokens``, of logits [V]."""
+    scores = logits.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        scores[token] += bias
+    for token in set(tokens):
+        factor = params.repetition_penalty
+        scores[token] *= 1 / factor if scores[token] > 0 else factor
+    for token, count in Counter(tokens[num_prompt:]).items():
+        scores[token] -= count * params.frequency_penalty + params.presence_penalty
+    if params.temperature == 0:
+        return int(scores.argmax())
+    scores = (scores - scores.max()) / params.temperature
+    size = len(scores)
+    top_k = torch.tensor([[params.top_k if 0 < params.top_k < size else size]])
+    top_p, min_p = (torch.tensor([[p]]) for p in (params.top_p, params.min_p))
+    scores = filter_tokens(scores[None], top_k, top_p, min_p)
+    seed = ((params.seed or 0) + 2**63) % 2**64 - 2**63  # 64 bits, with a sign
+    step = len(tokens) - num_prompt
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([step]), size)
+    return int((scores + noise).argmax())
+
+
+def recompute(
+    model: Model,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    stop_ids: Collection[int] = (),
+) -> tuple[list[int], str]:
+    """A request's tokens, and why it ends."""
+    tokens = list(prompt)
+    for _ in range(params.max_tokens):
+        logits = model.logits(tokens)[-1]
+        tokens.append(choose(logits, tokens, len(prompt), params))
+        if tokens[-1] in {*stop_ids, *params.stop_token_ids}:
+            return tokens[len(prompt) :], "stop"
+    return tokens[len(prompt) :], "length"
+
+
+class Recompute:
+    """`recompute` of one model, which keeps what it has found."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.known: dict[Any, tuple[list[int], str]] = {}
+
+    def __call__(
+        self, prompt: Sequence[int], params: SamplingParams
+    ) -> tuple[list[int], str]:
+        key = tuple(prompt), repr(params)
+        if key not in self.known:
+            self.known[key] = recompute(self.model, prompt, params)
+        return self.known[key]

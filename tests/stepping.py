@@ -1,0 +1,113 @@
+"""Steps of a model by hand: whoever calls says which sequences compute how much."""
+
+import queue
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from simplellm.config import EngineConfig
+from simplellm.engine import Engine
+from simplellm.load import build_engine
+from simplellm.model import Model
+from simplellm.pages import KVPool, PageManager
+from simplellm.request import Event, Request
+from simplellm.runner import Runner
+from simplellm.scheduler import Work
+
+
+def make_engine(
+    model: Model, config: EngineConfig | None = None, *, overlap: bool = False
+) -> Engine:
+    """An engine without a thread, whose steps may overlap on any device.
+
+    On a CPU nothing is computed side by side, but a step is scheduled before the tokens
+    of the one before it are known.
+    """
+    engine = build_engine(model, (config or EngineConfig()).resolved("cpu"))
+    limit = engine.max_model_len
+    return Engine(engine.scheduler, engine.runner, limit, overlap)
+
+
+def drain(engine: Engine) -> list[Event]:
+    """The events that have come since the last time."""
+    events = []
+    while True:
+        try:
+            event = engine.events.get_nowait()
+        except queue.Empty:
+            return events
+        if event is not None:
+            events.append(event)
+
+
+class Stepper:
+    """Sequences with numbers of the caller's choice, in pages of one pool."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_pages: int = 300,
+        page_size: int = 4,
+        max_num_seqs: int = 8,
+        longest: int = 512,  # tokens of a sequence, and of a step
+        share: bool = False,
+    ) -> None:
+        window = model.config.windows[-1]
+        self.manager = PageManager(num_pages, page_size, window=window, share=share)
+        self.pool = KVPool(
+            model.config, num_pages, page_size, model.dtype, model.device
+        )
+        config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=longest)
+        self.runner = Runner(
+            model, self.pool, self.manager, config.resolved("cpu"), longest
+        )
+        self.requests: dict[int, Request] = {}
+
+    def add(self, number: int, tokens: Sequence[int]) -> int:
+        """Begin a sequence; how many of its tokens are there already."""
+        request = Request(tokens=list(tokens), max_tokens=1)
+        request.number = number
+        request.computed = self.manager.add(number, request.tokens)
+        self.requests[number] = request
+        return request.computed
+
+    def fork(self, parent: int, child: int, tokens: Sequence[int]) -> None:
+        """Begin a sequence with all that is computed of ``parent``."""
+        self.manager.fork(parent, child)
+        request = Request(tokens=list(tokens), max_tokens=1)
+        request.number, request.computed = child, self.requests[parent].computed
+        self.requests[child] = request
+
+    def start(self, lengths: dict[int, int]) -> Tensor:
+        """Compute the next tokens of some sequences: logits [B, V] behind the last."""
+        works = []
+        for number, length in lengths.items():
+            request = self.requests[number]
+            assert self.manager.grow(number, request.computed + length)
+            works.append(Work(request, request.computed, length, samples=True))
+        works.sort(key=lambda work: work.length > 1)  # decodes come first
+        requests = [work.request for work in works]
+        self.runner.start(works, requests)
+        rows = [requests.index(self.requests[number]) for number in lengths]
+        return self.runner.logits[: len(works)][torch.tensor(rows)].clone()
+
+    def step(self, lengths: dict[int, int]) -> Tensor:
+        """`start`, and book what is computed."""
+        logits = self.start(lengths)
+        for number, length in lengths.items():
+            request = self.requests[number]
+            request.computed += length
+            self.manager.commit(number, request.tokens, request.computed)
+        return logits
+
+    def feed(self, number: int, tokens: Sequence[int], prefill: int = 0) -> Tensor:
+        """Logits behind a prefill and each token that is fed after it: [T, V]."""
+        self.add(number, tokens)
+        lengths = [prefill] * (prefill > 0) + [1] * (len(tokens) - prefill)
+        return torch.cat([self.step({number: length}) for length in lengths])
+
+    def remove(self, number: int) -> None:
+        self.manager.remove(number)
+        del self.requests[number]
