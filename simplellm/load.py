@@ -261,7 +261,8 @@ def compile_fused(
 def build_engine(model: Model, config: EngineConfig) -> Engine:
     """An engine for ``model``, with as much memory for keys and values as it may have.
 
-    ``config`` has been resolved. Raises ValueError if not even one token has room.
+    ``config`` has been resolved. Raises ValueError if there is no room for a prompt of
+    one token and an answer of one.
     """
     page_size, budget = config.page_size, config.max_num_batched_tokens
     pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
@@ -276,6 +277,12 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     limits = [model.config.max_position_embeddings, manager.max_tokens]
     limits += [config.max_model_len] if config.max_model_len else []
     limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
+    if min(limits) < 2:
+        raise ValueError(
+            "a request could have at most 1 token, its answer included; expected room "
+            "for 2 or more: more num_pages or cache_bytes, a larger page_size or "
+            "max_model_len"
+        )
     scheduler = Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,

@@ -61,6 +61,8 @@ class Delivery:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
+        # Those with callbacks to come: who waits for one need not keep the future.
+        self.awaited: set[RequestFuture] = set()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True
@@ -93,7 +95,9 @@ class Delivery:
         """End requests that nobody reads; from any thread or finalizer."""
         for reader in readers:
             if self.readers.pop(reader.request.number, None) is not None:
-                self.engine.abort(reader.request.number)
+                # The reply may be over already, at a stop string.
+                reason = reader.reply.finish_reason or "abort"
+                self.engine.abort(reader.request.number, reason)
 
     def close(self, stop: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``stop`` them now."""
@@ -126,14 +130,14 @@ class RequestFuture(Future[Any]):
         self.owner: Any = owner
         self.delivery: Delivery | None = delivery
         self.readers: list[Reader] = []
-        self.waits: set[RequestFuture] = set()  # itself, while a callback is to come
         self.lock = threading.RLock()  # held to cancel; a finalizer may do that inside
 
     def release(self) -> None:
         """Let go of the engine and its memory: a future may be kept for long."""
+        if self.delivery is not None:
+            self.delivery.awaited.discard(self)
         self.owner = self.delivery = None
         self.readers = []
-        self.waits.clear()
 
     def running(self) -> bool:
         """Whether it is neither done nor cancelled: requests begin at once."""
@@ -179,10 +183,11 @@ class RequestFuture(Future[Any]):
         def start(future: object) -> None:
             threading.Thread(target=call, args=[future], daemon=True).start()
 
-        self.waits.add(self)  # whoever waits for a callback need not keep the future
+        if (delivery := self.delivery) is not None:
+            delivery.awaited.add(self)
         super().add_done_callback(start)
-        if self.done():
-            self.waits.clear()
+        if delivery is not None and self.done():
+            delivery.awaited.discard(self)
 
 
 class Collector:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from simplellm.model import Model
+from simplellm.noise import gumbel_noise
 from simplellm.request import SamplingParams
-from simplellm.sampler import filter_tokens, gumbel_noise
+from simplellm.sampler import filter_tokens
 
 
 def choose(

@@ -1,10 +1,14 @@
 """What goes wrong on a GPU, pretended on any machine.
 
-test_gpu_conditions provokes the same on a card. Kernels that do not compile are in
-test_kernels_compiling, too little memory is in test_sizes.
+`tools/gpu/conditions.py` provokes the same on a card. That graphs may be missing is in
+test_runner.py, that kernels may not compile in test_kernels_compiling.py.
 """
 
+import logging
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,164 +17,188 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 
-from simplellm import graphs
-from simplellm.checkpoint import Checkpoint
-from simplellm.config import EngineConfig
-from simplellm.engine import Engine
-from simplellm.graphs import CaptureError
-from simplellm.load import EMBEDDED, build_engine, choose, load_model
-from simplellm.machine import find_dtype, why_not_triton
-from simplellm.model import Model
-from simplellm.request import Request, SamplingParams
-from simplellm.runner import Runner
+from simplellm import LLM, EngineConfig, load
+from simplellm.config import MODELS, ModelConfig
+from simplellm.load import EMBEDDED
+from simplellm.ops import PLAIN
+from simplellm.pages import KVPool
+from simplellm.sizes import Need, enough, weight_bytes
 
 GPU = torch.device("cuda")
-PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12]]
-NO_ROOM = "no more room"
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(device="cpu")
+class NothingIsLoaded(Exception):
+    """In place of what would need a GPU."""
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A GPU as far as one can ask PyTorch for it; its attributes may be changed."""
-    card = SimpleNamespace(capability=(9, 0))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda device: card.capability
-    )
+    """A GPU as far as one can ask PyTorch for it; its attributes may be changed.
+
+    ``asked`` is what would have been loaded: the dtype, and how it would compute.
+    """
+    card = SimpleNamespace(capability=(9, 0), free=20 * 10**9, asked={})
+    for name, answer in (
+        ("get_device_capability", lambda device: card.capability),
+        ("device", lambda device: nullcontext()),
+        ("current_device", lambda: 0),
+        ("get_device_name", lambda device: "a card"),
+        ("mem_get_info", lambda device: (card.free, 80 * 10**9)),
+        ("memory_reserved", lambda device: 0),
+        ("memory_allocated", lambda device: 0),
+        ("is_available", lambda: True),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def read(source: Any, dtype: torch.dtype, device: torch.device, ops: Any) -> None:
+        card.asked |= {"dtype": dtype, "ops": ops}
+        raise NothingIsLoaded
+
+    monkeypatch.setattr(load, "read_weights", read)
+    monkeypatch.setattr(
+        load, "compile_fused", lambda *arguments: replace(PLAIN, name="Triton")
+    )
     return card
 
 
-class Tape:
-    """Records a step as a graph does, and fails once there is no more ``room``."""
+@pytest.fixture
+def open_llm(
+    card: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> Callable[..., str]:
+    """What the log says when an LLM would be opened on the card."""
+    caplog.set_level(logging.INFO, "simplellm")
 
-    def __init__(self, room: int, error: type[Exception]) -> None:
-        self.room, self.error = room, error
-
-    def __call__(self, run: Any, pool: Any = None) -> SimpleNamespace:
-        self.room -= 1
-        if self.room < 0:
-            raise self.error(f"{NO_ROOM}\nand many details")
-
-        def replay() -> None:
-            for group in run.args[0].groups:  # the plain operations' own notes
-                vars(group).pop("reads", None)
-            run()
-
-        return SimpleNamespace(replay=replay, pool=lambda: "pool")
-
-
-def engine_of(model: Model) -> Engine:
-    config = EngineConfig(max_num_seqs=8, num_pages=200).resolved("cpu")
-    return build_engine(model, config)
-
-
-def answers(engine: Engine) -> list[list[int]]:
-    """Greedy answers to all prompts at once."""
-    requests = [
-        Request(list(prompt), 12, SamplingParams(temperature=0), number=number)
-        for number, prompt in enumerate(PROMPTS)
-    ]
-    engine.submit(requests)
-    while engine.scheduler.requests or engine.flights:
-        engine.step()
-    assert engine.stats().cache_usage == 0
-    return [request.tokens[request.num_prompt :] for request in requests]
-
-
-@pytest.mark.parametrize("error", [CaptureError, torch.OutOfMemoryError])
-@pytest.mark.parametrize("room", [0, 2, 4])
-def test_steps_without_a_graph_run_when_capturing_fails(
-    model: Model,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: type[Exception],
-    room: int,
-) -> None:
-    tape = Tape(room, error)
-    monkeypatch.setattr(graphs, "record", tape)
-    # On a GPU all steps have block tables of one width, for the sake of graphs.
-    monkeypatch.setattr(Runner, "_pages", lambda self, works: self.pages)
-    engine = engine_of(model)
-    engine.runner.capture([1, 2, 4, 8])
-    sizes = [graph.size for graph in engine.runner.captured]
-    assert sizes == [1, 2, 4, 8][4 - room :]
-    if room < 4:
+    def open_llm(path: Path | None = None, **options: Any) -> str:
+        caplog.clear()
+        with pytest.raises(NothingIsLoaded):
+            LLM(path, device="cuda", **options)
         (line,) = caplog.messages
-        assert f"for {room} of 4 batch sizes" in line and "cache_bytes" in line
-        assert NO_ROOM in line and "details" not in line
-        # A driver that fails once will fail again; less memory may be enough.
-        assert tape.room == (-1 if error is CaptureError else room - 4)
-    assert answers(engine) == answers(engine_of(model))
+        return line
+
+    return open_llm
 
 
-@pytest.mark.parametrize("case", ["old GPU", "no CUDA", "old CUDA", "old", "missing"])
+def test_a_card_computes_with_kernels(open_llm: Any, card: SimpleNamespace) -> None:
+    assert open_llm() == "computing on a card with Triton kernels"
+    assert card.asked["dtype"] == torch.bfloat16
+    assert card.asked["ops"].name == "Triton"
+    assert "'plain'" in open_llm(config=EngineConfig(operations="plain"))
+    assert card.asked["ops"] is PLAIN
+
+
+OLD = {
+    "old GPU": "capability is 7.5, below 8.0",
+    "no CUDA": "built with CUDA None, not 12.0",
+    "old CUDA": "built with CUDA 11.8, not 12.0",
+    "old Triton": "Triton is 3.5.1, below 3.6",
+    "no Triton": "Triton cannot be imported",
+    "float32": "dtype is torch.float32, and the kernels",
+}
+
+
+@pytest.mark.parametrize("case", OLD)
 def test_old_machines_compute_with_pytorch(
-    card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, case: str
+    open_llm: Any, card: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     triton = pytest.importorskip("triton")
-    assert why_not_triton(GPU, torch.bfloat16) is None
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
     match case:
         case "old GPU":
             card.capability = 7, 5
-            expected = "capability is 7.5, below 8.0"
         case "no CUDA":
             monkeypatch.setattr(torch.version, "cuda", None)
-            expected = "built with CUDA None, not 12.0"
         case "old CUDA":
             monkeypatch.setattr(torch.version, "cuda", "11.8")
-            expected = "built with CUDA 11.8, not 12.0"
-        case "old":
+        case "old Triton":
             monkeypatch.setattr(triton, "__version__", "3.5.1")
-            expected = "Triton is 3.5.1, below 3.6"
-        case _:
+        case "no Triton":
             monkeypatch.setitem(sys.modules, "triton", None)
-            expected = "Triton cannot be imported"
-    reason = why_not_triton(GPU, torch.bfloat16)
-    assert expected in (reason or "")
-    found = choose(EngineConfig(), Checkpoint(EMBEDDED), torch.bfloat16, GPU)
-    assert found == ("plain", f"PyTorch, since {reason}")
+        case _:
+            options["dtype"] = torch.float32
+    line = open_llm(**options)
+    assert "a card with PyTorch, since" in line and OLD[case] in line
+    assert card.asked["ops"] is PLAIN
+    for name in ("fused", "batch_invariant"):
+        config = EngineConfig(operations="fused")
+        if name == "batch_invariant":
+            config = EngineConfig(batch_invariant=True)
+        with pytest.raises(ValueError, match=name) as error:
+            LLM(device="cuda", config=config, **options)
+        assert OLD[case] in str(error.value)
 
 
-def test_a_gpu_without_bfloat16_gets_float32(card: SimpleNamespace) -> None:
-    assert find_dtype(None, GPU) == torch.bfloat16
-    card.capability = 7, 5
-    assert find_dtype(None, GPU) == torch.float32
-    assert "float32" in (why_not_triton(GPU, torch.float32) or "float32")
-
-
-def test_unpacked_experts_are_left_to_pytorch(
-    card: SimpleNamespace, tmp_path: Path
+def test_a_gpu_without_bfloat16_gets_float32_and_one_line(
+    open_llm: Any, card: SimpleNamespace
 ) -> None:
-    dense = Checkpoint(write_checkpoint(tmp_path / "model", quantized=False))
-    operations, how = choose(EngineConfig(), dense, torch.bfloat16, GPU)
-    assert operations == "plain" and "the experts are not packed" in how
-    packed = Checkpoint(write_checkpoint(tmp_path / "packed"))
-    assert choose(EngineConfig(), packed, torch.bfloat16, GPU)[0] == "fused"
+    card.capability = 7, 5
+    assert "float32, and the kernels compute with bfloat16" in open_llm()
+    assert card.asked["dtype"] == torch.float32
+
+
+def test_unpacked_experts_are_left_to_pytorch(open_llm: Any, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", quantized=False)
+    assert "the experts are not packed" in open_llm(folder)
+    assert "Triton kernels" in open_llm(write_checkpoint(tmp_path / "packed"))
+
+
+def test_a_config_that_kernels_have_no_room_for_is_refused_before_the_load(
+    card: SimpleNamespace,
+) -> None:
+    """Also where the machine fills in one of the two."""
+    with pytest.raises(ValueError, match="expected less than 65,535 together"):
+        LLM(config=EngineConfig(max_num_batched_tokens=2**16 - 2), device="cuda")
+    assert not card.asked
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_need_for_weights_is_that_of_the_shapes(name: str, packed: bool) -> None:
+    config = EngineConfig().resolved("cuda")
+    need = Need.of(MODELS[name], config, packed=packed)
+    assert need.weights == sum(weight_bytes(MODELS[name], packed=packed).values())
+    mapped = Need.of(MODELS[name], config, packed=packed, mapped=True)
+    assert mapped.weights < need.weights / 3
+
+
+def test_the_need_for_the_cache_is_that_of_its_pages() -> None:
+    config = ModelConfig.from_file(EMBEDDED / "config.json")
+    pool = KVPool(config, 3, 8, torch.bfloat16, torch.device("cpu"))
+    need = Need.of(config, EngineConfig(num_pages=3, page_size=8).resolved("cuda"))
+    assert need.cache == pool.memory.nbytes
+
+
+def test_a_model_too_large_is_refused_before_it_loads(card: SimpleNamespace) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        LLM("gpt-oss-120b", random_weights=True, device="cuda")
+    message = str(error.value)
+    weights = sum(weight_bytes(MODELS["gpt-oss-120b"]).values()) / 1e9
+    for part in (f"{weights:.1f} GB for its weights", "20.0 of 80.0 GB", "cache_bytes"):
+        assert part in message
+    assert not card.asked
+
+
+def test_a_cache_too_large_is_refused_before_the_load(card: SimpleNamespace) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"30\.0 for keys and values"):
+        LLM(config=EngineConfig(cache_bytes=30 * 10**9), device="cuda")
+    assert not card.asked
+
+
+def test_memory_that_runs_out_during_the_load_is_explained(
+    card: SimpleNamespace,
+) -> None:
+    need = Need.of(MODELS["gpt-oss-20b"], EngineConfig().resolved("cuda"))
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="not enough memory") as error,
+        enough(need, GPU),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert "CUDA out of memory" in str(error.value.__cause__)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"operations": "fused"}, "operations is 'fused'; expected 'auto', since"),
-        ({"batch_invariant": True}, "batch_invariant is True; expected False, since"),
-    ],
+    ("name", "found"), [("cuda_graphs", 1), ("overlap", None), ("operations", "fast")]
 )
-def test_what_only_kernels_can_do_is_not_promised_without_them(
-    card: SimpleNamespace, options: dict[str, Any], message: str
-) -> None:
-    source, config = Checkpoint(EMBEDDED), EngineConfig(**options)
-    assert choose(config, source, torch.bfloat16, GPU)[0] == "fused"
-    with pytest.raises(ValueError, match=message):
-        choose(config, source, torch.float32, torch.device("cpu"))
-
-
-def test_operations_that_are_asked_for_are_taken(card: SimpleNamespace) -> None:
-    plain, source = EngineConfig(operations="plain"), Checkpoint(EMBEDDED)
-    for device in (GPU, torch.device("cpu")):
-        found = choose(plain, source, torch.float32, device)
-        assert found == ("plain", "PyTorch, since operations is 'plain'")
+def test_a_switch_of_the_wrong_kind_is_refused(name: str, found: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name} is {found!r}; expected"):
+        EngineConfig(**{name: found})

@@ -19,7 +19,7 @@ from train import ROW, fake_quantize, flatten, pack
 
 from simplellm import LLM
 from simplellm.config import GPT_OSS_20B, ModelConfig
-from simplellm.model import EMBEDDED
+from simplellm.load import EMBEDDED
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import quantize
 
@@ -171,7 +171,7 @@ def test_the_tokenizer_can_be_made_again(tmp_path: Path, monkeypatch) -> None:
 def test_held_out_problems_are_answered() -> None:
     """One of each skill, through the engine; the evaluation asks a thousand."""
     with LLM(device="cpu") as llm:
-        efforts, wrong = evaluate(llm, evaluation_set(9), "high", batch=9)
+        efforts, wrong = evaluate(llm, evaluation_set(9), "high")
     assert wrong == []
     assert sum(row["of"] for row in efforts.values()) == 9
 

@@ -350,6 +350,18 @@ def test_a_full_queue_refuses(make: Any) -> None:
     assert len(finish(engine)) == 5
 
 
+def test_a_priority_goes_first(make: Any) -> None:
+    engine = make(max_num_seqs=1)
+    blocker = ask([1])
+    engine.submit([blocker])
+    engine.step()
+    last, middle, first = (ask([2], priority=priority) for priority in (1, 0, -1))
+    engine.submit([last])
+    engine.submit([middle, first])
+    ends = [number for number, events in finish(engine).items() if tokens_of(events)]
+    assert ends[-3:] == [first.number, middle.number, last.number]
+
+
 def test_ten_thousand_prompts_in_one_call(make: Any) -> None:
     engine = make(max_num_seqs=64, max_waiting=10, max_num_batched_tokens=128)
     engine.submit([ask([5], replace(GREEDY, max_tokens=1)) for _ in range(10_001)])

@@ -9,10 +9,10 @@ from checkpoints import TINY
 from simplellm.config import MODELS
 
 pytest.importorskip("triton")
-import accuracy
 import cases
 import client
 import compare
+import gpu_accuracy as accuracy
 import sanitize
 import tune
 

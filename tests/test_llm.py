@@ -4,6 +4,7 @@ Most tests use a small random model, or script what the model will say.
 """
 
 import asyncio
+import math
 import random
 import subprocess
 import sys
@@ -670,6 +671,34 @@ def test_bad_chats_are_refused_at_once(
         with pytest.raises((TypeError, ValueError)) as error:
             call(messages, **options)
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n is 0; expected 1 to 1024"),
+        ({"n": 1.0}, "n is 1.0; expected an integer"),
+        ({"n": 10_000}, "n is 10000"),
+        ({"priority": "high"}, "priority is 'high'"),
+        ({"priority": 10_000}, "priority is 10000"),
+        ({"timeout": -1}, "timeout is -1"),
+        ({"timeout": math.nan}, "timeout is nan"),
+        ({"timeout": "1s"}, "timeout is '1s'"),
+        ({"stop": ["x"] * 10_000}, "stop has 10000 texts of 10000 characters; expec"),
+        ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temprature": 1}, "temprature"),
+        ({"foo": 1}, "'foo' is no sampling parameter; expected one of max_tokens, "),
+        ({"foo": 1}, "logit_bias, priority, timeout"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_queued(
+    llm: LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        llm.generate([1], **options)
+    assert message in str(error.value)
+    assert llm.stats().waiting == 0
 
 
 def test_tokenizer_errors_keep_their_kind(llm: LLM) -> None:

@@ -20,7 +20,7 @@ from oracle import oracle_config, prompt, relative_errors, save_mxfp4
 from stepping import Stepper
 from test_oracle import FP32_TOLERANCE, their_logits
 
-from simplellm import batch, load_model, model, ops, ops_numpy, weights
+from simplellm import batch, load_model, model, ops, ops_numpy, rope, weights
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ MUTATIONS = {
         ops.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
     ),
     "YaRN truncated": Mutation(
-        model.yarn_frequencies, "if scaling.truncate:", "if True:"
+        rope.yarn_frequencies, "if scaling.truncate:", "if True:"
     ),
-    "YaRN dropped": Mutation(model.yarn_frequencies, "if scaling is None:", "if True:"),
+    "YaRN dropped": Mutation(rope.yarn_frequencies, "if scaling is None:", "if True:"),
     "concentration dropped": Mutation(
-        model.yarn_frequencies,
+        rope.yarn_frequencies,
         "return frequencies, concentration",
         "return frequencies, 1.0",
     ),

@@ -269,10 +269,6 @@ def together(rounds: int) -> list[dict[str, Any]]:
                     name: ours["tokens_per_second"] / row["tokens_per_second"]
                     for name, row in rows.items()
                 },
-                "ttft": {
-                    name: row["ttft_median"] / ours["ttft_median"]
-                    for name, row in rows.items()
-                },
             }
         )
     return found

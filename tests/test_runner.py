@@ -1,0 +1,165 @@
+"""Steps on the device: graphs that are replayed, padding, tables of any width.
+
+Without a GPU nothing can be captured; a graph is then a function that computes again.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import TINY, write_checkpoint
+from recompute import Recompute
+from stepping import drain, make_engine
+
+from simplellm import EngineConfig, SamplingParams, graphs, load_model
+from simplellm.engine import Engine
+from simplellm.graphs import CaptureError, bucket_sizes
+from simplellm.model import Model
+from simplellm.ops import PLAIN
+from simplellm.request import Request
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0)
+PROMPTS = [[number + 1] * (3 + 5 * number) for number in range(9)]
+CONFIG = EngineConfig(max_num_seqs=8, num_pages=200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return load_model(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def right(model: Model) -> list[list[int]]:
+    recompute = Recompute(model)
+    return [recompute(prompt, GREEDY)[0] for prompt in PROMPTS]
+
+
+def answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Greedy tokens, of requests that begin together."""
+    found: list[list[int]] = [[] for _ in prompts]
+    engine.submit(
+        [
+            Request(tokens=list(prompt), max_tokens=6, params=GREEDY, number=number)
+            for number, prompt in enumerate(prompts)
+        ]
+    )
+    while engine.scheduler.requests or engine.flights:
+        engine.step()
+    for event in drain(engine):
+        found[event.number] += event.tokens
+    return found
+
+
+class Tape:
+    """Stands for `graphs.record`: it computes again instead of replaying a graph."""
+
+    def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
+        self.room, self.error = room, error
+        self.replays: list[int] = []  # batch sizes
+
+    def __call__(self, run: partial[None], pool: Any = None) -> SimpleNamespace:
+        batch, size = run.args
+        assert size == batch.groups[0].decodes
+        if size > self.room:
+            raise self.error("no more room\nand details")
+
+        def replay() -> None:
+            self.replays.append(size)
+            for group in batch.groups:  # what a graph would not have on the host
+                vars(group).pop("reads", None)
+            run()
+
+        return SimpleNamespace(replay=replay, pool=lambda: "a pool")
+
+
+def capture(model: Model, overlap: bool = False) -> Engine:
+    """An engine with graphs; its tables are of one width, as on a GPU."""
+    engine = make_engine(model, CONFIG, overlap=overlap)
+    engine.runner._pages = lambda works: engine.runner.pages  # type: ignore
+    engine.runner.capture(bucket_sizes(8))
+    return engine
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_padding_rows_change_no_token(
+    model: Model,
+    right: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+) -> None:
+    """Batches between the captured sizes give the tokens of the captured ones."""
+    tape = Tape()
+    monkeypatch.setattr(graphs, "record", tape)
+    engine = capture(model, overlap)
+    assert [graph.size for graph in engine.runner.captured] == [1, 2, 4, 8]
+    for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
+        tape.replays.clear()
+        assert answers(engine, PROMPTS[:batch]) == right[:batch]
+        assert set(tape.replays) == {bucket}
+
+
+@pytest.mark.parametrize("error", [CaptureError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("room", [0, 3])
+def test_steps_without_a_graph_run_when_capturing_fails(
+    model: Model,
+    right: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+    room: int,
+) -> None:
+    monkeypatch.setattr(graphs, "record", Tape(room, error))
+    engine = capture(model)
+    sizes = [graph.size for graph in engine.runner.captured]
+    # A driver that fails once will fail again; less memory may be enough.
+    assert sizes == ([1, 2] if room and error is torch.OutOfMemoryError else [])
+    (line,) = caplog.messages
+    assert f"for {len(sizes)} of 4 batch sizes" in line and "cache_bytes" in line
+    assert "no more room" in line and "details" not in line
+    assert answers(engine, PROMPTS) == right
+
+
+def test_a_rehearsal_changes_nothing(model: Model, right: list[list[int]]) -> None:
+    """It is a step of nothing but padding, by the operations it is given."""
+    engine = make_engine(model, CONFIG)
+    engine.runner.pool.memory.fill_(7.0)
+    seen: list[int] = []
+
+    def project(*args: Any) -> Any:
+        seen.append(len(args[0]))
+        return PLAIN.project(*args)
+
+    ops = type(PLAIN)("counting", project=project)
+    for tokens, decodes in ((1, 1), (8, 8), (64, 0)):
+        seen.clear()
+        engine.runner.rehearse(tokens, decodes, ops)
+        assert set(seen) == {tokens}
+    assert engine.runner.pool.memory.eq(7.0).all()
+    assert answers(engine, PROMPTS[:3]) == right[:3]
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64, 200, 256, 300, 1000])
+def test_bucket_sizes_reach_the_largest_batch(most: int) -> None:
+    sizes = bucket_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+
+
+def test_parameters_are_read_again_when_a_batch_changes(model: Model) -> None:
+    """Columns are kept while a batch keeps its requests, and only then."""
+    engine = make_engine(model, CONFIG)
+    bias: Callable[[int], SamplingParams] = lambda token: SamplingParams(  # noqa: E731
+        temperature=0, max_tokens=4, logit_bias={token: 100.0}
+    )
+    for token in (5, 6):
+        requests = [
+            Request([1, 2], 4, bias(token + n), number=10 * token + n) for n in (0, 1)
+        ]
+        engine.submit(requests)
+        while engine.scheduler.requests:
+            engine.step()
+        assert [r.tokens[2:] for r in requests] == [[token] * 4, [token + 1] * 4]
+    assert TINY.vocab_size > 7
