@@ -175,7 +175,7 @@ def test_the_tokenizer_can_be_made_again(tmp_path: Path, monkeypatch) -> None:
 def test_held_out_problems_are_answered() -> None:
     """One of each skill, through the engine; the evaluation asks a thousand."""
     with LLM(device="cpu") as llm:
-        efforts, wrong = evaluate(llm, evaluation_set(9), "high", batch=9)
+        efforts, wrong = evaluate(llm, evaluation_set(9), "high")
     assert wrong == []
     assert sum(row["of"] for row in efforts.values()) == 9
 

@@ -1,8 +1,6 @@
 """What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,10 @@ from checkpoints import TINY
 from simplellm.config import MODELS
 
 pytest.importorskip("triton")
-sys.path.append(str(Path(__file__).parents[1] / "tools/gpu"))
-import accuracy
 import cases
 import client
 import compare
+import gpu_accuracy as accuracy
 import sanitize
 import tune
 

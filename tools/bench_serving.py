@@ -25,12 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    GptOssForCausalLM,
-    Mxfp4Config,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.generation import ContinuousBatchingConfig
 
 from simplellm import LLM, EngineConfig, SamplingParams
@@ -98,17 +93,6 @@ def mixed_jobs(count: int, seed: int = 0, lengths: str = "short") -> list[Job]:
 # transformers
 
 
-class Clock(StoppingCriteria):
-    """Stops nothing; notes when each step of generate() ends."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 def load_transformers(dtype: torch.dtype = torch.float32) -> Any:
     """The embedded checkpoint, its experts dequantized; answers do not end early."""
     model = GptOssForCausalLM.from_pretrained(
@@ -116,35 +100,6 @@ def load_transformers(dtype: torch.dtype = torch.float32) -> Any:
     ).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-def transformers_static(model: Any, jobs: Sequence[Job], batch: int) -> Served:
-    """Left-padded batches in the order of arrival, each as long as its longest answer.
-
-    Tokens beyond what a request asked for do not count. A token counts as received
-    when its step ends, although generate() only returns at the end.
-    """
-    model.generation_config.eos_token_id = None
-    served = Served([], [])
-    begin = time.perf_counter()
-    for start in range(0, len(jobs), batch):
-        part = jobs[start : start + batch]
-        width = max(len(job.prompt) for job in part)
-        pads = [width - len(job.prompt) for job in part]
-        ids = [[0] * pad + job.prompt for pad, job in zip(pads, part, strict=True)]
-        mask = [[0] * pad + [1] * (width - pad) for pad in pads]
-        clock = Clock()
-        output = model.generate(
-            torch.tensor(ids),
-            attention_mask=torch.tensor(mask),
-            max_new_tokens=max(job.new_tokens for job in part),
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]),
-        )
-        for job, row in zip(part, output[:, width:].tolist(), strict=True):
-            served.tokens.append(row[: job.new_tokens])
-            served.times.append([t - begin for t in clock.times[: job.new_tokens]])
-    return served
 
 
 def transformers_continuous(model: Any, jobs: Sequence[Job], batch: int) -> Served:
@@ -288,15 +243,12 @@ def together(rounds: int) -> list[dict[str, Any]]:
     take minutes.
     """
     model = load_transformers()
-    transformers_static(model, mixed_jobs(1), 1)  # warms up
+    transformers_continuous(model, mixed_jobs(1), 1)  # warms up
     found = []
     for lengths, batch in SETTINGS:
         jobs = mixed_jobs(REQUESTS, lengths=lengths)
         ways = {
-            "transformers static": partial(transformers_static, model, jobs, batch),
-            "transformers continuous": partial(
-                transformers_continuous, model, jobs, batch
-            ),
+            "transformers": partial(transformers_continuous, model, jobs, batch),
             "ours": partial(serve, jobs, max_num_seqs=batch),
             "ours, static": partial(serve, jobs, max_num_seqs=batch, continuous=False),
         }
@@ -315,10 +267,6 @@ def together(rounds: int) -> list[dict[str, Any]]:
                 },
                 "speedup": {
                     name: ours["tokens_per_second"] / row["tokens_per_second"]
-                    for name, row in rows.items()
-                },
-                "ttft": {
-                    name: row["ttft_median"] / ours["ttft_median"]
                     for name, row in rows.items()
                 },
             }

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from simplellm.bench import Machine, step_bytes, step_flops
+from simplellm.apps.roofline import Machine, read_bytes, step_flops
 from simplellm.config import MODELS
 
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
@@ -51,7 +51,7 @@ def vllm_limit(model: str, batch: int, vllm: dict[str, Any]) -> float:
     machine = Machine(
         1e9 * vllm["read_gigabytes_per_second"], 1e12 * vllm["bf16_teraflops"]
     )
-    read = step_bytes(MODELS[model], batch, prompt + answer // 2).total
+    read = read_bytes(MODELS[model], batch, prompt + answer // 2).total
     return batch / machine.least_seconds(read, step_flops(MODELS[model], batch, batch))
 
 

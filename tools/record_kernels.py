@@ -35,14 +35,8 @@ def find(rows: list[Row], name: str) -> Row:
 
 def entry(row: Row, options: argparse.Namespace) -> Row:
     """What the record says about a row."""
-    made = {
-        "kernel": options.kernel or row["kernel"],
-        "shape": options.shape or row["shape"],
-        "version": options.version,
-        "bytes": round(row["bytes"]),
-        "launches": options.launches,
-        "us": round(row["us"], 2),
-    }
+    made = {"kernel": row["kernel"], "shape": row["shape"], "version": options.version}
+    made |= {"bytes": round(row["bytes"]), "launches": 1, "us": round(row["us"], 2)}
     made |= {"kept": False} if options.dropped else {}
     return made | ({"why": options.why} if options.why else {})
 
@@ -61,9 +55,6 @@ def main(arguments: list[str] | None = None, figure: Path = FIGURE) -> None:
     parser.add_argument("results", type=Path, help="JSON that the tuner wrote")
     parser.add_argument("row", help="its kernel, shape and config")
     parser.add_argument("version", help="what to call it")
-    parser.add_argument("--kernel", help="its name in the record, if another")
-    parser.add_argument("--shape", help="its shape in the record, if another")
-    parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--dropped", action="store_true", help="the version lost")
     parser.add_argument("--why", help="it is as fast as it is, in a sentence")
     options = parser.parse_args(arguments)

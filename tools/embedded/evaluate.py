@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from corpus import EFFORTS, TOOL
 from problems import EVALUATED, Problem, evaluation_set
-from tqdm import tqdm
 
 from simplellm import LLM
 from simplellm.harmony import Message, parse, render
@@ -42,34 +41,19 @@ def ask(
     )
 
 
-def replies(llm: LLM, prompts: list[list[int]], batch: int, label: str) -> list:
-    """Each prompt's reply as messages, and its number of tokens.
-
-    Prompts of like length run together, so that a batch ends together.
-    """
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    found: dict[int, tuple[list[Message], int]] = {}
-    with tqdm(total=len(prompts), desc=label, leave=False) as bar:
-        for start in range(0, len(order), batch):
-            part = order[start : start + batch]
-            outputs = llm.generate(
-                [prompts[index] for index in part],
-                temperature=0.0,
-                max_tokens=MAX_TOKENS,
-            ).result()
-            for index, output in zip(part, outputs, strict=True):
-                ids = output.token_ids
-                found[index] = (parse(ids, llm.tokenizer), len(ids))
-            bar.update(len(part))
-    return [found[index] for index in range(len(prompts))]
+def replies(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[Message], int]]:
+    """Each prompt's reply as messages, and its number of tokens."""
+    outputs = llm.generate(prompts, temperature=0.0, max_tokens=MAX_TOKENS).result()
+    ids = [output.token_ids for output in outputs]
+    return [(parse(tokens, llm.tokenizer), len(tokens)) for tokens in ids]
 
 
 def evaluate(
-    llm: LLM, problems: list[Problem], effort: str, batch: int
+    llm: LLM, problems: list[Problem], effort: str
 ) -> tuple[dict[str, dict[str, float]], list[dict[str, str]]]:
     """Per skill: right answers, of how many, mean tokens. And what went wrong."""
     prompts = [ask(problem, effort, llm.tokenizer, []) for problem in problems]
-    first = replies(llm, prompts, batch, f"{effort} effort")
+    first = replies(llm, prompts)
     calling = [i for i, problem in enumerate(problems) if problem.expression]
     called = {i: first[i][0] for i in calling if right_call(problems[i], first[i][0])}
     results = {
@@ -86,9 +70,7 @@ def evaluate(
         for i, messages in called.items()
     }
     prompts = [ask(problems[i], effort, llm.tokenizer, results[i]) for i in results]
-    second = dict(
-        zip(results, replies(llm, prompts, batch, "tool results"), strict=True)
-    )
+    second = dict(zip(results, replies(llm, prompts) if prompts else (), strict=True))
     rows: dict[str, list[tuple[bool, int]]] = defaultdict(list)
     wrong = []
     for i, problem in enumerate(problems):
@@ -142,7 +124,6 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="default: the embedded model")
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
-    parser.add_argument("--batch", type=int, default=250)
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
     parser.add_argument("--json", default=None, help="where to write the figures")
@@ -154,7 +135,7 @@ def main() -> None:
     with LLM(args.model, device=args.device, dtype=dtype) as llm:
         device, dtype = llm.model.device, llm.model.dtype
         for effort in args.efforts.split(","):
-            results[effort], mistakes = evaluate(llm, problems, effort, args.batch)
+            results[effort], mistakes = evaluate(llm, problems, effort)
             wrong += mistakes
     show(results)
     if args.json:

@@ -14,7 +14,6 @@ All of it takes about eight minutes; --models and --cases split it.
 import argparse
 import contextlib
 import gc
-import hashlib
 import json
 import os
 import shlex
@@ -103,8 +102,6 @@ def decode(llm: Any) -> Found:
         if batch == 1:
             again, _ = generate(llm, batch, LENGTH, LENGTH)
             assert first[0].token_ids == again[0].token_ids, "other tokens"
-            digest = hashlib.sha256(repr(first[0].token_ids).encode()).hexdigest()
-            print(f"  the same tokens twice: {digest[:12]}", flush=True)
     return found
 
 
@@ -223,13 +220,6 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             )
 
 
-def versions() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {"torch": torch.__version__, "triton": triton.__version__}
-
-
 def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> None:
     """Take all turns; ``save`` gets the rows after each."""
     trees = {"old": options.old, "new": options.new}
@@ -271,12 +261,15 @@ def main() -> None:
     if not (options.old and options.new):
         parser.error("expected --old and --new, two checkouts")
     import torch
+    import triton
 
+    arguments = ["--old", options.old, "--new", options.new, "--models", options.models]
+    arguments += ["--cases", options.cases]
     record = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "command": shlex.join(["python", "tools/gpu/compare.py", *sys.argv[1:]]),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "command": shlex.join(["python", "tools/gpu/compare.py", *map(str, arguments)]),
     }
 
     def save(rows: list[Any]) -> None:

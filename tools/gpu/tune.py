@@ -77,9 +77,8 @@ def chosen(path: str, value: Any) -> dict[str, Any]:
 def named(config: Any) -> str:
     """A tiling's numbers in the order of its fields, switches by name."""
     values = config._asdict() if hasattr(config, "_asdict") else vars(config)
-    shown = [str(v) for v in values.values() if not isinstance(v, bool | None)]
-    switches = [name for name, value in values.items() if value is True]
-    return " ".join(["x".join(shown), *switches])
+    numbers = "x".join(str(v) for v in values.values() if type(v) is int)
+    return " ".join([numbers, *(n for n, v in values.items() if v is True)])
 
 
 def decode_variants(case: Case) -> Iterator[Variant]:

@@ -1,12 +1,6 @@
-"""Compare the kernels' logits with PyTorch's: four layers of the 120b's real widths.
+"""The kernels' logits beside PyTorch's: four layers of the 120b's real widths."""
 
-python tools/gpu/accuracy.py --json OUT
-"""
-
-import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,17 +64,3 @@ def measure() -> dict[str, Any]:
     first, second = (chunked(model, tokens, [700, 800]) for _ in range(2))
     result["bits equal twice"] = bool(torch.equal(first, second))
     return result
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    text = json.dumps(measure(), indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
