@@ -99,7 +99,7 @@ def test_a_chunk_keeps_its_inputs_while_steps_before_it_run(
     def slow(*args: Any) -> None:
         torch.cuda._sleep(
             30_000_000
-        )  # some 15 ms, in which the host would be far ahead
+        )  # some 15 ms: the host is far ahead
         compute(*args)
 
     monkeypatch.setattr(Runner, "_compute", slow)
