@@ -38,7 +38,7 @@ from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler
 from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.tokenizer import Tokenizer
-from simplellm.warmup import compile_fused
+from simplellm.warmup import warm_up
 from simplellm.weights import MXFP4, Weight
 
 LOGGER = logging.getLogger("simplellm")
@@ -87,7 +87,7 @@ def load(
     )
     with on(device), enough(need, device):
         if operations == "fused":
-            ops = compile_fused(source.config, config, dtype, device)
+            ops = fused_operations(source.config, config, dtype, device)
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
         start = time.perf_counter()
@@ -213,6 +213,21 @@ def choose(
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"
     return "plain", f"PyTorch, since {reason}"
+
+
+def fused_operations(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels, each of which compiles or has a plain twin in its place."""
+    from simplellm.kernels.fused import fused  # where Triton is
+
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    return warm_up(ops, model, config, dtype, device)
 
 
 # The engine

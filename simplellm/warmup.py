@@ -17,26 +17,23 @@ from simplellm.runner import Runner
 PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
 
 
-def compile_fused(
-    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+def warm_up(
+    ops: Ops,
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Ops:
-    """The Triton kernels for this model, compiled, as far as they compile.
+    """The table ``ops`` of Triton kernels, compiled, as far as they compile.
 
     A stand-in with a layer of each kind computes steps of all the sizes that choose
     among kernels. That is before an expert is loaded: whether experts are repacked
     depends on what compiles.
     """
     from simplellm.kernels.compiling import compile_kernels
-    from simplellm.kernels.fused import fused
 
     kinds = tuple(dict.fromkeys(model.layer_types))
     small = replace(model, layer_types=kinds, num_hidden_layers=len(kinds))
-    ops = fused(
-        model,
-        max_num_seqs=config.max_num_seqs,
-        device=device,
-        batch_invariant=config.batch_invariant,
-    )
     source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
     stand_in = build(small, source.__getitem__, ops)
     pool = KVPool(small, 2, config.page_size, dtype, device)

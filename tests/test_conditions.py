@@ -57,7 +57,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(load, "read_weights", read)
     monkeypatch.setattr(
-        load, "compile_fused", lambda *arguments: replace(PLAIN, name="Triton")
+        load, "fused_operations", lambda *arguments: replace(PLAIN, name="Triton")
     )
     return card
 
