@@ -263,7 +263,7 @@ def test_tool_calls_end(scripted, capsys):
 )
 def test_calculate(expression, value):
     if value is None:
-        with pytest.raises(ValueError, match=r"expression is longer|cannot evaluate"):
+        with pytest.raises(ValueError, match=r"cannot evaluate .* expected numbers"):
             calculator.calculate(expression)
     else:
         assert calculator.calculate(expression) == value
@@ -501,7 +501,7 @@ def test_info_of_the_embedded_model(capsys):
 def test_standard_input_that_is_not_text(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert cli.main(["-"]) == 2
-    assert "standard input is not text; expected UTF-8" in capsys.readouterr().err
+    assert "can't decode byte 0xff" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

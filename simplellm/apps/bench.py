@@ -9,11 +9,10 @@ reaches.
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -37,11 +36,10 @@ from simplellm.apps.roofline import (
     read_bytes,
     step_flops,
 )
-from simplellm.config import MODELS, EngineConfig, ModelConfig
-from simplellm.llm import LLM
+from simplellm.config import EngineConfig, ModelConfig, check_number
 from simplellm.load import open_weights
 from simplellm.machine import find_device, find_dtype
-from simplellm.reply import RequestOutput
+from simplellm.outputs import RequestOutput
 from simplellm.request import SamplingParams
 from simplellm.sizes import kv_bytes, weight_bytes
 from simplellm.stats import Meter, quantile
@@ -88,46 +86,36 @@ def engine_config(plan: Plan, base: EngineConfig) -> EngineConfig:
     )
 
 
-def lag(case: Case, budget: int) -> int:
-    """About how many steps a batch's first prompt is computed before its last one.
-
-    Requests that decode meanwhile take a token each from the ``budget`` of every step.
-    """
-    return -(-(case.batch - 1) * case.input_len // max(1, budget - case.batch))
-
-
 def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
     """The rows of a plan, with steps of ``budget`` tokens.
 
     Raises ValueError for one whose requests never all run, or are longer than
     ``limit``, the model's context.
     """
+
+    def lag(batch: int, length: int) -> int:
+        """About how many steps a batch's first prompt is computed before its last.
+
+        Requests that decode meanwhile take a token each from every step.
+        """
+        return -(-(batch - 1) * length // max(1, budget - batch))
+
     cases = []
     for batch in plan.batches:
-        case = Case("decode", batch, plan.input_len, plan.output_len)
-        if plan.output_len < (least := lag(case, budget) + 2):
-            raise ValueError(
-                f"output_len is {plan.output_len}; expected at least {least}, or the "
-                f"first of {batch} requests ends before the last one begins"
-            )
-        cases.append(case)
+        # Fewer, and the first request ends before the last one begins.
+        least, name = lag(batch, plan.input_len) + 2, f"output_len of {batch} requests"
+        check_number(name, plan.output_len, int, least, limit)
+        cases.append(Case("decode", batch, plan.input_len, plan.output_len))
     cases += [Case("prefill", count, length, 1) for count, length in plan.prefills]
     for context in plan.contexts:
         for batch in plan.context_batches:
-            case = Case("context", batch, context, CONTEXT_STEPS)
-            output = lag(case, budget) + CONTEXT_STEPS
-            if context <= output:
-                raise ValueError(
-                    f"context is {context}; expected more than {output}, the tokens "
-                    f"that are generated in it at batch {batch}"
-                )
-            cases.append(replace(case, input_len=context - output, output_len=output))
-    for case in cases:
-        if case.length > limit:
-            raise ValueError(
-                f"{case.name} is {case.length:,} tokens a request; expected at most "
-                f"{limit:,}, the model's context"
+            output = lag(batch, context) + CONTEXT_STEPS  # generated in this context
+            check_number(
+                f"context of {batch} requests", context, int, output + 1, limit
             )
+            cases.append(Case("context", batch, context - output, output))
+    for case in cases:
+        check_number(f"length of {case.name}", case.length, int, 2, limit)
     return cases
 
 
@@ -178,12 +166,12 @@ class Trial:
         return max(end for end, count in self.meter.recent if count) - self.began
 
 
+@dataclass(frozen=True)
 class Bench:
     """Runs cases on an LLM that does nothing else."""
 
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self.llm = llm
-        self.generator = torch.Generator().manual_seed(seed)
+    llm: Any
+    generator: torch.Generator  # of prompts
 
     def run(self, batch: int, input_len: int, output_len: int) -> Trial:
         """Generate ``output_len`` tokens after each of ``batch`` new random prompts."""
@@ -192,8 +180,7 @@ class Bench:
             time.sleep(0.001)
         with engine.lock:
             engine.meter = meter = recorder()
-        shape = (batch, input_len)
-        vocab_size = self.llm.config.vocab_size
+        vocab_size, shape = self.llm.config.vocab_size, (batch, input_len)
         prompts = torch.randint(vocab_size, shape, generator=self.generator).tolist()
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         before, began = engine.stats().preemptions, time.monotonic()
@@ -205,16 +192,13 @@ class Bench:
 
     def case(self, case: Case) -> list[Trial]:
         """Run a case, a prefill several times, after a short one of the same kind."""
-        if case.kind == "prefill":
-            runs = [
-                self.run(case.batch, case.input_len, 1) for _ in range(1 + PREFILL_RUNS)
-            ]
-            return runs[1:]
-        if case.kind == "decode":
-            self.run(case.batch, case.input_len, min(4, case.output_len))
-        else:  # more than the tokens of a step
+        if case.kind == "context":  # more than the tokens of a step
             self.run(1, min(2**13 + 1, case.input_len), 2)
-        return [self.run(case.batch, case.input_len, case.output_len)]
+        else:
+            self.run(case.batch, case.input_len, min(4, case.output_len))
+        times = PREFILL_RUNS if case.kind == "prefill" else 1
+        shape = case.batch, case.input_len, case.output_len
+        return [self.run(*shape) for _ in range(times)]
 
 
 # What is found
@@ -300,11 +284,12 @@ def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
     )
 
 
-def check_cache(llm: LLM, config: EngineConfig, cases: Sequence[Case]) -> None:
-    """Raise ValueError for a case that could run out of pages on its way."""
-    room = llm.engine.runner.pool.memory.nbytes
+def check_cache(
+    room: int, ground: Ground, config: EngineConfig, cases: Sequence[Case]
+) -> None:
+    """Raise ValueError for a case that could run out of a ``room`` of bytes."""
     for case in cases:
-        need = cache_bytes(llm.config, config, llm.model.dtype.itemsize, case)
+        need = cache_bytes(ground.model, config, ground.itemsize, case)
         if need > room:
             raise ValueError(
                 f"{case.name} tokens may need {need / 1e9:.2f} GB for keys and values; "
@@ -313,11 +298,10 @@ def check_cache(llm: LLM, config: EngineConfig, cases: Sequence[Case]) -> None:
 
 
 def measure_cases(
-    llm: LLM, cases: Sequence[Case], ground: Ground, seed: int
+    bench: Bench, cases: Sequence[Case], ground: Ground
 ) -> dict[str, list[Any]]:
     """The rows of each kind. A bar on standard error shows where it is."""
     rows: dict[str, list[Any]] = {"decode": [], "context": [], "prefill": []}
-    bench = Bench(llm, seed)
     with tqdm(cases, unit="row", disable=None, leave=False) as progress:
         for case in progress:
             progress.set_description(case.name)
@@ -331,6 +315,7 @@ def measure_cases(
 
 def measure(
     plan: Plan,
+    start: Callable[..., Any],
     model: str | None = None,
     *,
     random_weights: bool = False,
@@ -338,7 +323,7 @@ def measure(
     config: EngineConfig | None = None,
     command: str = "",
 ) -> Report:
-    """Measure all that ``plan`` asks for; the engine is that of `LLM`.
+    """Measure all that ``plan`` asks for. ``start`` is the class `LLM`.
 
     ``model`` is a checkpoint folder or, with ``random_weights``, the name of a known
     model; None is the embedded one. ``config`` holds the engine's switches; its sizes
@@ -347,11 +332,6 @@ def measure(
     """
     place = find_device(device)
     dtype, seed = find_dtype(None, place), plan.seed if random_weights else None
-    if model in MODELS and not random_weights and not Path(model).is_dir():
-        raise ValueError(
-            f"there is no folder {model!r}; expected a checkpoint folder, or random "
-            "weights in this model's shapes (--random-weights)"
-        )
     source = open_weights(model, dtype, place, random_weights, seed)
     config = engine_config(plan, (config or EngineConfig()).resolved(place.type))
     limit = source.config.max_position_embeddings
@@ -360,12 +340,14 @@ def measure(
     ground = Ground(source.config, machine, dtype.itemsize, source.packed)
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    began = time.perf_counter()
     options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
-    with LLM(model, config, device=place, **options) as llm:
-        ready = time.perf_counter() - start
-        check_cache(llm, config, cases)
-        rows = measure_cases(llm, cases, ground, plan.seed)
+    with start(model, config, device=place, **options) as llm:
+        seconds = time.perf_counter() - began
+        room = llm.engine.runner.pool.memory.nbytes
+        check_cache(room, ground, config, cases)
+        bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
+        rows = measure_cases(bench, cases, ground)
         return Report(
             date=date.today().isoformat(),
             command=command,
@@ -378,8 +360,8 @@ def measure(
             config=config,
             machine=machine,
             load_seconds=llm.weights_seconds,
-            engine_seconds=ready - llm.weights_seconds,
-            memory=describe_memory(llm),
+            engine_seconds=seconds - llm.weights_seconds,
+            memory=describe_memory(llm.model, room, source.packed),
             roof=ground.roof(config),
             **rows,
         )

@@ -124,29 +124,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
-        from simplellm import LLM
+        from simplellm.llm import LLM
     return LLM(model, device=device)
 
 
-def check_standard_input() -> None:
-    """Raise ValueError if whoever started this has closed standard input."""
+def standard_input() -> Any:
+    """It. Raises ValueError if whoever started this has closed it."""
     if sys.stdin is None:
         raise ValueError("standard input is closed; expected a terminal or a file")
-
-
-def read_prompt(prompt: str) -> str:
-    """The prompt, from standard input if it is "-"."""
-    if prompt == "-":
-        check_standard_input()
-        try:
-            prompt = sys.stdin.buffer.read().decode().rstrip("\n")
-        except UnicodeDecodeError:
-            raise ValueError(
-                "the prompt on standard input is not text; expected UTF-8"
-            ) from None
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; expected a question")
-    return prompt
+    return sys.stdin
 
 
 @app.command()
@@ -154,25 +140,26 @@ def read_prompt(prompt: str) -> str:
 def ask(
     prompt: Annotated[
         str,
-        typer.Argument(
-            metavar="PROMPT", help='The question; "-" reads it from standard input.'
-        ),
+        typer.Argument(help='The question; "-" reads it from standard input.'),
     ],
     options: Options,
 ) -> None:
     """Answer one question. The word "ask" may be left out."""
     screen = Screen()
-    question = {"role": "user", "content": read_prompt(prompt)}
+    if prompt == "-":
+        prompt = standard_input().buffer.read().decode().rstrip("\n")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; expected a question")
+    messages = [*options.first_messages(), {"role": "user", "content": prompt}]
     with load(options.model, options.device, screen) as llm:
-        messages = [*options.first_messages(), question]
-        respond(llm, messages, screen, **options.for_chat())
+        respond(llm.stream_chat, messages, screen, **options.for_chat())
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
     """The lines that are typed, until Ctrl-D."""
     with suppress(ImportError):  # gives input() line editing and history, on Unix
         import readline  # noqa: F401
-    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    typed = standard_input().isatty() and sys.stdout.isatty()
     while True:
         try:
             yield input("> " if typed else "").strip()
@@ -189,28 +176,25 @@ def chat(options: Options) -> None:
 
     Ctrl-C ends an answer that is being written.
     """
-    check_standard_input()
+    standard_input()
     screen = Screen()
     with load(options.model, options.device, screen) as llm:
         messages = options.first_messages()
         for line in read_lines(screen):
-            match line:
-                case "":
-                    continue
-                case "/exit" | "exit":
-                    return
-                case "/reset":
-                    messages = options.first_messages()
-                    continue
-            turns = [*messages, {"role": "user", "content": line}]
-            try:
-                respond(llm, turns, screen, **options.for_chat())
-            except ValueError as error:
-                screen.error(error)
-                continue
-            except KeyboardInterrupt:
-                screen.remark("stopped")
-            messages = turns
+            if line == "/exit":
+                return
+            if line == "/reset":
+                messages = options.first_messages()
+            elif line:
+                turns = [*messages, {"role": "user", "content": line}]
+                try:
+                    respond(llm.stream_chat, turns, screen, **options.for_chat())
+                    messages = turns
+                except ValueError as error:
+                    screen.error(error)
+                except KeyboardInterrupt:
+                    screen.remark("stopped")
+                    messages = turns
 
 
 @app.command()
@@ -218,7 +202,6 @@ def info(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="PATH",
             help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
             show_default=False,
         ),
@@ -229,6 +212,12 @@ def info(
 
     for text in describe(path):
         print(text)
+
+
+def check_folder(file: Path) -> None:
+    """Raise ValueError if there is no place for a file that is to be written."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
 @app.command()
@@ -261,51 +250,42 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    if str(target) == "-":
-        raise ValueError('the output is "-"; expected a file, since it is read again')
+    check_folder(target)
     if target.exists() and source.samefile(target):
         raise ValueError(f"{target} is both input and output; expected two files")
-    if not source.is_file():
-        raise ValueError(f"{source} is no file; expected one, since it is read twice")
-    digests = jobs.read_digests(source)
-    with jobs.open_results(target, digests) as (file, done):
-        totals = jobs.count(done)
-        if len(done) < len(digests):
+    for path, there in ((source, True), (target, target.exists())):
+        if str(path) == "-" or (there and not path.is_file()):
+            raise ValueError(f"{path} is no file; expected one that can be read again")
+    requests = jobs.read_requests(source)
+    failures: list[Exception] = []
+    with jobs.open_results(target, requests) as (file, done):
+        if len(done) < len(requests):
             with load(model, device, screen) as llm:
                 try:
-                    totals = jobs.run(llm, source, file, done)
+                    failures = jobs.run(llm, requests, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
-    summary = f"{totals.answered} answered, {totals.rejected} errors"
-    screen.write(f"{len(digests)} requests: {summary}\n", aside=True)
-    if totals.failed:
+    rejected = sum(done.values())
+    summary = f"{len(done) - rejected} answered, {rejected} errors"
+    screen.write(f"{len(requests)} requests: {summary}\n", aside=True)
+    if failures:
         screen.error(
-            f"{totals.failed} requests failed, the last one with {totals.cause!r}; the "
+            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
             "same command tries them again"
         )
-    return int(totals.failed + totals.rejected > 0)
+    return int(len(failures) + rejected > 0)
 
 
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The integers of an option such as "1,8,64"; none of an empty text."""
+def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
+    """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
     try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
+        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
     except ValueError:
-        raise ValueError(
-            f"--{name} is {text}; expected integers such as 1,8,64"
-        ) from None
-
-
-def pairs(name: str, text: str) -> tuple[tuple[int, int], ...]:
-    """The pairs of an option such as "32x2048,1x2048"."""
-    try:
-        parts = [part.split("x") for part in text.split(",")] if text else []
-        return tuple((int(count), int(length)) for count, length in parts)
-    except ValueError:
-        raise ValueError(
-            f"--{name} is {text}; expected prompts x tokens such as 32x2048,1x2048"
-        ) from None
+        found = [()]
+    if any(len(entry) != width for entry in found):
+        raise ValueError(f"--{name} is {text}; expected {expected}")
+    return found
 
 
 @app.command()
@@ -314,7 +294,6 @@ def bench(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL",
             help="A checkpoint folder; with --random-weights also gpt-oss-20b or "
             "gpt-oss-120b.  [embedded]",
             show_default=False,
@@ -323,40 +302,22 @@ def bench(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Only the shapes of the model.")
     ] = False,
-    batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Requests at once, as in 1,8,64.")
-    ] = "1",
-    input_len: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a prompt.")
-    ] = 128,
-    output_len: Annotated[
-        int, typer.Option(metavar="N", help="Tokens to generate.")
-    ] = 128,
+    batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     prefill: Annotated[
-        str,
-        typer.Option(metavar="NxN", help="Prompts x tokens, as in 32x2048,1x2048."),
+        str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")
     ] = "",
     context: Annotated[
-        str,
-        typer.Option(metavar="N,N", help="Tokens in the cache, as in 32768,131072."),
+        str, typer.Option(help="Tokens in the cache, as in 32768,131072.")
     ] = "",
     json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write all numbers.", dir_okay=False
-        ),
+        Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw speeds and limit (.svg, .png, .pdf).",
-            dir_okay=False,
-        ),
+        typer.Option(help="Draw speeds and limit (.svg, .png, .pdf).", dir_okay=False),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Of prompts and random weights.")
-    ] = 0,
     device: Where = None,
 ) -> None:
     """Measure a model's speed, and what this machine allows."""
@@ -364,35 +325,30 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report
         from simplellm.apps.bench import measure
+        from simplellm.llm import LLM
+    wanted = "prompts x tokens such as 32x2048,1x2048"
     plan = report.Plan(
-        batches=numbers("batch", batch),
+        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
         input_len=input_len,
         output_len=output_len,
-        prefills=pairs("prefill", prefill),
-        contexts=numbers("context", context),
-        seed=seed,
+        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
+        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
     )
-    for file in (json_file, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
+    for path in filter(None, (json_file, plot)):
+        check_folder(path)
     if plot is not None:
         report.check_plot(plot)
     command = shlex.join(["simplellm", *ctx.obj])
-    found = measure(
-        plan, model, random_weights=random_weights, device=device, command=command
-    )
+    options: dict[str, Any] = {"random_weights": random_weights, "device": device}
+    found = measure(plan, LLM, model, command=command, **options)
     if json_file is not None:
         report.write_json(found, json_file)
     if plot is not None:
         report.plot(found, plot)
-    for line in report.summary(found):
-        screen.out.out(line, highlight=False)
-    for table in report.tables(found):
-        screen.out.print()
-        screen.out.print(table)
+    report.show(found, screen.out)
 
 
-def version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
         raise typer.Exit
@@ -401,11 +357,9 @@ def version(wanted: bool) -> None:
 @app.callback()
 def simplellm(
     ctx: typer.Context,
-    show_version: Annotated[
+    version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=version, is_eager=True, help="Show it and exit."
-        ),
+        typer.Option("--version", callback=print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Run gpt-oss, from the small embedded model up to gpt-oss-120b.
@@ -438,14 +392,9 @@ def fill_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command; the exit status. What goes wrong is said in one line."""
+    options = {"prog_name": "simplellm", "standalone_mode": False}
     try:
-        status = app(
-            args=arguments or ["--help"],
-            prog_name="simplellm",
-            standalone_mode=False,
-            obj=arguments,
-        )
-        return status or 0
+        return app(arguments or ["--help"], **options, obj=arguments) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UsageError as error:

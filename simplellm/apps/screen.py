@@ -1,7 +1,7 @@
 """Answers on a terminal: streamed as they come, with the calls in them answered."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from simplellm.apps.calculator import call_tool
+from simplellm.harmony import Delta
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from simplellm.harmony import Delta
-    from simplellm.llm import LLM
+    from simplellm.reader import Stream
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 
@@ -67,7 +67,7 @@ class Screen:
         """A spinner, on a terminal with colors only."""
         return self.err.status(text) if self.err.color_system else nullcontext()
 
-    def show(self, deltas: Iterable["Delta"]) -> None:
+    def show(self, deltas: Iterable[Delta]) -> None:
         """Write a turn of the model while it arrives."""
         before: tuple[bool, str | None, int | None] | None = None
         for delta in deltas:
@@ -84,11 +84,17 @@ class Screen:
 
 
 def respond(
-    llm: "LLM", messages: list[dict[str, Any]], screen: Screen, **options: Any
+    stream_chat: Callable[..., "Stream[Delta]"],
+    messages: list[dict[str, Any]],
+    screen: Screen,
+    **options: Any,
 ) -> None:
-    """Stream the answer to ``messages`` and append it, tool calls included."""
+    """Stream the answer to ``messages`` and append it, tool calls included.
+
+    ``stream_chat`` is that of an `LLM`.
+    """
     for _ in range(MAX_TOOL_CALLS):
-        stream = llm.stream_chat(messages, **options)
+        stream = stream_chat(messages, **options)
         try:
             screen.show(stream)
         except KeyboardInterrupt:  # what has been said remains said
