@@ -306,8 +306,9 @@ def test_a_plot_without_matplotlib(monkeypatch, capsys):
 @pytest.mark.parametrize("batch", [1, 40])
 def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, batch):
     plan = Plan(batches=(batch,), input_len=50, output_len=70)
-    config = bench.engine_config(plan, EngineConfig().resolved("cpu"))
+    config = EngineConfig().resolved("cpu")
     (case,) = bench.plan_cases(plan, config.max_num_batched_tokens, 131_072)
+    config = bench.engine_config([case], config)
     need = bench.cache_bytes(TINY, config, 4, case)
     assert need >= batch * kv_bytes(TINY, 120, itemsize=4)
     config = EngineConfig(cache_bytes=need + 100_000)  # less than a page goes unused

@@ -109,7 +109,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
 
     def use(*turns: str, reason: str = "stop") -> ScriptedLLM:
         llm = ScriptedLLM(*turns, reason=reason)
-        monkeypatch.setattr(cli, "load", lambda *arguments: llm)
+        monkeypatch.setattr(cli, "load_llm", lambda *arguments: llm)
         return llm
 
     return use
@@ -374,7 +374,7 @@ def test_failures(monkeypatch, capsys, error, status, line):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "load", fail)
+    monkeypatch.setattr(cli, "load_llm", fail)
     assert cli.main(["Hi"]) == status
     assert capsys.readouterr() == ("", line)
 
@@ -385,8 +385,8 @@ def test_failures(monkeypatch, capsys, error, status, line):
         (["Hi", "--temprature", "1"], "No such option: --temprature"),
         (["Hi", "there"], "unexpected extra argument"),
         (["Hi", "--temperature", "warm"], "--temperature"),
-        (["chat", "--temperature", "-1"], "--temperature"),
-        (["Hi", "--max-tokens", "0"], "--max-tokens"),
+        (["chat", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
+        (["Hi", "--max-tokens", "0"], "max_tokens is 0; expected 1 to"),
         (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
         (["--seed", "1"], "prompt"),
         (["Hi", "--device", "abacus"], "'cpu', 'cuda'"),

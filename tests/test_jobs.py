@@ -65,7 +65,7 @@ class EchoLLM:
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load", lambda *arguments: EchoLLM())
+    monkeypatch.setattr(cli, "load_llm", lambda *arguments: EchoLLM())
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def run(llm: Any, source: Path, target: Path) -> tuple[int, int, int]:
     """One run without the command line: how many are answered, rejected and failed."""
     requests = jobs.read_requests(source)
     with jobs.open_results(target, requests) as (file, done):
-        failures = jobs.run(llm, requests, file, done)
+        failures = jobs.answer_all(llm, requests, file, done)
     rejected = sum(done.values())
     return len(done) - rejected, rejected, len(failures)
 
@@ -353,7 +353,7 @@ def test_a_disk_that_is_full_ends_the_run(tmp_path):
         Path("/dev/full").open("wb", buffering=0) as full,
         pytest.raises(OSError, match="No space left"),
     ):
-        jobs.run(llm, jobs.read_requests(source), full, {})
+        jobs.answer_all(llm, jobs.read_requests(source), full, {})
 
 
 def test_a_corrected_line_is_tried_again(echo, tmp_path, capsys):

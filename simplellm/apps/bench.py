@@ -69,25 +69,8 @@ class Case:
         return f"{self.kind} {self.batch} x {self.input_len:,} + {self.output_len}"
 
 
-def engine_config(plan: Plan, base: EngineConfig) -> EngineConfig:
-    """``base``, resolved, with room for as many and as long requests as in ``plan``."""
-    batches = [*plan.batches, *(count for count, _ in plan.prefills)]
-    lengths = [length + 1 for _, length in plan.prefills]
-    if plan.batches:
-        lengths.append(plan.input_len + plan.output_len)
-    if plan.contexts:
-        batches += plan.context_batches
-        lengths += plan.contexts
-    return replace(
-        base,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(base.max_num_batched_tokens, 2 * max(batches)),
-        max_model_len=max(lengths),
-    )
-
-
 def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
-    """The rows of a plan, with steps of ``budget`` tokens.
+    """The rows of a plan, with steps of at least ``budget`` tokens.
 
     Raises ValueError for one whose requests never all run, or are longer than
     ``limit``, the model's context.
@@ -98,7 +81,7 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
 
         Requests that decode meanwhile take a token each from every step.
         """
-        return -(-(batch - 1) * length // max(1, budget - batch))
+        return -(-(batch - 1) * length // max(batch, budget - batch))
 
     cases = []
     for batch in plan.batches:
@@ -110,9 +93,8 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
     for context in plan.contexts:
         for batch in plan.context_batches:
             output = lag(batch, context) + CONTEXT_STEPS  # generated in this context
-            check_number(
-                f"context of {batch} requests", context, int, output + 1, limit
-            )
+            name = f"context of {batch} requests"
+            check_number(name, context, int, output + 1, limit)
             cases.append(Case("context", batch, context - output, output))
     for case in cases:
         check_number(f"length of {case.name}", case.length, int, 2, limit)
@@ -128,6 +110,17 @@ def cache_bytes(
     each += kv_bytes(model, page, itemsize=itemsize)
     step = min(config.max_num_batched_tokens, case.batch * case.input_len)
     return case.batch * each + kv_bytes(model, step, itemsize=itemsize, windowed=False)
+
+
+def engine_config(cases: Sequence[Case], base: EngineConfig) -> EngineConfig:
+    """``base``, resolved, with room for as many and as long requests as in a case."""
+    most = max(case.batch for case in cases)
+    return replace(
+        base,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(base.max_num_batched_tokens, 2 * most),
+        max_model_len=max(case.length for case in cases),
+    )
 
 
 # How it is measured
@@ -333,9 +326,10 @@ def measure(
     place = find_device(device)
     dtype, seed = find_dtype(None, place), plan.seed if random_weights else None
     source = open_weights(model, dtype, place, random_weights, seed)
-    config = engine_config(plan, (config or EngineConfig()).resolved(place.type))
+    config = (config or EngineConfig()).resolved(place.type)
     limit = source.config.max_position_embeddings
     cases = plan_cases(plan, config.max_num_batched_tokens, limit)
+    config = engine_config(cases, config)
     machine = measure_machine(place, sum(weight_bytes(source.config, 4).values()))
     ground = Ground(source.config, machine, dtype.itemsize, source.packed)
     if place.type == "cuda":

@@ -24,10 +24,12 @@ from typer.core import TyperGroup
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.screen import Screen, respond
+from simplellm.request import SamplingParams
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.llm import LLM
 
+SAMPLING = ("temperature", "max_tokens", "seed")
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -61,45 +63,44 @@ Where = Annotated[
 
 @dataclass(frozen=True)
 class Options:
-    """What `ask` and `chat` can be told beside the question."""
+    """What `ask` and `chat` can be told beside the question.
+
+    Raises TypeError or ValueError for what `SamplingParams` does not take, before a
+    model is loaded.
+    """
 
     model: ModelFolder = None
     reasoning_effort: Annotated[
         Literal["low", "medium", "high"], typer.Option(help="How long to think.")
     ] = "medium"
     developer: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instructions for the model.")
+        str | None, typer.Option(help="Instructions for the model.")
     ] = None
     calculator: Annotated[
         bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
     ] = False
     temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", min=0, max=100, help="0 is greedy.  [the checkpoint's]"
-        ),
+        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
     ] = None
     max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Most tokens to generate, reasoning included."
-        ),
+        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
     ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Makes a random answer repeatable."),
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None
     device: Where = None
+
+    def __post_init__(self) -> None:
+        SamplingParams(**self.sampling())
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that do not stay as the checkpoint has them."""
+        given = {name: getattr(self, name) for name in SAMPLING}
+        return {name: value for name, value in given.items() if value is not None}
 
     def for_chat(self) -> dict[str, Any]:
         """What `LLM.stream_chat` is called with beside the messages."""
-        names = ("temperature", "max_tokens", "seed")
-        given = {name: getattr(self, name) for name in names}
-        return {
-            "reasoning_effort": self.reasoning_effort,
-            "tools": [CALCULATOR] if self.calculator else None,
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        tools = [CALCULATOR] if self.calculator else None
+        effort = self.reasoning_effort
+        return {"reasoning_effort": effort, "tools": tools, **self.sampling()}
 
     def first_messages(self) -> list[dict[str, Any]]:
         """The messages of a conversation in which nothing has been said."""
@@ -121,7 +122,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
+def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
         from simplellm.llm import LLM
@@ -140,7 +141,9 @@ def standard_input() -> Any:
 def ask(
     prompt: Annotated[
         str,
-        typer.Argument(help='The question; "-" reads it from standard input.'),
+        typer.Argument(
+            metavar="PROMPT", help='The question; "-" reads it from standard input.'
+        ),
     ],
     options: Options,
 ) -> None:
@@ -151,7 +154,7 @@ def ask(
     if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
     messages = [*options.first_messages(), {"role": "user", "content": prompt}]
-    with load(options.model, options.device, screen) as llm:
+    with load_llm(options.model, options.device, screen) as llm:
         respond(llm.stream_chat, messages, screen, **options.for_chat())
 
 
@@ -178,7 +181,7 @@ def chat(options: Options) -> None:
     """
     standard_input()
     screen = Screen()
-    with load(options.model, options.device, screen) as llm:
+    with load_llm(options.model, options.device, screen) as llm:
         messages = options.first_messages()
         for line in read_lines(screen):
             if line == "/exit":
@@ -202,6 +205,7 @@ def info(
     path: Annotated[
         str | None,
         typer.Argument(
+            metavar="PATH",
             help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
             show_default=False,
         ),
@@ -260,9 +264,9 @@ def batch(
     failures: list[Exception] = []
     with jobs.open_results(target, requests) as (file, done):
         if len(done) < len(requests):
-            with load(model, device, screen) as llm:
+            with load_llm(model, device, screen) as llm:
                 try:
-                    failures = jobs.run(llm, requests, file, done)
+                    failures = jobs.answer_all(llm, requests, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
@@ -294,6 +298,7 @@ def bench(
     model: Annotated[
         str | None,
         typer.Argument(
+            metavar="MODEL",
             help="A checkpoint folder; with --random-weights also gpt-oss-20b or "
             "gpt-oss-120b.  [embedded]",
             show_default=False,
@@ -359,7 +364,9 @@ def simplellm(
     ctx: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=print_version, is_eager=True),
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Show it and exit."
+        ),
     ] = False,
 ) -> None:
     """Run gpt-oss, from the small embedded model up to gpt-oss-120b.

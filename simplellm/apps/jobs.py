@@ -10,20 +10,20 @@ beside a question that it does not answer.
 """
 
 import asyncio
+import fcntl
 import json
 import shutil
-from collections.abc import Awaitable, Iterator, Mapping, Set
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from tqdm import tqdm
 
-from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput
+from simplellm.outputs import ChatChoice, RequestOutput
 from simplellm.request import QueueFullError, SamplingParams
 
 IN_FLIGHT = 256  # requests that the engine has at a time
@@ -35,14 +35,6 @@ CHAT_FIELDS = ["messages", "tools", "reasoning_effort", *FIELDS]
 REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 Id = str | int
-
-
-class Answers(Protocol):
-    """What an `LLM` does for a file of requests."""
-
-    def generate(self, prompts: Any, **options: Any) -> Future[list[RequestOutput]]: ...
-
-    def chat_async(self, messages: Any, **options: Any) -> Awaitable[ChatOutput]: ...
 
 
 # The requests
@@ -64,26 +56,21 @@ def read_line(number: int, raw: bytes) -> Line:
 
     Any other field that is null counts as absent.
     """
-    name: Any = f"line-{number}"
-    request, spelled, error = {}, raw.strip(), None
+    name, spelled, given, error = f"line-{number}", raw.strip(), {}, None
     try:
-        given = json.loads(raw)
-        if isinstance(given, dict):
-            found = given.pop("id", name)
-            given = {
-                field: value for field, value in given.items() if value is not None
-            }
-            if type(found) in (str, int):
-                spelled = json.dumps(given, sort_keys=True).encode()
-                name, request = found, given
-            else:
-                error = f"id is {found!r}; expected a text or an integer"
+        request = json.loads(raw)
+        if not isinstance(request, dict):
+            error = f"the line is a {type(request).__name__}; expected an object"
+        elif type(request.get("id", name)) not in (str, int):
+            error = f"id is {request['id']!r}; expected a text or an integer"
         else:
-            error = f"the line is a {type(given).__name__}; expected an object"
+            name = request.pop("id", name)
+            given = {field: x for field, x in request.items() if x is not None}
+            spelled = json.dumps(given, sort_keys=True).encode()
     except (ValueError, RecursionError) as problem:
         error = f"not JSON: {problem}"
     # 64 bits of it, which other requests hardly have.
-    return Line(number, name, sha256(spelled).hexdigest()[:16], request, error)
+    return Line(number, name, sha256(spelled).hexdigest()[:16], given, error)
 
 
 def read_requests(path: Path) -> dict[Id, Line]:
@@ -109,102 +96,77 @@ def read_requests(path: Path) -> dict[Id, Line]:
 # The results
 
 
-@dataclass
-class Results:
-    """What the output of earlier runs holds."""
+def keep_results(
+    path: Path, requests: Mapping[Id, Line], file: IO[bytes]
+) -> dict[Id, bool]:
+    """Copy what is done of these requests; True for a result that is an error.
 
-    done: dict[Id, bool]  # the ids that have a result, and whether it is an error
-    end: int  # bytes of whole lines
-    outdated: set[int]  # lines that hold the error of a request that has changed since
-
-
-def read_results(path: Path, requests: Mapping[Id, Line]) -> Results:
-    """What is done of these requests. A torn last line is not.
-
+    A torn last line is left out, and the error of a request that has changed since.
     Raises ValueError for a file that is not the output of an earlier run on requests
     with these ids, and for an answer to a request that has changed since.
     """
-    found = Results({}, 0, set())
+    done: dict[Id, bool] = {}
     missing = dict(requests)
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    with path.open("rb") as old:
+        for number, raw in enumerate(old, start=1):
             if not raw.endswith(b"\n") and raw[: len(HEAD)] == HEAD[: len(raw)]:
                 break
             try:
                 result = json.loads(raw)
-                name = result["id"]
-                request = missing.pop(name)
+                request = missing.pop(result["id"])
             except (ValueError, RecursionError, TypeError, KeyError):
                 raise ValueError(
                     f"{path}: line {number} is not the only result of a request of the "
                     "input; expected a new file or what an earlier run on the same "
                     "input wrote"
                 ) from None
-            found.end += len(raw)
             rejected = "error" in result
             # A result of the days before there were digests: its answer is trusted.
             was = result.get("digest", None if rejected else request.digest)
             if was == request.digest:
-                found.done[name] = rejected
-            elif rejected:
-                found.outdated.add(number)
-            else:
+                done[request.id] = rejected
+                file.write(raw)
+            elif not rejected:
                 raise ValueError(
-                    f"{path}: line {number} answers what {name!r} asked before it was "
-                    "changed; expected the same request, or a new id for the new one "
-                    "(or remove that answer)"
+                    f"{path}: line {number} answers what {request.id!r} asked before "
+                    "it was changed; expected the same request, or a new id for the "
+                    "new one (or remove that answer)"
                 )
-    return found
+    file.flush()
+    return done
 
 
 def lock(file: IO[bytes], path: Path) -> None:
     """Raise ValueError if another process writes to this file."""
-    with suppress(ImportError):  # there is no fcntl on Windows
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path}: another run is writing to it") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another run is writing to it") from None
 
 
 @contextmanager
 def open_results(
     path: Path, requests: Mapping[Id, Line]
 ) -> Iterator[tuple[IO[bytes], dict[Id, bool]]]:
-    """The output, open for more lines, and the ids it has: True if with an error."""
-    with path.open("ab") as file:
-        lock(file, path)
-        found = read_results(path, requests)
-        file.truncate(found.end)
-        if not found.outdated:
-            yield file, found.done
-            return
-        with open_copy(path, found.outdated) as copy:
-            yield copy, found.done
+    """The output, open for more lines, and the ids it has: True if with an error.
 
-
-@contextmanager
-def open_copy(path: Path, outdated: Set[int]) -> Iterator[IO[bytes]]:
-    """A copy of the output without some lines, which has taken its place.
-
-    It takes it whole and locked: whatever interrupts this leaves the one or the other,
-    and a second writer is refused by both.
+    What is kept of it is copied, and the copy takes its place whole and locked:
+    whatever interrupts this leaves the one or the other, and a second writer is
+    refused by both.
     """
     path = path.resolve()  # a link remains one
     copy = path.with_name(f".{path.name}.rewritten")
-    try:
-        with path.open("rb") as old, copy.open("wb") as file:
-            lock(file, copy)
-            for number, raw in enumerate(old, start=1):
-                if number not in outdated:
-                    file.write(raw)
-            file.flush()
-            shutil.copymode(path, copy)
-            copy.replace(path)
-            yield file
-    finally:
-        copy.unlink(missing_ok=True)
+    with path.open("ab") as old:
+        lock(old, path)
+        try:
+            with copy.open("wb") as file:
+                lock(file, copy)
+                done = keep_results(path, requests, file)
+                shutil.copymode(path, copy)
+                copy.replace(path)
+                yield file, done
+        finally:
+            copy.unlink(missing_ok=True)
 
 
 # The answers
@@ -236,7 +198,7 @@ def arguments(line: Line) -> dict[str, Any]:
     return request
 
 
-async def answer(llm: Answers, line: Line) -> dict[str, Any]:
+async def answer(llm: Any, line: Line) -> dict[str, Any]:
     """What the output file says of a request, its id and digest aside."""
     call = arguments(line)
     if "messages" in call:
@@ -261,8 +223,8 @@ def choice_fields(
     return choice if logprobs is None else choice | {"logprobs": logprobs}
 
 
-def run(
-    llm: Answers, requests: Mapping[Id, Line], file: IO[bytes], done: dict[Id, bool]
+def answer_all(
+    llm: Any, requests: Mapping[Id, Line], file: IO[bytes], done: dict[Id, bool]
 ) -> list[Exception]:
     """Append a result to ``file`` for each of the requests that is not ``done``.
 
