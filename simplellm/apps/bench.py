@@ -36,7 +36,7 @@ from simplellm.apps.roofline import (
     read_bytes,
     step_flops,
 )
-from simplellm.config import EngineConfig, ModelConfig, check_number
+from simplellm.config import EngineConfig, ModelConfig, check, check_number, declared
 from simplellm.load import open_weights
 from simplellm.machine import find_device, find_dtype
 from simplellm.outputs import RequestOutput
@@ -53,12 +53,15 @@ PREFILL_RUNS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure."""
+    """One row to measure. Raises TypeError or ValueError for sizes below 1."""
 
     kind: Literal["decode", "prefill", "context"]
-    batch: int
-    input_len: int
-    output_len: int
+    batch: int = declared()
+    input_len: int = declared()
+    output_len: int = declared()
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def length(self) -> int:
@@ -72,8 +75,8 @@ class Case:
 def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
     """The rows of a plan, with steps of at least ``budget`` tokens.
 
-    Raises ValueError for one whose requests never all run, or are longer than
-    ``limit``, the model's context.
+    Raises TypeError or ValueError for a plan without rows, and for a row whose requests
+    never all run, or are longer than ``limit``, the model's context.
     """
 
     def lag(batch: int, length: int) -> int:
@@ -85,10 +88,11 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
 
     cases = []
     for batch in plan.batches:
+        case = Case("decode", batch, plan.input_len, plan.output_len)
         # Fewer, and the first request ends before the last one begins.
         least, name = lag(batch, plan.input_len) + 2, f"output_len of {batch} requests"
         check_number(name, plan.output_len, int, least, limit)
-        cases.append(Case("decode", batch, plan.input_len, plan.output_len))
+        cases.append(case)
     cases += [Case("prefill", count, length, 1) for count, length in plan.prefills]
     for context in plan.contexts:
         for batch in plan.context_batches:
@@ -98,6 +102,8 @@ def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
             cases.append(Case("context", batch, context - output, output))
     for case in cases:
         check_number(f"length of {case.name}", case.length, int, 2, limit)
+    if not cases:
+        raise ValueError("nothing is to be measured; expected a batch size")
     return cases
 
 

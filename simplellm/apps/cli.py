@@ -10,11 +10,9 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import wraps
-from inspect import Signature, signature
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,7 +27,9 @@ from simplellm.request import SamplingParams
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.llm import LLM
 
-SAMPLING = ("temperature", "max_tokens", "seed")
+CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
+
+Ctrl-C ends an answer that is being written."""
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -61,67 +61,6 @@ Where = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `ask` and `chat` can be told beside the question.
-
-    Raises TypeError or ValueError for what `SamplingParams` does not take, before a
-    model is loaded.
-    """
-
-    model: ModelFolder = None
-    reasoning_effort: Annotated[
-        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
-    ] = "medium"
-    developer: Annotated[
-        str | None, typer.Option(help="Instructions for the model.")
-    ] = None
-    calculator: Annotated[
-        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
-    ] = False
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
-    ] = None
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None
-    device: Where = None
-
-    def __post_init__(self) -> None:
-        SamplingParams(**self.sampling())
-
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that do not stay as the checkpoint has them."""
-        given = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def for_chat(self) -> dict[str, Any]:
-        """What `LLM.stream_chat` is called with beside the messages."""
-        tools = [CALCULATOR] if self.calculator else None
-        effort = self.reasoning_effort
-        return {"reasoning_effort": effort, "tools": tools, **self.sampling()}
-
-    def first_messages(self) -> list[dict[str, Any]]:
-        """The messages of a conversation in which nothing has been said."""
-        brief = self.developer
-        return [{"role": "developer", "content": brief}] if brief else []
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose last argument, `Options`, comes from options of its own."""
-    *own, _ = signature(command).parameters.values()
-    shared = signature(Options).parameters
-
-    @wraps(command)
-    def called(**given: Any) -> None:
-        options = Options(**{name: given.pop(name) for name in shared})
-        command(**given, options=options)
-
-    vars(called)["__signature__"] = Signature([*own, *shared.values()])
-    return called
-
-
 def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
@@ -129,40 +68,11 @@ def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
     return LLM(model, device=device)
 
 
-def standard_input() -> Any:
-    """It. Raises ValueError if whoever started this has closed it."""
-    if sys.stdin is None:
-        raise ValueError("standard input is closed; expected a terminal or a file")
-    return sys.stdin
-
-
-@app.command()
-@with_options
-def ask(
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT", help='The question; "-" reads it from standard input.'
-        ),
-    ],
-    options: Options,
-) -> None:
-    """Answer one question. The word "ask" may be left out."""
-    screen = Screen()
-    if prompt == "-":
-        prompt = standard_input().buffer.read().decode().rstrip("\n")
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; expected a question")
-    messages = [*options.first_messages(), {"role": "user", "content": prompt}]
-    with load_llm(options.model, options.device, screen) as llm:
-        respond(llm.stream_chat, messages, screen, **options.for_chat())
-
-
 def read_lines(screen: Screen) -> Iterator[str]:
     """The lines that are typed, until Ctrl-D."""
     with suppress(ImportError):  # gives input() line editing and history, on Unix
         import readline  # noqa: F401
-    typed = standard_input().isatty() and sys.stdout.isatty()
+    typed = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         try:
             yield input("> " if typed else "").strip()
@@ -172,32 +82,85 @@ def read_lines(screen: Screen) -> Iterator[str]:
             return
 
 
-@app.command()
-@with_options
-def chat(options: Options) -> None:
-    """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
+def converse(
+    answer: Callable[[list[dict[str, Any]]], None],
+    first: list[dict[str, Any]],
+    lines: Iterable[str],
+    screen: Screen,
+) -> None:
+    """Answer each of the lines, with what was said since ``first`` before it."""
+    messages = first
+    for line in lines:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = first
+        elif line:
+            turns = [*messages, {"role": "user", "content": line}]
+            try:
+                answer(turns)
+                messages = turns
+            except ValueError as error:
+                screen.error(error)
+            except KeyboardInterrupt:
+                screen.remark("stopped")
+                messages = turns
 
-    Ctrl-C ends an answer that is being written.
-    """
-    standard_input()
-    screen = Screen()
-    with load_llm(options.model, options.device, screen) as llm:
-        messages = options.first_messages()
-        for line in read_lines(screen):
-            if line == "/exit":
-                return
-            if line == "/reset":
-                messages = options.first_messages()
-            elif line:
-                turns = [*messages, {"role": "user", "content": line}]
-                try:
-                    respond(llm.stream_chat, turns, screen, **options.for_chat())
-                    messages = turns
-                except ValueError as error:
-                    screen.error(error)
-                except KeyboardInterrupt:
-                    screen.remark("stopped")
-                    messages = turns
+
+@app.command("chat", help=CHAT_HELP)
+@app.command("ask", help='Answer one question. The word "ask" may be left out.')
+def talk(
+    ctx: typer.Context,
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT",
+            help='The question; "-" reads it from standard input.',
+            show_default=False,
+        ),
+    ] = "",
+    model: ModelFolder = None,
+    reasoning_effort: Annotated[
+        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
+    ] = "medium",
+    developer: Annotated[
+        str | None, typer.Option(help="Instructions for the model.")
+    ] = None,
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
+    device: Where = None,
+) -> None:
+    """Answer the prompt; of a chat, every line that is typed."""
+    screen, chatting = Screen(), ctx.command.name == "chat"
+    if sys.stdin is None and (chatting or prompt == "-"):
+        raise ValueError("standard input is closed; expected a terminal or a file")
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode().rstrip("\n")
+    if not chatting and not prompt.strip():
+        raise ValueError("the prompt is empty; expected a question")
+    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    SamplingParams(**options)  # raises for what it does not take, before a model loads
+    options["reasoning_effort"] = reasoning_effort
+    options["tools"] = [CALCULATOR] if calculator else None
+    first = [{"role": "developer", "content": developer}] if developer else []
+    with load_llm(model, device, screen) as llm:
+
+        def answer(messages: list[dict[str, Any]]) -> None:
+            respond(llm.stream_chat, messages, screen, **options)
+
+        if chatting:
+            converse(answer, first, chain([prompt], read_lines(screen)), screen)
+        else:
+            answer([*first, {"role": "user", "content": prompt}])
 
 
 @app.command()
