@@ -185,8 +185,7 @@ class Bench:
         before, began = engine.stats().preemptions, time.monotonic()
         outputs = self.llm.generate(prompts, params).result()
         seconds = time.monotonic() - began
-        if preempted := engine.stats().preemptions - before:
-            raise RuntimeError(f"the cache was too small: {preempted} preemptions")
+        assert engine.stats().preemptions == before, "the cache was too small"
         return Trial(outputs, seconds, meter, began)
 
     def case(self, case: Case) -> list[Trial]:
@@ -212,22 +211,19 @@ class Ground:
     itemsize: int
     packed: bool
 
-    def step(self, tokens: int, context: int = 0) -> Reads:
-        """`read_bytes` of this model."""
-        return read_bytes(
+    def step(self, tokens: int, sampled: int, context: int = 0) -> tuple[Reads, float]:
+        """What a step must read, and the least seconds that it takes."""
+        reads = read_bytes(
             self.model, tokens, context, itemsize=self.itemsize, packed=self.packed
         )
-
-    def least_seconds(self, tokens: int, sampled: int, context: int = 0) -> float:
-        """The least time of a step."""
         flops = step_flops(self.model, tokens, sampled)
-        return self.machine.least_seconds(self.step(tokens, context).total, flops)
+        return reads, self.machine.least_seconds(reads.total, flops)
 
     def roof(self, config: EngineConfig) -> list[tuple[int, float]]:
         """The most tokens a second for each number in a step; no attention."""
         points = [2**n for n in range(config.max_num_batched_tokens.bit_length())]
         most = config.max_num_seqs
-        return [(n, n / self.least_seconds(n, min(n, most))) for n in points]
+        return [(n, n / self.step(n, min(n, most))[1]) for n in points]
 
 
 def milliseconds(times: Sequence[float], share: float) -> float:
@@ -239,12 +235,11 @@ def milliseconds(times: Sequence[float], share: float) -> float:
 def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
     """The row of a decode."""
     steps = run.full_steps(case.batch)
-    if not steps:
-        raise RuntimeError(f"{case.name}: no step ran all {case.batch} requests")
+    assert steps, f"{case.name}: no step ran all {case.batch} requests"
     # In the middle of the steps that count, which are the last ones.
     context = case.length - len(steps) // 2
-    least, taken = ground.least_seconds(case.batch, case.batch, context), median(steps)
-    step, meter = ground.step(case.batch, context), run.meter
+    reads, least = ground.step(case.batch, case.batch, context)
+    taken, meter = median(steps), run.meter
     return Decode(
         batch=case.batch,
         input_len=case.input_len,
@@ -259,9 +254,9 @@ def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
         itl_p99_ms=milliseconds(meter.itl, 0.99),
         distinct_outputs=len({tuple(output.token_ids) for output in run.outputs}),
         distinct_experts=distinct_experts(ground.model, case.batch),
-        dense_bytes=step.dense,
-        expert_bytes=step.experts,
-        kv_bytes=step.kv,
+        dense_bytes=reads.dense,
+        expert_bytes=reads.experts,
+        kv_bytes=reads.kv,
         limit=case.batch / least,
         share=least / taken,
     )
@@ -271,7 +266,7 @@ def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
     """The row of a prefill."""
     tokens = case.batch * case.input_len
     seconds = median(run.last_token for run in runs)
-    least = ground.least_seconds(tokens, case.batch)
+    _, least = ground.step(tokens, case.batch)
     return Prefill(
         batch=case.batch,
         input_len=case.input_len,

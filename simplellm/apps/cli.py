@@ -194,8 +194,6 @@ def batch(
         typer.Argument(
             metavar="IN.jsonl",
             help="Requests: objects with prompt or messages, id, temperature, …",
-            exists=True,
-            dir_okay=False,
         ),
     ],
     target: Annotated[
@@ -203,7 +201,6 @@ def batch(
         typer.Argument(
             metavar="OUT.jsonl",
             help="Results, each with its request's id, as they are finished.",
-            dir_okay=False,
         ),
     ],
     model: ModelFolder = None,
@@ -218,11 +215,11 @@ def batch(
 
     screen = Screen()
     check_folder(target)
-    if target.exists() and source.samefile(target):
-        raise ValueError(f"{target} is both input and output; expected two files")
     for path, there in ((source, True), (target, target.exists())):
         if str(path) == "-" or (there and not path.is_file()):
             raise ValueError(f"{path} is no file; expected one that can be read again")
+    if target.exists() and source.samefile(target):
+        raise ValueError(f"{target} is both input and output; expected two files")
     requests = jobs.read_requests(source)
     failures: list[Exception] = []
     with jobs.open_results(target, requests) as (file, done):
