@@ -312,7 +312,7 @@ def test_control_c_ends_the_answer_and_not_the_conversation(
     texts = [message["content"] for message in llm.seen[1]]
     assert texts == ["one", "47 + 85 = ", "go on"]
     out, err = capsys.readouterr()
-    assert out == "47 + 85 = 47 + 85 = 132\n"
+    assert out == "47 + 85 = \n47 + 85 = 132\n"
     assert "(stopped)\n" in err
 
 

@@ -34,7 +34,7 @@ class Screen:
 
     out: Console = field(default_factory=console)
     err: Console = field(default_factory=lambda: console(stderr=True))
-    at_line_start: bool = True
+    unfinished: bool | None = None  # whether the line that is begun is aside
 
     def write(self, text: str, *, aside: bool = False) -> None:
         """Show ``text`` at once; ``aside`` marks what is not part of the answer."""
@@ -45,21 +45,21 @@ class Screen:
             style = "dim" if aside else None
             console.out(text, style=style, end="", highlight=False)
             console.file.flush()
-            self.at_line_start = text.endswith("\n")
+            self.unfinished = None if text.endswith("\n") else aside
 
-    def end_line(self, *, aside: bool = False) -> None:
-        """Begin a new line unless the cursor is at the start of one."""
-        if not self.at_line_start:
-            self.write("\n", aside=aside)
+    def end_line(self) -> None:
+        """End the line that is begun, in the stream in which it began."""
+        if self.unfinished is not None:
+            self.write("\n", aside=self.unfinished)
 
     def remark(self, text: str) -> None:
         """A line of our own beside the answer."""
-        self.end_line(aside=True)
+        self.end_line()
         self.write(f"({text})\n", aside=True)
 
     def error(self, error: object) -> None:
         """One line that says what went wrong."""
-        self.end_line(aside=True)
+        self.end_line()
         line = " ".join(str(error).split())
         self.err.out(f"error: {line}", style="red", highlight=False)
 
@@ -69,18 +69,18 @@ class Screen:
 
     def show(self, deltas: Iterable[Delta]) -> None:
         """Write a turn of the model while it arrives."""
-        before: tuple[bool, str | None, int | None] | None = None
+        before = None
         for delta in deltas:
             aside = delta.recipient is not None or delta.channel == "analysis"
             now = aside, delta.recipient, delta.call
             if now != before:
-                self.end_line(aside=before is not None and before[0])
+                self.end_line()
                 if delta.call is not None:
                     name = (delta.recipient or "").removeprefix("functions.")
                     self.write(f"{name} ", aside=True)
             self.write(delta.text, aside=aside)
             before = now
-        self.end_line(aside=before is not None and before[0])
+        self.end_line()
 
 
 def respond(
