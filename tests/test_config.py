@@ -22,7 +22,7 @@ from simplellm.config import (
     RopeScaling,
     check_tokenizer,
 )
-from simplellm.model import yarn_frequencies
+from simplellm.rope import yarn_frequencies
 
 # What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
 HUB_120B = {
