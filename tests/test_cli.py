@@ -109,7 +109,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
 
     def use(*turns: str, reason: str = "stop") -> ScriptedLLM:
         llm = ScriptedLLM(*turns, reason=reason)
-        monkeypatch.setattr(cli, "load", lambda *arguments: llm)
+        monkeypatch.setattr(cli, "load_llm", lambda *arguments: llm)
         return llm
 
     return use
@@ -263,7 +263,7 @@ def test_tool_calls_end(scripted, capsys):
 )
 def test_calculate(expression, value):
     if value is None:
-        with pytest.raises(ValueError, match=r"expression is longer|cannot evaluate"):
+        with pytest.raises(ValueError, match=r"cannot evaluate .* expected numbers"):
             calculator.calculate(expression)
     else:
         assert calculator.calculate(expression) == value
@@ -312,7 +312,7 @@ def test_control_c_ends_the_answer_and_not_the_conversation(
     texts = [message["content"] for message in llm.seen[1]]
     assert texts == ["one", "47 + 85 = ", "go on"]
     out, err = capsys.readouterr()
-    assert out == "47 + 85 = 47 + 85 = 132\n"
+    assert out == "47 + 85 = \n47 + 85 = 132\n"
     assert "(stopped)\n" in err
 
 
@@ -374,7 +374,7 @@ def test_failures(monkeypatch, capsys, error, status, line):
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "load", fail)
+    monkeypatch.setattr(cli, "load_llm", fail)
     assert cli.main(["Hi"]) == status
     assert capsys.readouterr() == ("", line)
 
@@ -385,8 +385,8 @@ def test_failures(monkeypatch, capsys, error, status, line):
         (["Hi", "--temprature", "1"], "No such option: --temprature"),
         (["Hi", "there"], "unexpected extra argument"),
         (["Hi", "--temperature", "warm"], "--temperature"),
-        (["chat", "--temperature", "-1"], "--temperature"),
-        (["Hi", "--max-tokens", "0"], "--max-tokens"),
+        (["chat", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
+        (["Hi", "--max-tokens", "0"], "max_tokens is 0; expected 1 to"),
         (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
         (["--seed", "1"], "prompt"),
         (["Hi", "--device", "abacus"], "'cpu', 'cuda'"),
@@ -501,7 +501,7 @@ def test_info_of_the_embedded_model(capsys):
 def test_standard_input_that_is_not_text(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     assert cli.main(["-"]) == 2
-    assert "standard input is not text; expected UTF-8" in capsys.readouterr().err
+    assert "can't decode byte 0xff" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

@@ -65,7 +65,7 @@ class EchoLLM:
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "load", lambda *arguments: EchoLLM())
+    monkeypatch.setattr(cli, "load_llm", lambda *arguments: EchoLLM())
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,13 @@ def results(path: Path) -> dict[Any, dict[str, Any]]:
     return found
 
 
-def run(llm: Any, source: Path, target: Path) -> jobs.Totals:
-    """One run, without the command line around it."""
-    with jobs.open_results(target, jobs.read_digests(source)) as (file, done):
-        return jobs.run(llm, source, file, done)
+def run(llm: Any, source: Path, target: Path) -> tuple[int, int, int]:
+    """One run without the command line: how many are answered, rejected and failed."""
+    requests = jobs.read_requests(source)
+    with jobs.open_results(target, requests) as (file, done):
+        failures = jobs.answer_all(llm, requests, file, done)
+    rejected = sum(done.values())
+    return len(done) - rejected, rejected, len(failures)
 
 
 def call(source: Path, target: Path) -> int:
@@ -118,7 +121,7 @@ def test_results_have_the_ids_of_their_requests(echo, tmp_path, capsys):
     assert "4 requests: 4 answered, 0 errors" in capsys.readouterr().err
 
 
-BIAS = "logit_bias has token id 'a'; expected an integer"
+BIAS = "a logit_bias token id is 'a'; expected an integer"
 
 
 def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
@@ -186,8 +189,7 @@ def test_bad_lines_do_not_stop_the_rest(echo, tmp_path, capsys):
 )
 def test_bad_requests_get_an_error(llm, tmp_path, message):
     source = write(tmp_path / "in.jsonl", message)
-    totals = run(llm, source, tmp_path / "out.jsonl")
-    assert (totals.answered, totals.rejected, totals.failed) == (0, 1, 0)
+    assert run(llm, source, tmp_path / "out.jsonl") == (0, 1, 0)
     assert results(tmp_path / "out.jsonl")["line-1"]["error"].startswith("line 1: ")
 
 
@@ -204,8 +206,7 @@ def test_null_is_as_good_as_absent(llm, tmp_path):
         chat | nulls | {"prompt": None, "tools": None, "reasoning_effort": None},
     )
     target = tmp_path / "out.jsonl"
-    totals = run(llm, source, target)
-    assert (totals.answered, totals.rejected, totals.failed) == (4, 0, 0)
+    assert run(llm, source, target) == (4, 0, 0)
     found = results(target)
     assert found["line-1"] == found["line-2"] and found["line-1"]["text"]
     assert found["line-3"] == found["line-4"] and found["line-3"]["content"]
@@ -230,8 +231,7 @@ def test_answers_are_those_of_the_engine(llm, tmp_path):
         {"id": "n", "messages": question, "n": 3, "reasoning_effort": "low"},
     )
     target = tmp_path / "out.jsonl"
-    totals = run(llm, source, target)
-    assert (totals.answered, totals.rejected, totals.failed) == (8, 0, 0)
+    assert run(llm, source, target) == (8, 0, 0)
     found = results(target)
 
     def text(prompt: Any, **options: Any) -> str:
@@ -353,7 +353,7 @@ def test_a_disk_that_is_full_ends_the_run(tmp_path):
         Path("/dev/full").open("wb", buffering=0) as full,
         pytest.raises(OSError, match="No space left"),
     ):
-        jobs.run(llm, source, full, {})
+        jobs.answer_all(llm, jobs.read_requests(source), full, {})
 
 
 def test_a_corrected_line_is_tried_again(echo, tmp_path, capsys):
@@ -402,7 +402,7 @@ def test_a_second_writer_is_refused_while_lines_are_corrected(echo, tmp_path, ca
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     assert call(write(source, {"prompt": "x"}, {"prompt": "refuse"}), target) == 1
     write(source, {"prompt": "x"}, {"prompt": "y"})
-    with jobs.open_results(target, jobs.read_digests(source)):
+    with jobs.open_results(target, jobs.read_requests(source)):
         assert call(source, target) == 2
     assert "another run is writing to it" in capsys.readouterr().err
     assert call(source, target) == 0
@@ -450,7 +450,9 @@ def test_the_output_is_no_stream(echo, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = write(tmp_path / "in.jsonl", {"prompt": "x"})
     assert cli.main(["batch", str(source), "-"]) == 2
-    assert "expected a file, since it is read again" in capsys.readouterr().err
+    assert (
+        "- is no file; expected one that can be read again" in capsys.readouterr().err
+    )
     assert not Path("-").exists()
 
 
@@ -495,7 +497,7 @@ def test_files_that_are_not_results_stay_as_they_are(echo, tmp_path, capsys):
 def test_a_pipe_is_refused(echo, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert call(tmp_path / "pipe", tmp_path / "out.jsonl") == 2
-    assert "is no file; expected one, since it is read twice" in capsys.readouterr().err
+    assert "is no file; expected one that can be read again" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
@@ -504,7 +506,7 @@ def test_an_output_that_cannot_be_read_again_is_refused(echo, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for target in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/full")):
         assert call(source, target) == 2
-        assert f"{target} is no file; expected one, since it is read again" in " ".join(
+        assert f"{target} is no file; expected one that can be read again" in " ".join(
             capsys.readouterr().err.split()
         )
 
@@ -525,7 +527,7 @@ def test_a_torn_line_is_done_again(echo, tmp_path):
 def test_two_runs_at_once_are_refused(echo, tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", {"prompt": "x"})
     target = tmp_path / "out.jsonl"
-    with jobs.open_results(target, jobs.read_digests(source)):
+    with jobs.open_results(target, jobs.read_requests(source)):
         assert call(source, target) == 2
     assert "another run is writing to it" in capsys.readouterr().err
 

@@ -9,11 +9,10 @@ reaches.
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -37,11 +36,10 @@ from simplellm.apps.roofline import (
     read_bytes,
     step_flops,
 )
-from simplellm.config import MODELS, EngineConfig, ModelConfig
-from simplellm.llm import LLM
+from simplellm.config import EngineConfig, ModelConfig, check, check_number, declared
 from simplellm.load import open_weights
 from simplellm.machine import find_device, find_dtype
-from simplellm.reply import RequestOutput
+from simplellm.outputs import RequestOutput
 from simplellm.request import SamplingParams
 from simplellm.sizes import kv_bytes, weight_bytes
 from simplellm.stats import Meter, quantile
@@ -55,12 +53,15 @@ PREFILL_RUNS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """One row to measure."""
+    """One row to measure. Raises TypeError or ValueError for sizes below 1."""
 
     kind: Literal["decode", "prefill", "context"]
-    batch: int
-    input_len: int
-    output_len: int
+    batch: int = declared()
+    input_len: int = declared()
+    output_len: int = declared()
+
+    def __post_init__(self) -> None:
+        check(self)
 
     @property
     def length(self) -> int:
@@ -71,63 +72,38 @@ class Case:
         return f"{self.kind} {self.batch} x {self.input_len:,} + {self.output_len}"
 
 
-def engine_config(plan: Plan, base: EngineConfig) -> EngineConfig:
-    """``base``, resolved, with room for as many and as long requests as in ``plan``."""
-    batches = [*plan.batches, *(count for count, _ in plan.prefills)]
-    lengths = [length + 1 for _, length in plan.prefills]
-    if plan.batches:
-        lengths.append(plan.input_len + plan.output_len)
-    if plan.contexts:
-        batches += plan.context_batches
-        lengths += plan.contexts
-    return replace(
-        base,
-        max_num_seqs=max(batches),
-        max_num_batched_tokens=max(base.max_num_batched_tokens, 2 * max(batches)),
-        max_model_len=max(lengths),
-    )
-
-
-def lag(case: Case, budget: int) -> int:
-    """About how many steps a batch's first prompt is computed before its last one.
-
-    Requests that decode meanwhile take a token each from the ``budget`` of every step.
-    """
-    return -(-(case.batch - 1) * case.input_len // max(1, budget - case.batch))
-
-
 def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
-    """The rows of a plan, with steps of ``budget`` tokens.
+    """The rows of a plan, with steps of at least ``budget`` tokens.
 
-    Raises ValueError for one whose requests never all run, or are longer than
-    ``limit``, the model's context.
+    Raises TypeError or ValueError for a plan without rows, and for a row whose requests
+    never all run, or are longer than ``limit``, the model's context.
     """
+
+    def lag(batch: int, length: int) -> int:
+        """About how many steps a batch's first prompt is computed before its last.
+
+        Requests that decode meanwhile take a token each from every step.
+        """
+        return -(-(batch - 1) * length // max(batch, budget - batch))
+
     cases = []
     for batch in plan.batches:
         case = Case("decode", batch, plan.input_len, plan.output_len)
-        if plan.output_len < (least := lag(case, budget) + 2):
-            raise ValueError(
-                f"output_len is {plan.output_len}; expected at least {least}, or the "
-                f"first of {batch} requests ends before the last one begins"
-            )
+        # Fewer, and the first request ends before the last one begins.
+        least, name = lag(batch, plan.input_len) + 2, f"output_len of {batch} requests"
+        check_number(name, plan.output_len, int, least, limit)
         cases.append(case)
     cases += [Case("prefill", count, length, 1) for count, length in plan.prefills]
     for context in plan.contexts:
         for batch in plan.context_batches:
-            case = Case("context", batch, context, CONTEXT_STEPS)
-            output = lag(case, budget) + CONTEXT_STEPS
-            if context <= output:
-                raise ValueError(
-                    f"context is {context}; expected more than {output}, the tokens "
-                    f"that are generated in it at batch {batch}"
-                )
-            cases.append(replace(case, input_len=context - output, output_len=output))
+            output = lag(batch, context) + CONTEXT_STEPS  # generated in this context
+            name = f"context of {batch} requests"
+            check_number(name, context, int, output + 1, limit)
+            cases.append(Case("context", batch, context - output, output))
     for case in cases:
-        if case.length > limit:
-            raise ValueError(
-                f"{case.name} is {case.length:,} tokens a request; expected at most "
-                f"{limit:,}, the model's context"
-            )
+        check_number(f"length of {case.name}", case.length, int, 2, limit)
+    if not cases:
+        raise ValueError("nothing is to be measured; expected a batch size")
     return cases
 
 
@@ -140,6 +116,17 @@ def cache_bytes(
     each += kv_bytes(model, page, itemsize=itemsize)
     step = min(config.max_num_batched_tokens, case.batch * case.input_len)
     return case.batch * each + kv_bytes(model, step, itemsize=itemsize, windowed=False)
+
+
+def engine_config(cases: Sequence[Case], base: EngineConfig) -> EngineConfig:
+    """``base``, resolved, with room for as many and as long requests as in a case."""
+    most = max(case.batch for case in cases)
+    return replace(
+        base,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(base.max_num_batched_tokens, 2 * most),
+        max_model_len=max(case.length for case in cases),
+    )
 
 
 # How it is measured
@@ -178,12 +165,12 @@ class Trial:
         return max(end for end, count in self.meter.recent if count) - self.began
 
 
+@dataclass(frozen=True)
 class Bench:
     """Runs cases on an LLM that does nothing else."""
 
-    def __init__(self, llm: LLM, seed: int) -> None:
-        self.llm = llm
-        self.generator = torch.Generator().manual_seed(seed)
+    llm: Any
+    generator: torch.Generator  # of prompts
 
     def run(self, batch: int, input_len: int, output_len: int) -> Trial:
         """Generate ``output_len`` tokens after each of ``batch`` new random prompts."""
@@ -192,29 +179,24 @@ class Bench:
             time.sleep(0.001)
         with engine.lock:
             engine.meter = meter = recorder()
-        shape = (batch, input_len)
-        vocab_size = self.llm.config.vocab_size
+        vocab_size, shape = self.llm.config.vocab_size, (batch, input_len)
         prompts = torch.randint(vocab_size, shape, generator=self.generator).tolist()
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
         before, began = engine.stats().preemptions, time.monotonic()
         outputs = self.llm.generate(prompts, params).result()
         seconds = time.monotonic() - began
-        if preempted := engine.stats().preemptions - before:
-            raise RuntimeError(f"the cache was too small: {preempted} preemptions")
+        assert engine.stats().preemptions == before, "the cache was too small"
         return Trial(outputs, seconds, meter, began)
 
     def case(self, case: Case) -> list[Trial]:
         """Run a case, a prefill several times, after a short one of the same kind."""
-        if case.kind == "prefill":
-            runs = [
-                self.run(case.batch, case.input_len, 1) for _ in range(1 + PREFILL_RUNS)
-            ]
-            return runs[1:]
-        if case.kind == "decode":
-            self.run(case.batch, case.input_len, min(4, case.output_len))
-        else:  # more than the tokens of a step
+        if case.kind == "context":  # more than the tokens of a step
             self.run(1, min(2**13 + 1, case.input_len), 2)
-        return [self.run(case.batch, case.input_len, case.output_len)]
+        else:
+            self.run(case.batch, case.input_len, min(4, case.output_len))
+        times = PREFILL_RUNS if case.kind == "prefill" else 1
+        shape = case.batch, case.input_len, case.output_len
+        return [self.run(*shape) for _ in range(times)]
 
 
 # What is found
@@ -229,22 +211,19 @@ class Ground:
     itemsize: int
     packed: bool
 
-    def step(self, tokens: int, context: int = 0) -> Reads:
-        """`read_bytes` of this model."""
-        return read_bytes(
+    def step(self, tokens: int, sampled: int, context: int = 0) -> tuple[Reads, float]:
+        """What a step must read, and the least seconds that it takes."""
+        reads = read_bytes(
             self.model, tokens, context, itemsize=self.itemsize, packed=self.packed
         )
-
-    def least_seconds(self, tokens: int, sampled: int, context: int = 0) -> float:
-        """The least time of a step."""
         flops = step_flops(self.model, tokens, sampled)
-        return self.machine.least_seconds(self.step(tokens, context).total, flops)
+        return reads, self.machine.least_seconds(reads.total, flops)
 
     def roof(self, config: EngineConfig) -> list[tuple[int, float]]:
         """The most tokens a second for each number in a step; no attention."""
         points = [2**n for n in range(config.max_num_batched_tokens.bit_length())]
         most = config.max_num_seqs
-        return [(n, n / self.least_seconds(n, min(n, most))) for n in points]
+        return [(n, n / self.step(n, min(n, most))[1]) for n in points]
 
 
 def milliseconds(times: Sequence[float], share: float) -> float:
@@ -256,12 +235,11 @@ def milliseconds(times: Sequence[float], share: float) -> float:
 def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
     """The row of a decode."""
     steps = run.full_steps(case.batch)
-    if not steps:
-        raise RuntimeError(f"{case.name}: no step ran all {case.batch} requests")
+    assert steps, f"{case.name}: no step ran all {case.batch} requests"
     # In the middle of the steps that count, which are the last ones.
     context = case.length - len(steps) // 2
-    least, taken = ground.least_seconds(case.batch, case.batch, context), median(steps)
-    step, meter = ground.step(case.batch, context), run.meter
+    reads, least = ground.step(case.batch, case.batch, context)
+    taken, meter = median(steps), run.meter
     return Decode(
         batch=case.batch,
         input_len=case.input_len,
@@ -276,9 +254,9 @@ def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
         itl_p99_ms=milliseconds(meter.itl, 0.99),
         distinct_outputs=len({tuple(output.token_ids) for output in run.outputs}),
         distinct_experts=distinct_experts(ground.model, case.batch),
-        dense_bytes=step.dense,
-        expert_bytes=step.experts,
-        kv_bytes=step.kv,
+        dense_bytes=reads.dense,
+        expert_bytes=reads.experts,
+        kv_bytes=reads.kv,
         limit=case.batch / least,
         share=least / taken,
     )
@@ -288,7 +266,7 @@ def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
     """The row of a prefill."""
     tokens = case.batch * case.input_len
     seconds = median(run.last_token for run in runs)
-    least = ground.least_seconds(tokens, case.batch)
+    _, least = ground.step(tokens, case.batch)
     return Prefill(
         batch=case.batch,
         input_len=case.input_len,
@@ -300,11 +278,12 @@ def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
     )
 
 
-def check_cache(llm: LLM, config: EngineConfig, cases: Sequence[Case]) -> None:
-    """Raise ValueError for a case that could run out of pages on its way."""
-    room = llm.engine.runner.pool.memory.nbytes
+def check_cache(
+    room: int, ground: Ground, config: EngineConfig, cases: Sequence[Case]
+) -> None:
+    """Raise ValueError for a case that could run out of a ``room`` of bytes."""
     for case in cases:
-        need = cache_bytes(llm.config, config, llm.model.dtype.itemsize, case)
+        need = cache_bytes(ground.model, config, ground.itemsize, case)
         if need > room:
             raise ValueError(
                 f"{case.name} tokens may need {need / 1e9:.2f} GB for keys and values; "
@@ -313,11 +292,10 @@ def check_cache(llm: LLM, config: EngineConfig, cases: Sequence[Case]) -> None:
 
 
 def measure_cases(
-    llm: LLM, cases: Sequence[Case], ground: Ground, seed: int
+    bench: Bench, cases: Sequence[Case], ground: Ground
 ) -> dict[str, list[Any]]:
     """The rows of each kind. A bar on standard error shows where it is."""
     rows: dict[str, list[Any]] = {"decode": [], "context": [], "prefill": []}
-    bench = Bench(llm, seed)
     with tqdm(cases, unit="row", disable=None, leave=False) as progress:
         for case in progress:
             progress.set_description(case.name)
@@ -331,6 +309,7 @@ def measure_cases(
 
 def measure(
     plan: Plan,
+    start: Callable[..., Any],
     model: str | None = None,
     *,
     random_weights: bool = False,
@@ -338,7 +317,7 @@ def measure(
     config: EngineConfig | None = None,
     command: str = "",
 ) -> Report:
-    """Measure all that ``plan`` asks for; the engine is that of `LLM`.
+    """Measure all that ``plan`` asks for. ``start`` is the class `LLM`.
 
     ``model`` is a checkpoint folder or, with ``random_weights``, the name of a known
     model; None is the embedded one. ``config`` holds the engine's switches; its sizes
@@ -347,25 +326,23 @@ def measure(
     """
     place = find_device(device)
     dtype, seed = find_dtype(None, place), plan.seed if random_weights else None
-    if model in MODELS and not random_weights and not Path(model).is_dir():
-        raise ValueError(
-            f"there is no folder {model!r}; expected a checkpoint folder, or random "
-            "weights in this model's shapes (--random-weights)"
-        )
     source = open_weights(model, dtype, place, random_weights, seed)
-    config = engine_config(plan, (config or EngineConfig()).resolved(place.type))
+    config = (config or EngineConfig()).resolved(place.type)
     limit = source.config.max_position_embeddings
     cases = plan_cases(plan, config.max_num_batched_tokens, limit)
+    config = engine_config(cases, config)
     machine = measure_machine(place, sum(weight_bytes(source.config, 4).values()))
     ground = Ground(source.config, machine, dtype.itemsize, source.packed)
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    began = time.perf_counter()
     options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
-    with LLM(model, config, device=place, **options) as llm:
-        ready = time.perf_counter() - start
-        check_cache(llm, config, cases)
-        rows = measure_cases(llm, cases, ground, plan.seed)
+    with start(model, config, device=place, **options) as llm:
+        seconds = time.perf_counter() - began
+        room = llm.engine.runner.pool.memory.nbytes
+        check_cache(room, ground, config, cases)
+        bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
+        rows = measure_cases(bench, cases, ground)
         return Report(
             date=date.today().isoformat(),
             command=command,
@@ -378,8 +355,8 @@ def measure(
             config=config,
             machine=machine,
             load_seconds=llm.weights_seconds,
-            engine_seconds=ready - llm.weights_seconds,
-            memory=describe_memory(llm.model, llm.engine.runner.pool),
+            engine_seconds=seconds - llm.weights_seconds,
+            memory=describe_memory(llm.model, room, source.packed),
             roof=ground.roof(config),
             **rows,
         )

@@ -4,6 +4,7 @@ import ast
 import json
 import operator
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 MAX_EXPRESSION = 100  # characters
@@ -33,36 +34,34 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def calculate(expression: str) -> int | float:
-    """The value of sums, differences and products of numbers.
-
-    Raises ValueError for anything else.
-    """
-    if len(expression) > MAX_EXPRESSION:
-        raise ValueError(f"the expression is longer than {MAX_EXPRESSION} characters")
-    unknown = ValueError(f"cannot evaluate {expression!r}; expected numbers and + - *")
+    """The value of sums, differences and products; of all else raises ValueError."""
 
     def value(node: ast.AST) -> int | float:
         match node:
+            case ast.Constant(value=bool()):
+                pass
             case ast.Constant(value=int() | float() as number):
-                if not isinstance(number, bool):
-                    return number
+                return number
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -value(operand)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](value(left), value(right))
-        raise unknown
+        raise ValueError
 
-    try:
-        return value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError):
-        raise unknown from None
+    with suppress(SyntaxError, ValueError):
+        if len(expression) <= MAX_EXPRESSION:
+            return value(ast.parse(expression.strip(), mode="eval").body)
+    raise ValueError(
+        f"cannot evaluate {expression!r}; expected numbers and + - *, at most "
+        f"{MAX_EXPRESSION} characters"
+    )
 
 
 def call_tool(name: str, arguments: str) -> str:
     """What the model is told when it calls function ``name``; never raises."""
+    if name != "calculator":
+        return f"error: there is no function {name!r}; expected 'calculator'"
     try:
-        if name != "calculator":
-            raise ValueError(f"there is no function {name!r}; expected 'calculator'")
         return str(calculate(json.loads(arguments)["expression"]))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"error: {error}"

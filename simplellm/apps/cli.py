@@ -10,11 +10,9 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import wraps
-from inspect import Signature, signature
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,10 +22,14 @@ from typer.core import TyperGroup
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.screen import Screen, respond
+from simplellm.request import SamplingParams
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.llm import LLM
 
+CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
+
+Ctrl-C ends an answer that is being written."""
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -59,113 +61,11 @@ Where = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `ask` and `chat` can be told beside the question."""
-
-    model: ModelFolder = None
-    reasoning_effort: Annotated[
-        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
-    ] = "medium"
-    developer: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instructions for the model.")
-    ] = None
-    calculator: Annotated[
-        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
-    ] = False
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", min=0, max=100, help="0 is greedy.  [the checkpoint's]"
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Most tokens to generate, reasoning included."
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Makes a random answer repeatable."),
-    ] = None
-    device: Where = None
-
-    def for_chat(self) -> dict[str, Any]:
-        """What `LLM.stream_chat` is called with beside the messages."""
-        names = ("temperature", "max_tokens", "seed")
-        given = {name: getattr(self, name) for name in names}
-        return {
-            "reasoning_effort": self.reasoning_effort,
-            "tools": [CALCULATOR] if self.calculator else None,
-            **{name: value for name, value in given.items() if value is not None},
-        }
-
-    def first_messages(self) -> list[dict[str, Any]]:
-        """The messages of a conversation in which nothing has been said."""
-        brief = self.developer
-        return [{"role": "developer", "content": brief}] if brief else []
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose last argument, `Options`, comes from options of its own."""
-    *own, _ = signature(command).parameters.values()
-    shared = signature(Options).parameters
-
-    @wraps(command)
-    def called(**given: Any) -> None:
-        options = Options(**{name: given.pop(name) for name in shared})
-        command(**given, options=options)
-
-    vars(called)["__signature__"] = Signature([*own, *shared.values()])
-    return called
-
-
-def load(model: str | None, device: str | None, screen: Screen) -> "LLM":
+def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
-        from simplellm import LLM
+        from simplellm.llm import LLM
     return LLM(model, device=device)
-
-
-def check_standard_input() -> None:
-    """Raise ValueError if whoever started this has closed standard input."""
-    if sys.stdin is None:
-        raise ValueError("standard input is closed; expected a terminal or a file")
-
-
-def read_prompt(prompt: str) -> str:
-    """The prompt, from standard input if it is "-"."""
-    if prompt == "-":
-        check_standard_input()
-        try:
-            prompt = sys.stdin.buffer.read().decode().rstrip("\n")
-        except UnicodeDecodeError:
-            raise ValueError(
-                "the prompt on standard input is not text; expected UTF-8"
-            ) from None
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; expected a question")
-    return prompt
-
-
-@app.command()
-@with_options
-def ask(
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT", help='The question; "-" reads it from standard input.'
-        ),
-    ],
-    options: Options,
-) -> None:
-    """Answer one question. The word "ask" may be left out."""
-    screen = Screen()
-    question = {"role": "user", "content": read_prompt(prompt)}
-    with load(options.model, options.device, screen) as llm:
-        messages = [*options.first_messages(), question]
-        respond(llm, messages, screen, **options.for_chat())
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
@@ -182,35 +82,85 @@ def read_lines(screen: Screen) -> Iterator[str]:
             return
 
 
-@app.command()
-@with_options
-def chat(options: Options) -> None:
-    """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
-
-    Ctrl-C ends an answer that is being written.
-    """
-    check_standard_input()
-    screen = Screen()
-    with load(options.model, options.device, screen) as llm:
-        messages = options.first_messages()
-        for line in read_lines(screen):
-            match line:
-                case "":
-                    continue
-                case "/exit" | "exit":
-                    return
-                case "/reset":
-                    messages = options.first_messages()
-                    continue
+def converse(
+    answer: Callable[[list[dict[str, Any]]], None],
+    first: list[dict[str, Any]],
+    lines: Iterable[str],
+    screen: Screen,
+) -> None:
+    """Answer each of the lines, with what was said since ``first`` before it."""
+    messages = first
+    for line in lines:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = first
+        elif line:
             turns = [*messages, {"role": "user", "content": line}]
             try:
-                respond(llm, turns, screen, **options.for_chat())
+                answer(turns)
+                messages = turns
             except ValueError as error:
                 screen.error(error)
-                continue
             except KeyboardInterrupt:
                 screen.remark("stopped")
-            messages = turns
+                messages = turns
+
+
+@app.command("chat", help=CHAT_HELP)
+@app.command("ask", help='Answer one question. The word "ask" may be left out.')
+def talk(
+    ctx: typer.Context,
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT",
+            help='The question; "-" reads it from standard input.',
+            show_default=False,
+        ),
+    ] = "",
+    model: ModelFolder = None,
+    reasoning_effort: Annotated[
+        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
+    ] = "medium",
+    developer: Annotated[
+        str | None, typer.Option(help="Instructions for the model.")
+    ] = None,
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
+    device: Where = None,
+) -> None:
+    """Answer the prompt; of a chat, every line that is typed."""
+    screen, chatting = Screen(), ctx.command.name == "chat"
+    if sys.stdin is None and (chatting or prompt == "-"):
+        raise ValueError("standard input is closed; expected a terminal or a file")
+    if prompt == "-":
+        prompt = sys.stdin.buffer.read().decode().rstrip("\n")
+    if not chatting and not prompt.strip():
+        raise ValueError("the prompt is empty; expected a question")
+    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    SamplingParams(**options)  # raises for what it does not take, before a model loads
+    options["reasoning_effort"] = reasoning_effort
+    options["tools"] = [CALCULATOR] if calculator else None
+    first = [{"role": "developer", "content": developer}] if developer else []
+    with load_llm(model, device, screen) as llm:
+
+        def answer(messages: list[dict[str, Any]]) -> None:
+            respond(llm.stream_chat, messages, screen, **options)
+
+        if chatting:
+            converse(answer, first, chain([prompt], read_lines(screen)), screen)
+        else:
+            answer([*first, {"role": "user", "content": prompt}])
 
 
 @app.command()
@@ -231,6 +181,12 @@ def info(
         print(text)
 
 
+def check_folder(file: Path) -> None:
+    """Raise ValueError if there is no place for a file that is to be written."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
+
+
 @app.command()
 def batch(
     source: Annotated[
@@ -238,8 +194,6 @@ def batch(
         typer.Argument(
             metavar="IN.jsonl",
             help="Requests: objects with prompt or messages, id, temperature, …",
-            exists=True,
-            dir_okay=False,
         ),
     ],
     target: Annotated[
@@ -247,7 +201,6 @@ def batch(
         typer.Argument(
             metavar="OUT.jsonl",
             help="Results, each with its request's id, as they are finished.",
-            dir_okay=False,
         ),
     ],
     model: ModelFolder = None,
@@ -261,51 +214,42 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    if str(target) == "-":
-        raise ValueError('the output is "-"; expected a file, since it is read again')
+    check_folder(target)
+    for path, there in ((source, True), (target, target.exists())):
+        if str(path) == "-" or (there and not path.is_file()):
+            raise ValueError(f"{path} is no file; expected one that can be read again")
     if target.exists() and source.samefile(target):
         raise ValueError(f"{target} is both input and output; expected two files")
-    if not source.is_file():
-        raise ValueError(f"{source} is no file; expected one, since it is read twice")
-    digests = jobs.read_digests(source)
-    with jobs.open_results(target, digests) as (file, done):
-        totals = jobs.count(done)
-        if len(done) < len(digests):
-            with load(model, device, screen) as llm:
+    requests = jobs.read_requests(source)
+    failures: list[Exception] = []
+    with jobs.open_results(target, requests) as (file, done):
+        if len(done) < len(requests):
+            with load_llm(model, device, screen) as llm:
                 try:
-                    totals = jobs.run(llm, source, file, done)
+                    failures = jobs.answer_all(llm, requests, file, done)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
-    summary = f"{totals.answered} answered, {totals.rejected} errors"
-    screen.write(f"{len(digests)} requests: {summary}\n", aside=True)
-    if totals.failed:
+    rejected = sum(done.values())
+    summary = f"{len(done) - rejected} answered, {rejected} errors"
+    screen.write(f"{len(requests)} requests: {summary}\n", aside=True)
+    if failures:
         screen.error(
-            f"{totals.failed} requests failed, the last one with {totals.cause!r}; the "
+            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
             "same command tries them again"
         )
-    return int(totals.failed + totals.rejected > 0)
+    return int(len(failures) + rejected > 0)
 
 
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The integers of an option such as "1,8,64"; none of an empty text."""
+def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
+    """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
     try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
+        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
     except ValueError:
-        raise ValueError(
-            f"--{name} is {text}; expected integers such as 1,8,64"
-        ) from None
-
-
-def pairs(name: str, text: str) -> tuple[tuple[int, int], ...]:
-    """The pairs of an option such as "32x2048,1x2048"."""
-    try:
-        parts = [part.split("x") for part in text.split(",")] if text else []
-        return tuple((int(count), int(length)) for count, length in parts)
-    except ValueError:
-        raise ValueError(
-            f"--{name} is {text}; expected prompts x tokens such as 32x2048,1x2048"
-        ) from None
+        found = [()]
+    if any(len(entry) != width for entry in found):
+        raise ValueError(f"--{name} is {text}; expected {expected}")
+    return found
 
 
 @app.command()
@@ -323,40 +267,22 @@ def bench(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Only the shapes of the model.")
     ] = False,
-    batch: Annotated[
-        str, typer.Option(metavar="N,N", help="Requests at once, as in 1,8,64.")
-    ] = "1",
-    input_len: Annotated[
-        int, typer.Option(metavar="N", help="Tokens of a prompt.")
-    ] = 128,
-    output_len: Annotated[
-        int, typer.Option(metavar="N", help="Tokens to generate.")
-    ] = 128,
+    batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
     prefill: Annotated[
-        str,
-        typer.Option(metavar="NxN", help="Prompts x tokens, as in 32x2048,1x2048."),
+        str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")
     ] = "",
     context: Annotated[
-        str,
-        typer.Option(metavar="N,N", help="Tokens in the cache, as in 32768,131072."),
+        str, typer.Option(help="Tokens in the cache, as in 32768,131072.")
     ] = "",
     json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", help="Write all numbers.", dir_okay=False
-        ),
+        Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw speeds and limit (.svg, .png, .pdf).",
-            dir_okay=False,
-        ),
+        typer.Option(help="Draw speeds and limit (.svg, .png, .pdf).", dir_okay=False),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Of prompts and random weights.")
-    ] = 0,
     device: Where = None,
 ) -> None:
     """Measure a model's speed, and what this machine allows."""
@@ -364,35 +290,30 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report
         from simplellm.apps.bench import measure
+        from simplellm.llm import LLM
+    wanted = "prompts x tokens such as 32x2048,1x2048"
     plan = report.Plan(
-        batches=numbers("batch", batch),
+        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
         input_len=input_len,
         output_len=output_len,
-        prefills=pairs("prefill", prefill),
-        contexts=numbers("context", context),
-        seed=seed,
+        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
+        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
     )
-    for file in (json_file, plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
+    for path in filter(None, (json_file, plot)):
+        check_folder(path)
     if plot is not None:
         report.check_plot(plot)
     command = shlex.join(["simplellm", *ctx.obj])
-    found = measure(
-        plan, model, random_weights=random_weights, device=device, command=command
-    )
+    options: dict[str, Any] = {"random_weights": random_weights, "device": device}
+    found = measure(plan, LLM, model, command=command, **options)
     if json_file is not None:
         report.write_json(found, json_file)
     if plot is not None:
         report.plot(found, plot)
-    for line in report.summary(found):
-        screen.out.out(line, highlight=False)
-    for table in report.tables(found):
-        screen.out.print()
-        screen.out.print(table)
+    report.show(found, screen.out)
 
 
-def version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
         raise typer.Exit
@@ -401,10 +322,10 @@ def version(wanted: bool) -> None:
 @app.callback()
 def simplellm(
     ctx: typer.Context,
-    show_version: Annotated[
+    version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=version, is_eager=True, help="Show it and exit."
+            "--version", callback=print_version, is_eager=True, help="Show it and exit."
         ),
     ] = False,
 ) -> None:
@@ -438,14 +359,9 @@ def fill_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command; the exit status. What goes wrong is said in one line."""
+    options = {"prog_name": "simplellm", "standalone_mode": False}
     try:
-        status = app(
-            args=arguments or ["--help"],
-            prog_name="simplellm",
-            standalone_mode=False,
-            obj=arguments,
-        )
-        return status or 0
+        return app(arguments or ["--help"], **options, obj=arguments) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UsageError as error:

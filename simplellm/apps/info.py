@@ -7,7 +7,7 @@ from pathlib import Path
 
 from simplellm.checkpoint import Checkpoint
 from simplellm.config import MODELS, ModelConfig
-from simplellm.load import EMBEDDED
+from simplellm.folder import EMBEDDED
 from simplellm.names import kind, stored_shapes
 from simplellm.sizes import count_parameters
 

@@ -2,29 +2,30 @@
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import torch
+from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from simplellm import __version__
 from simplellm.apps.roofline import Machine
-from simplellm.config import EngineConfig, check_number
+from simplellm.config import EngineConfig
+from simplellm.machine import name_of
 from simplellm.model import Model
-from simplellm.pages import KVPool
+from simplellm.sizes import weight_bytes
 
-MAX_BATCH = 2**31
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. Raises TypeError or ValueError.
+    """What to measure.
 
     Decode of ``output_len`` tokens after ``input_len`` at each of ``batches``; prefill
     of (count, length) prompts at once; decode with ``contexts`` tokens in the cache at
@@ -38,21 +39,6 @@ class Plan:
     contexts: Sequence[int] = ()
     context_batches: Sequence[int] = (1, 8)
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        numbers = {
-            "batch": [*self.batches, *self.context_batches],
-            "prefill": [number for pair in self.prefills for number in pair],
-            "context": self.contexts,
-            "input_len": [self.input_len],
-            "output_len": [self.output_len],
-        }
-        for name, values in numbers.items():
-            for value in values:
-                check_number(name, value, int, 1, MAX_BATCH)
-        check_number("seed", self.seed, int, 0, 2**32 - 1)
-        if not (self.batches or self.prefills or self.contexts):
-            raise ValueError("nothing is to be measured; expected a batch size")
 
 
 # What is found: a field with a heading and a format is a column of the printed table
@@ -105,7 +91,7 @@ class Report:
     weights: str  # "random" or "checkpoint"
     backend: str
     device: dict[str, Any]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
     plan: Plan
     config: EngineConfig
     machine: Machine
@@ -124,57 +110,37 @@ class Report:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """What the measurements were taken on."""
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return {
-            "name": found.name,
-            "compute_capability": f"{found.major}.{found.minor}",
-            "multiprocessors": found.multi_processor_count,
-            "memory_bytes": found.total_memory,
-        }
+        total = torch.cuda.mem_get_info(device)[1]
+        return {"name": name_of(device), "memory_bytes": total}
     threads = torch.get_num_threads()
     return {"name": f"CPU, {platform.machine()}", "threads": threads}
 
 
-def versions() -> dict[str, str]:
-    """The versions that decide how fast this is."""
+def versions() -> dict[str, str | None]:
+    """The versions that decide how fast this is; cuda is None on a CPU."""
     found = {
         "simplellm": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda,
     }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if find_spec("triton"):
+    with suppress(ImportError):
         from triton import __version__ as triton
 
         found["triton"] = triton
     return found
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in some records."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors(part)
-    elif is_dataclass(value):
-        yield from tensors([getattr(value, part.name) for part in fields(value)])
-
-
-def describe_memory(model: Model, pool: KVPool) -> dict[str, int | None]:
+def describe_memory(model: Model, cache: int, packed: bool) -> dict[str, int | None]:
     """Bytes of weights and cache, and the most that PyTorch held; None: not known."""
-    held = tensors([model.embed_tokens, *model.layers, model.norm, model.lm_head])
-    found: dict[str, int | None] = {
-        "weights": sum({x.data_ptr(): x.nbytes for x in held}.values()),
-        "cache": pool.memory.nbytes,
-        "peak": None,
-        "free": None,
+    gpu = model.device.type == "cuda"
+    weights = weight_bytes(model.config, model.dtype.itemsize, packed)
+    return {
+        "weights": sum(weights.values()),
+        "cache": cache,
+        "peak": torch.cuda.max_memory_allocated() if gpu else None,
+        "free": torch.cuda.mem_get_info()[0] if gpu else None,
     }
-    if model.device.type == "cuda":
-        found["peak"] = torch.cuda.max_memory_allocated()
-        found["free"] = torch.cuda.mem_get_info()[0]
-    return found
 
 
 # What the command says
@@ -186,50 +152,47 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def summary(report: Report) -> Iterator[str]:
-    """What was measured and on what, some lines of text."""
+def show(report: Report, console: Console) -> None:
+    """Print what was measured and on what, at most 80 columns wide."""
     machine, memory = report.machine, report.memory
-    yield f"{report.model}, {report.weights} weights, {report.date}"
-    yield f"{report.device['name']}: {report.backend}"
-    yield (
-        f"reads {machine.bytes_per_second / 1e9:,.1f} GB/s, computes "
-        f"{machine.flops_per_second / 1e12:,.2f} TFLOP/s"
-    )
-    yield (
-        f"weights loaded in {report.load_seconds:.1f} s, engine ready in "
-        f"{report.engine_seconds:.1f} s more"
-    )
     known = [f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size]
-    yield f"GB of memory: {', '.join(known)}"
+    lines = (
+        f"{report.model}, {report.weights} weights, {report.date}",
+        f"{report.device['name']}: {report.backend}",
+        f"reads {machine.bytes_per_second / 1e9:,.1f} GB/s, computes "
+        f"{machine.flops_per_second / 1e12:,.2f} TFLOP/s",
+        f"weights loaded in {report.load_seconds:.1f} s, engine ready in "
+        f"{report.engine_seconds:.1f} s more",
+        f"GB of memory: {', '.join(known)}",
+    )
+    for line in lines:
+        console.out(line, highlight=False)
+    for rows in ([*report.decode, *report.context], report.prefill):
+        if rows:
+            console.print()
+            console.print(tabulate(rows))
 
 
-def tables(report: Report) -> Iterator[Table]:
-    """What was measured, at most 80 columns wide. Speeds are tokens a second."""
-    decodes = [*report.decode, *report.context]
-    both: list[tuple[Any, list[Any]]] = [(Decode, decodes), (Prefill, report.prefill)]
-    for kind, rows in both:
-        if not rows:
-            continue
-        hints = get_type_hints(kind, include_extras=True)
-        columns = {n: h.__metadata__ for n, h in hints.items() if get_origin(h)}
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for heading, _ in columns.values():
-            table.add_column(heading, justify="right")
-        for row in rows:
-            cells = ((getattr(row, n), shown) for n, (_, shown) in columns.items())
-            table.add_row(*(format(value, shown) for value, shown in cells))
-        yield table
+def tabulate(rows: Sequence[Decode | Prefill]) -> Table:
+    """The fields with a heading. Speeds are tokens a second."""
+    hints = get_type_hints(type(rows[0]), include_extras=True)
+    columns = {n: h.__metadata__ for n, h in hints.items() if get_origin(h)}
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading, _ in columns.values():
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = ((getattr(row, n), shown) for n, (_, shown) in columns.items())
+        table.add_row(*(format(value, shown) for value, shown in cells))
+    return table
 
 
 def check_plot(path: Path) -> None:
     """Raise ValueError unless `plot` can write to ``path``."""
-    if not find_spec("matplotlib"):
+    if path.suffix not in FORMATS or not find_spec("matplotlib"):
         raise ValueError(
-            "a plot needs matplotlib, which is not installed; expected it from "
-            "pip install matplotlib"
+            f"the plot is {str(path)!r}; expected .svg, .png or .pdf, and matplotlib "
+            "to draw it (pip install matplotlib)"
         )
-    if path.suffix not in FORMATS:
-        raise ValueError(f"the plot is {str(path)!r}; expected .svg, .png or .pdf")
 
 
 def plot(report: Report, path: Path) -> None:
@@ -240,15 +203,13 @@ def plot(report: Report, path: Path) -> None:
     axes = figure.subplots()
     axes.plot(*zip(*report.roof, strict=True), color="black", label="limit")
     most = report.config.max_num_batched_tokens
-    steps: dict[tuple[str, str], list[tuple[int, Any]]] = {
-        ("decode", "o"): [(row.batch, row) for row in report.decode],
-        ("prefill", "s"): [
-            (min(most, row.batch * row.input_len), row) for row in report.prefill
-        ],
-    }
-    for (label, mark), rows in steps.items():
-        if rows:
-            points = [(tokens, row.tokens_per_second) for tokens, row in rows]
+    decode = [(row.batch, row.tokens_per_second) for row in report.decode]
+    prefill = [
+        (min(most, row.batch * row.input_len), row.tokens_per_second)
+        for row in report.prefill
+    ]
+    for label, mark, points in (("decode", "o", decode), ("prefill", "s", prefill)):
+        if points:
             axes.plot(*zip(*points, strict=True), mark, label=label)
     axes.set(
         xscale="log",

@@ -91,11 +91,11 @@ class Machine:
         return max(nbytes / self.bytes_per_second, flops / self.flops_per_second)
 
 
-def shortest(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The shortest of some times that ``work`` takes, in seconds."""
+def shortest(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of ten times that ``work`` takes, in seconds."""
     times = []
     work()  # compiles kernels, touches memory
-    for _ in range(repeats):
+    for _ in range(10):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -118,7 +118,7 @@ def read_speed(device: torch.device, nbytes: int) -> float:
         from simplellm.kernels.read import read_memory as read
     elif device.type == "cpu":
         x = x.view(torch.float32)  # the sum of integers takes longer than reading them
-    return nbytes / shortest(lambda: read(x), device, 10)
+    return nbytes / shortest(lambda: read(x), device)
 
 
 def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
@@ -127,23 +127,19 @@ def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
     They are random: a GPU needs less power for constants, and is then faster.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / shortest(lambda: a @ b, device, 10)
+    return 2 * size**3 / shortest(lambda: a @ b, device)
 
 
-def measure_machine(device: torch.device, nbytes: int = 2**28) -> Machine:
+def measure_machine(device: torch.device, nbytes: int) -> Machine:
     """Read 4 GiB and multiply 8192^3 on a GPU; ``nbytes`` and 1024^3 on a CPU.
 
     Of ``nbytes`` at most 256 MiB count; fewer may fit the cache, faster than memory.
     """
-    if device.type == "cpu":
-        return Machine(
-            read_speed(device, min(nbytes, 2**28)),
-            matmul_speed(device, 1024, torch.float32),
-        )
-    half = torch.cuda.mem_get_info(device)[0] // 2
-    nbytes = min(2**32, 2 ** (half.bit_length() - 1))
-    machine = Machine(
-        read_speed(device, nbytes), matmul_speed(device, 8192, torch.bfloat16)
-    )
+    size, dtype, nbytes = 1024, torch.float32, min(nbytes, 2**28)
+    if device.type == "cuda":
+        half = torch.cuda.mem_get_info(device)[0] // 2
+        size, dtype = 8192, torch.bfloat16
+        nbytes = min(2**32, 2 ** (half.bit_length() - 1))
+    machine = Machine(read_speed(device, nbytes), matmul_speed(device, size, dtype))
     torch.cuda.empty_cache()  # the engine takes what is free
     return machine

@@ -1,7 +1,7 @@
 """Answers on a terminal: streamed as they come, with the calls in them answered."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from simplellm.apps.calculator import call_tool
+from simplellm.harmony import Delta
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from simplellm.harmony import Delta
-    from simplellm.llm import LLM
+    from simplellm.reader import Stream
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 
@@ -34,7 +34,7 @@ class Screen:
 
     out: Console = field(default_factory=console)
     err: Console = field(default_factory=lambda: console(stderr=True))
-    at_line_start: bool = True
+    unfinished: bool | None = None  # whether the line that is begun is aside
 
     def write(self, text: str, *, aside: bool = False) -> None:
         """Show ``text`` at once; ``aside`` marks what is not part of the answer."""
@@ -45,21 +45,21 @@ class Screen:
             style = "dim" if aside else None
             console.out(text, style=style, end="", highlight=False)
             console.file.flush()
-            self.at_line_start = text.endswith("\n")
+            self.unfinished = None if text.endswith("\n") else aside
 
-    def end_line(self, *, aside: bool = False) -> None:
-        """Begin a new line unless the cursor is at the start of one."""
-        if not self.at_line_start:
-            self.write("\n", aside=aside)
+    def end_line(self) -> None:
+        """End the line that is begun, in the stream in which it began."""
+        if self.unfinished is not None:
+            self.write("\n", aside=self.unfinished)
 
     def remark(self, text: str) -> None:
         """A line of our own beside the answer."""
-        self.end_line(aside=True)
+        self.end_line()
         self.write(f"({text})\n", aside=True)
 
     def error(self, error: object) -> None:
         """One line that says what went wrong."""
-        self.end_line(aside=True)
+        self.end_line()
         line = " ".join(str(error).split())
         self.err.out(f"error: {line}", style="red", highlight=False)
 
@@ -67,28 +67,34 @@ class Screen:
         """A spinner, on a terminal with colors only."""
         return self.err.status(text) if self.err.color_system else nullcontext()
 
-    def show(self, deltas: Iterable["Delta"]) -> None:
+    def show(self, deltas: Iterable[Delta]) -> None:
         """Write a turn of the model while it arrives."""
-        before: tuple[bool, str | None, int | None] | None = None
+        before = None
         for delta in deltas:
             aside = delta.recipient is not None or delta.channel == "analysis"
             now = aside, delta.recipient, delta.call
             if now != before:
-                self.end_line(aside=before is not None and before[0])
+                self.end_line()
                 if delta.call is not None:
                     name = (delta.recipient or "").removeprefix("functions.")
                     self.write(f"{name} ", aside=True)
             self.write(delta.text, aside=aside)
             before = now
-        self.end_line(aside=before is not None and before[0])
+        self.end_line()
 
 
 def respond(
-    llm: "LLM", messages: list[dict[str, Any]], screen: Screen, **options: Any
+    stream_chat: Callable[..., "Stream[Delta]"],
+    messages: list[dict[str, Any]],
+    screen: Screen,
+    **options: Any,
 ) -> None:
-    """Stream the answer to ``messages`` and append it, tool calls included."""
+    """Stream the answer to ``messages`` and append it, tool calls included.
+
+    ``stream_chat`` is that of an `LLM`.
+    """
     for _ in range(MAX_TOOL_CALLS):
-        stream = llm.stream_chat(messages, **options)
+        stream = stream_chat(messages, **options)
         try:
             screen.show(stream)
         except KeyboardInterrupt:  # what has been said remains said
