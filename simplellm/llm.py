@@ -13,7 +13,7 @@ from simplellm.config import EngineConfig, check_number
 from simplellm.door import Asked, Door, Messages, Prompt
 from simplellm.harmony import Delta, Tool
 from simplellm.load import load
-from simplellm.reader import Delivery, Reader, Stream, gather, stream_async
+from simplellm.reader import Delivery, Reader, Stream, future_of, stream_async
 from simplellm.reply import (
     ChatOutput,
     ChatReply,
@@ -133,7 +133,7 @@ class LLM:
             [(one.request(number), self._text_reply(one)) for number in range(n)]
             for one in asked
         ]
-        return gather(self, self._delivery, families, outputs)
+        return future_of(self, self._delivery, families, outputs)
 
     def stream(
         self,
@@ -244,4 +244,4 @@ class LLM:
     def _chat(self, asked: Asked, n: int) -> Future[ChatOutput]:
         check_number("n", n, int, 1, MAX_SAMPLES)
         family = [(asked.request(i), self._chat_reply(asked)) for i in range(n)]
-        return gather(self, self._delivery, [family], turn)
+        return future_of(self, self._delivery, [family], turn)

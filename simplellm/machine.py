@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
 OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
 OLDEST_TRITON = (3, 6)
@@ -36,9 +36,9 @@ def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
+    if dtype not in COMPUTE_DTYPES:
         raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
+            f"dtype is {dtype}; expected one of {', '.join(map(str, COMPUTE_DTYPES))}"
         )
     return dtype
 
@@ -67,19 +67,19 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if capability(device) < OLDEST_GPU:
         have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
         return f"the GPU's compute capability is {have}, below {need}"
-    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
+    if torch.version.cuda is None or leading(torch.version.cuda) < OLDEST_CUDA:
         need = ".".join(map(str, OLDEST_CUDA))
         return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
     try:
         import triton
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
-    if version(triton.__version__) < OLDEST_TRITON:
+    if leading(triton.__version__) < OLDEST_TRITON:
         need = ".".join(map(str, OLDEST_TRITON))
         return f"Triton is {triton.__version__}, below {need}"
     return None
 
 
-def version(text: str) -> tuple[int, ...]:
+def leading(text: str) -> tuple[int, ...]:
     """The first two numbers of a version."""
     return tuple(int(number) for number in text.split(".")[:2])

@@ -225,7 +225,7 @@ class Collector:
         future.release()
 
 
-def gather(
+def future_of(
     owner: Any,
     delivery: Delivery,
     families: Sequence[Sequence[tuple[Request, Reply]]],

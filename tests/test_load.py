@@ -246,7 +246,7 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
         ({"top_k": 50.0}, "top_k is 50.0; expected an integer"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
         ({"top_p": 0}, "top_p is 0; expected more than 0"),
-        ({"do_sample": "no"}, "do_sample is 'no'; expected true or false"),
+        ({"do_sample": "no"}, "do_sample is 'no'; expected True or False"),
         (None, "is not JSON"),
     ],
 )
