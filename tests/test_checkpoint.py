@@ -154,7 +154,6 @@ def test_infos_cover_the_file(tmp_path: Path) -> None:
     data = path.stat().st_size - 8 - header
     infos = checkpoint.infos()
     assert sum(info.nbytes for info in infos) == data
-    assert sum(map(checkpoint.nbytes, checkpoint.names())) == data
     assert {info.file for info in infos} == {path}
     assert {info.name: info.shape for info in infos} == {
         name: tuple(tensor.shape) for name, tensor in load_file(path).items()
@@ -401,11 +400,11 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index without a map": (file(INDEX, b"{}"), "has no weight_map"),
     "index with a number": (
         file(INDEX, b'{"weight_map": {"a": 7}}'),
-        "maps a tensor to 7; expected the name of a .safetensors file",
+        "a tensor's file is 7; expected the name of a .safetensors file",
     ),
     "index that points to a pickle": (
         file(INDEX, b'{"weight_map": {"a": "model.bin"}}'),
-        "maps a tensor to 'model.bin'; expected",
+        "a tensor's file is 'model.bin'; expected",
     ),
     "index that leads out of the folder": (
         file(INDEX, b'{"weight_map": {"a": "../model.safetensors"}}'),
@@ -469,7 +468,9 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; expected a checkpoint"):
         Checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is not a checkpoint, it holds no weigh"):
+    with pytest.raises(
+        CheckpointError, match="is not a checkpoint; expected config.json"
+    ):
         Checkpoint(tmp_path)
     path = write_checkpoint(tmp_path) / "model.safetensors"
     with pytest.raises(CheckpointError, match="is a file; expected the folder that"):
