@@ -71,6 +71,12 @@ def expect(
         raise error(f"{name} is {short(value)}; expected {wanted}")
 
 
+def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
+    """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {type(value).__name__}; expected {wanted}")
+
+
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raise TypeError unless ``value`` is of a ``kind`` in KINDS. A bool is no int."""
     allowed, wanted = KINDS[kind]

@@ -468,9 +468,7 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; expected a checkpoint"):
         Checkpoint(tmp_path / "nowhere")
-    with pytest.raises(
-        CheckpointError, match="is not a checkpoint; expected config.json"
-    ):
+    with pytest.raises(CheckpointError, match="is not a checkpoint; expected config"):
         Checkpoint(tmp_path)
     path = write_checkpoint(tmp_path) / "model.safetensors"
     with pytest.raises(CheckpointError, match="is a file; expected the folder that"):

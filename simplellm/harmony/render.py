@@ -7,6 +7,7 @@ https://github.com/openai/harmony, docs/format.md.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simplellm.config import expect
 from simplellm.harmony.message import (
     CHANNELS,
     HEADER_WORD,
@@ -36,10 +37,8 @@ def system_text(
     ``current_date`` is written as given (openai-harmony: "2025-06-28"); None leaves
     its line out. Raises ValueError for an unknown effort.
     """
-    if reasoning_effort not in EFFORTS:
-        raise ValueError(
-            f"reasoning_effort {reasoning_effort!r}; expected one of {EFFORTS}"
-        )
+    known = reasoning_effort in EFFORTS
+    expect(known, "reasoning_effort", reasoning_effort, f"one of {EFFORTS}")
     about = [model_identity, f"Knowledge cutoff: {knowledge_cutoff}"]
     if current_date is not None:
         about.append(f"Current date: {current_date}")
@@ -151,13 +150,11 @@ def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
 
 def check_message(message: Message) -> None:
     """Raise ValueError if a header cannot be written for ``message``."""
-    if message.role not in ROLES:
-        raise ValueError(f"role {message.role!r}; expected one of {ROLES}")
-    if message.channel is not None and message.channel not in CHANNELS:
-        raise ValueError(f"channel {message.channel!r}; expected one of {CHANNELS}")
-    if message.role == "tool" and not message.name:
-        raise ValueError("tool message without a name; expected 'functions.NAME'")
+    role, channel, name = message.role, message.channel, message.name
+    expect(role in ROLES, "role", role, f"one of {ROLES}")
+    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
+    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
     content_type = (message.content_type or "").removeprefix("<|constrain|>")
-    for word in (message.name, message.recipient, content_type):
-        if word and not HEADER_WORD.fullmatch(word):
-            raise ValueError(f"{word!r} in a header; expected no spaces and no '<'")
+    for word in (name, message.recipient, content_type):
+        ok = not word or HEADER_WORD.fullmatch(word)
+        expect(ok, "a word of a header", word, "no spaces and no '<'")

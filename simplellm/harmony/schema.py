@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simplellm.config import expect
 from simplellm.harmony.message import HEADER_WORD, Tool
 
 
@@ -16,8 +17,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
 
     Raises TypeError or ValueError for what cannot be declared.
     """
-    if not isinstance(tools, list | tuple):
-        raise TypeError(f"tools is {tools!r}; expected a list")
+    expect(isinstance(tools, list | tuple), "tools", tools, "a list", TypeError)
     found: dict[Any, Tool] = {}
     for number, tool in enumerate(tools):
         where, given = f"tools[{number}]", tool
@@ -33,11 +33,9 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
                 f"{where} is {given!r}; expected a dict with "
                 "function: name, description, parameters"
             ) from None
-        if not named or tool.name in found:
-            raise ValueError(
-                f"{where} is named {tool.name!r}; expected a name of its own, without "
-                "spaces and '<'"
-            )
+        alone = named and tool.name not in found
+        wanted = "a name of its own, without spaces and '<'"
+        expect(alone, f"{where}.name", tool.name, wanted)
         found[tool.name] = tool
     return list(found.values())
 
