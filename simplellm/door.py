@@ -21,28 +21,12 @@ MAX_SECONDS = 10.0**9
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A checked call: what its samples have in common."""
-
-    ids: list[int]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    max_tokens: int
-    priority: int
-    deadline: float
-
-    def request(self, number: int = 0) -> Request:
-        """The request of sample ``number``: the same, drawn with another seed."""
-        assert self.params.seed is not None
-        return Request(
-            tokens=list(self.ids),
-            max_tokens=self.max_tokens,
-            params=replace(self.params, seed=(self.params.seed + number) % 2**64),
-            stop_ids=self.stop_ids,
-            priority=self.priority,
-            deadline=self.deadline,
-        )
+def sample(asked: Request, number: int = 0) -> Request:
+    """Sample ``number`` of a checked request: the same, drawn with another seed."""
+    seed = asked.params.seed
+    assert seed is not None
+    params = replace(asked.params, seed=(seed + number) % 2**64)
+    return replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -60,6 +44,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 class Door:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
+    A checked call becomes a request that stays as it is; `sample` makes those that run.
     All of it raises TypeError or ValueError for what cannot run.
     """
 
@@ -83,7 +68,7 @@ class Door:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         overrides: Mapping[str, Any],
-    ) -> list[Asked]:
+    ) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams | None):
@@ -108,7 +93,7 @@ class Door:
         reasoning_effort: str = "medium",
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
-    ) -> Asked:
+    ) -> Request:
         ok = isinstance(messages, list | tuple) and messages
         expect(ok, "messages", messages, "a list of at least one message")
         tools = tools or ()
@@ -130,8 +115,8 @@ class Door:
         prompt: object,
         params: SamplingParams | None,
         overrides: Mapping[str, Any],
-    ) -> Asked:
-        """A checked request. Raises TypeError or ValueError."""
+    ) -> Request:
+        """A prompt, and what its samples have in common."""
         options = dict(overrides)
         priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
         check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
@@ -159,11 +144,11 @@ class Door:
             first = next(beyond, None)
             expect(first is None, f"a token id of {name}", first, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Asked(
-            ids=ids,
+        return Request(
+            tokens=ids,
+            max_tokens=min(params.max_tokens, limit - len(ids)),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
-            max_tokens=min(params.max_tokens, limit - len(ids)),
             priority=priority,
             deadline=deadline,
         )

@@ -1,8 +1,11 @@
 """What this machine has: the device, the dtype that suits it, and what runs there."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+
+from simplellm.config import expect, expect_type
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
@@ -26,7 +29,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
+def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     """The dtype to compute with, by default what suits ``device``.
 
     Raises TypeError or ValueError for one that no model has.
@@ -34,12 +37,9 @@ def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
     if dtype is None:
         old = device.type == "cuda" and capability(device) < OLDEST_GPU
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in COMPUTE_DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, COMPUTE_DTYPES))}"
-        )
+    expect_type("dtype", dtype, torch.dtype, "a torch.dtype")
+    wanted = f"one of {', '.join(map(str, COMPUTE_DTYPES))}"
+    expect(dtype in COMPUTE_DTYPES, "dtype", dtype, wanted)
     return dtype
 
 

@@ -393,7 +393,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a hidden size that no MXFP4 weight has": (
         config(hidden_size=97),
-        "97 input columns; expected a multiple of 32",
+        "input columns of an MXFP4 weight is 97; expected a multiple of 32",
     ),
     "another model": (config(model_type="llama"), "known are gpt_oss"),
     "index that is no index": (file(INDEX, b"[]"), f"{INDEX}: holds a JSON list"),
