@@ -1,7 +1,7 @@
 """What becomes of requests, brought to whoever waits: futures, iterators, coroutines.
 
-The three are the same `Reader` with another way to deliver. All of it runs in one
-thread, which takes the engine's events; replies are made there, one event at a time.
+The three are the same `Reader` with another way to deliver. One thread takes the
+engine's events and makes the replies, one event at a time.
 """
 
 import asyncio
@@ -39,17 +39,18 @@ class Reader:
     def push(self, event: Event) -> bool:
         """Pass on what came; whether that was the last of it."""
         self.cached_tokens = event.cached_tokens
+        if event.error is not None:
+            with suppress(Exception):
+                self.deliver(event.error)
+            return True
         try:
-            if event.error is not None:
-                raise event.error
             for part in self.reply.push(event):
                 self.deliver(part)
             if self.reply.finish_reason is None:
                 return False
             self.deliver(END)
-        except Exception as error:
-            if error is not event.error:  # an event loop that is closed, for example
-                LOGGER.exception("nobody takes what a request gives; it ends")
+        except Exception as error:  # an event loop that is closed, for example
+            LOGGER.exception("what a request gives cannot be delivered; it ends")
             with suppress(Exception):
                 self.deliver(error)
         return True

@@ -46,7 +46,7 @@ class TextReply:
     def push(self, event: Event) -> list[RequestOutput]:
         """What ``event`` adds, in complete characters: one part."""
         if self.finish_reason is not None:
-            event = Event(event.number)
+            return []
         stops, text, count = self._stops, "", len(event.tokens)
         if self._decoder is not None:
             for number, token in enumerate(event.tokens, start=1):
@@ -56,8 +56,7 @@ class TextReply:
                     break
             if event.finish_reason is not None and not stops.found:
                 text += stops.push(self._decoder.flush()) + stops.flush()
-        reason = "stop" if stops.found else event.finish_reason
-        self.finish_reason = self.finish_reason or reason
+        self.finish_reason = "stop" if stops.found else event.finish_reason
         token_ids, logprobs = list(event.tokens[:count]), None
         if self.logprobs is not None:
             logprobs = list(event.logprobs or ())[:count]

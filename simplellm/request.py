@@ -133,12 +133,12 @@ class Request:
     # grammar says what may follow. Such a request sits out while that is computed.
     needs_last_token: bool = False
     submitted: float = field(default_factory=time.monotonic)
-    number: int = -1  # its name, given by the engine
+    number: int = -1  # its name, given by who submits it
 
     # What the scheduler writes down.
     rank: tuple[int, ...] = ()  # its place in line: the least goes first
     computed: int = 0  # tokens that the cache holds
-    cached: int | None = None  # how many of the prompt it held when the request came
+    cached: int | None = None  # how many of the prompt it held when the request began
     preemptions: int = 0
     finish_reason: str | None = None
     latest: float | None = None  # when its latest token came

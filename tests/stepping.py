@@ -31,7 +31,7 @@ def make_engine(
 
 def drain(engine: Engine) -> list[Event]:
     """The events that have come since the last time."""
-    events = []
+    events: list[Event] = []
     while True:
         try:
             event = engine.events.get_nowait()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -76,6 +77,8 @@ def shown_modules(text: str) -> Iterator[str]:
             for argument in node.args:
                 root, *attributes = ast.unparse(argument).split(".")
                 thing = import_module(homes[root])
+                with suppress(ModuleNotFoundError):  # it may be a module itself
+                    import_module(f"{homes[root]}.{root}")
                 for name in (root, *attributes):
                     thing = getattr(thing, name)
                 yield course.file_of(thing)

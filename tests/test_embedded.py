@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from corpus import EFFORTS, MAKERS, Writer
+from corpus import EFFORTS, MAKERS, TOOL, Writer, developer_text, system_text
 from evaluate import ask, evaluate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,7 +131,11 @@ def test_training_text_is_what_chat_renders(tokenizer: Tokenizer, effort: str) -
     writer = Writer(tokenizer)
     for maker in EVALUATED.values():
         problem = draw(maker, random.Random(2), evaluation=True)
-        (asked, learned), *_ = writer.check(problem, effort)
+        tools = (TOOL,) if problem.expression else ()
+        history = writer.message("system", system_text(effort, tools=bool(tools)))
+        if tools:
+            history += writer.message("developer", developer_text(None, tools))
+        (asked, learned), *_ = writer.turn(history, problem, effort)
         assert not learned
         assert asked == ask(problem, effort, tokenizer, [])
 

@@ -17,6 +17,7 @@ from test_runner import PROMPTS, answers
 from simplellm import LLM, EngineConfig, RequestOutput, load_model
 from simplellm.graphs import bucket_sizes
 from simplellm.kernels.fused import fused
+from simplellm.runner import Runner
 
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.
@@ -87,6 +88,27 @@ def test_graphs_and_overlap_change_no_bit(llm: LLM, switch: str, count: int) -> 
     """These are captured sizes, so that both ways launch the same kernels."""
     with LLM(config=EngineConfig(**ALONE, **{switch: False}), device="cuda") as other:
         assert bits(ask(llm, count, logprobs=1)) == bits(ask(other, count, logprobs=1))
+
+
+def test_a_chunk_keeps_its_inputs_while_steps_before_it_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that sample nothing have results that nobody reads; they are awaited."""
+    compute = Runner._compute
+
+    def slow(*args: Any) -> None:
+        torch.cuda._sleep(30_000_000)  # some 15 ms: the host is far ahead
+        compute(*args)
+
+    monkeypatch.setattr(Runner, "_compute", slow)
+    prompt = torch.arange(2000).remainder(997).tolist()
+    found = []
+    for overlap in (False, True):
+        config = EngineConfig(**ALONE, overlap=overlap, prefill_chunk=256)
+        with LLM(config=config, device="cuda") as llm:
+            asked = llm.generate(prompt, max_tokens=4, temperature=0, logprobs=1)
+            found.append(bits(asked.result(timeout=120)))
+    assert found[0] == found[1]
 
 
 def test_padding_rows_change_no_token() -> None:

@@ -1,11 +1,11 @@
-"""Drawing tokens: the kernel against the operation and against the sampler."""
+"""Drawing tokens: the kernel against the operation and against the definition."""
 
 import pytest
 import torch
 
 from simplellm import ops
 from simplellm.kernels.draw import DRAW_BLOCK, draw
-from simplellm.sampler import Columns, SamplingParams, sample
+from simplellm.noise import gumbel_noise
 
 
 def inputs(device, rows, vocabulary, temperature=1.0):
@@ -19,17 +19,16 @@ def inputs(device, rows, vocabulary, temperature=1.0):
 
 
 def sampled(logits, heat, seeds, steps):
-    params = [
-        SamplingParams(temperature=t, seed=seed)
-        for t, seed in zip(heat.tolist(), seeds.tolist(), strict=True)
-    ]
-    columns = Columns.of(params, logits.shape[1], logits.device)
-    return sample(logits, columns, steps).tokens
+    """Gumbel-max as it is defined: the best of logits over temperature plus noise."""
+    scores = logits - logits.amax(-1, keepdim=True)
+    scores = scores / torch.where(heat > 0, heat, 1.0)[:, None]
+    noise = gumbel_noise(seeds, steps, logits.shape[1])
+    return (scores + noise * (heat > 0)[:, None]).argmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 5.0])
 @pytest.mark.parametrize("vocabulary", [7, 2 * DRAW_BLOCK, 2 * DRAW_BLOCK + 1])
-def test_draw_is_what_the_sampler_draws(kernel_device, vocabulary, temperature):
+def test_draw_is_what_the_definition_says(kernel_device, vocabulary, temperature):
     logits, best, heat, seeds, steps = inputs(kernel_device, 5, vocabulary, temperature)
     expected = sampled(logits, heat, seeds, steps)
     assert torch.equal(draw(logits, best, heat, seeds, steps).long(), expected)

@@ -1,10 +1,12 @@
 """The whole model against transformers' GptOssForCausalLM on random checkpoints."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from oracle import (
     REAL_YARN,
     load_oracle,
@@ -279,6 +281,28 @@ def test_positions_up_to_the_last(tmp_path):
     assert relative_errors(logits, expected).max() < FP32_TOLERANCE
     # Shifting every position turns queries and keys alike: only rounding tells.
     assert relative_errors(logits, model.logits(ids)).median() < 0.1
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["dense", "mxfp4"])
+def test_layouts_and_shards(tmp_path, quantized):
+    """OpenAI's layout and the hub's, in one file or several, hold the same model."""
+    folders = []
+    for layout in ("huggingface", "original"):
+        for shards in (1, 3):
+            folder = tmp_path / f"{layout}-{shards}"
+            folders.append(folder)
+            write_checkpoint(folder, layout=layout, shards=shards, quantized=quantized)
+    if quantized:
+        file = folders[0] / "config.json"
+        config = json.loads(file.read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+        file.write_text(json.dumps(config))
+    oracle = load_oracle(folders[0])
+    ids = prompt(oracle.config, 40)
+    expected = their_logits(oracle, ids)
+    for folder in folders:
+        model = load_model(folder, dtype=torch.float32, device="cpu")
+        assert relative_errors(model.logits(ids), expected).max() < FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("ops", [PLAIN, NUMPY], ids=["plain", "NumPy"])

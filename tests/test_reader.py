@@ -358,7 +358,7 @@ def test_an_event_loop_that_is_gone_harms_only_its_own(
     loop.close()
     until(lambda: llm.stats().finished.get("abort") == 1)
     assert results([other])[0]
-    assert "nobody takes what a request gives" in caplog.text
+    assert "what a request gives cannot be delivered" in caplog.text
 
 
 def test_a_stream_that_is_left_early_ends_in_silence(

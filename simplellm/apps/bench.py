@@ -379,7 +379,7 @@ def measure(
             machine=machine,
             load_seconds=llm.weights_seconds,
             engine_seconds=ready - llm.weights_seconds,
-            memory=describe_memory(llm),
+            memory=describe_memory(llm.model, llm.engine.runner.pool),
             roof=ground.roof(config),
             **rows,
         )

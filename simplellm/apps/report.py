@@ -15,7 +15,8 @@ from torch import Tensor
 from simplellm import __version__
 from simplellm.apps.roofline import Machine
 from simplellm.config import EngineConfig, check_number
-from simplellm.llm import LLM
+from simplellm.model import Model
+from simplellm.pages import KVPool
 
 MAX_BATCH = 2**31
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
@@ -161,13 +162,12 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield from tensors([getattr(value, part.name) for part in fields(value)])
 
 
-def describe_memory(llm: LLM) -> dict[str, int | None]:
+def describe_memory(model: Model, pool: KVPool) -> dict[str, int | None]:
     """Bytes of weights and cache, and the most that PyTorch held; None: not known."""
-    model = llm.model
     held = tensors([model.embed_tokens, *model.layers, model.norm, model.lm_head])
     found: dict[str, int | None] = {
         "weights": sum({x.data_ptr(): x.nbytes for x in held}.values()),
-        "cache": llm.engine.runner.pool.memory.nbytes,
+        "cache": pool.memory.nbytes,
         "peak": None,
         "free": None,
     }

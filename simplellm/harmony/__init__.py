@@ -17,6 +17,7 @@ from simplellm.harmony.render import (
     EFFORTS,
     developer_text,
     render,
+    render_message,
     system_text,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "from_openai",
     "parse",
     "render",
+    "render_message",
     "result_message",
     "system_text",
     "to_openai",
