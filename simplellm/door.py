@@ -21,7 +21,7 @@ MAX_SECONDS = 10.0**9
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
-def sample(asked: Request, number: int = 0) -> Request:
+def sample_of(asked: Request, number: int = 0) -> Request:
     """Sample ``number`` of a checked request: the same, drawn with another seed."""
     seed = asked.params.seed
     assert seed is not None
@@ -44,7 +44,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
 class Door:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
-    A checked call becomes a request that stays as it is; `sample` makes those that run.
+    A checked call becomes a request that never runs; `sample_of` makes those that do.
     All of it raises TypeError or ValueError for what cannot run.
     """
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from simplellm.config import EngineConfig, check_number
-from simplellm.door import Door, Messages, Prompt, sample
+from simplellm.door import Door, Messages, Prompt, sample_of
 from simplellm.harmony import Delta, Tool
 from simplellm.load import load
 from simplellm.reader import Delivery, Reader, Stream, future_of, stream_async
@@ -130,7 +130,7 @@ class LLM:
         check_number("n", n, int, 1, MAX_SAMPLES)
         asked = self._door.ask_all(prompts, sampling_params, overrides)
         families = [
-            [(sample(one, number), self._text_reply(one)) for number in range(n)]
+            [(sample_of(one, number), self._text_reply(one)) for number in range(n)]
             for one in asked
         ]
         return future_of(self, self._delivery, families, outputs)
@@ -148,7 +148,7 @@ class LLM:
         """
         asked = self._door.ask(prompt, sampling_params, overrides)
         reply = self._text_reply(asked)
-        return Stream(self, self._delivery, sample(asked), reply)
+        return Stream(self, self._delivery, sample_of(asked), reply)
 
     def stream_async(
         self,
@@ -162,7 +162,7 @@ class LLM:
         """
         asked = self._door.ask(prompt, sampling_params, overrides)
         reply = self._text_reply(asked)
-        return stream_async(self, self._delivery, sample(asked), reply)
+        return stream_async(self, self._delivery, sample_of(asked), reply)
 
     def chat(
         self,
@@ -204,7 +204,7 @@ class LLM:
         """
         asked = self._door.ask_chat(messages, **options)
         reply = self._chat_reply(asked)
-        return Stream(self, self._delivery, sample(asked), reply)
+        return Stream(self, self._delivery, sample_of(asked), reply)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
@@ -212,7 +212,7 @@ class LLM:
         """Like `stream_chat`, for ``async for``."""
         asked = self._door.ask_chat(messages, **options)
         reply = self._chat_reply(asked)
-        return stream_async(self, self._delivery, sample(asked), reply)
+        return stream_async(self, self._delivery, sample_of(asked), reply)
 
     def stats(self) -> Stats:
         """Queue, speed, cache and latencies of the engine."""
@@ -243,5 +243,5 @@ class LLM:
 
     def _chat(self, asked: Request, n: int) -> Future[ChatOutput]:
         check_number("n", n, int, 1, MAX_SAMPLES)
-        family = [(sample(asked, i), self._chat_reply(asked)) for i in range(n)]
+        family = [(sample_of(asked, i), self._chat_reply(asked)) for i in range(n)]
         return future_of(self, self._delivery, [family], turn)

@@ -15,11 +15,11 @@ from simplellm.harmony.parse import (
 )
 from simplellm.harmony.render import (
     EFFORTS,
-    developer_text,
     render,
     render_message,
     system_text,
 )
+from simplellm.harmony.schema import developer_text
 
 __all__ = [
     "CHANNELS",

@@ -8,8 +8,7 @@ from typing import Any
 from simplellm.config import expect, expect_type
 from simplellm.harmony.message import ROLES, Message, Tool
 from simplellm.harmony.parse import ToolCall
-from simplellm.harmony.render import developer_text
-from simplellm.harmony.schema import as_tools
+from simplellm.harmony.schema import as_tools, developer_text
 
 
 def from_openai(

@@ -16,12 +16,11 @@ from simplellm.harmony.message import (
     Tool,
     markers,
 )
-from simplellm.harmony.schema import as_tools, function_type
+from simplellm.harmony.schema import NAMESPACE, as_tools, developer_text
 from simplellm.tokenizer import Tokenizer
 
 EFFORTS = ("low", "medium", "high")
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
-NAMESPACE = "namespace functions {"  # what the tools are declared in
 
 
 def system_text(
@@ -52,20 +51,6 @@ def system_text(
         )
     effort = f"Reasoning: {reasoning_effort}"
     return "\n\n".join(["\n".join(about), effort, "\n".join(channels)])
-
-
-def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
-    """The developer message: what others call the system prompt, and the functions."""
-    sections = ["# Instructions", instructions] if instructions else []
-    if tools:
-        functions = "\n".join(map(function_type, tools))
-        sections += [
-            "# Tools",
-            "## functions",
-            NAMESPACE,
-            f"{functions}\n}} // namespace functions",
-        ]
-    return "\n\n".join(sections)
 
 
 def render(

@@ -1,4 +1,4 @@
-"""The functions that a model may call, declared in TypeScript from their JSON schemas.
+"""The developer message: functions, declared in TypeScript from their JSON schemas.
 
 Declarations are spaced exactly as gpt-oss learned them, and as openai-harmony 0.0.8
 writes them.
@@ -10,6 +10,8 @@ from typing import Any
 
 from simplellm.config import expect
 from simplellm.harmony.message import HEADER_WORD, Tool
+
+NAMESPACE = "namespace functions {"  # what the tools are declared in
 
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
@@ -38,6 +40,20 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
         expect(alone, f"{where}.name", tool.name, wanted)
         found[tool.name] = tool
     return list(found.values())
+
+
+def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
+    """The developer message: what others call the system prompt, and the functions."""
+    sections = ["# Instructions", instructions] if instructions else []
+    if tools:
+        functions = "\n".join(map(function_type, tools))
+        sections += [
+            "# Tools",
+            "## functions",
+            NAMESPACE,
+            f"{functions}\n}} // namespace functions",
+        ]
+    return "\n\n".join(sections)
 
 
 def function_type(tool: Tool) -> str:
