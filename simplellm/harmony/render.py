@@ -21,14 +21,13 @@ from simplellm.tokenizer import Tokenizer
 
 EFFORTS = ("low", "medium", "high")
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
+WHERE_CALLS_GO = "Calls to these tools must go to the commentary channel: 'functions'."
 
 
 def system_text(
     reasoning_effort: str = "medium",
     *,
     tools: bool = False,
-    model_identity: str = IDENTITY,
-    knowledge_cutoff: str = "2024-06",
     current_date: str | None = None,
 ) -> str:
     """The system message; ``tools`` says whether functions are offered.
@@ -38,19 +37,14 @@ def system_text(
     """
     known = reasoning_effort in EFFORTS
     expect(known, "reasoning_effort", reasoning_effort, f"one of {EFFORTS}")
-    about = [model_identity, f"Knowledge cutoff: {knowledge_cutoff}"]
-    if current_date is not None:
-        about.append(f"Current date: {current_date}")
-    channels = [
+    date = "" if current_date is None else f"\nCurrent date: {current_date}"
+    calls = f"\n{WHERE_CALLS_GO}" if tools else ""
+    return (
+        f"{IDENTITY}\nKnowledge cutoff: 2024-06{date}\n\n"
+        f"Reasoning: {reasoning_effort}\n\n"
         f"# Valid channels: {', '.join(CHANNELS)}. "
-        "Channel must be included for every message."
-    ]
-    if tools:
-        channels.append(
-            "Calls to these tools must go to the commentary channel: 'functions'."
-        )
-    effort = f"Reasoning: {reasoning_effort}"
-    return "\n\n".join(["\n".join(about), effort, "\n".join(channels)])
+        f"Channel must be included for every message.{calls}"
+    )
 
 
 def render(
@@ -113,10 +107,9 @@ def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
     """The token ids of one message, from `<|start|>` to `<|end|>` or `<|call|>`."""
     check_message(message)
     marker = markers(tokenizer)
-    author = message.name if message.role == "tool" else message.role
-    if message.name and message.role != "tool":
-        author = f"{message.role}:{message.name}"
-    ids = [marker["<|start|>"], *tokenizer.encode(author or "")]
+    names = [message.role, message.name] if message.name else [message.role]
+    author = ":".join(names[1:] if message.role == "tool" else names)
+    ids = [marker["<|start|>"], *tokenizer.encode(author)]
     if message.recipient:
         ids += tokenizer.encode(f" to={message.recipient}")
     if message.channel:

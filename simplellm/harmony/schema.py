@@ -47,12 +47,8 @@ def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
     sections = ["# Instructions", instructions] if instructions else []
     if tools:
         functions = "\n".join(map(function_type, tools))
-        sections += [
-            "# Tools",
-            "## functions",
-            NAMESPACE,
-            f"{functions}\n}} // namespace functions",
-        ]
+        end = "} // namespace functions"
+        sections += ["# Tools", "## functions", NAMESPACE, f"{functions}\n{end}"]
     return "\n\n".join(sections)
 
 
