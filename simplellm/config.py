@@ -366,17 +366,11 @@ GPT_OSS_20B = replace(
 MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
 
 
-CPU_DEFAULTS = {
-    "page_size": 16,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "prefill_chunk": 512,
-}
-GPU_DEFAULTS = {
-    "page_size": 64,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "prefill_chunk": 8192,
+DEFAULTS = {  # on a CPU, on a GPU
+    "page_size": (16, 64),
+    "max_num_seqs": (64, 256),
+    "max_num_batched_tokens": (2048, 8192),
+    "prefill_chunk": (512, 8192),
 }
 MAX_LAUNCH = 2**16 - 1  # programs of a kernel along one axis of its grid
 
@@ -422,10 +416,9 @@ class EngineConfig:
 
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""
-        defaults = GPU_DEFAULTS if device_type == "cuda" else CPU_DEFAULTS
         missing: dict[str, Any] = {
-            name: value
-            for name, value in defaults.items()
+            name: values[device_type == "cuda"]
+            for name, values in DEFAULTS.items()
             if getattr(self, name) is None
         }
         return replace(self, **missing)
