@@ -178,8 +178,8 @@ def test_what_cannot_be_loaded_says_so(call: Any, tmp_path: Path) -> None:
     empty.mkdir()
     for path, fault in {
         tmp_path / "absent": "does not exist; expected a checkpoint folder",
-        pickle: "is a pickle file, which runs code when loaded",
-        empty: "is not a checkpoint, it holds no weights",
+        pickle: "is one of the pickle files, which run code when loaded",
+        empty: "is not a checkpoint; expected config.json",
     }.items():
         with pytest.raises(CheckpointError, match=fault):
             call(path, device="cpu")
@@ -340,7 +340,7 @@ def test_a_model_that_the_memory_has_no_room_for_is_refused(free: None) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(cache_bytes=100), "the room for pages is 100 bytes; expected"),
+        (EngineConfig(cache_bytes=100), "the room for pages, in bytes, is 100; expected"),
         (EngineConfig(num_pages=1), "there is room for 1 pages of 16 tokens"),
         (EngineConfig(num_pages=2, page_size=1), "at most 1 token"),
         (EngineConfig(max_model_len=1), "at most 1 token"),
