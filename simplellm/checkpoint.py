@@ -226,6 +226,10 @@ class Checkpoint:
         """What is on disk, by file and name there."""
         return sorted(self._infos.values(), key=lambda info: (info.file, info.name))
 
+    def nbytes(self, ours: str) -> int:
+        """Bytes on disk of the tensor that we call ``ours``."""
+        return sum(self._infos[name].nbytes for name in self._stored[ours])
+
     def __contains__(self, ours: object) -> bool:
         return ours in self._stored
 

@@ -64,7 +64,10 @@ class Engine:
         try:
             flight = self.runner.launch(works)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold memory
+            LOGGER.error("a step failed, whose requests are tried alone: %s", error)
+            # The frames hold memory, and whoever gets the error may keep it for long.
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
             self.land(0)  # what is tried again must know its last token
             self.runner.forget()
             for work in works:
@@ -143,7 +146,7 @@ class Engine:
 
         Raises QueueFullError or EngineError and then has taken none of them.
         """
-        self.check()  # before the lock, which a fork may have copied as it was: taken
+        self.check_process()  # first: a fork may have copied the lock as it was, taken
         with self.lock:
             self.check()
             if self.closing:
@@ -155,20 +158,27 @@ class Engine:
             except QueueFullError:
                 self.meter.refused += sum(1 + len(r.siblings) for r in requests)
                 raise
+            except BaseException:  # Ctrl-C: a call is taken whole or not at all
+                self.scheduler.withdraw(requests)
+                raise
         self.inbox.put(None)
 
     def abort(self, number: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
         self.inbox.put((number, reason))
 
-    def check(self) -> None:
-        """Raise EngineError if the engine cannot answer any more."""
+    def check_process(self) -> None:
+        """Raise EngineError in a fork of the engine's process."""
         if os.getpid() != self.pid:
             raise EngineError(
                 f"this LLM belongs to process {self.pid} and does not work in "
                 f"{os.getpid()}, a fork of it; expected processes that are spawned, "
                 "not forked, each with its own LLM"
             )
+
+    def check(self) -> None:
+        """Raise EngineError if the engine cannot answer any more."""
+        self.check_process()
         if self.dead is not None:
             raise EngineError(f"the engine died: {self.dead!r}") from self.dead
 
@@ -263,7 +273,7 @@ class Engine:
     def _die(self, cause: BaseException) -> None:
         """Whoever is there gets an error: the engine runs no more steps."""
         with self.lock:
-            self.dead = cause
+            self.dead = cause.with_traceback(None)  # which would hold memory
             orphans = list(self.scheduler.requests.values())
             self.meter.finished["error"] += len(orphans)
         for request in orphans:

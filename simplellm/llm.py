@@ -232,14 +232,17 @@ class LLM:
     # Requests
 
     def _text_reply(self, asked: Request) -> Reply:
-        wants_logprobs = asked.params.logprobs is not None
-        return TextReply(
-            asked.tokens, asked.params.stop, self._door.tokenizer, wants_logprobs
-        )
+        params = asked.params
+        wants_logprobs = params.logprobs is not None
+        ids, tokenizer = list(asked.tokens), self._door.tokenizer
+        return TextReply(ids, params.stop, tokenizer, wants_logprobs)
 
     def _chat_reply(self, asked: Request) -> Reply:
-        stop, logprobs = asked.params.stop, asked.params.logprobs is not None
-        return ChatReply(asked.tokens, stop, self.tokenizer, logprobs)
+        params = asked.params
+        wants_logprobs = params.logprobs is not None
+        return ChatReply(
+            list(asked.tokens), params.stop, self.tokenizer, wants_logprobs
+        )
 
     def _chat(self, asked: Request, n: int) -> Future[ChatOutput]:
         check_number("n", n, int, 1, MAX_SAMPLES)

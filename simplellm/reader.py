@@ -87,9 +87,9 @@ class Delivery:
             first.request.siblings = [reader.request for reader in others]
         try:
             self.engine.submit([family[0].request for family in families])
-        except Exception:
+        except BaseException:
             for reader in readers:
-                del self.readers[reader.request.number]
+                self.readers.pop(reader.request.number, None)
             raise
 
     def drop(self, readers: Sequence[Reader]) -> None:
@@ -103,8 +103,9 @@ class Delivery:
     def close(self, stop: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``stop`` them now."""
         self.engine.shutdown(stop, timeout)
-        started = self.thread.ident is not None and self.thread.is_alive()
-        if started and threading.current_thread() is not self.thread:
+        # A finalizer may run in either thread, and each of them waits for the other.
+        own = self.thread, self.engine.thread
+        if self.thread.is_alive() and threading.current_thread() not in own:
             self.thread.join(timeout)
 
     def _run(self) -> None:
@@ -165,7 +166,7 @@ class RequestFuture(Future[Any]):
 
     def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> Any:
         if (delivery := self.delivery) is not None:
-            delivery.engine.check()
+            delivery.engine.check_process()
         try:
             return wait(timeout)
         except Exception:
@@ -182,7 +183,10 @@ class RequestFuture(Future[Any]):
                 LOGGER.exception("a callback of %r raised", future)
 
         def start(future: object) -> None:
-            threading.Thread(target=call, args=[future], daemon=True).start()
+            try:
+                threading.Thread(target=call, args=[future], daemon=True).start()
+            except RuntimeError:  # no more threads, or the interpreter ends
+                call(future)
 
         if (delivery := self.delivery) is not None:
             delivery.awaited.add(self)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from simplellm.request import Request, SamplingParams
+from simplellm.penalties import TokenCounts, upload
+from simplellm.request import SamplingParams
 
 
 def filter_tokens(
@@ -33,16 +34,6 @@ def filter_tokens(
     # In float32 a tiny top_p is 0 and keeps none; the likeliest token stays.
     last = (keep.sum(dim=-1, keepdim=True) - 1).clamp(min=0)
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
-
-
-def upload(
-    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """A list as a tensor on ``device``, without waiting for what the device does."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -106,90 +97,6 @@ class Columns:
             ),
             logprobs=max(wanted) if wanted else None,
         )
-
-
-class TokenCounts:
-    """How often each token was in the prompts and outputs of rows with penalties.
-
-    Kept on the device from step to step, so that the host need not know a token before
-    the next step begins.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
-        self.forget()
-
-    def forget(self) -> None:
-        """Count from the tokens of the requests again."""
-        self.numbers: list[int] = []
-        self.places: list[int] = []
-        self.in_prompt = torch.zeros(
-            0, self.vocab_size, dtype=torch.bool, device=self.device
-        )
-        self.in_output = torch.zeros_like(self.in_prompt, dtype=torch.int32)
-
-    def arrange(self, requests: Sequence[Request]) -> bool:
-        """Bring the counts into the order of a step's rows; False if none needs any.
-
-        A request that was not in the step before is counted anew; all of its tokens are
-        known.
-        """
-        wanted = [
-            (place, request)
-            for place, request in enumerate(requests)
-            if request.params.penalizes
-        ]
-        numbers = [request.number for _, request in wanted]
-        places = [place for place, _ in wanted]
-        if (numbers, places) == (self.numbers, self.places):
-            return bool(numbers)
-        before = {number: row for row, number in enumerate(self.numbers)}
-        shape = len(numbers), self.vocab_size
-        in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        in_output = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        for row, (_, request) in enumerate(wanted):
-            if (old := before.get(request.number)) is not None:
-                in_prompt[row], in_output[row] = (
-                    self.in_prompt[old],
-                    self.in_output[old],
-                )
-                continue
-            prompt = request.tokens[: request.num_prompt]
-            in_prompt[row, upload(prompt, torch.int64, self.device)] = True
-            output = request.tokens[request.num_prompt :]
-            ones = torch.ones(len(output), dtype=torch.int32, device=self.device)
-            in_output[row].index_add_(0, upload(output, torch.int64, self.device), ones)
-        self.numbers, self.places = numbers, places
-        self.in_prompt, self.in_output = in_prompt, in_output
-        params = [request.params for _, request in wanted]
-        self.rows = upload(places, torch.int64, self.device)  # [P] of B
-        self.repetition, self.presence, self.frequency = (
-            upload(column, torch.float32, self.device)[:, None]
-            for column in (
-                [p.repetition_penalty for p in params],
-                [p.presence_penalty for p in params],
-                [p.frequency_penalty for p in params],
-            )
-        )
-        return bool(numbers)
-
-    def penalize(self, logits: Tensor) -> Tensor:
-        """Penalized logits [B, V].
-
-        The repetition penalty divides a positive logit and multiplies a negative one,
-        so that it always makes a token less likely.
-        """
-        x = logits[self.rows]  # [P, V]
-        scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
-        x = torch.where(self.in_prompt | (self.in_output > 0), scaled, x)
-        x = x - self.frequency * self.in_output - self.presence * (self.in_output > 0)
-        return logits.index_copy(0, self.rows, x)
-
-    def add(self, tokens: Tensor) -> None:
-        """Count the tokens, int32 [B], that were chosen for the rows of the step."""
-        chosen = tokens[self.rows].long()[:, None]
-        ones = torch.ones_like(chosen, dtype=torch.int32)
-        self.in_output.scatter_add_(1, chosen, ones)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,17 @@ class Scheduler:
             if first.num_prompt == 1:  # nothing to share
                 self._release_siblings(first)
 
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """Undo an `add` that was interrupted, wherever that was."""
+        for first in requests:
+            siblings, first.siblings = first.siblings, []
+            for request in (first, *siblings):
+                request.finish_reason = "abort"
+                if self.requests.pop(request.number, None) is not None:
+                    discard(self.waiting, request)
+        left = self.requests
+        self.deadlines = [entry for entry in self.deadlines if entry[1] in left]
+
     def schedule(self) -> list[Work]:
         """What to compute now: decodes, then prompts under way, then new requests."""
         works: list[Work] = []
@@ -137,10 +148,11 @@ class Scheduler:
                 continue
             request.computed = start + length
             self.manager.commit(request.number, request.tokens, request.computed)
+            if start < request.num_prompt <= start + length:
+                # A prompt is done, and whoever shares it needs less room.
+                self._refused = (-1, 0)
             if samples:
                 request.tokens.append(UNKNOWN)
-                if length > 1:  # a prompt is done, and who shares it needs less room
-                    self._refused = (-1, 0)
             elif request.siblings and request.missing == 1:
                 self._release_siblings(request)
 

@@ -51,8 +51,8 @@ def count_parameters(config: ModelConfig) -> Counts:
     of which a token reads one row.
     """
     found = by_kind(config, lambda ours, shape: math.prod(shape))
-    total, experts = sum(found.values()), found["experts"]
-    used = experts * config.num_experts_per_tok // config.num_local_experts
+    total, experts = sum(found.values()), found.get("experts", 0)
+    used = experts * config.num_experts_per_tok // max(1, config.num_local_experts)
     return Counts(total, total - experts + used - found.get("embedding", 0), found)
 
 
@@ -161,7 +161,7 @@ class Need:
         """
         weights = weight_bytes(model, itemsize, packed)
         if mapped:
-            del weights["experts"]
+            weights.pop("experts", None)
         tokens = config.max_num_batched_tokens
         if config.num_pages is not None:
             cache = config.num_pages * page_bytes(model, config.page_size, itemsize)

@@ -154,6 +154,7 @@ def test_infos_cover_the_file(tmp_path: Path) -> None:
     data = path.stat().st_size - 8 - header
     infos = checkpoint.infos()
     assert sum(info.nbytes for info in infos) == data
+    assert sum(map(checkpoint.nbytes, checkpoint.names())) == data
     assert {info.file for info in infos} == {path}
     assert {info.name: info.shape for info in infos} == {
         name: tuple(tensor.shape) for name, tensor in load_file(path).items()

@@ -340,7 +340,7 @@ def test_a_model_that_the_memory_has_no_room_for_is_refused(free: None) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(cache_bytes=100), "the room for pages, in bytes, is 100; expected"),
+        (EngineConfig(cache_bytes=100), "for pages, in bytes, is 100; expected"),
         (EngineConfig(num_pages=1), "there is room for 1 pages of 16 tokens"),
         (EngineConfig(num_pages=2, page_size=1), "at most 1 token"),
         (EngineConfig(max_model_len=1), "at most 1 token"),
