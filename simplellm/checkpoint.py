@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from simplellm.config import ConfigError, ModelConfig, read_json
+from simplellm.config import ModelConfig, expect, raising, read_json
 from simplellm.names import (
     Shape,
     is_expert_weight,
@@ -52,55 +52,42 @@ class TensorInfo:
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """The safetensors files of a checkpoint and its index, {} when it has none."""
-    if not folder.exists():
-        raise CheckpointError(f"{folder}: does not exist; expected a checkpoint folder")
-    if folder.suffix in PICKLES and folder.is_file():
-        raise CheckpointError(
-            f"{folder}: is a pickle file, which runs code when loaded, and is never "
-            "loaded here; expected a folder with *.safetensors"
-        )
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is a file; expected the folder that holds it")
     if (folder / INDEX).is_file():
-        return _indexed_shards(folder)
+        with raising(CheckpointError, folder / INDEX):
+            return indexed_shards(folder)
     single = folder / "model.safetensors"
     shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if shards:
         return shards, {}
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES)
-    if pickles:
-        raise CheckpointError(
-            f"{folder}: holds only pickle files ({some(pickles)}), which run code "
-            "when loaded and are never loaded here; expected *.safetensors"
-        )
-    raise CheckpointError(
-        f"{folder}: is not a checkpoint, it holds no weights; expected config.json "
-        "and *.safetensors"
-    )
+    pickles = "pickle files, which run code when loaded and are never loaded here"
+    if not folder.exists():
+        wrong = "does not exist; expected a checkpoint folder"
+    elif folder.is_file() and folder.suffix in PICKLES:
+        wrong = f"is one of the {pickles}; expected a folder with *.safetensors"
+    elif folder.is_file():
+        wrong = "is a file; expected the folder that holds it"
+    elif held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        wrong = f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    else:
+        wrong = "is not a checkpoint; expected config.json and *.safetensors"
+    raise CheckpointError(f"{folder}: {wrong}")
 
 
-def _indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    try:
-        index = read_json(folder / INDEX).get("weight_map")
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / INDEX}: {error}") from None
+def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that a folder's index maps its tensors to. Raises ValueError."""
+    index = read_json(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise CheckpointError(
-            f"{folder / INDEX}: has no weight_map; expected an object that maps "
-            "tensor names to files"
+        raise ValueError(
+            "has no weight_map; expected an object that maps tensor names to files"
         )
     for file in index.values():
-        if not isinstance(file, str) or Path(file).suffix != ".safetensors":
-            raise CheckpointError(
-                f"{folder / INDEX}: maps a tensor to {short(file)}; expected the name "
-                "of a .safetensors file"
-            )
-    shards = sorted(set(index.values()))
+        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
+        expect(named, "a tensor's file", file, "the name of a .safetensors file")
+    shards = sorted({*index.values()})
     for file in shards:
         if file != Path(file).name or not (folder / file).is_file():
-            raise CheckpointError(
-                f"{folder}: shard {file!r} is missing; expected every file that "
-                f"{INDEX} names"
+            raise ValueError(
+                f"shard {file!r} is missing; expected every file that it names"
             )
     return [folder / file for file in shards], index
 
@@ -143,16 +130,13 @@ def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
         header = json.loads(shard[8 : 8 + length].decode())
         header.pop("__metadata__", None)
         for name, entry in header.items():
+            wrong = ""
             if entry["dtype"] not in DTYPES:
-                raise CheckpointError(
-                    f"{file}: {name!r} is {entry['dtype']}; expected "
-                    f"{', '.join(DTYPES)}"
-                )
-            if name in infos:
-                raise CheckpointError(
-                    f"{file}: holds {name!r}, which {infos[name].file.name} holds too; "
-                    "expected each tensor once"
-                )
+                wrong = f"is {entry['dtype']}; expected {', '.join(DTYPES)}"
+            elif name in infos:
+                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
+            if wrong:
+                raise CheckpointError(f"{file}: {name!r} {wrong}")
             begin, end = entry["data_offsets"]
             infos[name] = TensorInfo(
                 name=name,
@@ -192,48 +176,47 @@ class Checkpoint:
         original = "embedding.weight" in self._infos
         self.layout = "original" if original else "huggingface"
         self.packed = any(info.dtype == "U8" for info in self._infos.values())
-        try:
+        with raising(CheckpointError, self.path):
             self._stored = stored_shapes(self.config, self.layout, self.packed)
             self._check_names(index)
             self._check_headers()
-        except ValueError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
 
     def _check_names(self, index: Mapping[str, str]) -> None:
+        """Raise ValueError if the files hold other tensors than they should."""
+        found = self._infos.keys()
         expected = {name for parts in self._stored.values() for name in parts}
-        wanted = (
-            f"expected the {len(expected)} tensors that config.json implies in the "
-            f"{self.layout} layout"
-        )
-        if missing := expected - self._infos.keys():
+        wrong = ""
+        if missing := expected - found:
             here = {file.name for file in self.path.glob("*.safetensors")}
             unlisted = here - {file.name for file in self._shards}
             hint = f" ({some(unlisted)} is not in {INDEX})" if unlisted else ""
-            raise CheckpointError(f"lacks {some(missing)}{hint}; {wanted}")
-        if extra := self._infos.keys() - expected:
-            raise CheckpointError(f"holds {some(extra)} too; {wanted}")
+            wrong = f"lacks {some(missing)}{hint}"
+        elif extra := found - expected:
+            wrong = f"holds {some(extra)} too"
+        if wrong:
+            raise ValueError(
+                f"{wrong}; expected the {len(expected)} tensors that config.json "
+                f"implies in the {self.layout} layout"
+            )
         for name, file in index.items():
-            if name not in expected or self._infos[name].file.name != file:
-                raise CheckpointError(
+            if name not in found or self._infos[name].file.name != file:
+                raise ValueError(
                     f"{INDEX} places {name!r} in {file!r}, which lacks it; expected "
                     "the file that holds it"
                 )
 
     def _check_headers(self) -> None:
+        """Raise ValueError for a tensor stored in another way than it should be."""
         for parts in self._stored.values():
             for name, shape in parts.items():
                 info = self._infos[name]
+                found, wanted = short(list(info.shape)), list(shape)
                 if info.shape != shape:
-                    raise CheckpointError(
-                        f"{name!r} has shape {short(list(info.shape))}; "
-                        f"expected {list(shape)}"
-                    )
+                    raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
                 mxfp4 = name.endswith(("blocks", "scales"))
                 if (info.dtype == "U8") != mxfp4:
-                    raise CheckpointError(
-                        f"{name!r} is {info.dtype}; expected "
-                        f"{'U8' if mxfp4 else 'BF16, F16 or F32'}"
-                    )
+                    kinds = "U8" if mxfp4 else "BF16, F16 or F32"
+                    raise ValueError(f"{name!r} is {info.dtype}; expected {kinds}")
 
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""

@@ -5,7 +5,8 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as short
@@ -22,6 +23,15 @@ HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
 
 class ConfigError(ValueError):
     """A config that cannot be read or that describes no model we know."""
+
+
+@contextmanager
+def raising(kind: type[ValueError], where: object = "") -> Iterator[None]:
+    """Turn a TypeError or ValueError inside into a ``kind``, which begins ``where``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise kind(f"{where}: {error}" if where else str(error)) from None
 
 
 def declared(
@@ -49,6 +59,31 @@ KINDS: dict[Any, tuple[Any, str]] = {
 }
 
 
+def expect(
+    ok: object,
+    name: str,
+    value: object,
+    wanted: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
+    if not ok:
+        raise error(f"{name} is {short(value)}; expected {wanted}")
+
+
+def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
+    """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is {type(value).__name__}; expected {wanted}")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless ``value`` is of a ``kind`` in KINDS. A bool is no int."""
+    allowed, wanted = KINDS[kind]
+    ok = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    expect(ok, name, value, wanted, TypeError)
+
+
 def check_number(
     name: str,
     value: Any,
@@ -56,61 +91,52 @@ def check_number(
     low: float,
     high: float,
     above: float | None = None,
-    error: type[Exception] | None = None,
 ) -> None:
-    """Raise unless ``value`` is an int or float, as ``kind`` says, within its bounds.
+    """Raise TypeError or ValueError unless ``value`` is what `declared` would allow.
 
-    Raises ``error``, or without it TypeError or ValueError. A bool is no number.
+    ``kind`` is int or float; an int is as good as a float.
     """
-    allowed, wanted = KINDS[kind]
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        raise (error or TypeError)(f"{name} is {short(value)}; expected {wanted}")
+    check_kind(name, value, kind)
     inside, wanted = low <= value <= high, f"{low:g} to {high:g}"  # NaN is in no bounds
     if kind is int:
         wanted = f"{low} to {high}"
     if above is not None:
         inside, wanted = above < value <= high, f"more than {above:g}, up to {high:g}"
-    if not inside:
-        raise (error or ValueError)(f"{name} is {short(value)}; expected {wanted}")
+    expect(inside, name, value, wanted)
 
 
-def check_value(
-    name: str, value: Any, spec: Field, error: type[Exception] | None = None
-) -> None:
-    """Raise ``error`` unless ``value`` is what the field ``spec`` declares.
+def check_value(name: str, value: Any, spec: Field) -> None:
+    """Raise TypeError or ValueError unless ``value`` is what ``spec`` declares.
 
-    Without ``error`` it is TypeError or ValueError. None is right where the annotation
-    or the default says so.
+    None is right where the annotation or the default says so. A list or a record is
+    left to whoever declares it.
     """
     kinds = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
     if value is None and (NoneType in kinds or spec.default is None):
         return
     kind, *others = (kind for kind in kinds if kind is not NoneType)
-    is_literal = get_origin(kind) is Literal
-    if others or not (is_literal or kind in KINDS):
-        return  # a list or a record: who declares it checks it
     if kind in (int, float):
-        check_number(name, value, kind, **spec.metadata["bounds"], error=error)
-        return
-    allowed, wanted = KINDS[str if is_literal else kind]
-    if not isinstance(value, allowed):
-        raise (error or TypeError)(f"{name} is {short(value)}; expected {wanted}")
-    if is_literal and value not in (options := get_args(kind)):
+        check_number(name, value, kind, **spec.metadata["bounds"])
+    elif get_origin(kind) is Literal:
+        check_kind(name, value, str)
+        options = get_args(kind)
         wanted = f"one of {', '.join(map(repr, options))}"
-        raise (error or ValueError)(f"{name} is {short(value)}; expected {wanted}")
+        expect(value in options, name, value, wanted)
+    elif kind in KINDS and not others:
+        check_kind(name, value, kind)
 
 
-def check(record: Any, error: type[Exception] | None = None) -> None:
+def check(record: Any) -> None:
     """`check_value` for every field of a dataclass's instance."""
     for spec in fields(record):
-        check_value(spec.name, getattr(record, spec.name), spec, error)
+        check_value(spec.name, getattr(record, spec.name), spec)
 
 
 def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """The `declared` fields of the dataclass ``kind`` that a parsed config.json holds.
 
-    null counts as absent. Raises ConfigError for a value that does not fit, and for an
-    absent one without a default; it names the key as the file spells it.
+    null counts as absent. Raises TypeError or ValueError for a value that does not fit,
+    and for an absent one without a default; it names the key as the file spells it.
     """
     found = {}
     for spec in fields(kind):
@@ -120,19 +146,19 @@ def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
         key = next((key for key in keys if data.get(key) is not None), spec.name)
         value = data.get(key)
         if value is not None:
-            check_value(key, value, spec, ConfigError)
+            check_value(key, value, spec)
             found[spec.name] = float(value) if spec.type is float else value
         elif spec.default is MISSING:
             wanted = KINDS[spec.type][1]
-            raise ConfigError(f"{' or '.join(keys)} is missing; expected {wanted}")
+            raise ValueError(f"{' or '.join(keys)} is missing; expected {wanted}")
     return found
 
 
 def one_of(name: str, value: object, known: Sequence[object]) -> None:
-    """Raise ConfigError for something of ``name`` that is not known here."""
+    """Raise ValueError for something of ``name`` that is not known here."""
     if value not in known:
         listed = ", ".join(map(str, known))
-        raise ConfigError(f"{name} is {short(value)}; known are {listed}")
+        raise ValueError(f"{name} is {short(value)}; known are {listed}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -140,24 +166,25 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise ConfigError(
-            f"cannot be read: {error.strerror}; expected a JSON file"
-        ) from None
+        wrong = f"cannot be read: {error.strerror}; expected a JSON file"
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"holds a JSON {type(data).__name__}; expected an object")
-    return data
+        wrong = f"is not JSON: {error}"
+    else:
+        if isinstance(data, dict):
+            return data
+        wrong = f"holds a JSON {type(data).__name__}; expected an object"
+    raise ConfigError(wrong)
 
 
 def end_token_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that ``eos_token_id`` names: one, a list of them, or none."""
+    """The ids that ``eos_token_id`` names: one, a list of them, or none.
+
+    Raises ValueError for anything else.
+    """
     found = data.get("eos_token_id")
     ids = () if found is None else found if isinstance(found, list) else (found,)
-    if not all(type(i) is int for i in ids):
-        raise ConfigError(
-            f"eos_token_id is {short(found)}; expected a token id or a list of them"
-        )
+    ok = all(type(i) is int for i in ids)
+    expect(ok, "eos_token_id", found, "a token id or a list of them")
     return tuple(ids)
 
 
@@ -171,13 +198,11 @@ class RopeScaling:
     beta_slow: float = declared(1.0, above=0, high=1e9, keys="rope_ntk_alpha")
     truncate: bool = declared(True)
 
+    @raising(ConfigError)
     def __post_init__(self) -> None:
-        check(self, ConfigError)
-        if self.beta_fast <= self.beta_slow:
-            raise ConfigError(
-                f"beta_fast is {self.beta_fast}; expected more than beta_slow, "
-                f"{self.beta_slow}"
-            )
+        check(self)
+        fast, slow = self.beta_fast, self.beta_slow
+        expect(fast > slow, "beta_fast", fast, f"more than beta_slow, {slow}")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RopeScaling | None":
@@ -190,8 +215,8 @@ class RopeScaling:
         if kind == "default":
             return None
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if data.get(name) is not None:
-                raise ConfigError(f"{name} is set in the YaRN entry; expected it unset")
+            value = data.get(name)
+            expect(value is None, name, value, "none in a YaRN entry")
         if data.get("truncate", True) is None:
             data = {**data, "truncate": False}
         return cls(**read(cls, data))
@@ -228,32 +253,25 @@ class ModelConfig:
     tie_word_embeddings: bool = declared(False)
     eos_token_ids: tuple[int, ...] = ()
 
+    @raising(ConfigError)
     def __post_init__(self) -> None:
-        check(self, ConfigError)
-        experts, chosen = self.num_local_experts, self.num_experts_per_tok
-        least = min(experts, 1)
-        if not least <= chosen <= experts:
-            raise ConfigError(
-                f"num_experts_per_tok is {chosen}; expected {least} to {experts}"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_attention_heads is {self.num_attention_heads}; expected a "
-                f"multiple of num_key_value_heads, {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim is {self.head_dim}; expected an even number, for RoPE"
-            )
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ConfigError(
-                f"layer_types has {len(self.layer_types)} entries; expected one for "
-                f"each of the {self.num_hidden_layers} layers"
-            )
+        check(self)
+        most, chosen = self.num_local_experts, self.num_experts_per_tok
+        least = min(most, 1)
+        ok = least <= chosen <= most
+        expect(ok, "num_experts_per_tok", chosen, f"{least} to {most}")
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        wanted = f"a multiple of num_key_value_heads, {groups}"
+        expect(heads % groups == 0, "num_attention_heads", heads, wanted)
+        odd = self.head_dim % 2
+        expect(not odd, "head_dim", self.head_dim, "an even number, for RoPE")
+        count, layers = len(self.layer_types), self.num_hidden_layers
+        wanted = f"one for each of the {layers} layers"
+        expect(count == layers, "the number of layer_types", count, wanted)
         for layer_type in self.layer_types:
             one_of("an entry of layer_types", layer_type, LAYER_TYPES)
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
-            raise ConfigError("sliding_window is missing; expected a number of tokens")
+        window, full = self.sliding_window, {*self.layer_types} <= {"full_attention"}
+        expect(window or full, "sliding_window", window, "a number of tokens")
 
     def window(self, layer: int) -> int | None:
         """How many positions a query of this layer sees, itself included; None: all."""
@@ -267,6 +285,7 @@ class ModelConfig:
         return (None, self.sliding_window) if sliding else (None,)
 
     @classmethod
+    @raising(ConfigError)
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
         """Read gpt-oss's parsed config.json, Hugging Face's (old, new) or OpenAI's."""
         original = "num_experts" in data and "num_local_experts" not in data
@@ -280,14 +299,14 @@ class ModelConfig:
         one_of("hidden_act", data.get("hidden_act", "silu"), ("silu",))
         scaling, found = _rope(data, original)
         found = read(cls, {**data, **found})
-        if not found["num_local_experts"]:
-            raise ConfigError(f"num_local_experts is 0; expected 1 to {MAX_SIZE}")
+        experts = found["num_local_experts"]
+        expect(experts, "num_local_experts", experts, f"1 to {MAX_SIZE}")
         layer_types = data.get("layer_types")
         if layer_types is None:
             count = found["num_hidden_layers"]
             layer_types = [LAYER_TYPES[n % 2] for n in range(count)]
-        if not isinstance(layer_types, list):
-            raise ConfigError(f"layer_types is {short(layer_types)}; expected a list")
+        ok = isinstance(layer_types, list)
+        expect(ok, "layer_types", layer_types, "a list")
         eos = end_token_ids(data)
         if original and not eos:  # its tokenizer knows
             eos = tuple(i for i in HARMONY_EOS if i < found["vocab_size"])
@@ -301,10 +320,8 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> "ModelConfig":
         """Read a config.json; every ConfigError names the file."""
-        try:
+        with raising(ConfigError, path):
             return cls.from_dict(read_json(path))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
 
 
 def _rope(
@@ -315,12 +332,9 @@ def _rope(
         yarn = RopeScaling(**read(RopeScaling, {**data, "truncate": False}))
         context = int(yarn.original_max_position_embeddings * yarn.factor)
         return yarn, {"max_position_embeddings": context}
-    entry = data.get("rope_parameters") or data.get("rope_scaling")
-    if not isinstance(entry, dict):
-        raise ConfigError(
-            "rope_parameters (rope_scaling in older files) is missing; expected an "
-            "object with rope_type"
-        )
+    entry: Any = data.get("rope_parameters") or data.get("rope_scaling")
+    name = "rope_parameters (rope_scaling in older files)"
+    expect(isinstance(entry, dict), name, entry, "an object with rope_type")
     theta = entry.get("rope_theta")
     return RopeScaling.from_dict(entry), {} if theta is None else {"rope_theta": theta}
 
@@ -352,30 +366,11 @@ GPT_OSS_20B = replace(
 MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
 
 
-def check_tokenizer(config: ModelConfig, n_tokens: int) -> None:
-    """Refuse a tokenizer with more ids than the embedding has rows.
-
-    ``n_tokens`` is the largest id plus one. Fewer ids are fine: checkpoints pad the
-    vocabulary, gpt-oss to 201,088.
-    """
-    if n_tokens > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {n_tokens} token ids; expected at most the model's "
-            f"vocab_size, {config.vocab_size}"
-        )
-
-
-CPU_DEFAULTS = {
-    "page_size": 16,
-    "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
-    "prefill_chunk": 512,
-}
-GPU_DEFAULTS = {
-    "page_size": 64,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "prefill_chunk": 8192,
+DEFAULTS = {  # on a CPU, on a GPU
+    "page_size": (16, 64),
+    "max_num_seqs": (64, 256),
+    "max_num_batched_tokens": (2048, 8192),
+    "prefill_chunk": (512, 8192),
 }
 MAX_LAUNCH = 2**16 - 1  # programs of a kernel along one axis of its grid
 
@@ -408,30 +403,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.num_pages is not None and self.cache_bytes is not None:
-            raise ValueError(
-                "both num_pages and cache_bytes are given; expected one of them"
-            )
+        alone = None in (self.num_pages, self.cache_bytes)
+        expect(alone, "cache_bytes", self.cache_bytes, "None beside num_pages")
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is None or seqs is None:
             return
-        if tokens < seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {tokens}; expected at least {seqs}, a "
-                "token for each of max_num_seqs"
-            )
-        if tokens + seqs >= MAX_LAUNCH:  # a kernel may have a program for each
-            raise ValueError(
-                f"max_num_batched_tokens is {tokens} and max_num_seqs {seqs}; expected "
-                f"less than {MAX_LAUNCH:,} together"
-            )
+        name, each = "max_num_batched_tokens", "a token for each of max_num_seqs"
+        expect(tokens >= seqs, name, tokens, f"at least {seqs}, {each}")
+        # A kernel may have a program for each token and each sequence.
+        wanted = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
+        expect(tokens + seqs < MAX_LAUNCH, name, tokens, wanted)
 
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""
-        defaults = GPU_DEFAULTS if device_type == "cuda" else CPU_DEFAULTS
         missing: dict[str, Any] = {
-            name: value
-            for name, value in defaults.items()
+            name: values[device_type == "cuda"]
+            for name, values in DEFAULTS.items()
             if getattr(self, name) is None
         }
         return replace(self, **missing)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from simplellm.config import ModelConfig, check_number
+from simplellm.config import ModelConfig, check_number, expect, expect_type
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
@@ -21,41 +21,21 @@ MAX_SECONDS = 10.0**9
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A checked call: what its samples have in common."""
-
-    ids: list[int]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    max_tokens: int
-    priority: int
-    deadline: float
-
-    def request(self, number: int = 0) -> Request:
-        """The request of sample ``number``: the same, drawn with another seed."""
-        assert self.params.seed is not None
-        return Request(
-            tokens=list(self.ids),
-            max_tokens=self.max_tokens,
-            params=replace(self.params, seed=(self.params.seed + number) % 2**64),
-            stop_ids=self.stop_ids,
-            priority=self.priority,
-            deadline=self.deadline,
-        )
+def sample_of(asked: Request, number: int = 0) -> Request:
+    """Sample ``number`` of a checked request: the same, drawn with another seed."""
+    seed = asked.params.seed
+    assert seed is not None
+    params = replace(asked.params, seed=(seed + number) % 2**64)
+    return replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list. Raises TypeError or ValueError."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise TypeError(
-            f"prompts is {type(prompts).__name__}; expected text, a list of token ids, "
-            "or a list of these"
-        )
-    if not prompts:
-        raise ValueError("the list of prompts is empty; expected at least one prompt")
+    wanted = "text, a list of token ids, or a list of these"
+    expect_type("prompts", prompts, list | tuple, wanted)
+    expect(prompts, "the list of prompts", prompts, "at least one prompt")
     one = all(isinstance(item, int) for item in prompts)
     return [list(prompts)] if one else list(prompts)
 
@@ -64,6 +44,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 class Door:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
+    A checked call becomes a request that never runs; `sample_of` makes those that do.
     All of it raises TypeError or ValueError for what cannot run.
     """
 
@@ -87,16 +68,13 @@ class Door:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         overrides: Mapping[str, Any],
-    ) -> list[Asked]:
+    ) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams | None):
             sampling_params = [sampling_params or self.default_params] * len(every)
-        elif not isinstance(sampling_params, list | tuple):
-            raise TypeError(
-                f"sampling_params is {type(sampling_params).__name__}; expected "
-                "SamplingParams or a list of them"
-            )
+        wanted = "SamplingParams or a list of them"
+        expect_type("sampling_params", sampling_params, list | tuple, wanted)
         if len(sampling_params) != len(every):
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(every)} prompts; "
@@ -109,17 +87,15 @@ class Door:
 
     def ask_chat(
         self,
-        messages: Messages,
+        messages: Any,  # Messages, once checked
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         reasoning_effort: str = "medium",
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
-    ) -> Asked:
-        if not isinstance(messages, list | tuple) or not messages:
-            raise ValueError(
-                f"messages is {messages!r}; expected a list of at least one message"
-            )
+    ) -> Request:
+        ok = isinstance(messages, list | tuple) and messages
+        expect(ok, "messages", messages, "a list of at least one message")
         tools = tools or ()
         harmony = [message for message in messages if isinstance(message, Message)]
         if len(harmony) < len(messages):
@@ -139,8 +115,8 @@ class Door:
         prompt: object,
         params: SamplingParams | None,
         overrides: Mapping[str, Any],
-    ) -> Asked:
-        """A checked request. Raises TypeError or ValueError."""
+    ) -> Request:
+        """A prompt, and what its samples have in common."""
         options = dict(overrides)
         priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
         check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
@@ -162,19 +138,17 @@ class Door:
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
         }
+        most = self.config.vocab_size - 1
         for name, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < self.config.vocab_size:
-                    raise ValueError(
-                        f"{name} has token id {token}; expected 0 to "
-                        f"{self.config.vocab_size - 1}"
-                    )
+            beyond = (token for token in tokens if not 0 <= token <= most)
+            first = next(beyond, None)
+            expect(first is None, f"a token id of {name}", first, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Asked(
-            ids=ids,
+        return Request(
+            tokens=ids,
+            max_tokens=min(params.max_tokens, limit - len(ids)),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
-            max_tokens=min(params.max_tokens, limit - len(ids)),
             priority=priority,
             deadline=deadline,
         )
@@ -184,16 +158,10 @@ class Door:
     ) -> SamplingParams:
         """Checked sampling parameters, with a seed."""
         params = self.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise TypeError(
-                f"sampling_params is {type(params).__name__}; expected SamplingParams"
-            )
-        unknown = sorted(options.keys() - set(OVERRIDES))
-        if unknown:
-            raise TypeError(
-                f"{unknown[0]!r} is no sampling parameter; expected one of "
-                f"{', '.join(OVERRIDES)}"
-            )
+        expect_type("sampling_params", params, SamplingParams, "SamplingParams")
+        unknown = next((name for name in options if name not in OVERRIDES), None)
+        wanted = f"one of {', '.join(OVERRIDES)}"
+        expect(unknown is None, "a sampling parameter", unknown, wanted, TypeError)
         params = replace(params, **options)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -201,18 +169,13 @@ class Door:
             self.need_tokenizer()
         return params
 
-    def _prompt_ids(self, prompt: object) -> list[int]:
+    def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.need_tokenizer().encode(prompt)
-        elif isinstance(prompt, list | tuple):
-            ids = list(prompt)
-        else:
-            raise TypeError(
-                f"a prompt is {type(prompt).__name__}; expected text or token ids"
-            )
+            prompt = self.need_tokenizer().encode(prompt)
+        expect_type("a prompt", prompt, list | tuple, "text or token ids")
+        ids = list(prompt)
         if not ids:
             raise ValueError("a prompt is empty; expected at least one token")
-        for token in ids:
-            if type(token) is not int:
-                raise TypeError(f"a prompt holds {token!r}; expected token ids")
+        odd = next((token for token in ids if type(token) is not int), 0)
+        expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from simplellm.config import (
     ConfigError,
     ModelConfig,
-    check_tokenizer,
+    check_kind,
     end_token_ids,
+    raising,
     read_json,
 )
 from simplellm.request import SamplingParams
@@ -31,15 +31,20 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, if it has one."""
+    """The tokenizer of a checkpoint folder, if it has one.
+
+    It may have fewer ids than the embedding has rows: checkpoints pad the vocabulary,
+    gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more.
+    """
     file = find_file(folder, "tokenizer.json")
     if file is None:
         return None
     tokenizer = Tokenizer.from_file(file)
-    try:
-        check_tokenizer(config, tokenizer.vocab_size)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
+            f"most the model's vocab_size, {config.vocab_size}"
+        )
     return tokenizer
 
 
@@ -49,11 +54,9 @@ def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...
     Raises ConfigError, which names the file.
     """
     file = find_file(folder, "generation_config.json")
-    try:
+    with raising(ConfigError, file):
         generation = read_json(file) if file else {}
         return recommended(generation), end_token_ids(generation)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
 
 
 def recommended(generation: Mapping[str, Any]) -> SamplingParams:
@@ -63,8 +66,8 @@ def recommended(generation: Mapping[str, Any]) -> SamplingParams:
     Raises TypeError or ValueError.
     """
     do_sample = generation.get("do_sample")
-    if not isinstance(do_sample, bool | None):
-        raise TypeError(f"do_sample is {short(do_sample)}; expected true or false")
+    if do_sample is not None:
+        check_kind("do_sample", do_sample, bool)
     if do_sample is False:
         return SamplingParams(temperature=0.0)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

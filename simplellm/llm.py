@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from simplellm.config import EngineConfig, check_number
-from simplellm.door import Asked, Door, Messages, Prompt
+from simplellm.door import Door, Messages, Prompt, sample_of
 from simplellm.harmony import Delta, Tool
 from simplellm.load import load
 from simplellm.reader import Delivery, Reader, Stream, future_of, stream_async
@@ -22,7 +22,7 @@ from simplellm.reply import (
     TextReply,
     chat_output,
 )
-from simplellm.request import SamplingParams
+from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
 from simplellm.tokenizer import Tokenizer
 
@@ -130,7 +130,7 @@ class LLM:
         check_number("n", n, int, 1, MAX_SAMPLES)
         asked = self._door.ask_all(prompts, sampling_params, overrides)
         families = [
-            [(one.request(number), self._text_reply(one)) for number in range(n)]
+            [(sample_of(one, number), self._text_reply(one)) for number in range(n)]
             for one in asked
         ]
         return future_of(self, self._delivery, families, outputs)
@@ -148,7 +148,7 @@ class LLM:
         """
         asked = self._door.ask(prompt, sampling_params, overrides)
         reply = self._text_reply(asked)
-        return Stream(self, self._delivery, asked.request(), reply)
+        return Stream(self, self._delivery, sample_of(asked), reply)
 
     def stream_async(
         self,
@@ -162,7 +162,7 @@ class LLM:
         """
         asked = self._door.ask(prompt, sampling_params, overrides)
         reply = self._text_reply(asked)
-        return stream_async(self, self._delivery, asked.request(), reply)
+        return stream_async(self, self._delivery, sample_of(asked), reply)
 
     def chat(
         self,
@@ -204,7 +204,7 @@ class LLM:
         """
         asked = self._door.ask_chat(messages, **options)
         reply = self._chat_reply(asked)
-        return Stream(self, self._delivery, asked.request(), reply)
+        return Stream(self, self._delivery, sample_of(asked), reply)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
@@ -212,7 +212,7 @@ class LLM:
         """Like `stream_chat`, for ``async for``."""
         asked = self._door.ask_chat(messages, **options)
         reply = self._chat_reply(asked)
-        return stream_async(self, self._delivery, asked.request(), reply)
+        return stream_async(self, self._delivery, sample_of(asked), reply)
 
     def stats(self) -> Stats:
         """Queue, speed, cache and latencies of the engine."""
@@ -231,18 +231,20 @@ class LLM:
 
     # Requests
 
-    def _text_reply(self, asked: Asked) -> Reply:
+    def _text_reply(self, asked: Request) -> Reply:
         params = asked.params
         wants_logprobs = params.logprobs is not None
-        ids, tokenizer = list(asked.ids), self._door.tokenizer
+        ids, tokenizer = list(asked.tokens), self._door.tokenizer
         return TextReply(ids, params.stop, tokenizer, wants_logprobs)
 
-    def _chat_reply(self, asked: Asked) -> Reply:
+    def _chat_reply(self, asked: Request) -> Reply:
         params = asked.params
         wants_logprobs = params.logprobs is not None
-        return ChatReply(list(asked.ids), params.stop, self.tokenizer, wants_logprobs)
+        return ChatReply(
+            list(asked.tokens), params.stop, self.tokenizer, wants_logprobs
+        )
 
-    def _chat(self, asked: Asked, n: int) -> Future[ChatOutput]:
+    def _chat(self, asked: Request, n: int) -> Future[ChatOutput]:
         check_number("n", n, int, 1, MAX_SAMPLES)
-        family = [(asked.request(i), self._chat_reply(asked)) for i in range(n)]
+        family = [(sample_of(asked, i), self._chat_reply(asked)) for i in range(n)]
         return future_of(self, self._delivery, [family], turn)

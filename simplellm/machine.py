@@ -1,10 +1,13 @@
 """What this machine has: the device, the dtype that suits it, and what runs there."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from simplellm.config import expect, expect_type
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
 OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
 OLDEST_TRITON = (3, 6)
@@ -26,7 +29,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
+def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     """The dtype to compute with, by default what suits ``device``.
 
     Raises TypeError or ValueError for one that no model has.
@@ -34,12 +37,9 @@ def find_dtype(dtype: object, device: torch.device) -> torch.dtype:
     if dtype is None:
         old = device.type == "cuda" and capability(device) < OLDEST_GPU
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; expected a torch.dtype")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"dtype is {dtype}; expected one of {', '.join(map(str, DTYPES))}"
-        )
+    expect_type("dtype", dtype, torch.dtype, "a torch.dtype")
+    wanted = f"one of {', '.join(map(str, COMPUTE_DTYPES))}"
+    expect(dtype in COMPUTE_DTYPES, "dtype", dtype, wanted)
     return dtype
 
 
@@ -67,19 +67,19 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if capability(device) < OLDEST_GPU:
         have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
         return f"the GPU's compute capability is {have}, below {need}"
-    if torch.version.cuda is None or version(torch.version.cuda) < OLDEST_CUDA:
+    if torch.version.cuda is None or leading(torch.version.cuda) < OLDEST_CUDA:
         need = ".".join(map(str, OLDEST_CUDA))
         return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
     try:
         import triton
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
-    if version(triton.__version__) < OLDEST_TRITON:
+    if leading(triton.__version__) < OLDEST_TRITON:
         need = ".".join(map(str, OLDEST_TRITON))
         return f"Triton is {triton.__version__}, below {need}"
     return None
 
 
-def version(text: str) -> tuple[int, ...]:
+def leading(text: str) -> tuple[int, ...]:
     """The first two numbers of a version."""
     return tuple(int(number) for number in text.split(".")[:2])

@@ -7,7 +7,7 @@ its input axis.
 
 from typing import NamedTuple
 
-from simplellm.config import ModelConfig
+from simplellm.config import ModelConfig, expect
 from simplellm.weights import BLOCK
 
 
@@ -128,11 +128,8 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
     Raises ValueError if the blocks do not fill its rows.
     """
     *rows, columns = shape
-    if columns % BLOCK:
-        raise ValueError(
-            f"an MXFP4 weight has {columns} input columns; expected a multiple of "
-            f"{BLOCK}"
-        )
+    name = "the input columns of an MXFP4 weight"
+    expect(columns % BLOCK == 0, name, columns, f"a multiple of {BLOCK}")
     return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
 
 
@@ -145,10 +142,9 @@ def kind(ours: str) -> str:
     """Which part of the model a tensor belongs to, by our name."""
     if "norm" in ours:
         return "norms"
-    for part in ("experts", "router", "attn", "embed_tokens", "lm_head"):
-        if part in ours:
-            return {"attn": "attention", "embed_tokens": "embedding"}.get(part, part)
-    raise KeyError(ours)
+    parts = ("experts", "router", "attn", "embed_tokens", "lm_head")
+    part = next(part for part in parts if part in ours)
+    return {"attn": "attention", "embed_tokens": "embedding"}.get(part, part)
 
 
 def stored_shapes(

@@ -63,7 +63,7 @@ def product(x: ndarray, weight: ndarray, out: ndarray) -> None:
         torch.mm(to_tensor(x), to_tensor(weight), out=to_tensor(out))
 
 
-def multiply(x: ndarray, weight: Tensor, bias: Tensor | None) -> ndarray:
+def matmul(x: ndarray, weight: Tensor, bias: Tensor | None) -> ndarray:
     """x [T, in] times ``weight`` [out, in], transposed, plus ``bias`` -> [T, out]."""
     out = np.empty((len(x), weight.shape[0]), np.float32)
     product(x, weight.mT.numpy(), out)
@@ -96,7 +96,7 @@ def add_norm(
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if len(x) > FEW or isinstance(weight, MXFP4):
         return ops.project(x, weight, bias)
-    return torch.from_numpy(multiply(x.numpy(), weight, bias))
+    return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
 
 def turn_few(x: ndarray, cos: ndarray, sin: ndarray) -> None:
@@ -201,7 +201,7 @@ def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
         return ops.experts(x, mlp, live)
     assert isinstance(mlp.gate_up, Tensor) and isinstance(mlp.down, Tensor)
     rows, top_k = x.numpy(), mlp.top_k
-    logits = multiply(rows, mlp.router, mlp.router_bias)
+    logits = matmul(rows, mlp.router, mlp.router_bias)
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]  # [T, k]
     best = logits[np.arange(len(rows))[:, None], chosen]
     shares = np.exp(best - best[:, :1])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from simplellm.config import EngineConfig, ModelConfig
+from simplellm.config import EngineConfig, ModelConfig, expect
 from simplellm.names import Shape, is_expert_weight, kind, packed_shapes, tensor_shapes
 
 CPU_CACHE_BYTES = 2**28
@@ -132,11 +132,8 @@ def num_pages(
         room = int(free_bytes(device)[0] * GPU_CACHE_SHARE)
     room = CPU_CACHE_BYTES if room is None else room
     each = page_bytes(model, config.page_size, itemsize)
-    if room < each:
-        raise ValueError(
-            f"the room for pages is {room} bytes; expected at least one page of "
-            f"{each} bytes"
-        )
+    wanted = f"at least one page of {each} bytes"
+    expect(room >= each, "the room for pages, in bytes,", room, wanted)
     return room // each
 
 

@@ -1,7 +1,6 @@
 """Text to token ids and back."""
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
@@ -9,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
+
+from simplellm.config import expect_type, raising, read_json
 
 # What gpt-oss's tokenizer.json says of model, normalizer and the pre-tokenizer's steps.
 KIND = ("BPE", None, "Sequence", "Split", "Isolated", False, "ByteLevel", False, False)
@@ -92,18 +93,15 @@ class Tokenizer:
         Ids are those of `tokenizers` if every split of a token into two tokens that
         merge is listed, as there. Raises TokenizerError for anything else.
         """
-        try:
-            return cls.from_ranks(*read_bpe(json.loads(Path(path).read_bytes())))
-        except OSError as error:
-            wrong = f"{error.strerror}; expected a tokenizer.json"
-        except TokenizerError as error:
-            wrong = str(error)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            wrong = f"not JSON: {error}"
-        except Exception as error:  # JSON can go wrong in more ways than one can list
-            kind = type(error).__name__
-            wrong = f"not a tokenizer.json like that of gpt-oss ({kind}: {error})"
-        raise TokenizerError(f"{path}: {wrong}")
+        with raising(TokenizerError, path):
+            config = read_json(path)
+            try:
+                return cls.from_ranks(*read_bpe(config))
+            except TokenizerError:
+                raise
+            except Exception as error:  # it can go wrong in more ways than one can list
+                wrong = f"{type(error).__name__}: {error}"
+            raise ValueError(f"not a tokenizer.json like that of gpt-oss ({wrong})")
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The token ids of ``text``.
@@ -113,8 +111,7 @@ class Tokenizer:
         what is not a str, and TokenizerError for a str with a surrogate (U+D800 to
         U+DFFF): it is half a character, which UTF-8 cannot hold. All else is encoded.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text is {type(text).__name__}; expected str")
+        expect_type("text", text, str, "str")
         try:
             text.encode()
         except UnicodeEncodeError as error:

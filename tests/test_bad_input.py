@@ -256,7 +256,7 @@ def llm(tmp_path_factory):
 PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "empty": ("", ValueError, ["prompt is empty", "expected at least one token"]),
     "no tokens": ([[]], ValueError, ["prompt is empty", "expected at least one"]),
-    "no prompts": ([], ValueError, ["list of prompts is empty", "expected at least"]),
+    "no prompts": ([], ValueError, ["list of prompts is []", "expected at least"]),
     "a number": (47, TypeError, ["prompts is int", "expected text"]),
     "bytes": (b"What?", TypeError, ["prompts is bytes", "expected text"]),
     "nothing": (None, TypeError, ["prompts is NoneType", "expected text"]),
@@ -264,14 +264,18 @@ PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "numbers that are no ids": (
         [[1.5]],
         TypeError,
-        ["prompt holds 1.5", "expected token ids"],
+        ["a token id of a prompt is 1.5", "expected an integer"],
     ),
     "an id beyond": (
         [[1, 10**6]],
         ValueError,
-        ["prompt has token id 1000000", "expected 0"],
+        ["a token id of the prompt is 1000000", "expected 0"],
     ),
-    "a negative id": ([[-1]], ValueError, ["prompt has token id -1", "expected 0"]),
+    "a negative id": (
+        [[-1]],
+        ValueError,
+        ["a token id of the prompt is -1", "expected 0"],
+    ),
     "too long": (
         [[1] * 131_073],
         ValueError,
@@ -331,30 +335,35 @@ CHATS: dict[str, tuple[Any, dict[str, Any], type[Exception], list[str]]] = {
         ["messages is []", "expected a list of at least one"],
     ),
     "a text": ("Hi", {}, ValueError, ["messages is 'Hi'", "expected a list"]),
-    "no role": ([{"content": "Hi"}], {}, ValueError, ["role None", "expected one of"]),
+    "no role": (
+        [{"content": "Hi"}],
+        {},
+        ValueError,
+        ["role is None", "expected one of"],
+    ),
     "unknown role": (
         [{"role": "robot", "content": "Hi"}],
         {},
         ValueError,
-        ["messages[0] has role 'robot'", "expected one of"],
+        ["messages[0].role is 'robot'", "expected one of"],
     ),
     "content is no text": (
         [{"role": "user", "content": 3}],
         {},
         TypeError,
-        ["messages[0] has content 3", "expected a str"],
+        ["messages[0].content is 3", "expected a str"],
     ),
     "answer to no call": (
         [USER, {"role": "tool", "tool_call_id": "7", "content": "408"}],
         {},
         ValueError,
-        ["messages[1] answers tool call '7'", "expected the id of a call"],
+        ["messages[1].tool_call_id is '7'", "expected the id of a call"],
     ),
     "unknown effort": (
         [USER],
         {"reasoning_effort": "huge"},
         ValueError,
-        ["reasoning_effort 'huge'", "'low', 'medium', 'high'"],
+        ["reasoning_effort is 'huge'", "'low', 'medium', 'high'"],
     ),
     "a tool that is none": ([USER], {"tools": [3]}, ValueError, ["tools[0] is 3"]),
     "lone surrogate": (
@@ -379,15 +388,15 @@ def test_chat(llm, case):
 @pytest.mark.parametrize(
     ("message", "parts"),
     [
-        (Message("robot", "Hi"), ["role 'robot'", "expected one of"]),
+        (Message("robot", "Hi"), ["role is 'robot'", "expected one of"]),
         (
             Message("assistant", "Hi", channel="thought"),
-            ["channel 'thought'", "expected one of"],
+            ["channel is 'thought'", "expected one of"],
         ),
-        (Message("tool", "408"), ["tool message without a name", "expected"]),
+        (Message("tool", "408"), ["a tool message's name is None", "expected"]),
         (
             Message("assistant", "{}", recipient="a b"),
-            ["'a b' in a header", "expected no spaces"],
+            ["a header is 'a b'", "expected no spaces"],
         ),
     ],
 )

@@ -394,18 +394,18 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a hidden size that no MXFP4 weight has": (
         config(hidden_size=97),
-        "97 input columns; expected a multiple of 32",
+        "input columns of an MXFP4 weight is 97; expected a multiple of 32",
     ),
     "another model": (config(model_type="llama"), "known are gpt_oss"),
     "index that is no index": (file(INDEX, b"[]"), f"{INDEX}: holds a JSON list"),
     "index without a map": (file(INDEX, b"{}"), "has no weight_map"),
     "index with a number": (
         file(INDEX, b'{"weight_map": {"a": 7}}'),
-        "maps a tensor to 7; expected the name of a .safetensors file",
+        "a tensor's file is 7; expected the name of a .safetensors file",
     ),
     "index that points to a pickle": (
         file(INDEX, b'{"weight_map": {"a": "model.bin"}}'),
-        "maps a tensor to 'model.bin'; expected",
+        "a tensor's file is 'model.bin'; expected",
     ),
     "index that leads out of the folder": (
         file(INDEX, b'{"weight_map": {"a": "../model.safetensors"}}'),
@@ -469,7 +469,7 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist; expected a checkpoint"):
         Checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is not a checkpoint, it holds no weigh"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint; expected config"):
         Checkpoint(tmp_path)
     path = write_checkpoint(tmp_path) / "model.safetensors"
     with pytest.raises(CheckpointError, match="is a file; expected the folder that"):

@@ -146,7 +146,7 @@ def test_a_config_that_kernels_have_no_room_for_is_refused_before_the_load(
     card: SimpleNamespace,
 ) -> None:
     """Also where the machine fills in one of the two."""
-    with pytest.raises(ValueError, match="expected less than 65,535 together"):
+    with pytest.raises(ValueError, match="expected less than 65,535 together with max"):
         LLM(config=EngineConfig(max_num_batched_tokens=2**16 - 2), device="cuda")
     assert not card.asked
 

@@ -97,9 +97,7 @@ def test_a_chunk_keeps_its_inputs_while_steps_before_it_run(
     compute = Runner._compute
 
     def slow(*args: Any) -> None:
-        torch.cuda._sleep(
-            30_000_000
-        )  # some 15 ms: the host is far ahead
+        torch.cuda._sleep(30_000_000)  # some 15 ms: the host is far ahead
         compute(*args)
 
     monkeypatch.setattr(Runner, "_compute", slow)

@@ -69,7 +69,7 @@ def test_a_name_of_no_device_is_refused(device: str) -> None:
     [
         (torch.int8, r"dtype is torch\.int8; expected one of"),
         (torch.float8_e4m3fn, r"dtype is torch\.float8_e4m3fn; expected one of"),
-        ("float32", r"dtype is 'float32'; expected a torch\.dtype"),
+        ("float32", r"dtype is str; expected a torch\.dtype"),
     ],
 )
 def test_a_dtype_that_no_model_has_is_refused(dtype: Any, message: str) -> None:
@@ -178,8 +178,8 @@ def test_what_cannot_be_loaded_says_so(call: Any, tmp_path: Path) -> None:
     empty.mkdir()
     for path, fault in {
         tmp_path / "absent": "does not exist; expected a checkpoint folder",
-        pickle: "is a pickle file, which runs code when loaded",
-        empty: "is not a checkpoint, it holds no weights",
+        pickle: "is one of the pickle files, which run code when loaded",
+        empty: "is not a checkpoint; expected config.json",
     }.items():
         with pytest.raises(CheckpointError, match=fault):
             call(path, device="cpu")
@@ -246,7 +246,7 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
         ({"top_k": 50.0}, "top_k is 50.0; expected an integer"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
         ({"top_p": 0}, "top_p is 0; expected more than 0"),
-        ({"do_sample": "no"}, "do_sample is 'no'; expected true or false"),
+        ({"do_sample": "no"}, "do_sample is 'no'; expected True or False"),
         (None, "is not JSON"),
     ],
 )
@@ -340,7 +340,7 @@ def test_a_model_that_the_memory_has_no_room_for_is_refused(free: None) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EngineConfig(cache_bytes=100), "the room for pages is 100 bytes; expected"),
+        (EngineConfig(cache_bytes=100), "for pages, in bytes, is 100; expected"),
         (EngineConfig(num_pages=1), "there is room for 1 pages of 16 tokens"),
         (EngineConfig(num_pages=2, page_size=1), "at most 1 token"),
         (EngineConfig(max_model_len=1), "at most 1 token"),

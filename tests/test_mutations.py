@@ -174,7 +174,7 @@ NUMPY_MUTATIONS = {
     ),
     "not normed": Mutation(ops_numpy.add_norm, "** -0.5", "** 0"),
     "update dropped": Mutation(ops_numpy.add_norm, "x += update.numpy()", "pass"),
-    "biases dropped": Mutation(ops_numpy.multiply, "out += bias.numpy()", "pass"),
+    "biases dropped": Mutation(ops_numpy.matmul, "out += bias.numpy()", "pass"),
     "biases of q, k and v dropped": Mutation(
         ops_numpy.rope_and_cache, "x += attn.qkv_bias.numpy()", "pass"
     ),

@@ -168,7 +168,7 @@ def test_pages_are_those_asked_for_or_fill_their_room() -> None:
     assert pages(num_pages=7) == 7
     assert pages(cache_bytes=5 * each + 1) == 5
     assert pages() == 2**28 // each
-    with pytest.raises(ValueError, match=f"is 9 bytes; expected .* page of {each} by"):
+    with pytest.raises(ValueError, match=f"is 9; expected .* page of {each} by"):
         pages(cache_bytes=9)
 
 

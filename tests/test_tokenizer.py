@@ -202,7 +202,7 @@ def test_text_that_cannot_be_encoded_is_named(tokenizer, text, error, words) -> 
 def test_files_that_are_no_tokenizer_are_named(tmp_path) -> None:
     path = tmp_path / "tokenizer.json"
     with pytest.raises(
-        TokenizerError, match=r"tokenizer\.json: No such file.*expected"
+        TokenizerError, match=r"tokenizer\.json: .*No such file.*expected"
     ):
         Tokenizer.from_file(path)
     with pytest.raises(TokenizerError, match="Is a directory; expected"):
@@ -258,7 +258,7 @@ STEPS = ("pre_tokenizer", "pretokenizers")
 @pytest.mark.parametrize(
     "change, words",
     [
-        (lambda config: [config], "not a tokenizer.json .*TypeError"),
+        (lambda config: [config], "holds a JSON list; expected an object"),
         (without("model"), "not a tokenizer.json .*'model'"),
         (without("added_tokens"), "not a tokenizer.json .*'added_tokens'"),
         (changed("model", "type", "WordPiece"), KIND),

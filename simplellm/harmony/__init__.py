@@ -1,10 +1,8 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies."""
 
-from simplellm.harmony.message import CHANNELS, ROLES, Message, Tool
+from simplellm.harmony.message import CHANNELS, Message, Tool
 from simplellm.harmony.openai import (
-    call_message,
     from_openai,
-    function_name,
     result_message,
     to_openai,
 )
@@ -17,25 +15,22 @@ from simplellm.harmony.parse import (
 )
 from simplellm.harmony.render import (
     EFFORTS,
-    developer_text,
     render,
     render_message,
     system_text,
 )
+from simplellm.harmony.schema import developer_text
 
 __all__ = [
     "CHANNELS",
     "EFFORTS",
-    "ROLES",
     "Delta",
     "HarmonyParser",
     "Message",
     "Tool",
     "ToolCall",
-    "call_message",
     "developer_text",
     "from_openai",
-    "function_name",
     "parse",
     "render",
     "render_message",

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simplellm.config import expect, expect_type
 from simplellm.harmony.message import ROLES, Message, Tool
 from simplellm.harmony.parse import ToolCall
-from simplellm.harmony.render import developer_text
-from simplellm.harmony.schema import as_tools
+from simplellm.harmony.schema import as_tools, developer_text
 
 
 def from_openai(
@@ -28,33 +28,28 @@ def from_openai(
     called: dict[Any, str] = {}  # the function behind each tool_call_id
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{where} is {type(message).__name__}; expected a dict")
+        expect_type(where, message, Mapping, "a dict")
         role = message.get("role")
+        expect(role in ROLES, f"{where}.role", role, f"one of {ROLES}")
         text = content_text(message.get("content"), where)
+        name: Any = message.get("name")
         if role in ("system", "developer"):
             text = developer_text(text, functions if number == 0 else ())
             found += [Message("developer", text)] if text else []
         elif role == "user":
-            name = message.get("name")
-            if not isinstance(name, str | None):
-                raise TypeError(f"{where} has name {name!r}; expected a str")
+            ok = isinstance(name, str | None)
+            expect(ok, f"{where}.name", name, "a str", TypeError)
             found.append(Message("user", text, name=name))
         elif role == "assistant":
             found += assistant_messages(message, text, where)
             for call in message.get("tool_calls") or ():
                 called[checked_id(call.get("id"), where)] = call["function"]["name"]
-        elif role == "tool":
-            call_id = checked_id(message.get("tool_call_id"), where)
-            name = called.get(call_id, message.get("name"))
-            if name is None:
-                raise ValueError(
-                    f"{where} answers tool call {call_id!r}; expected the id of a call "
-                    f"before it ({list(called) or 'there is none'})"
-                )
-            found.append(result_message(name, text))
         else:
-            raise ValueError(f"{where} has role {role!r}; expected one of {ROLES}")
+            call_id = checked_id(message.get("tool_call_id"), where)
+            name = called.get(call_id, name)
+            wanted = f"the id of a call before it ({list(called) or 'there is none'})"
+            expect(name is not None, f"{where}.tool_call_id", call_id, wanted)
+            found.append(result_message(name, text))
     if functions and not (found and found[0].role == "developer"):
         found.insert(0, Message("developer", developer_text(None, functions)))
     return found
@@ -66,8 +61,8 @@ def assistant_messages(
     """What an assistant's message is in harmony; ``text`` is its content."""
     thought = message.get("reasoning") or message.get("reasoning_content")
     calls = message.get("tool_calls") or ()
-    if not isinstance(calls, list | tuple):
-        raise TypeError(f"{where} has tool_calls {calls!r}; expected a list")
+    ok = isinstance(calls, list | tuple)
+    expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)
     found = []
     if thought:
         found.append(Message("assistant", thought, channel="analysis"))
@@ -79,33 +74,32 @@ def assistant_messages(
 
 def content_text(content: Any, where: str) -> str:
     """The text of a message's "content": a str, None, or a list of text parts."""
-    if content is None or isinstance(content, str):
+    if isinstance(content, str | None):
         return content or ""
-    try:
-        return "".join(part["text"] for part in content)
-    except (KeyError, TypeError):
-        raise TypeError(
-            f"{where} has content {content!r}; expected a str or a list of text parts"
-        ) from None
+    parts = content if isinstance(content, list | tuple) else [None]
+    texts: Any = [
+        part.get("text") if isinstance(part, Mapping) else None for part in parts
+    ]
+    ok = all(isinstance(text, str) for text in texts)
+    wanted = "a str or a list of text parts"
+    expect(ok, f"{where}.content", content, wanted, TypeError)
+    return "".join(texts)
 
 
 def checked_id(call_id: Any, where: str) -> str | int | None:
     """``call_id`` if it can be that of a tool call."""
-    if not isinstance(call_id, str | int | None):
-        raise TypeError(f"{where} has tool call id {call_id!r}; expected a str")
+    ok = isinstance(call_id, str | int | None)
+    expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
     return call_id
 
 
 def call_message(call: Mapping[str, Any], where: str) -> Message:
     """The message that makes one of OpenAI's "tool_calls"."""
-    match call:
-        case {"function": {"name": str() as name, "arguments": arguments}}:
-            pass
-        case _:
-            raise ValueError(
-                f"{where} has tool call {call!r}; expected id and function: name, "
-                "arguments"
-            )
+    function = call.get("function") if isinstance(call, Mapping) else None
+    function = function if isinstance(function, Mapping) else {}
+    name, arguments = function.get("name"), function.get("arguments")
+    ok = isinstance(name, str) and "arguments" in function
+    expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return Message(

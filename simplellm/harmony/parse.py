@@ -67,18 +67,15 @@ class HarmonyParser:
         marker = self._markers.get(token_id)
         if marker in ENDS:
             return self.finish()
-        if marker == "<|start|>":
-            deltas = self.finish()
-            self._header = [(marker, bytearray())]
-            return deltas
-        if marker == "<|channel|>" and self.message is not None:
+        inside = self.message is not None
+        if marker == "<|start|>" or (marker == "<|channel|>" and inside):
             deltas = self.finish()
             self._header.append((marker, bytearray()))
             return deltas
-        if marker == "<|message|>" and self.message is None:
+        if marker == "<|message|>" and not inside:
             self.message, _ = read_header(self._header, complete=True)
             return self._add("", begins=True)
-        if marker is not None and self.message is None:
+        if marker is not None and not inside:
             self._header.append((marker, bytearray()))
         return []
 

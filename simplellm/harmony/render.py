@@ -7,6 +7,7 @@ https://github.com/openai/harmony, docs/format.md.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simplellm.config import expect
 from simplellm.harmony.message import (
     CHANNELS,
     HEADER_WORD,
@@ -15,20 +16,18 @@ from simplellm.harmony.message import (
     Tool,
     markers,
 )
-from simplellm.harmony.schema import as_tools, function_type
+from simplellm.harmony.schema import NAMESPACE, as_tools, developer_text
 from simplellm.tokenizer import Tokenizer
 
 EFFORTS = ("low", "medium", "high")
 IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
-NAMESPACE = "namespace functions {"  # what the tools are declared in
+WHERE_CALLS_GO = "Calls to these tools must go to the commentary channel: 'functions'."
 
 
 def system_text(
     reasoning_effort: str = "medium",
     *,
     tools: bool = False,
-    model_identity: str = IDENTITY,
-    knowledge_cutoff: str = "2024-06",
     current_date: str | None = None,
 ) -> str:
     """The system message; ``tools`` says whether functions are offered.
@@ -36,37 +35,16 @@ def system_text(
     ``current_date`` is written as given (openai-harmony: "2025-06-28"); None leaves
     its line out. Raises ValueError for an unknown effort.
     """
-    if reasoning_effort not in EFFORTS:
-        raise ValueError(
-            f"reasoning_effort {reasoning_effort!r}; expected one of {EFFORTS}"
-        )
-    about = [model_identity, f"Knowledge cutoff: {knowledge_cutoff}"]
-    if current_date is not None:
-        about.append(f"Current date: {current_date}")
-    channels = [
+    known = reasoning_effort in EFFORTS
+    expect(known, "reasoning_effort", reasoning_effort, f"one of {EFFORTS}")
+    date = "" if current_date is None else f"\nCurrent date: {current_date}"
+    calls = f"\n{WHERE_CALLS_GO}" if tools else ""
+    return (
+        f"{IDENTITY}\nKnowledge cutoff: 2024-06{date}\n\n"
+        f"Reasoning: {reasoning_effort}\n\n"
         f"# Valid channels: {', '.join(CHANNELS)}. "
-        "Channel must be included for every message."
-    ]
-    if tools:
-        channels.append(
-            "Calls to these tools must go to the commentary channel: 'functions'."
-        )
-    effort = f"Reasoning: {reasoning_effort}"
-    return "\n\n".join(["\n".join(about), effort, "\n".join(channels)])
-
-
-def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
-    """The developer message: what others call the system prompt, and the functions."""
-    sections = ["# Instructions", instructions] if instructions else []
-    if tools:
-        functions = "\n".join(map(function_type, tools))
-        sections += [
-            "# Tools",
-            "## functions",
-            NAMESPACE,
-            f"{functions}\n}} // namespace functions",
-        ]
-    return "\n\n".join(sections)
+        f"Channel must be included for every message.{calls}"
+    )
 
 
 def render(
@@ -129,10 +107,9 @@ def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
     """The token ids of one message, from `<|start|>` to `<|end|>` or `<|call|>`."""
     check_message(message)
     marker = markers(tokenizer)
-    author = message.name if message.role == "tool" else message.role
-    if message.name and message.role != "tool":
-        author = f"{message.role}:{message.name}"
-    ids = [marker["<|start|>"], *tokenizer.encode(author or "")]
+    names = [message.role, message.name] if message.name else [message.role]
+    author = ":".join(names[1:] if message.role == "tool" else names)
+    ids = [marker["<|start|>"], *tokenizer.encode(author)]
     if message.recipient:
         ids += tokenizer.encode(f" to={message.recipient}")
     if message.channel:
@@ -151,13 +128,11 @@ def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
 
 def check_message(message: Message) -> None:
     """Raise ValueError if a header cannot be written for ``message``."""
-    if message.role not in ROLES:
-        raise ValueError(f"role {message.role!r}; expected one of {ROLES}")
-    if message.channel is not None and message.channel not in CHANNELS:
-        raise ValueError(f"channel {message.channel!r}; expected one of {CHANNELS}")
-    if message.role == "tool" and not message.name:
-        raise ValueError("tool message without a name; expected 'functions.NAME'")
+    role, channel, name = message.role, message.channel, message.name
+    expect(role in ROLES, "role", role, f"one of {ROLES}")
+    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
+    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
     content_type = (message.content_type or "").removeprefix("<|constrain|>")
-    for word in (message.name, message.recipient, content_type):
-        if word and not HEADER_WORD.fullmatch(word):
-            raise ValueError(f"{word!r} in a header; expected no spaces and no '<'")
+    for word in (name, message.recipient, content_type):
+        ok = not word or HEADER_WORD.fullmatch(word)
+        expect(ok, "a word of a header", word, "no spaces and no '<'")

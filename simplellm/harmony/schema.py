@@ -1,4 +1,4 @@
-"""The functions that a model may call, declared in TypeScript from their JSON schemas.
+"""The developer message: functions, declared in TypeScript from their JSON schemas.
 
 Declarations are spaced exactly as gpt-oss learned them, and as openai-harmony 0.0.8
 writes them.
@@ -8,7 +8,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from simplellm.config import expect
 from simplellm.harmony.message import HEADER_WORD, Tool
+
+NAMESPACE = "namespace functions {"  # what the tools are declared in
 
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
@@ -16,8 +19,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
 
     Raises TypeError or ValueError for what cannot be declared.
     """
-    if not isinstance(tools, list | tuple):
-        raise TypeError(f"tools is {tools!r}; expected a list")
+    expect(isinstance(tools, list | tuple), "tools", tools, "a list", TypeError)
     found: dict[Any, Tool] = {}
     for number, tool in enumerate(tools):
         where, given = f"tools[{number}]", tool
@@ -33,13 +35,21 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
                 f"{where} is {given!r}; expected a dict with "
                 "function: name, description, parameters"
             ) from None
-        if not named or tool.name in found:
-            raise ValueError(
-                f"{where} is named {tool.name!r}; expected a name of its own, without "
-                "spaces and '<'"
-            )
+        alone = named and tool.name not in found
+        wanted = "a name of its own, without spaces and '<'"
+        expect(alone, f"{where}.name", tool.name, wanted)
         found[tool.name] = tool
     return list(found.values())
+
+
+def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
+    """The developer message: what others call the system prompt, and the functions."""
+    sections = ["# Instructions", instructions] if instructions else []
+    if tools:
+        functions = "\n".join(map(function_type, tools))
+        end = "} // namespace functions"
+        sections += ["# Tools", "## functions", NAMESPACE, f"{functions}\n{end}"]
+    return "\n\n".join(sections)
 
 
 def function_type(tool: Tool) -> str:
