@@ -79,7 +79,7 @@ def load(
     source = open_weights(path, dtype, device, random_weights, seed)
     tokenizer = open_tokenizer(folder, source.config)
     default_params, ends = read_generation_config(folder)
-    operations, how = choose(config, source, dtype, device)
+    operations, how = choose_operations(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
     mapped = device.type == "cpu" and not random_weights
     need = Need.of(
@@ -188,7 +188,7 @@ def read_weights(
 # The operations
 
 
-def choose(
+def choose_operations(
     config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str]:
     """Which operations compute, "fused", "numpy" or "plain", and a reason in words.

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from simplellm.apps.report import summary
+from simplellm.apps.report import write_json
 from simplellm.request import SamplingParams
 
 
@@ -46,10 +46,10 @@ def test_recorded_numbers_come_from_figures(figures: Path) -> None:
 
 
 def test_code_is_printed_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
-    course.show(summary, SamplingParams.__post_init__)
+    course.show(write_json, SamplingParams.__post_init__)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["simplellm/apps/report.py", ""]
-    assert lines[2].startswith("def summary(")
+    assert lines[2].startswith("def write_json(")
     second = lines.index("simplellm/request.py")
     assert lines[second + 2].startswith("def __post_init__(")  # without its indent
 

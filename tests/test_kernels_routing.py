@@ -11,8 +11,8 @@ from simplellm.kernels.routing import (
     choose_experts,
     dispatch,
     max_blocks,
-    route,
     route_and_dispatch,
+    route_tokens,
 )
 
 exhaustive = pytest.mark.exhaustive
@@ -103,7 +103,7 @@ def test_logits_may_come_in_parts_without_their_bias(kernel_device):
 def test_route_is_the_plain_one(kernel_device, tokens):
     x, weight, bias = inputs(kernel_device, tokens, 16, 96)
     for given in (bias, None):
-        ids, scores = route(x, weight, given, 4)
+        ids, scores = route_tokens(x, weight, given, 4)
         expected = ops.route(x, weight, given, 4)
         assert torch.equal(ids, expected[0].int())
         torch.testing.assert_close(scores, expected[1], atol=1e-5, rtol=1e-5)
@@ -115,7 +115,7 @@ def test_logits_are_not_rounded_to_the_dtype_of_x(kernel_device):
     weight = torch.zeros(2, 32, dtype=torch.float16, device=kernel_device)
     weight[:, 0] = 2048
     weight[0, 1], weight[1, 1] = 1, 1.5
-    ids, _ = route(x, weight, None, 1)
+    ids, _ = route_tokens(x, weight, None, 1)
     assert ids.tolist() == [[1]]
 
 

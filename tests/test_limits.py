@@ -108,14 +108,14 @@ def raises() -> dict[str, int]:
 # What there may be, and what we want to reach. The first may only go down.
 BOUNDS = {
     "lines of the spine": (3450, 3200),
-    "lines of the package": (12_400, 9000),
+    "lines of the package": (12_250, 9000),
     "lines of tools/": (5000, 5000),
     "lines of the longest file": (480, 480),
-    "lines of the longest function": (80, 60),
+    "lines of the longest function": (70, 60),
     "lines of the longest kernel": (107, 90),
-    "raise statements": (170, 120),
+    "raise statements": (95, 120),
     "import circles": (0, 0),
-    "floors": (10, 9),
+    "floors": (9, 9),
 }
 
 

@@ -34,7 +34,7 @@ from simplellm.kernels.fragments import (
     rotate_right,
 )
 from simplellm.kernels.launch import launch
-from simplellm.kernels.routing import route
+from simplellm.kernels.routing import route_tokens
 from simplellm.layers import Experts
 
 # Weights are read as bfloat16 numbers, 2^-126 times too small. With x larger by half as
@@ -394,6 +394,6 @@ def experts_one(x: Tensor, mlp: Experts, tiling: OneTiling = USUAL) -> Tensor:
 
     x bfloat16 [1, hidden] -> float32 [1, k, hidden].
     """
-    ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    ids, scores = route_tokens(x, mlp.router, mlp.router_bias, mlp.top_k)
     hidden = gate_up_one(x, mlp, ids, tiling)
     return down_one(hidden, mlp, ids, scores, tiling)

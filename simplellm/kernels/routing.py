@@ -350,7 +350,7 @@ def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
 def choose_experts(
     logits: Tensor, bias: Tensor | None, top_k: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """`route` from the logits on, float32 parts [T, S, E] that are summed.
+    """`route_tokens` from the logits on, float32 parts [T, S, E] that are summed.
 
     A program takes ``rows`` tokens.
     """
@@ -364,7 +364,7 @@ def choose_experts(
     return ids, scores
 
 
-def route(
+def route_tokens(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -393,11 +393,13 @@ def route_and_dispatch(
     live: Tensor | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Dispatch]:
-    """`route`, and `dispatch` of its ids: after the router's product in one kernel if
-    there are few tokens."""
+    """`route_tokens`, and `dispatch` of its ids.
+
+    Few tokens take one kernel after the router's product.
+    """
     experts, n = len(weight), len(x) * top_k
     if batch_invariant or n > AT_ONCE:
-        ids, scores = route(x, weight, bias, top_k, batch_invariant)
+        ids, scores = route_tokens(x, weight, bias, top_k, batch_invariant)
         return ids, scores, dispatch(ids, experts, block, live)
     logits = project_exactly(x, weight)
     tokens, parts, _ = logits.shape
