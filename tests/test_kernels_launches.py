@@ -1,0 +1,80 @@
+"""Every launch of a forward pass hands a kernel what it asks for, without a GPU.
+
+Nothing is computed: `launch` and Triton's own launches are replaced, and each kernel's
+parameters are held against what it was given.
+"""
+
+import importlib
+import pkgutil
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton
+
+import simplellm.kernels
+from simplellm.checkpoint import RandomCheckpoint
+from simplellm.config import GPT_OSS_20B, EngineConfig
+from simplellm.kernels import decode
+from simplellm.kernels.fused import fused
+from simplellm.model import build
+from simplellm.pages import KVPool, PageManager
+from simplellm.runner import Runner
+
+CPU = torch.device("cpu")
+CONFIG = replace(
+    GPT_OSS_20B,
+    num_hidden_layers=2,
+    layer_types=GPT_OSS_20B.layer_types[:2],
+    num_local_experts=8,
+    vocab_size=512,
+    max_position_embeddings=4096,
+    eos_token_ids=(),
+)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+
+    def launch(kernel: Any, grid: Any, *args: Any, pdl: bool = True, **options: Any):
+        ordinary = [p.name for p in kernel.params if not p.is_constexpr]
+        constants = {p.name for p in kernel.params if p.is_constexpr} - {"PDL"}
+        name = kernel.fn.__name__
+        assert len(args) == len(ordinary), f"{name}: {len(args)} for {ordinary}"
+        assert constants <= options.keys(), f"{name}: {constants - options.keys()}"
+        assert min(grid) > 0, name
+        names.append(name)
+        return SimpleNamespace(function=0)
+
+    for module in pkgutil.iter_modules(simplellm.kernels.__path__):
+        loaded = importlib.import_module(f"simplellm.kernels.{module.name}")
+        if callable(getattr(loaded, "launch", None)):
+            monkeypatch.setattr(loaded, "launch", launch)
+    monkeypatch.setattr(triton.JITFunction, "run", lambda *args, **options: None)
+    monkeypatch.setattr(decode, "set_carveout", lambda *arguments: None)
+    return names
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_kernels_get_what_they_ask_for(
+    launched: list[str], batch_invariant: bool
+) -> None:
+    """Decodes and prompts of the sizes that choose among kernels."""
+    ops = fused(CONFIG, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant)
+    source = RandomCheckpoint(CONFIG, dtype=torch.bfloat16)
+    model = build(CONFIG, source.__getitem__, ops)
+    pool = KVPool(CONFIG, 4, 64, torch.bfloat16, CPU)
+    manager, config = PageManager(4, 64, window=128), EngineConfig().resolved("cpu")
+    runner = Runner(model, pool, manager, config, 4096)
+    for tokens in (1, 2, 8, 64):
+        runner.rehearse(tokens, tokens, ops)
+    for tokens in (2, 64, 300, 2048):
+        runner.rehearse(tokens, 0, ops)
+    seen = set(launched)
+    assert {"experts_kernel", "prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
+    assert batch_invariant or {"experts_one_kernel", "decode_kernel"} <= seen
