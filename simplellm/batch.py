@@ -27,7 +27,7 @@ class Read(NamedTuple):
 def alike(lengths: ndarray) -> Iterator[ndarray]:
     """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
 
-    Rows of no length are in none of them.
+    Rows of no length, which are padding, are in none of them.
     """
     order = np.argsort(lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -68,10 +68,8 @@ class KVGroup:
         if self.window is not None:
             oldest = np.maximum(ends + 1 - self.window, 0)
         lengths = (ends + 1 - oldest)[:, 0]
-        real = np.flatnonzero(lengths)  # a padding row reads nothing
         reads = []
-        for chosen in alike(lengths[real]):
-            rows = real[chosen]
+        for rows in alike(lengths):
             positions = oldest[rows] + np.arange(lengths[rows].max())
             hidden = positions > ends[rows]
             # What is hidden gets weight 0 and must be a number: the row's newest.
