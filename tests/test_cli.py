@@ -504,7 +504,7 @@ def test_standard_input_that_is_not_text(monkeypatch, capsys):
     assert "can't decode byte 0xff" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
 def test_help(capsys, arguments):
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
@@ -517,8 +517,32 @@ def test_help_of_a_command(capsys, command):
     assert cli.main([command, "-h"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Usage: simplellm {command} [OPTIONS]")
-    assert "[[" not in out and " range>" not in out
+    assert not any(odd in out for odd in ("[[", "{", " range>"))
     assert max(map(len, out.splitlines())) <= 80
+    assert cli.main(["help", command]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [("bnech", "bench"), ("infos", "info"), ("cht", "chat"), ("hepl", "help")],
+)
+def test_a_mistyped_command_is_no_prompt(scripted, capsys, word, command):
+    llm = scripted(ANSWER, ANSWER)
+    assert cli.main([word, "--seed", "1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and not llm.seen
+    assert f"no command '{word}'; did you mean '{command}'? To ask the model" in err
+    assert cli.main(["ask", word]) == 0
+    assert cli.main([f"{word} me"]) == 0
+    assert [seen[0]["content"] for seen in llm.seen] == [word, f"{word} me"]
+
+
+@pytest.mark.parametrize("prompt", ["Hello", "hello", "Hi", "help me", "a batch"])
+def test_a_prompt_is_no_mistyped_command(scripted, prompt):
+    llm = scripted(ANSWER)
+    assert cli.main([prompt]) == 0
+    assert llm.seen[0][0]["content"] == prompt
 
 
 def test_help_and_version_do_not_import_torch():

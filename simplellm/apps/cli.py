@@ -12,12 +12,13 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
@@ -35,12 +36,32 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class PromptGroup(TyperGroup):
-    """Commands of which `ask` is the default: what names no other is its prompt."""
+    """Commands of which `ask` is the default: what names no other is its prompt.
+
+    But for a single word that is nearly a command's name, and for `help`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in {*self.commands, "-h", "--help", "--version"}:
+        first, known = args[0], [*self.commands, "help"]
+        if first == "help":
+            args = [*args[1:], "--help"]
+        elif first not in {*known, "-h", "--help", "--version"}:
+            # Closer than "hello" is to "help".
+            near = get_close_matches(first, known, n=1, cutoff=0.7)
+            if near and " " not in first and not first.startswith("-"):
+                ctx.fail(
+                    f"there is no command {first!r}; did you mean {near[0]!r}? To ask "
+                    f"the model, use simplellm ask {first}"
+                )
             args = ["ask", *args]
         return super().parse_args(ctx, args)
+
+
+class PlainUsage(TyperCommand):
+    """A command whose usage shows required arguments without braces."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 app = typer.Typer(
@@ -187,7 +208,7 @@ def check_folder(file: Path) -> None:
         raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
-@app.command()
+@app.command(cls=PlainUsage)
 def batch(
     source: Annotated[
         Path,
