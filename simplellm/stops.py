@@ -3,30 +3,16 @@
 from collections.abc import Sequence
 
 
-class StopString:
-    """How far into one stop string the text has come (Knuth, Morris and Pratt)."""
+def find_beginning(text: str, stop: str, start: int) -> int:
+    """Where ``stop`` begins in ``text``, from ``start`` on, or may if more text comes.
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0  # that many of its characters are the end of the text so far
-        # At [n], the matched characters that remain if the one behind n does not match.
-        # As long as the longest match so far: what is never reached costs nothing.
-        self._shorter = [0, 0]
-
-    def push(self, character: str) -> bool:
-        """Go on by one character; whether the stop string is complete."""
-        text, shorter = self.text, self._shorter
-        matched = self.matched
-        while matched and text[matched] != character:
-            matched = shorter[matched]
-        matched += text[matched] == character
-        if matched == len(shorter):  # the stop string meets itself as a text would
-            last, border = text[matched - 1], shorter[matched - 1]
-            while border and text[border] != last:
-                border = shorter[border]
-            shorter.append(border + (text[border] == last))
-        self.matched = matched
-        return matched == len(text)
+    The end of the text if nowhere.
+    """
+    while (start := text.find(stop[0], start)) >= 0:
+        if stop.startswith(text[start : start + len(stop)]):
+            return start
+        start += 1
+    return len(text)
 
 
 class StopStrings:
@@ -34,41 +20,44 @@ class StopStrings:
 
     Text that may be the beginning of a stop string is held back until that is decided.
     Of several stop strings the one that ends first counts, of those that end together
-    the longest. Each new character costs a few operations for each stop string that is
-    under way, however long it is, and next to nothing if there is none.
+    the longest. Each looks at a place once, and again only while it may begin there: a
+    piece costs a few operations and one for each of its characters, however long the
+    stop strings are.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.held = ""
+        self.stops = stops
         self.found = False
-        self._under_way: set[StopString] = set()
-        self._by_first: dict[str, list[StopString]] = {}
-        for stop in stops:
-            self._by_first.setdefault(stop[0], []).append(StopString(stop))
+        self.held = ""
+        self._begins = [0] * len(stops)  # of each: where in `held` it may begin
+        self._firsts = {stop[0] for stop in stops}
 
     def push(self, text: str) -> str:
         """What of the text so far is safe to show."""
-        if not self._under_way and self._by_first.keys().isdisjoint(text):
-            return text
-        text, new = self.held + text, len(self.held)
-        for end, character in enumerate(text[new:], start=new + 1):
-            beginning = self._by_first.get(character, ())
-            stops = self._under_way.union(beginning)
-            complete = [len(stop.text) for stop in stops if stop.push(character)]
-            if complete:
-                self.found = True
-                self.flush()
-                return text[: end - max(complete)]
-            self._under_way = {stop for stop in stops if stop.matched}
-        held = max((stop.matched for stop in self._under_way), default=0)
-        shown = text[: len(text) - held]
-        self.held = text[len(shown) :]
-        return shown
+        if not self.held and self._firsts.isdisjoint(text):
+            return text  # as almost all text is
+        text = self.held + text
+        begins = [
+            find_beginning(text, stop, start)
+            for stop, start in zip(self.stops, self._begins, strict=True)
+        ]
+        found = [
+            (begin + len(stop), begin)
+            for stop, begin in zip(self.stops, begins, strict=True)
+            if begin + len(stop) <= len(text)
+        ]
+        if found:
+            self.found = True
+            self.flush()
+            _, first = min(found)
+            return text[:first]
+        shown = min(begins)
+        self.held = text[shown:]
+        self._begins = [begin - shown for begin in begins]
+        return text[:shown]
 
     def flush(self) -> str:
         """What is held back, once no more text comes; then all begins anew."""
-        for stop in self._under_way:
-            stop.matched = 0
-        self._under_way = set()
+        self._begins = [0] * len(self.stops)
         held, self.held = self.held, ""
         return held
