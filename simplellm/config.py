@@ -71,6 +71,17 @@ def expect(
         raise error(f"{name} is {short(value)}; expected {wanted}")
 
 
+def one_of(
+    name: str,
+    value: object,
+    known: Sequence[object],
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise ``error`` for something of ``name`` that is not known here."""
+    wanted = f"one of {', '.join(map(repr, known))}"
+    expect(value in known, name, value, wanted, error)
+
+
 def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
@@ -97,11 +108,9 @@ def check_number(
     ``kind`` is int or float; an int is as good as a float.
     """
     check_kind(name, value, kind)
-    inside, wanted = low <= value <= high, f"{low:g} to {high:g}"  # NaN is in no bounds
-    if kind is int:
-        wanted = f"{low} to {high}"
+    inside, wanted = low <= value <= high, f"{low} to {high}"  # NaN is in no bounds
     if above is not None:
-        inside, wanted = above < value <= high, f"more than {above:g}, up to {high:g}"
+        inside, wanted = above < value <= high, f"more than {above}, up to {high}"
     expect(inside, name, value, wanted)
 
 
@@ -119,9 +128,7 @@ def check_value(name: str, value: Any, spec: Field) -> None:
         check_number(name, value, kind, **spec.metadata["bounds"])
     elif get_origin(kind) is Literal:
         check_kind(name, value, str)
-        options = get_args(kind)
-        wanted = f"one of {', '.join(map(repr, options))}"
-        expect(value in options, name, value, wanted)
+        one_of(name, value, get_args(kind))
     elif kind in KINDS and not others:
         check_kind(name, value, kind)
 
@@ -152,13 +159,6 @@ def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
             wanted = KINDS[spec.type][1]
             raise ValueError(f"{' or '.join(keys)} is missing; expected {wanted}")
     return found
-
-
-def one_of(name: str, value: object, known: Sequence[object]) -> None:
-    """Raise ValueError for something of ``name`` that is not known here."""
-    if value not in known:
-        listed = ", ".join(map(str, known))
-        raise ValueError(f"{name} is {short(value)}; known are {listed}")
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from simplellm.config import ModelConfig, check_number, expect, expect_type
+from simplellm.config import ModelConfig, check_number, expect, expect_type, one_of
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
@@ -75,11 +75,12 @@ class Door:
             sampling_params = [sampling_params or self.default_params] * len(every)
         wanted = "SamplingParams or a list of them"
         expect_type("sampling_params", sampling_params, list | tuple, wanted)
-        if len(sampling_params) != len(every):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(every)} prompts; "
-                "expected one for all or one each"
-            )
+        given, wanted = (
+            len(sampling_params),
+            f"1 for all prompts or {len(every)}, one each",
+        )
+        ok = given == len(every)
+        expect(ok, "the number of sampling_params", given, wanted)
         return [
             self.ask(prompt, params, overrides)
             for prompt, params in zip(every, sampling_params, strict=True)
@@ -140,9 +141,8 @@ class Door:
         }
         most = self.config.vocab_size - 1
         for name, tokens in named.items():
-            beyond = (token for token in tokens if not 0 <= token <= most)
-            first = next(beyond, None)
-            expect(first is None, f"a token id of {name}", first, f"0 to {most}")
+            odd = next((token for token in tokens if not 0 <= token <= most), None)
+            expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         return Request(
             tokens=ids,
@@ -159,9 +159,8 @@ class Door:
         """Checked sampling parameters, with a seed."""
         params = self.default_params if params is None else params
         expect_type("sampling_params", params, SamplingParams, "SamplingParams")
-        unknown = next((name for name in options if name not in OVERRIDES), None)
-        wanted = f"one of {', '.join(OVERRIDES)}"
-        expect(unknown is None, "a sampling parameter", unknown, wanted, TypeError)
+        for name in options:
+            one_of("a sampling parameter", name, OVERRIDES, TypeError)
         params = replace(params, **options)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from simplellm.config import expect, expect_type
+from simplellm.config import expect_type, one_of
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
@@ -38,8 +38,7 @@ def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
         old = device.type == "cuda" and capability(device) < OLDEST_GPU
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
     expect_type("dtype", dtype, torch.dtype, "a torch.dtype")
-    wanted = f"one of {', '.join(map(str, COMPUTE_DTYPES))}"
-    expect(dtype in COMPUTE_DTYPES, "dtype", dtype, wanted)
+    one_of("dtype", dtype, COMPUTE_DTYPES)
     return dtype
 
 

@@ -119,12 +119,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], list[str
     "unknown model_type": (
         edit_json("config.json", lambda config: config.update(model_type="llama")),
         ConfigError,
-        ["model_type is 'llama'", "known are gpt_oss"],
+        ["model_type is 'llama'", "expected one of 'gpt_oss'"],
     ),
     "no model_type": (
         edit_json("config.json", lambda config: config.pop("model_type")),
         ConfigError,
-        ["model_type is None", "known are gpt_oss"],
+        ["model_type is None", "expected one of 'gpt_oss'"],
     ),
     "truncated": (truncate, CheckpointError, ["model.safetensors", "expected"]),
     "empty file": (

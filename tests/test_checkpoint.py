@@ -396,7 +396,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         config(hidden_size=97),
         "input columns of an MXFP4 weight is 97; expected a multiple of 32",
     ),
-    "another model": (config(model_type="llama"), "known are gpt_oss"),
+    "another model": (config(model_type="llama"), "expected one of 'gpt_oss'"),
     "index that is no index": (file(INDEX, b"[]"), f"{INDEX}: holds a JSON list"),
     "index without a map": (file(INDEX, b"{}"), "has no weight_map"),
     "index with a number": (

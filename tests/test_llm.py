@@ -625,7 +625,7 @@ def test_bad_prompts_are_refused_at_once(llm: LLM, prompt: Any, message: str) ->
         ({"sampling_params": {"temperature": 1}}, "sampling_params is dict"),
         (
             {"sampling_params": [SamplingParams()] * 2},
-            "2 sampling_params for 1 prompts",
+            "the number of sampling_params is 2; expected 1 for all",
         ),
         ({"sampling_params": [None]}, None),
     ],
@@ -688,8 +688,8 @@ def test_bad_chats_are_refused_at_once(
         ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temprature": 1}, "temprature"),
-        ({"foo": 1}, "sampling parameter is 'foo'; expected one of max_tokens, "),
-        ({"foo": 1}, "logit_bias, priority, timeout"),
+        ({"foo": 1}, "sampling parameter is 'foo'; expected one of 'max_tokens', "),
+        ({"foo": 1}, "'logit_bias', 'priority', 'timeout'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_queued(

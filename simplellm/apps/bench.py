@@ -219,12 +219,6 @@ class Ground:
         flops = step_flops(self.model, tokens, sampled)
         return reads, self.machine.least_seconds(reads.total, flops)
 
-    def roof(self, config: EngineConfig) -> list[tuple[int, float]]:
-        """The most tokens a second for each number in a step; no attention."""
-        points = [2**n for n in range(config.max_num_batched_tokens.bit_length())]
-        most = config.max_num_seqs
-        return [(n, n / self.step(n, min(n, most))[1]) for n in points]
-
 
 def milliseconds(times: Sequence[float], share: float) -> float:
     """A quantile of some times in seconds; nan of none."""
@@ -357,6 +351,5 @@ def measure(
             load_seconds=llm.weights_seconds,
             engine_seconds=seconds - llm.weights_seconds,
             memory=describe_memory(llm.model, room, source.packed),
-            roof=ground.roof(config),
             **rows,
         )

@@ -98,7 +98,6 @@ class Report:
     load_seconds: float  # weights
     engine_seconds: float  # kernels, cache and graphs
     memory: dict[str, int | None]  # bytes
-    roof: list[tuple[int, float]]  # tokens in a step, tokens a second at most
     decode: list[Decode]
     context: list[Decode]
     prefill: list[Prefill]
@@ -196,21 +195,20 @@ def check_plot(path: Path) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw tokens a second over tokens in a step, under the roof of the machine."""
+    """Draw tokens a second over tokens in a step, and what the machine allows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*report.roof, strict=True), color="black", label="limit")
     most = report.config.max_num_batched_tokens
-    decode = [(row.batch, row.tokens_per_second) for row in report.decode]
-    prefill = [
-        (min(most, row.batch * row.input_len), row.tokens_per_second)
-        for row in report.prefill
-    ]
-    for label, mark, points in (("decode", "o", decode), ("prefill", "s", prefill)):
-        if points:
-            axes.plot(*zip(*points, strict=True), mark, label=label)
+    decode = [row.batch for row in report.decode]
+    prefill = [min(most, row.batch * row.input_len) for row in report.prefill]
+    for name, tokens, rows in (
+        ("decode", decode, report.decode),
+        ("prefill", prefill, report.prefill),
+    ):
+        axes.plot(tokens, [row.tokens_per_second for row in rows], "o", label=name)
+        axes.plot(tokens, [row.limit for row in rows], "_", label=f"{name}, limit")
     axes.set(
         xscale="log",
         yscale="log",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.config import expect, expect_type
+from simplellm.config import expect, expect_type, one_of
 from simplellm.harmony.message import ROLES, Message, Tool
 from simplellm.harmony.parse import ToolCall
 from simplellm.harmony.schema import as_tools, developer_text
@@ -30,7 +30,7 @@ def from_openai(
         where = f"messages[{number}]"
         expect_type(where, message, Mapping, "a dict")
         role = message.get("role")
-        expect(role in ROLES, f"{where}.role", role, f"one of {ROLES}")
+        one_of(f"{where}.role", role, ROLES)
         text = content_text(message.get("content"), where)
         name: Any = message.get("name")
         if role in ("system", "developer"):
