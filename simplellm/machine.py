@@ -8,9 +8,9 @@ import torch
 from simplellm.config import expect_type, one_of
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OLDEST_GPU = (8, 0)  # compute capability: the first with bfloat16
-OLDEST_CUDA = (12, 0)  # the first that compiles for an H100
-OLDEST_TRITON = (3, 6)
+OLDEST_GPU = "8.0"  # compute capability: the first with bfloat16
+OLDEST_CUDA = "12.0"  # the first that compiles for an H100
+OLDEST_TRITON = "3.6"
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
@@ -35,7 +35,7 @@ def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     Raises TypeError or ValueError for one that no model has.
     """
     if dtype is None:
-        old = device.type == "cuda" and capability(device) < OLDEST_GPU
+        old = device.type == "cuda" and capability(device) < leading(OLDEST_GPU)
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
     expect_type("dtype", dtype, torch.dtype, "a torch.dtype")
     one_of("dtype", dtype, COMPUTE_DTYPES)
@@ -63,19 +63,18 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the device is {device.type}"
     if dtype != torch.bfloat16:
         return f"dtype is {dtype}, and the kernels compute with bfloat16"
-    if capability(device) < OLDEST_GPU:
-        have, need = (".".join(map(str, c)) for c in (capability(device), OLDEST_GPU))
-        return f"the GPU's compute capability is {have}, below {need}"
-    if torch.version.cuda is None or leading(torch.version.cuda) < OLDEST_CUDA:
-        need = ".".join(map(str, OLDEST_CUDA))
-        return f"PyTorch was built with CUDA {torch.version.cuda}, not {need} or later"
+    if (have := capability(device)) < leading(OLDEST_GPU):
+        found = ".".join(map(str, have))
+        return f"the GPU's compute capability is {found}, below {OLDEST_GPU}"
+    cuda = torch.version.cuda
+    if cuda is None or leading(cuda) < leading(OLDEST_CUDA):
+        return f"PyTorch was built with CUDA {cuda}, not {OLDEST_CUDA} or later"
     try:
         import triton
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
-    if leading(triton.__version__) < OLDEST_TRITON:
-        need = ".".join(map(str, OLDEST_TRITON))
-        return f"Triton is {triton.__version__}, below {need}"
+    if leading(triton.__version__) < leading(OLDEST_TRITON):
+        return f"Triton is {triton.__version__}, below {OLDEST_TRITON}"
     return None
 
 
