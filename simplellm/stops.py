@@ -41,15 +41,12 @@ class StopStrings:
             find_beginning(text, stop, start)
             for stop, start in zip(self.stops, self._begins, strict=True)
         ]
-        found = [
-            (begin + len(stop), begin)
-            for stop, begin in zip(self.stops, begins, strict=True)
-            if begin + len(stop) <= len(text)
-        ]
-        if found:
+        lengths = map(len, self.stops)
+        ends = [begin + n for begin, n in zip(begins, lengths, strict=True)]
+        end, first = min(zip(ends, begins, strict=True))
+        if end <= len(text):
             self.found = True
             self.flush()
-            _, first = min(found)
             return text[:first]
         shown = min(begins)
         self.held = text[shown:]
