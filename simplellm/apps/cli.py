@@ -76,6 +76,14 @@ ModelFolder = Annotated[
     str | None,
     typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
+        show_default=False,
+    ),
+]
 Where = Annotated[
     Literal["cpu", "cuda"] | None,
     typer.Option(help="Where to run.  [cuda where there is one]"),
@@ -186,19 +194,12 @@ def talk(
 
 @app.command()
 def info(
-    path: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PATH",
-            help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelName = None,
 ) -> None:
     """Tabulate a checkpoint from its headers; no tensor is read."""
     from simplellm.apps.info import describe
 
-    for text in describe(path):
+    for text in describe(model):
         print(text)
 
 
@@ -276,17 +277,13 @@ def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, 
 @app.command()
 def bench(
     ctx: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint folder; with --random-weights also gpt-oss-20b or "
-            "gpt-oss-120b.  [embedded]",
-            show_default=False,
-        ),
-    ] = None,
+    model: ModelName = None,
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Only the shapes of the model.")
+        bool,
+        typer.Option(
+            "--random-weights",
+            help="Draw the weights at random; a name alone needs this.",
+        ),
     ] = False,
     batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
     input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
