@@ -34,12 +34,8 @@ class TokenCounts:
 
     def forget(self) -> None:
         """Count from the tokens of the requests again."""
-        self.numbers: list[int] = []
-        self.places: list[int] = []
-        self.in_prompt = torch.zeros(
-            0, self.vocab_size, dtype=torch.bool, device=self.device
-        )
-        self.in_output = torch.zeros_like(self.in_prompt, dtype=torch.int32)
+        self.places: dict[int, int] = {}  # the rows of a step, by requests' numbers
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
     def arrange(self, requests: Sequence[Request]) -> bool:
         """Bring the counts into the order of a step's rows; False if none needs any.
@@ -47,35 +43,24 @@ class TokenCounts:
         A request that was not in the step before is counted anew; all of its tokens are
         known.
         """
-        wanted = [
-            (place, request)
+        wanted = {
+            place: request
             for place, request in enumerate(requests)
             if request.params.penalizes
-        ]
-        numbers = [request.number for _, request in wanted]
-        places = [place for place, _ in wanted]
-        if (numbers, places) == (self.numbers, self.places):
-            return bool(numbers)
-        before = {number: row for row, number in enumerate(self.numbers)}
-        shape = len(numbers), self.vocab_size
-        in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        in_output = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        for row, (_, request) in enumerate(wanted):
-            if (old := before.get(request.number)) is not None:
-                in_prompt[row], in_output[row] = (
-                    self.in_prompt[old],
-                    self.in_output[old],
-                )
-                continue
-            prompt = request.tokens[: request.num_prompt]
-            in_prompt[row, upload(prompt, torch.int64, self.device)] = True
-            output = request.tokens[request.num_prompt :]
-            ones = torch.ones(len(output), dtype=torch.int32, device=self.device)
-            in_output[row].index_add_(0, upload(output, torch.int64, self.device), ones)
-        self.numbers, self.places = numbers, places
-        self.in_prompt, self.in_output = in_prompt, in_output
-        params = [request.params for _, request in wanted]
-        self.rows = upload(places, torch.int64, self.device)  # [P] of B
+        }
+        places = {request.number: place for place, request in wanted.items()}
+        if [*places.items()] == [*self.places.items()]:
+            return bool(places)
+        counts = [self.known.get(r.number) or self.count(r) for r in wanted.values()]
+        self.forget()
+        if not counts:
+            return False
+        self.places = places
+        self.in_prompt, self.in_output = map(torch.stack, zip(*counts, strict=True))
+        rows = zip(self.in_prompt, self.in_output, strict=True)
+        self.known = dict(zip(places, rows, strict=True))
+        self.rows = upload([*wanted], torch.int64, self.device)  # [P] of B
+        params = [request.params for request in wanted.values()]
         self.repetition, self.presence, self.frequency = (
             upload(column, torch.float32, self.device)[:, None]
             for column in (
@@ -84,7 +69,17 @@ class TokenCounts:
                 [p.frequency_penalty for p in params],
             )
         )
-        return bool(numbers)
+        return True
+
+    def count(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Which tokens the prompt has, bool [V], and the output how often, int32."""
+        ids = upload(request.tokens, torch.int64, self.device)
+        prompt, output = ids.tensor_split([request.num_prompt])
+        in_prompt = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        in_output = torch.zeros_like(in_prompt, dtype=torch.int32)
+        in_prompt[prompt] = True
+        in_output.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        return in_prompt, in_output
 
     def penalize(self, logits: Tensor) -> Tensor:
         """Penalized logits [B, V].
