@@ -44,7 +44,7 @@ def report() -> Report:
         contexts=(100,),
         context_batches=(2,),
     )
-    return bench.measure(plan, device="cpu", command="simplellm bench")
+    return bench.measure(plan, LLM, device="cpu", command="simplellm bench")
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_on_a_cpu_as_much_is_read_as_the_model_has(monkeypatch):
 
     monkeypatch.setattr(roofline, "read_speed", read_speed)
     plan = Plan(batches=(1,), input_len=9, output_len=4)
-    bench.measure(plan, device="cpu")
+    bench.measure(plan, LLM, device="cpu")
     held = sum(weight_bytes(TINY, 4).values())
     roofline.measure_machine(torch.device("cpu"), 10**12)
     assert read == [held, 2**28]
@@ -184,7 +184,7 @@ def test_a_recorder_keeps_more_than_a_meter():
     assert len(meter.recent) == 5000
 
 
-def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatch):
+def test_prompts_are_distinct_and_follow_from_the_seed(known_machine):
     def prompts(seed):
         seen: list[tuple[int, ...]] = []
 
@@ -194,8 +194,7 @@ def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatc
                 return super().generate(prompts, *arguments, **options)
 
         plan = Plan(batches=(2,), input_len=9, output_len=4, seed=seed)
-        monkeypatch.setattr(bench, "LLM", Probe)
-        bench.measure(plan, device="cpu")
+        bench.measure(plan, Probe, device="cpu")
         return seen
 
     first, again, other = prompts(1), prompts(1), prompts(2)
@@ -207,7 +206,7 @@ def test_prompts_are_distinct_and_follow_from_the_seed(known_machine, monkeypatc
 def test_switches_of_the_engine_reach_it(known_machine):
     plan = Plan(batches=(2,), input_len=9, output_len=4)
     config = EngineConfig(operations="plain", num_pages=77, max_num_seqs=7)
-    report = bench.measure(plan, device="cpu", config=config)
+    report = bench.measure(plan, LLM, device="cpu", config=config)
     assert report.backend.startswith("PyTorch")
     assert report.config.max_num_seqs == 2
     assert report.memory["cache"] == 77 * page_bytes(TINY, 16, 4)
@@ -310,10 +309,12 @@ def test_no_request_is_preempted_in_a_cache_that_is_just_enough(known_machine, b
     need = bench.cache_bytes(TINY, config, 4, case)
     assert need >= batch * kv_bytes(TINY, 120, itemsize=4)
     config = EngineConfig(cache_bytes=need + 100_000)  # less than a page goes unused
-    row = bench.measure(plan, device="cpu", config=config).decode[0]
+    row = bench.measure(plan, LLM, device="cpu", config=config).decode[0]
     assert math.isfinite(row.step_ms)
     with pytest.raises(ValueError, match="for which the cache has room"):
-        bench.measure(plan, device="cpu", config=EngineConfig(cache_bytes=need // 2))
+        bench.measure(
+            plan, LLM, device="cpu", config=EngineConfig(cache_bytes=need // 2)
+        )
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(
@@ -333,4 +334,4 @@ def test_a_step_that_is_preempted_is_no_measurement(monkeypatch):
     config = EngineConfig(num_pages=40)
     plan = Plan(batches=(16,), input_len=8, output_len=60)
     with pytest.raises(AssertionError, match="the cache was too small"):
-        bench.measure(plan, device="cpu", config=config)
+        bench.measure(plan, LLM, device="cpu", config=config)

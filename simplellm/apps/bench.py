@@ -9,7 +9,7 @@ reaches.
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
@@ -37,7 +37,6 @@ from simplellm.apps.roofline import (
     step_flops,
 )
 from simplellm.config import EngineConfig, ModelConfig, check, check_number, declared
-from simplellm.llm import LLM
 from simplellm.load import open_weights
 from simplellm.machine import find_device, find_dtype
 from simplellm.outputs import RequestOutput
@@ -170,7 +169,7 @@ class Trial:
 class Bench:
     """Runs cases on an LLM that does nothing else."""
 
-    llm: LLM
+    llm: Any
     generator: torch.Generator  # of prompts
 
     def run(self, batch: int, input_len: int, output_len: int) -> Trial:
@@ -304,6 +303,7 @@ def measure_cases(
 
 def measure(
     plan: Plan,
+    start: Callable[..., Any],
     model: str | None = None,
     *,
     random_weights: bool = False,
@@ -311,7 +311,7 @@ def measure(
     config: EngineConfig | None = None,
     command: str = "",
 ) -> Report:
-    """Measure all that ``plan`` asks for.
+    """Measure all that ``plan`` asks for. ``start`` is the class `LLM`.
 
     ``model`` is a checkpoint folder or, with ``random_weights``, the name of a known
     model; None is the embedded one. ``config`` holds the engine's switches; its sizes
@@ -330,9 +330,8 @@ def measure(
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    with LLM(
-        model, config, device=place, random_weights=random_weights, seed=seed
-    ) as llm:
+    options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
+    with start(model, config, device=place, **options) as llm:
         seconds = time.perf_counter() - began
         room = llm.engine.runner.pool.memory.nbytes
         check_cache(room, ground, config, cases)

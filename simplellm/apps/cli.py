@@ -308,6 +308,7 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report
         from simplellm.apps.bench import measure
+        from simplellm.llm import LLM
     wanted = "prompts x tokens such as 32x2048,1x2048"
     plan = report.Plan(
         batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
@@ -322,7 +323,7 @@ def bench(
         report.check_plot(plot)
     command = shlex.join(["simplellm", *ctx.obj])
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
-    found = measure(plan, model, command=command, **options)
+    found = measure(plan, LLM, model, command=command, **options)
     if json_file is not None:
         report.write_json(found, json_file)
     if plot is not None:
