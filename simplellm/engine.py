@@ -24,6 +24,13 @@ from simplellm.stats import Meter, Stats
 LOGGER = logging.getLogger("simplellm")
 
 
+def failure(what: str, cause: BaseException) -> EngineError:
+    """The error for whoever waits, with what went wrong as its cause."""
+    error = EngineError(f"{what}: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
 class Engine:
     """Runs many requests at once, a step at a time.
 
@@ -38,7 +45,9 @@ class Engine:
         self.max_model_len = max_model_len
         self.depth = int(overlap)  # steps under way while the next one is scheduled
         self.meter = Meter()
-        self.lock = threading.Lock()  # guards the scheduler and the meter
+        # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
+        # thread that holds it.
+        self.lock = threading.RLock()
         self.closing = self.stopping = False
         self.dead: BaseException | None = None  # what it died of
         self.pid = os.getpid()
@@ -60,7 +69,6 @@ class Engine:
 
     def launch(self, works: Sequence[Work]) -> None:
         """Begin to compute works; should that fail, each of them by itself."""
-        self.land(self.depth)
         try:
             flight = self.runner.launch(works)
         except Exception as error:
@@ -73,10 +81,12 @@ class Engine:
             for work in works:
                 if work.request.finish_reason is not None:  # since a flight has landed
                     continue
-                if len(works) > 1:
-                    self.launch([work])
-                else:
-                    self.fail(work.request, error)
+                if len(works) == 1:
+                    cause = failure("the step of this request failed", error)
+                    self.end(work.request, "error", cause)
+                    continue
+                self.launch([work])
+                self.land(self.depth)
             return
         with self.lock:
             self.scheduler.begin(works)
@@ -91,9 +101,6 @@ class Engine:
             with self.lock:
                 new = self.scheduler.commit(works, tokens)
                 self.meter.step(new, now)
-                for request, _ in new:
-                    if request.finish_reason is not None:
-                        self.meter.finished[request.finish_reason] += 1
             sampling = [work.request.number for work in works if work.samples]
             found = dict(zip(sampling, logprobs, strict=True))
             for request, kept in new:
@@ -110,16 +117,9 @@ class Engine:
         """Send out what became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
+        number, reason, cached = request.number, request.finish_reason, request.cached
         self.events.put(
-            Event(
-                request.number,
-                tokens,
-                logprobs,
-                request.finish_reason,
-                error,
-                now,
-                request.cached or 0,
-            )
+            Event(number, tokens, logprobs, reason, error, now, cached or 0)
         )
 
     def end(
@@ -130,14 +130,7 @@ class Engine:
             if request.finish_reason is not None:
                 return
             self.scheduler.finish(request, reason)
-            self.meter.finished[reason] += 1
         self.tell(request, error=error)
-
-    def fail(self, request: Request, cause: BaseException) -> None:
-        """End the request of a step that went wrong."""
-        error = EngineError(f"the step of this request failed: {cause!r}")
-        error.__cause__ = cause
-        self.end(request, "error", error)
 
     # From here on: what other threads call, and the thread that calls step().
 
@@ -180,10 +173,13 @@ class Engine:
         """Raise EngineError if the engine cannot answer any more."""
         self.check_process()
         if self.dead is not None:
-            raise EngineError(f"the engine died: {self.dead!r}") from self.dead
+            raise failure("the engine died", self.dead)
 
     def stats(self) -> Stats:
-        """How the engine is doing. Raises EngineError if it is dead."""
+        """How the engine is doing; from any thread or signal handler.
+
+        Raises EngineError if it is dead.
+        """
         self.check()
         with self.lock:
             return self.meter.stats(self.scheduler)
@@ -235,7 +231,9 @@ class Engine:
             torch.cuda.set_device(device)
         try:
             while self._obey():
-                for request in self._expired():
+                with self.lock:
+                    expired = self.scheduler.expire(time.monotonic())
+                for request in expired:
                     self.tell(request)
                 if self.scheduler.requests or self.flights:
                     self.step()
@@ -264,19 +262,12 @@ class Engine:
                 if (found := self.scheduler.requests.get(number)) is not None:
                     self.end(found, reason)
 
-    def _expired(self) -> list[Request]:
-        with self.lock:
-            expired = self.scheduler.expire(time.monotonic())
-            self.meter.finished.update("timeout" for _ in expired)
-        return expired
-
     def _die(self, cause: BaseException) -> None:
         """Whoever is there gets an error: the engine runs no more steps."""
         with self.lock:
             self.dead = cause.with_traceback(None)  # which would hold memory
             orphans = list(self.scheduler.requests.values())
-            self.meter.finished["error"] += len(orphans)
+            self.scheduler.finished["error"] += len(orphans)
         for request in orphans:
-            error = EngineError(f"the engine died: {cause!r}")
-            error.__cause__ = cause
-            self.events.put(Event(request.number, finish_reason="error", error=error))
+            request.finish_reason = "error"
+            self.tell(request, error=failure("the engine died", cause))

@@ -4,6 +4,7 @@ T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -24,37 +25,20 @@ CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
 PAGE = 64  # tokens in each of the pages that it uses
 
 
+@dataclass(eq=False, repr=False)
 class Model:
-    """A model's weights, and the operations ``ops`` that compute with them."""
+    """A model's weights, and the operations that compute with them."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        *,
-        embed_tokens: Tensor,  # [V, hidden]
-        layers: Sequence[Layer],
-        norm: Tensor,  # [hidden]
-        lm_head: Weight,  # [V, hidden]
-    ) -> None:
-        self.config = config
-        self.ops = ops
-        self.embed_tokens = embed_tokens
-        self.layers = layers
-        self.norm = norm
-        self.lm_head = lm_head
-        self.device, self.dtype = embed_tokens.device, embed_tokens.dtype
+    config: ModelConfig
+    ops: Ops
+    _: KW_ONLY
+    embed_tokens: Tensor  # [V, hidden]
+    layers: Sequence[Layer]
+    norm: Tensor  # [hidden]
+    lm_head: Weight  # [V, hidden]
 
-    def computed_by(self, ops: Ops) -> "Model":
-        """The same weights with other operations, which read the same layout."""
-        return Model(
-            self.config,
-            ops,
-            embed_tokens=self.embed_tokens,
-            layers=self.layers,
-            norm=self.norm,
-            lm_head=self.lm_head,
-        )
+    def __post_init__(self) -> None:
+        self.device, self.dtype = self.embed_tokens.device, self.embed_tokens.dtype
 
     def forward(self, batch: Batch, pool: KVPool, previous: Tensor) -> Tensor:
         """Hidden states [T, hidden], normed, of the tokens of ``batch``.

@@ -220,11 +220,8 @@ def attend_chunks(
     out: Tensor,
 ) -> None:
     """Write to ``out`` what `attend` gives for the other sequences."""
-    size, queries, lengths = (
-        keys.shape[1],
-        group.queries.tolist(),
-        group.lengths.tolist(),
-    )
+    size = keys.shape[1]
+    queries, lengths = group.queries.tolist(), group.lengths.tolist()
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
         if begin == end or length == 0:

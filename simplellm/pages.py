@@ -368,13 +368,10 @@ class KVPool:
         self.page_size = page_size
         layers = range(config.num_hidden_layers)
         self.groups = [self.windows.index(config.window(layer)) for layer in layers]
-        counts = [0] * len(self.windows)
-        places = []  # of each layer among those of its group
-        for group in self.groups:
-            places.append(counts[group])
-            counts[group] += 1
+        # Of each layer, how many layers of its group come before it.
+        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
         heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, max(counts), num_pages, page_size, heads, dim)
+        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
         self.memory = torch.zeros(shape, dtype=dtype, device=device)
         self.keys = [self.memory[0, place] for place in places]
         self.values = [self.memory[1, place] for place in places]

@@ -5,6 +5,7 @@ T packed tokens, B sequences, S of them sampling, V vocabulary.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,10 +37,8 @@ Flight = Callable[[], Landed]  # waits for what a step has sampled
 class Runner:
     """Starts steps on the device; what they sampled can be had later.
 
-    All that changes from step to step travels in one int32 array, which is copied to
-    the same place on the device each time, so that a graph captured once finds it
-    there. A token that the host has not seen yet is named by its place among those that
-    the step before has sampled.
+    A token that the host has not seen yet is named by its place among those that the
+    step before has sampled.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class Runner:
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
         size = Batch.size(tokens, seqs, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
-        self.staging = [self._pinned(size) for _ in range(2)]
-        self.landing = [self._pinned(seqs) for _ in range(2)]
+        self.staging = [self._pinned((size,), torch.int32) for _ in range(2)]
+        self.landing = [self._pinned((seqs,), torch.int32) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
@@ -76,10 +75,9 @@ class Runner:
         windows, page_size = self.pool.windows, self.pool.page_size
         return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
 
-    def _pinned(self, size: int) -> Tensor:
-        # Only from pinned memory does a copy go on while the host does something else.
-        pin = self.device.type == "cuda"
-        return torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Only with pinned memory does a copy go on while the host does something else.
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     # Kernels and graphs
 
@@ -94,7 +92,7 @@ class Runner:
         flat = torch.zeros_like(self.inputs)
         batch = self.view(flat, tokens, rows, self.pages, decodes)
         batch.pad()
-        model = self.model.computed_by(ops)
+        model = replace(self.model, ops=ops)
         hidden = model.forward(batch, self.pool, self.output)
         best = model.head(hidden[:rows], self.logits[:rows])
         zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -209,7 +207,9 @@ class Runner:
         landing.copy_(sampled.tokens, non_blocking=True)
         logprobs: list[Tensor] = []
         if sampled.logprobs is not None and sampled.top is not None:
-            logprobs = [self._fetch(x) for x in (sampled.logprobs, *sampled.top)]
+            for x in (sampled.logprobs, *sampled.top):
+                place = self._pinned(x.shape, x.dtype)
+                logprobs.append(place.copy_(x, non_blocking=True))
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
@@ -225,12 +225,6 @@ class Runner:
             return Landed([[token] for token in tokens], found)
 
         return wait
-
-    def _fetch(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` that is on its way to the host."""
-        pin = self.device.type == "cuda"
-        place = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin)
-        return place.copy_(x, non_blocking=True)
 
     def _fill(self, batch: Any, works: Sequence[Work]) -> None:
         """Write ``works`` into ``batch``, whose arrays are NumPy's."""
@@ -274,13 +268,9 @@ def token_logprobs(
     values: Sequence[Sequence[float]],
 ) -> list[list[TokenLogprobs] | None]:
     """Each row's log-probabilities, as many as its request asked for."""
-    found: list[list[TokenLogprobs] | None] = []
-    for count, token, logprob, *best in zip(
-        wanted, tokens, chosen, ids, values, strict=True
-    ):
-        if count is None:
-            found.append(None)
-            continue
-        top = tuple(zip(*best, strict=True))[:count]
-        found.append([TokenLogprobs(token, logprob, top)])
+    found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+    for row, count in enumerate(wanted):
+        if count is not None:
+            top = tuple(zip(ids[row], values[row], strict=True))[:count]
+            found[row] = [TokenLogprobs(tokens[row], chosen[row], top)]
     return found

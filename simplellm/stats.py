@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +43,6 @@ class Meter:
     """Counts and times of one engine."""
 
     def __init__(self) -> None:
-        self.finished: Counter[str] = Counter()
         self.refused = self.steps = self.tokens = 0
         self.prompt_tokens = self.cached_tokens = 0
         self.recent: deque[tuple[float, int]] = deque(maxlen=256)
@@ -77,7 +76,7 @@ class Meter:
         return Stats(
             waiting=scheduler.num_waiting,
             running=len(scheduler.running),
-            finished=dict(self.finished),
+            finished=dict(scheduler.finished),
             refused=self.refused,
             steps=self.steps,
             generated_tokens=self.tokens,

@@ -25,7 +25,6 @@ from simplellm import EngineConfig, EngineError, SamplingParams, load_model
 from simplellm.batch import Batch
 from simplellm.engine import Engine
 from simplellm.model import Model
-from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
 from simplellm.request import UNKNOWN, Event, QueueFullError, Request
 from simplellm.scheduler import Work
@@ -472,7 +471,7 @@ def test_steps_that_fail_to_start_are_tried_one_by_one(
     make: Any, model: Model, right: Recompute
 ) -> None:
     """The retries know the tokens of the step that was under way."""
-    failing = model.computed_by(PLAIN)
+    failing = replace(model)
     failing.forward = OutOfMemoryNowAndThen(model.forward)  # type: ignore
     chance = random.Random(5)
     engine = make(failing, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32)

@@ -462,6 +462,39 @@ def test_an_interrupt_ends_the_request_though_its_traceback_is_kept(
     del kept
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="has no timer's signal")
+def test_a_signal_handler_may_ask_for_stats_inside_of_a_call(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread it interrupts holds the engine's lock already."""
+    llm, seen = start(), []
+    add = llm.engine.scheduler.add
+
+    def interrupted(requests: Sequence[Request]) -> None:
+        add(requests)
+        signal.raise_signal(signal.SIGINT)
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the handler waits for the lock of its own thread")
+
+    monkeypatch.setattr(llm.engine.scheduler, "add", interrupted)
+    before = {
+        signal.SIGINT: signal.signal(
+            signal.SIGINT, lambda *_: seen.append(llm.stats())
+        ),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, give_up),
+    }
+    signal.alarm(10)
+    try:
+        future = llm.generate([[1], [2]], max_tokens=3, **GREEDY)
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen[0].waiting == 2
+    assert [len(tokens) for tokens in results([future])] == [3, 3]
+
+
 def test_two_threads_may_cancel_at_once(
     start: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
