@@ -48,7 +48,7 @@ class Engine:
         # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
         # thread that holds it.
         self.lock = threading.RLock()
-        self.closing = self.stopping = False
+        self.closing = self.cancelling = False
         self.dead: BaseException | None = None  # what it died of
         self.pid = os.getpid()
         # A SimpleQueue may be put to from a finalizer, which may run in any thread.
@@ -78,15 +78,14 @@ class Engine:
             error.__traceback__ = None
             self.land(0)  # what is tried again must know its last token
             self.runner.forget()
+            if len(works) == 1:
+                why = failure("the step of this request failed", error)
+                self.end(works[0].request, "error", why)
+                return
             for work in works:
-                if work.request.finish_reason is not None:  # since a flight has landed
-                    continue
-                if len(works) == 1:
-                    cause = failure("the step of this request failed", error)
-                    self.end(work.request, "error", cause)
-                    continue
-                self.launch([work])
-                self.land(self.depth)
+                if work.request.finish_reason is None:  # a flight may have ended it
+                    self.launch([work])
+                    self.land(self.depth)
             return
         with self.lock:
             self.scheduler.begin(works)
@@ -118,9 +117,8 @@ class Engine:
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         number, reason, cached = request.number, request.finish_reason, request.cached
-        self.events.put(
-            Event(number, tokens, logprobs, reason, error, now, cached or 0)
-        )
+        event = Event(number, tokens, logprobs, reason, error, now, cached or 0)
+        self.events.put(event)
 
     def end(
         self, request: Request, reason: str, error: EngineError | None = None
@@ -214,13 +212,12 @@ class Engine:
         )
         self.thread.start()
 
-    def shutdown(self, stop: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``stop`` them now."""
+    def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         self.closing = True
-        if stop:
-            self.stopping = True
+        self.cancelling = self.cancelling or cancel
         self.inbox.put(None)
         if self.thread is not None and threading.current_thread() is not self.thread:
             self.thread.join(timeout)
@@ -247,7 +244,7 @@ class Engine:
         while True:
             with self.lock:  # whoever came before the closing is among the requests
                 idle = not (self.scheduler.requests or self.flights)
-                over = self.stopping or (self.closing and idle)
+                over = self.cancelling or (self.closing and idle)
                 requests = dict(self.scheduler.requests) if over else {}
             if over:
                 for request in requests.values():

@@ -65,14 +65,7 @@ class LLM:
         random_weights: bool = False,
         seed: int | None = None,
     ) -> None:
-        loaded = load(
-            path,
-            config,
-            dtype=dtype,
-            device=device,
-            random_weights=random_weights,
-            seed=seed,
-        )
+        loaded = load(path, config, dtype, device, random_weights, seed)
         self.model, self.engine = loaded.model, loaded.engine
         self.config = loaded.model.config
         self.how = loaded.how
@@ -203,7 +196,7 @@ class LLM:
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish what was asked for, or end it with ``cancel``, and accept no more."""
-        self._delivery.close(stop=cancel)
+        self._delivery.close(cancel)
         self._finalizer.detach()
 
     def __enter__(self) -> Self:

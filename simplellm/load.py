@@ -23,9 +23,10 @@ from simplellm.folder import (
     read_generation_config,
     turn_ends,
 )
+from simplellm.gpt_oss import build
 from simplellm.graphs import bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
-from simplellm.model import Model, build
+from simplellm.model import Model
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import NUMPY, is_small
 from simplellm.pages import KVPool, PageManager
@@ -55,7 +56,6 @@ class Loaded:
 def load(
     path: str | Path | None = None,
     config: EngineConfig | None = None,
-    *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     random_weights: bool = False,
@@ -153,9 +153,8 @@ def read_weights(
     config = source.config
     total = len(source.names()) - config.tie_word_embeddings  # no head to load
     small = count_parameters(config).total < BIG
-    send = (
-        Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
-    )
+    gpu = device.type == "cuda"
+    send = Upload(device) if gpu else partial(Tensor.to, device=device)
     with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
 
         def take(name: str) -> Weight:

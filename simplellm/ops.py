@@ -178,9 +178,8 @@ def attention(
         oldest = 0 if window is None else max(0, offset + start + 1 - window)
         keys = slice(oldest, offset + queries.stop)
         mask = visible(positions[offset:][queries], positions[keys], window)
-        outputs.append(
-            masked_attention(q[queries], k[keys], v[keys], mask, sinks, scale)
-        )
+        out = masked_attention(q[queries], k[keys], v[keys], mask, sinks, scale)
+        outputs.append(out)
     return torch.cat(outputs)
 
 

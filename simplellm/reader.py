@@ -100,9 +100,9 @@ class Delivery:
                 reason = reader.reply.finish_reason or "abort"
                 self.engine.abort(reader.request.number, reason)
 
-    def close(self, stop: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``stop`` them now."""
-        self.engine.shutdown(stop, timeout)
+    def close(self, cancel: bool, timeout: float | None = None) -> None:
+        """Shut the engine down, and bring what it has told to its readers."""
+        self.engine.shutdown(cancel, timeout)
         # A finalizer may run in either thread, and each of them waits for the other.
         own = self.thread, self.engine.thread
         if self.thread.is_alive() and threading.current_thread() not in own:
@@ -112,10 +112,9 @@ class Delivery:
         while (event := self.engine.events.get()) is not None:
             reader = self.readers.get(event.number)
             if reader is not None and reader.push(event):
-                self.readers.pop(event.number, None)
                 if event.finish_reason is None:  # it found an end of its own
-                    reason = reader.reply.finish_reason or "abort"
-                    self.engine.abort(event.number, reason)
+                    self.drop([reader])
+                self.readers.pop(event.number, None)
             del reader, event  # which may know an LLM that nobody else does
 
 

@@ -5,7 +5,6 @@ T packed tokens, B sequences, S of them sampling, V vocabulary.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from simplellm.batch import Batch
 from simplellm.config import EngineConfig
 from simplellm.graphs import Captured, capture
 from simplellm.model import Model
-from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
@@ -79,24 +77,7 @@ class Runner:
         # Only with pinned memory does a copy go on while the host does something else.
         return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    # Kernels and graphs
-
-    @torch.inference_mode()
-    def rehearse(self, tokens: int, decodes: int, ops: Ops) -> None:
-        """A step of nothing but padding, computed by ``ops``, which nobody reads.
-
-        It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of
-        a prompt. Several may be under way at once, and write over each other's results.
-        """
-        rows = decodes or 1
-        flat = torch.zeros_like(self.inputs)
-        batch = self.view(flat, tokens, rows, self.pages, decodes)
-        batch.pad()
-        model = replace(self.model, ops=ops)
-        hidden = model.forward(batch, self.pool, self.output)
-        best = model.head(hidden[:rows], self.logits[:rows])
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        ops.draw(self.logits[:rows], best, zeros.float(), zeros, zeros)
+    # Graphs
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -238,9 +219,8 @@ class Runner:
                 tokens[-1] = -1 - self.previous[request.number]
             positions += range(start, start + length)
             table = self.manager.tables[request.number]
-            for group, pages, first in zip(
-                batch.groups, table.groups, table.first, strict=True
-            ):
+            held = zip(batch.groups, table.groups, table.first, strict=True)
+            for group, pages, first in held:
                 live = np.frombuffer(pages, dtype=np.int32)[first:]
                 group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size

@@ -191,9 +191,8 @@ class Scheduler:
         self.finished[reason] += 1
         del self.requests[request.number]
         if request.deadline < math.inf:
-            del self.deadlines[
-                bisect_left(self.deadlines, (request.deadline, request.number))
-            ]
+            entry = (request.deadline, request.number)
+            del self.deadlines[bisect_left(self.deadlines, entry)]
         if discard(self.running, request):
             self.manager.remove(request.number)
             self._closed = not self.continuous

@@ -73,6 +73,7 @@ class Meter:
         """All of it, with what the scheduler counts."""
         recent = list(self.recent)
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0
+        generated = sum(count for _, count in recent[1:])
         return Stats(
             waiting=scheduler.num_waiting,
             running=len(scheduler.running),
@@ -80,9 +81,7 @@ class Meter:
             refused=self.refused,
             steps=self.steps,
             generated_tokens=self.tokens,
-            tokens_per_second=(
-                sum(count for _, count in recent[1:]) / seconds if seconds else 0.0
-            ),
+            tokens_per_second=generated / seconds if seconds else 0.0,
             cache_usage=scheduler.manager.usage,
             cache_hit_rate=self.cached_tokens / max(1, self.prompt_tokens),
             preemptions=scheduler.preemptions,

@@ -335,7 +335,7 @@ def test_a_step_in_advance_is_over_once_nobody_is_left(make: Any) -> None:
     engine.submit([request])
     until(lambda: request.finish_reason and not engine.flights)
     assert request.finish_reason == "stop"
-    engine.shutdown(stop=True)
+    engine.shutdown(cancel=True)
     assert not engine.thread.is_alive()
 
 
@@ -516,7 +516,7 @@ def test_snapshots_agree_with_themselves_under_load(make: Any) -> None:
     while shots[-1]["running"] or shots[-1]["waiting"]:
         time.sleep(0.002)
         shots.append(engine.snapshot())
-    engine.shutdown(stop=False)
+    engine.shutdown(cancel=False)
     assert engine.scheduler.manager.usage == 0
     assert any(shot["waiting"] for shot in shots)
     for shot in shots:
@@ -567,7 +567,7 @@ def test_nobody_waits_for_a_step(model: Model) -> None:
     blocked = not asked.wait(PATIENCE / 2)
     release.set()
     assert not blocked
-    engine.shutdown(stop=True)
+    engine.shutdown(cancel=True)
 
 
 def test_stats_add_up(make: Any) -> None:
