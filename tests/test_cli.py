@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_checkpoint
+from models import TOKENIZER
 from rich.console import Console
 
 from simplellm import __version__
 from simplellm.apps import calculator, cli, screen
 from simplellm.config import GPT_OSS_20B, LAYER_TYPES
 from simplellm.harmony import Delta, from_openai, render
-from simplellm.load import EMBEDDED
 from simplellm.names import stored_shapes
 from simplellm.reply import ChatChoice, ChatReply
 from simplellm.request import Event, Request
-from simplellm.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
 
 
 class ScriptedStream(Iterator[Delta]):

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from models import PATIENCE, SMALL, until
 from recompute import Recompute
 from stepping import drain, make_engine
 from torch import Tensor
 
-from simplellm import EngineConfig, EngineError, SamplingParams, load_model
+from simplellm import EngineError, SamplingParams, load_model
 from simplellm.batch import Batch
 from simplellm.engine import Engine
 from simplellm.model import Model
@@ -29,16 +30,7 @@ from simplellm.pages import KVPool
 from simplellm.request import UNKNOWN, Event, QueueFullError, Request
 from simplellm.scheduler import Work
 
-SMALL = EngineConfig(
-    page_size=4,
-    num_pages=120,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk=16,
-    max_waiting=200,
-)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-PATIENCE = 100.0  # seconds after which a test says that something hangs
 numbers = itertools.count()
 
 
@@ -94,13 +86,6 @@ def tokens_of(events: Sequence[Event]) -> list[int]:
     )
     assert events[-1].finish_reason is not None
     return [token for event in events for token in event.tokens]
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "this never came true"
-        time.sleep(0.005)
 
 
 # One step after the other

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
-from models import CONFIG, write_model
+from models import CONFIG
 
 from simplellm import (
     LLM,
@@ -29,12 +29,6 @@ from simplellm.load import load
 from simplellm.machine import find_device
 from simplellm.ops_numpy import UNPACKED_BYTES, is_small
 from simplellm.weights import MXFP4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
-
 
 # The machine
 

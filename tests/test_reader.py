@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import saying, write_model
+from models import GREEDY, HELLO, PATIENCE, SMALL, saying, until
 from recompute import Recompute
 
 from simplellm import (
@@ -35,23 +35,7 @@ from simplellm.engine import Engine
 from simplellm.request import Request
 from simplellm.scheduler import Work
 
-SMALL = EngineConfig(
-    page_size=4,
-    num_pages=120,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk=16,
-    max_waiting=200,
-)
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 100_000}
-PATIENCE = 100.0  # seconds after which a test says that something hangs
-HELLO = [{"role": "user", "content": "x"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +77,6 @@ def check_empty(engine: Engine) -> None:
 
 def threads_of(engine: Engine) -> list[threading.Thread]:
     return [engine.thread] if engine.thread and engine.thread.is_alive() else []
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "this never came true"
-        time.sleep(0.005)
 
 
 def results(futures: Sequence[Future[list[RequestOutput]]]) -> list[list[int]]:

@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import TOKENIZER, spelled
 
-import simplellm
 from simplellm.harmony import Delta, ToolCall, from_openai, parse, tool_calls
 from simplellm.reply import (
     ChatChoice,
@@ -21,17 +20,8 @@ from simplellm.reply import (
 )
 from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
 from simplellm.stops import StopStrings
-from simplellm.tokenizer import Tokenizer
 
-EMBEDDED = Path(simplellm.__file__).parent / "embedded"
-TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
-BYTES = {TOKENIZER.token_bytes(id): id for id in range(256)}
 PROMPT = [5, 6, 7]
-
-
-def spelled(text: str) -> list[int]:
-    """Tokens of one byte each: every character border is a token border, or two."""
-    return [BYTES[bytes([byte])] for byte in text.encode()]
 
 
 def encoded(text: str) -> list[int]:
