@@ -55,7 +55,7 @@ class Engine:
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()
+        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()  # oldest first
 
     def step(self) -> None:
         """Begin the next forward pass, and book those that are over."""
@@ -174,10 +174,7 @@ class Engine:
             raise failure("the engine died", self.dead)
 
     def stats(self) -> Stats:
-        """How the engine is doing; from any thread or signal handler.
-
-        Raises EngineError if it is dead.
-        """
+        """How the engine is doing. Raises EngineError if it is dead."""
         self.check()
         with self.lock:
             return self.meter.stats(self.scheduler)

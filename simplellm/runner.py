@@ -48,7 +48,7 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
-        # A multiple of 16, so that Triton compiles the kernels for one width of tables.
+        # Columns of a block table: a multiple of 16, so that kernels are compiled once.
         self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens

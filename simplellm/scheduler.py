@@ -52,9 +52,8 @@ class Scheduler:
     # Earlier requests that one may overtake for each level of priority that it is ahead
     # of them: so nobody waits forever.
     overtakes: int = 100
-    continuous: bool = (
-        True  # False: once a request has ended, none joins until all have
-    )
+    # False: once a running request has ended, none joins until all have.
+    continuous: bool = True
 
     def __post_init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all that have not ended, by number
