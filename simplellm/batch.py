@@ -4,40 +4,13 @@ T packed tokens, B sequences, S of them sampling, P pages in a row of a block ta
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from numpy import ndarray
 from torch import Tensor
 
-READ = 4096  # positions up to which decodes are read together
-
-
-class Read(NamedTuple):
-    """What n decodes of similar length read, for operations without a kernel."""
-
-    rows: ndarray  # int64 [n], which of the decodes
-    cells: ndarray  # int64 [n, S], page * page_size + row of each position
-    hidden: ndarray | None  # bool [n, S]: what is read, but not to be seen
-
-
-def alike(lengths: ndarray) -> Iterator[ndarray]:
-    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
-
-    Rows of no length, which are padding, are in none of them.
-    """
-    order = np.argsort(lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    start = 0
-    while start < len(order):
-        longest = max(64, 2 * lengths[order[start]])  # below 64 a call costs more
-        stop = np.searchsorted(lengths[order], longest, "right")
-        stop = min(stop, start + max(1, READ // longest))
-        yield order[start:stop]
-        start = stop
+from simplellm.reads import Read, decode_reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,24 +33,9 @@ class KVGroup:
     @cached_property
     def reads(self) -> list[Read]:
         """What the decodes read, put together once for all layers of the group."""
-        count = self.decodes
-        tables = self.tables[:count].cpu().numpy().astype(np.int64)
-        offsets = self.offsets[:count].cpu().numpy()[:, None]
-        ends = self.lengths[:count].cpu().numpy()[:, None] - 1  # the newest position
-        oldest = np.zeros_like(ends)
-        if self.window is not None:
-            oldest = np.maximum(ends + 1 - self.window, 0)
-        lengths = (ends + 1 - oldest)[:, 0]
-        reads = []
-        for rows in alike(lengths):
-            positions = oldest[rows] + np.arange(lengths[rows].max())
-            hidden = positions > ends[rows]
-            # What is hidden gets weight 0 and must be a number: the row's newest.
-            places = np.minimum(positions, ends[rows]) - offsets[rows]
-            pages = tables[rows[:, None], places // self.page_size]
-            cells = pages * self.page_size + places % self.page_size
-            reads.append(Read(rows, cells, hidden if hidden.any() else None))
-        return reads
+        arrays = (self.tables, self.offsets, self.lengths)
+        rows = (array[: self.decodes] for array in arrays)
+        return decode_reads(*rows, window=self.window, page_size=self.page_size)
 
 
 @dataclass(frozen=True, eq=False)

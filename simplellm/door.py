@@ -66,13 +66,13 @@ class Door:
     def ask_all(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         overrides: Mapping[str, Any],
     ) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
         if isinstance(sampling_params, SamplingParams | None):
-            sampling_params = [sampling_params or self.default_params] * len(every)
+            sampling_params = [sampling_params] * len(every)
         wanted = "SamplingParams or a list of them"
         expect_type("sampling_params", sampling_params, list | tuple, wanted)
         given, wanted = (

@@ -24,6 +24,13 @@ from simplellm.stats import Meter, Stats
 LOGGER = logging.getLogger("simplellm")
 
 
+def failure(what: str, cause: BaseException) -> EngineError:
+    """The error for whoever waits, with what went wrong as its cause."""
+    error = EngineError(f"{what}: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
 class Engine:
     """Runs many requests at once, a step at a time.
 
@@ -38,15 +45,17 @@ class Engine:
         self.max_model_len = max_model_len
         self.depth = int(overlap)  # steps under way while the next one is scheduled
         self.meter = Meter()
-        self.lock = threading.Lock()  # guards the scheduler and the meter
-        self.closing = self.stopping = False
+        # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
+        # thread that holds it.
+        self.lock = threading.RLock()
+        self.closing = self.cancelling = False
         self.dead: BaseException | None = None  # what it died of
         self.pid = os.getpid()
         # A SimpleQueue may be put to from a finalizer, which may run in any thread.
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()
+        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()  # oldest first
 
     def step(self) -> None:
         """Begin the next forward pass, and book those that are over."""
@@ -60,7 +69,6 @@ class Engine:
 
     def launch(self, works: Sequence[Work]) -> None:
         """Begin to compute works; should that fail, each of them by itself."""
-        self.land(self.depth)
         try:
             flight = self.runner.launch(works)
         except Exception as error:
@@ -70,13 +78,14 @@ class Engine:
             error.__traceback__ = None
             self.land(0)  # what is tried again must know its last token
             self.runner.forget()
+            if len(works) == 1:
+                why = failure("the step of this request failed", error)
+                self.end(works[0].request, "error", why)
+                return
             for work in works:
-                if work.request.finish_reason is not None:  # since a flight has landed
-                    continue
-                if len(works) > 1:
+                if work.request.finish_reason is None:  # a flight may have ended it
                     self.launch([work])
-                else:
-                    self.fail(work.request, error)
+                    self.land(self.depth)
             return
         with self.lock:
             self.scheduler.begin(works)
@@ -91,9 +100,6 @@ class Engine:
             with self.lock:
                 new = self.scheduler.commit(works, tokens)
                 self.meter.step(new, now)
-                for request, _ in new:
-                    if request.finish_reason is not None:
-                        self.meter.finished[request.finish_reason] += 1
             sampling = [work.request.number for work in works if work.samples]
             found = dict(zip(sampling, logprobs, strict=True))
             for request, kept in new:
@@ -110,17 +116,9 @@ class Engine:
         """Send out what became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
-        self.events.put(
-            Event(
-                request.number,
-                tokens,
-                logprobs,
-                request.finish_reason,
-                error,
-                now,
-                request.cached or 0,
-            )
-        )
+        number, reason, cached = request.number, request.finish_reason, request.cached
+        event = Event(number, tokens, logprobs, reason, error, now, cached or 0)
+        self.events.put(event)
 
     def end(
         self, request: Request, reason: str, error: EngineError | None = None
@@ -130,14 +128,7 @@ class Engine:
             if request.finish_reason is not None:
                 return
             self.scheduler.finish(request, reason)
-            self.meter.finished[reason] += 1
         self.tell(request, error=error)
-
-    def fail(self, request: Request, cause: BaseException) -> None:
-        """End the request of a step that went wrong."""
-        error = EngineError(f"the step of this request failed: {cause!r}")
-        error.__cause__ = cause
-        self.end(request, "error", error)
 
     # From here on: what other threads call, and the thread that calls step().
 
@@ -180,7 +171,7 @@ class Engine:
         """Raise EngineError if the engine cannot answer any more."""
         self.check_process()
         if self.dead is not None:
-            raise EngineError(f"the engine died: {self.dead!r}") from self.dead
+            raise failure("the engine died", self.dead)
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it is dead."""
@@ -218,13 +209,12 @@ class Engine:
         )
         self.thread.start()
 
-    def shutdown(self, stop: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``stop`` them now."""
+    def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``cancel`` them now."""
         if os.getpid() != self.pid:
             return
         self.closing = True
-        if stop:
-            self.stopping = True
+        self.cancelling = self.cancelling or cancel
         self.inbox.put(None)
         if self.thread is not None and threading.current_thread() is not self.thread:
             self.thread.join(timeout)
@@ -235,7 +225,9 @@ class Engine:
             torch.cuda.set_device(device)
         try:
             while self._obey():
-                for request in self._expired():
+                with self.lock:
+                    expired = self.scheduler.expire(time.monotonic())
+                for request in expired:
                     self.tell(request)
                 if self.scheduler.requests or self.flights:
                     self.step()
@@ -249,7 +241,7 @@ class Engine:
         while True:
             with self.lock:  # whoever came before the closing is among the requests
                 idle = not (self.scheduler.requests or self.flights)
-                over = self.stopping or (self.closing and idle)
+                over = self.cancelling or (self.closing and idle)
                 requests = dict(self.scheduler.requests) if over else {}
             if over:
                 for request in requests.values():
@@ -264,19 +256,12 @@ class Engine:
                 if (found := self.scheduler.requests.get(number)) is not None:
                     self.end(found, reason)
 
-    def _expired(self) -> list[Request]:
-        with self.lock:
-            expired = self.scheduler.expire(time.monotonic())
-            self.meter.finished.update("timeout" for _ in expired)
-        return expired
-
     def _die(self, cause: BaseException) -> None:
         """Whoever is there gets an error: the engine runs no more steps."""
         with self.lock:
             self.dead = cause.with_traceback(None)  # which would hold memory
             orphans = list(self.scheduler.requests.values())
-            self.meter.finished["error"] += len(orphans)
+            self.scheduler.finished["error"] += len(orphans)
         for request in orphans:
-            error = EngineError(f"the engine died: {cause!r}")
-            error.__cause__ = cause
-            self.events.put(Event(request.number, finish_reason="error", error=error))
+            request.finish_reason = "error"
+            self.tell(request, error=failure("the engine died", cause))

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
@@ -10,18 +10,12 @@ from typing import Any, Self
 import torch
 
 from simplellm.config import EngineConfig, check_number
-from simplellm.door import Door, Messages, Prompt, sample_of
+from simplellm.door import Messages, Prompt, sample_of
 from simplellm.harmony import Delta, Tool
 from simplellm.load import load
+from simplellm.outputs import ChatOutput, RequestOutput
 from simplellm.reader import Delivery, Reader, Stream, future_of, stream_async
-from simplellm.reply import (
-    ChatOutput,
-    ChatReply,
-    Reply,
-    RequestOutput,
-    TextReply,
-    chat_output,
-)
+from simplellm.reply import ChatReply, Reply, TextReply, chat_output
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
 from simplellm.tokenizer import Tokenizer
@@ -71,26 +65,12 @@ class LLM:
         random_weights: bool = False,
         seed: int | None = None,
     ) -> None:
-        loaded = load(
-            path,
-            config,
-            dtype=dtype,
-            device=device,
-            random_weights=random_weights,
-            seed=seed,
-        )
-        self.model = loaded.model
+        loaded = load(path, config, dtype, device, random_weights, seed)
+        self.model, self.engine = loaded.model, loaded.engine
         self.config = loaded.model.config
-        self.engine = loaded.engine
-        self.weights_seconds = loaded.weights_seconds
         self.how = loaded.how
-        self._door = Door(
-            loaded.model.config,
-            loaded.tokenizer,
-            loaded.default_params,
-            loaded.eos_token_ids,
-            loaded.engine.max_model_len,
-        )
+        self.weights_seconds = loaded.weights_seconds
+        self._door = loaded.door
         self._delivery = Delivery(loaded.engine)
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
@@ -127,13 +107,8 @@ class LLM:
         Cancelling or dropping the future ends its requests. In a coroutine:
         ``await asyncio.wrap_future(llm.generate(...))``.
         """
-        check_number("n", n, int, 1, MAX_SAMPLES)
         asked = self._door.ask_all(prompts, sampling_params, overrides)
-        families = [
-            [(sample_of(one, number), self._text_reply(one)) for number in range(n)]
-            for one in asked
-        ]
-        return future_of(self, self._delivery, families, outputs)
+        return self._future(asked, n, self._text_reply, outputs)
 
     def stream(
         self,
@@ -187,14 +162,15 @@ class LLM:
             sampling_params=sampling_params,
             **overrides,
         )
-        return self._chat(asked, n).result()
+        return self._future([asked], n, self._chat_reply, turn).result()
 
     async def chat_async(
         self, messages: Messages, *, n: int = 1, **options: Any
     ) -> ChatOutput:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
         asked = self._door.ask_chat(messages, **options)
-        return await asyncio.wrap_future(self._chat(asked, n))
+        future = self._future([asked], n, self._chat_reply, turn)
+        return await asyncio.wrap_future(future)
 
     def stream_chat(self, messages: Messages, **options: Any) -> Stream[Delta]:
         """Like `chat`, but the text as it comes, with its channel and recipient.
@@ -220,7 +196,7 @@ class LLM:
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish what was asked for, or end it with ``cancel``, and accept no more."""
-        self._delivery.close(stop=cancel)
+        self._delivery.close(cancel)
         self._finalizer.detach()
 
     def __enter__(self) -> Self:
@@ -232,19 +208,22 @@ class LLM:
     # Requests
 
     def _text_reply(self, asked: Request) -> Reply:
-        params = asked.params
-        wants_logprobs = params.logprobs is not None
-        ids, tokenizer = list(asked.tokens), self._door.tokenizer
-        return TextReply(ids, params.stop, tokenizer, wants_logprobs)
+        return TextReply(asked, self._door.tokenizer)
 
     def _chat_reply(self, asked: Request) -> Reply:
-        params = asked.params
-        wants_logprobs = params.logprobs is not None
-        return ChatReply(
-            list(asked.tokens), params.stop, self.tokenizer, wants_logprobs
-        )
+        return ChatReply(asked, self.tokenizer)
 
-    def _chat(self, asked: Request, n: int) -> Future[ChatOutput]:
+    def _future(
+        self,
+        asked: Sequence[Request],
+        n: int,
+        reply_to: Callable[[Request], Reply],
+        result: Callable[[list[Reader]], Any],
+    ) -> Future[Any]:
+        """What ``n`` samples of each request come to, once all of them are done."""
         check_number("n", n, int, 1, MAX_SAMPLES)
-        family = [(sample_of(asked, i), self._chat_reply(asked)) for i in range(n)]
-        return future_of(self, self._delivery, [family], turn)
+        families = [
+            [(sample_of(one, number), reply_to(one)) for number in range(n)]
+            for one in asked
+        ]
+        return future_of(self, self._delivery, families, result)

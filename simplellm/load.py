@@ -14,12 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
-from simplellm.config import (
-    MODELS,
-    ConfigError,
-    EngineConfig,
-    ModelConfig,
-)
+from simplellm.config import MODELS, ConfigError, EngineConfig, ModelConfig, expect
+from simplellm.door import Door
 from simplellm.engine import Engine
 from simplellm.folder import (
     EMBEDDED,
@@ -27,17 +23,16 @@ from simplellm.folder import (
     read_generation_config,
     turn_ends,
 )
+from simplellm.gpt_oss import build
 from simplellm.graphs import bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
-from simplellm.model import Model, build
+from simplellm.model import Model
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import NUMPY, is_small
 from simplellm.pages import KVPool, PageManager
-from simplellm.request import SamplingParams
 from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler
 from simplellm.sizes import Need, count_parameters, enough, num_pages
-from simplellm.tokenizer import Tokenizer
 from simplellm.warmup import warm_up
 from simplellm.weights import MXFP4, Weight
 
@@ -53,17 +48,14 @@ class Loaded:
 
     model: Model
     engine: Engine
+    door: Door
     how: str  # which operations compute, and why
-    tokenizer: Tokenizer | None
-    default_params: SamplingParams
-    eos_token_ids: frozenset[int]
     weights_seconds: float  # that it took to read the weights
 
 
 def load(
     path: str | Path | None = None,
     config: EngineConfig | None = None,
-    *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     random_weights: bool = False,
@@ -71,14 +63,14 @@ def load(
 ) -> Loaded:
     """Load what `LLM` needs; its arguments and errors."""
     device = find_device(device)
-    if not isinstance(config, EngineConfig | None):
-        raise TypeError(f"config is {config!r}; expected an EngineConfig")
+    ok = isinstance(config, EngineConfig | None)
+    expect(ok, "config", config, "an EngineConfig", TypeError)
     config = (config or EngineConfig()).resolved(device.type)
     dtype = find_dtype(dtype, device)
     folder = EMBEDDED if path is None else Path(path)
     source = open_weights(path, dtype, device, random_weights, seed)
     tokenizer = open_tokenizer(folder, source.config)
-    default_params, ends = read_generation_config(folder)
+    default_params, generation_ends = read_generation_config(folder)
     operations, how = choose_operations(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
     mapped = device.type == "cpu" and not random_weights
@@ -96,15 +88,10 @@ def load(
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
             engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
-    return Loaded(
-        model,
-        engine,
-        how,
-        tokenizer,
-        default_params,
-        turn_ends(source.config, tokenizer, ends),
-        weights_seconds,
-    )
+    ends = turn_ends(source.config, tokenizer, generation_ends)
+    limit = engine.max_model_len
+    door = Door(source.config, tokenizer, default_params, ends, limit)
+    return Loaded(model, engine, door, how, weights_seconds)
 
 
 def load_model(
@@ -146,11 +133,8 @@ def open_weights(
     """The headers of a checkpoint, or the shapes of one with random weights."""
     folder = EMBEDDED if path is None else Path(path)
     if not random_weights:
-        if seed is not None:
-            raise ValueError(
-                f"seed is {seed!r}; expected None without random_weights. The seed for "
-                "drawing tokens is one of SamplingParams"
-            )
+        wanted = "None without random_weights. The seed for drawing tokens is one of "
+        expect(seed is None, "seed", seed, wanted + "SamplingParams")
         return Checkpoint(folder)
     config = MODELS.get(str(path))
     if config is None and not folder.is_dir():
@@ -169,9 +153,8 @@ def read_weights(
     config = source.config
     total = len(source.names()) - config.tie_word_embeddings  # no head to load
     small = count_parameters(config).total < BIG
-    send = (
-        Upload(device) if device.type == "cuda" else partial(Tensor.to, device=device)
-    )
+    gpu = device.type == "cuda"
+    send = Upload(device) if gpu else partial(Tensor.to, device=device)
     with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
 
         def take(name: str) -> Weight:
@@ -202,13 +185,11 @@ def choose_operations(
         reason = "the experts are not packed, and the kernels read MXFP4"
     if reason is None:
         return "fused", "Triton kernels"
-    if config.operations == "fused":
-        raise ValueError(f"operations is 'fused'; expected 'auto', since {reason}")
-    if config.batch_invariant:
-        raise ValueError(
-            "batch_invariant is True; expected False, since PyTorch computes and "
-            f"promises no order of sums ({reason})"
-        )
+    asked, wanted = config.operations, f"'auto', since {reason}"
+    expect(asked != "fused", "operations", asked, wanted)
+    wanted = "False, since PyTorch computes and promises no order of sums "
+    invariant = config.batch_invariant
+    expect(not invariant, "batch_invariant", invariant, f"{wanted}({reason})")
     few = device.type == "cpu" and dtype == torch.float32 and is_small(source.config)
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"

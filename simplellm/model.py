@@ -3,58 +3,38 @@
 T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from simplellm.batch import Batch
 from simplellm.config import ModelConfig
-from simplellm.layers import Attention, Experts, Layer
+from simplellm.layers import Layer
 from simplellm.ops import Ops
 from simplellm.pages import KVPool
-from simplellm.rope import rotations
 from simplellm.sizes import check_room, page_bytes
 from simplellm.weights import Weight
 
-# Gives a weight by its name, on the right device: a Tensor, or what is packed.
-Take = Callable[[str], Any]
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
 PAGE = 64  # tokens in each of the pages that it uses
 
 
+@dataclass(eq=False, repr=False)
 class Model:
-    """A model's weights, and the operations ``ops`` that compute with them."""
+    """A model's weights, and the operations that compute with them."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        *,
-        embed_tokens: Tensor,  # [V, hidden]
-        layers: Sequence[Layer],
-        norm: Tensor,  # [hidden]
-        lm_head: Weight,  # [V, hidden]
-    ) -> None:
-        self.config = config
-        self.ops = ops
-        self.embed_tokens = embed_tokens
-        self.layers = layers
-        self.norm = norm
-        self.lm_head = lm_head
-        self.device, self.dtype = embed_tokens.device, embed_tokens.dtype
+    config: ModelConfig
+    ops: Ops
+    _: KW_ONLY
+    embed_tokens: Tensor  # [V, hidden]
+    layers: Sequence[Layer]
+    norm: Tensor  # [hidden]
+    lm_head: Weight  # [V, hidden]
 
-    def computed_by(self, ops: Ops) -> "Model":
-        """The same weights with other operations, which read the same layout."""
-        return Model(
-            self.config,
-            ops,
-            embed_tokens=self.embed_tokens,
-            layers=self.layers,
-            norm=self.norm,
-            lm_head=self.lm_head,
-        )
+    def __post_init__(self) -> None:
+        self.device, self.dtype = self.embed_tokens.device, self.embed_tokens.dtype
 
     def forward(self, batch: Batch, pool: KVPool, previous: Tensor) -> Tensor:
         """Hidden states [T, hidden], normed, of the tokens of ``batch``.
@@ -156,50 +136,3 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
         raise ValueError(
             f"token ids run from {low} to {high}; expected 0 to {config.vocab_size - 1}"
         )
-
-
-def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
-    """A gpt-oss model of the weights that ``take`` delivers, as ``ops`` wants them."""
-    embed_tokens = take("embed_tokens.weight")
-    cos, sin = rotations(config, embed_tokens.device)
-    layers = []
-    for index in range(config.num_hidden_layers):
-
-        def part(name: str, layer: str = f"layers.{index}") -> Any:
-            return take(f"{layer}.{name}")
-
-        attn = Attention(
-            qkv=part("attn.qkv.weight"),
-            qkv_bias=part("attn.qkv.bias"),
-            o=part("attn.o.weight"),
-            o_bias=part("attn.o.bias"),
-            sinks=part("attn.sinks"),
-            q_norm=None,
-            k_norm=None,
-            cos=cos,
-            sin=sin,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-        )
-        mlp = Experts(
-            router=part("router.weight"),
-            router_bias=part("router.bias"),
-            gate_up=part("experts.gate_up"),
-            gate_up_bias=part("experts.gate_up_bias"),
-            down=part("experts.down"),
-            down_bias=part("experts.down_bias"),
-            top_k=config.num_experts_per_tok,
-            limit=config.swiglu_limit,
-            alpha=config.swiglu_alpha,
-        )
-        layer = Layer(part("attn_norm.weight"), attn, part("mlp_norm.weight"), mlp)
-        layers.append(ops.prepare(layer))
-    tied = config.tie_word_embeddings
-    return Model(
-        config,
-        ops,
-        embed_tokens=embed_tokens,
-        layers=layers,
-        norm=take("norm.weight"),
-        lm_head=embed_tokens if tied else take("lm_head.weight"),
-    )

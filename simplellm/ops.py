@@ -178,9 +178,8 @@ def attention(
         oldest = 0 if window is None else max(0, offset + start + 1 - window)
         keys = slice(oldest, offset + queries.stop)
         mask = visible(positions[offset:][queries], positions[keys], window)
-        outputs.append(
-            masked_attention(q[queries], k[keys], v[keys], mask, sinks, scale)
-        )
+        out = masked_attention(q[queries], k[keys], v[keys], mask, sinks, scale)
+        outputs.append(out)
     return torch.cat(outputs)
 
 
@@ -220,11 +219,8 @@ def attend_chunks(
     out: Tensor,
 ) -> None:
     """Write to ``out`` what `attend` gives for the other sequences."""
-    size, queries, lengths = (
-        keys.shape[1],
-        group.queries.tolist(),
-        group.lengths.tolist(),
-    )
+    size = keys.shape[1]
+    queries, lengths = group.queries.tolist(), group.lengths.tolist()
     for row in range(group.decodes, len(lengths)):
         begin, end, length = queries[row], queries[row + 1], lengths[row]
         if begin == end or length == 0:

@@ -77,7 +77,7 @@ class PageManager:
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
         self.found: set[int] = set()  # pages that some sequence was given by `add`
         self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
-        self.pages: dict[tuple[int, bytes], int] = {}  # and back
+        self.named: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
         self.max_tokens = self._longest()
 
@@ -91,7 +91,7 @@ class PageManager:
         groups, firsts = [], []
         for group, window in enumerate(self.windows):
             first = self._first_page(len(digests) * self.page_size, window)
-            live = [self.pages[group, digest] for digest in digests[first:]]
+            live = [self.named[group, digest] for digest in digests[first:]]
             for page in live:
                 self._hold(page)
             self.found.update(live)
@@ -178,9 +178,8 @@ class PageManager:
         for pages, first in zip(groups, table.first, strict=True):
             for page in pages[first:]:
                 self._hold(page)
-        self.tables[child] = PageTable(
-            groups, list(table.first), table.computed, list(table.digests)
-        )
+        firsts, digests = list(table.first), list(table.digests)
+        self.tables[child] = PageTable(groups, firsts, table.computed, digests)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence. What others may share stays until it is evicted."""
@@ -241,37 +240,32 @@ class PageManager:
         held = [0] * self.num_pages
         homes: dict[int, tuple[int, int]] = {}  # page -> (group, place in its table)
         for sequence, table in self.tables.items():
-            for group, (pages, window) in enumerate(
-                zip(table.groups, self.windows, strict=True)
-            ):
+            groups = zip(table.groups, self.windows, strict=True)
+            for group, (pages, window) in enumerate(groups):
                 first = self._first_page(table.computed, window)
                 assert table.first[group] == first, f"{sequence}: wrong first page"
                 assert len(pages) == len(table.groups[0]), f"{sequence}: uneven tables"
                 assert len(pages) * self.page_size >= table.computed
                 assert all(page == NULL for page in pages[:first])
-                for index in range(first, len(pages)):
-                    page = pages[index]
+                for index, page in enumerate(pages[first:], first):
                     assert 0 <= page < self.num_pages, f"{sequence}: no page {page}"
                     held[page] += 1
                     home = homes.setdefault(page, (group, index))
                     assert home == (group, index), f"page {page} is in two places"
                     if index * self.page_size >= table.computed:
                         assert self.references[page] == 1, f"page {page} is not private"
-                        assert page not in self.names, (
-                            f"page {page} has a name too soon"
-                        )
+                        assert page not in self.names, f"page {page} is named too soon"
             full = self.share * (table.computed // self.page_size)
+            named = len(table.digests)
             # The last token of the last full page may not be known yet.
-            assert full - 1 <= len(table.digests) <= full, (
-                f"{sequence}: pages without names"
-            )
+            assert full - 1 <= named <= full, f"{sequence}: pages without names"
         assert held == self.references, "reference counts differ from the tables"
         unused = sorted([*self.free, *self.cached])
         assert unused == [page for page, count in enumerate(held) if count == 0]
         assert all(page in self.names for page in self.cached)
         assert not any(page in self.names for page in self.free)
         assert self.found <= set(self.names)
-        assert self.pages == {name: page for page, name in self.names.items()}
+        assert self.named == {name: page for page, name in self.names.items()}
 
     def _first_page(self, length: int, window: int | None) -> int:
         """The first page that the token at position ``length`` can see."""
@@ -284,11 +278,11 @@ class PageManager:
         digest = b""
         for end in range(size, len(tokens) if self.share else 0, size):
             digest = page_digest(digest, tokens[end - size : end])
-            if (0, digest) not in self.pages:
+            if (0, digest) not in self.named:
                 break
             digests.append(digest)
             for group in range(len(runs)):
-                known = (group, digest) in self.pages
+                known = (group, digest) in self.named
                 runs[group] = runs[group] + 1 if known else 0
             if all(
                 run >= len(digests) - self._first_page(end, window)
@@ -308,8 +302,8 @@ class PageManager:
             for group, pages in enumerate(table.groups):
                 name = (group, digest)
                 # Whoever computed the same page first has the name.
-                if name not in self.pages and pages[index] != NULL:
-                    self.pages[name] = pages[index]
+                if name not in self.named and pages[index] != NULL:
+                    self.named[name] = pages[index]
                     self.names[pages[index]] = name
 
     def _take(self) -> int:
@@ -325,7 +319,7 @@ class PageManager:
     def _forget_name(self, page: int) -> None:
         """A page that will be written to cannot be found by its tokens any more."""
         if page in self.names:
-            del self.pages[self.names.pop(page)]
+            del self.named[self.names.pop(page)]
             self.found.discard(page)
 
     def _hold(self, page: int) -> None:
@@ -368,13 +362,10 @@ class KVPool:
         self.page_size = page_size
         layers = range(config.num_hidden_layers)
         self.groups = [self.windows.index(config.window(layer)) for layer in layers]
-        counts = [0] * len(self.windows)
-        places = []  # of each layer among those of its group
-        for group in self.groups:
-            places.append(counts[group])
-            counts[group] += 1
+        # Of each layer, how many layers of its group come before it.
+        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
         heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, max(counts), num_pages, page_size, heads, dim)
+        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
         self.memory = torch.zeros(shape, dtype=dtype, device=device)
         self.keys = [self.memory[0, place] for place in places]
         self.values = [self.memory[1, place] for place in places]

@@ -100,9 +100,9 @@ class Delivery:
                 reason = reader.reply.finish_reason or "abort"
                 self.engine.abort(reader.request.number, reason)
 
-    def close(self, stop: bool, timeout: float | None = None) -> None:
-        """Take no more requests; finish those there are, or ``stop`` them now."""
-        self.engine.shutdown(stop, timeout)
+    def close(self, cancel: bool, timeout: float | None = None) -> None:
+        """Shut the engine down, and bring what it has told to its readers."""
+        self.engine.shutdown(cancel, timeout)
         # A finalizer may run in either thread, and each of them waits for the other.
         own = self.thread, self.engine.thread
         if self.thread.is_alive() and threading.current_thread() not in own:
@@ -112,10 +112,9 @@ class Delivery:
         while (event := self.engine.events.get()) is not None:
             reader = self.readers.get(event.number)
             if reader is not None and reader.push(event):
-                self.readers.pop(event.number, None)
                 if event.finish_reason is None:  # it found an end of its own
-                    reason = reader.reply.finish_reason or "abort"
-                    self.engine.abort(event.number, reason)
+                    self.drop([reader])
+                self.readers.pop(event.number, None)
             del reader, event  # which may know an LLM that nobody else does
 
 
@@ -203,23 +202,23 @@ class Collector:
     """
 
     def __init__(
-        self, future: RequestFuture, count: int, result: Callable[[list[Reader]], Any]
+        self,
+        future: RequestFuture,
+        delivery: Delivery,
+        result: Callable[[list[Reader]], Any],
     ) -> None:
-        self.left = count  # replies that are not done
-        self.result = result
-        delivery, readers = future.delivery, future.readers
-        assert delivery is not None
-        self.delivery, self.readers = delivery, readers
+        readers = future.readers
+        self.delivery, self.readers, self.result = delivery, readers, result
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
+        self.done = 0  # replies
 
     def deliver(self, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        self.left -= part is END
+        self.done += part is END
         failed = isinstance(part, Exception)
-        if self.left and not failed:
+        if self.done < len(self.readers) and not failed:
             return
-        future = self.future()
-        if future is None:
+        if (future := self.future()) is None:
             return
         with suppress(InvalidStateError):  # it may have been cancelled
             if failed:
@@ -238,7 +237,7 @@ def future_of(
 ) -> RequestFuture:
     """A future of what ``result`` makes of the readers once all replies are done."""
     future = RequestFuture(owner, delivery)
-    collector = Collector(future, sum(map(len, families)), result)
+    collector = Collector(future, delivery, result)
     readers = [
         [Reader(request, reply, collector.deliver) for request, reply in family]
         for family in families

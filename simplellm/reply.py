@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from simplellm.harmony import Delta, HarmonyParser, Message, tool_calls
 from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
-from simplellm.request import Event, TokenLogprobs
+from simplellm.request import Event, Request, TokenLogprobs
 from simplellm.stops import StopStrings
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 
@@ -18,27 +18,22 @@ from simplellm.tokenizer import StreamDecoder, Tokenizer
 class TextReply:
     """The text of one sample, which ends at a stop string.
 
-    Without a tokenizer there is no text, and ``stop`` must be empty. ``finish_reason``
-    is None until the end; what comes after it is ignored.
+    Without a tokenizer there is no text, and no stop string may be asked for.
+    ``finish_reason`` is None until the end; what comes after it is ignored.
 
     Of the parts only what they hold is kept: each part is an object or two for Python's
     garbage collector, and with 100,000 of them it would look through all objects that
     there are while every thread waits.
     """
 
-    def __init__(
-        self,
-        prompt_token_ids: list[int],
-        stop: Sequence[str],
-        tokenizer: Tokenizer | None,
-        logprobs: bool,
-    ) -> None:
-        self.prompt_token_ids = prompt_token_ids
+    def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
+        self.prompt_token_ids = list(asked.tokens)
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
+        wanted = asked.params.logprobs is not None
+        self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self._texts: list[str] = []
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(asked.params.stop)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
             self._decoder = StreamDecoder(tokenizer, skip_special=True)
@@ -86,25 +81,20 @@ class TextReply:
 class ChatReply:
     """A turn of the assistant, which ends at a stop string in its final answer.
 
-    Stop strings count in the final channel only, each message of it by itself.
-    ``finish_reason`` is None until the end; what comes after it is ignored.
+    Stop strings count in the final channel only, each message of it by itself. The rest
+    is as in `TextReply`.
     """
 
-    def __init__(
-        self,
-        prompt_token_ids: list[int],
-        stop: Sequence[str],
-        tokenizer: Tokenizer,
-        logprobs: bool,
-    ) -> None:
-        self.prompt_token_ids = prompt_token_ids
+    def __init__(self, asked: Request, tokenizer: Tokenizer) -> None:
+        self.prompt_token_ids = list(asked.tokens)
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] | None = [] if logprobs else None
+        wanted = asked.params.logprobs is not None
+        self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
         self._parser = HarmonyParser(tokenizer)
         self._ended = 0  # messages
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(asked.params.stop)
         self._reasoning: list[str] = []
         self._content: list[str] = []
 

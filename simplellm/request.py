@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from simplellm.config import MAX_SIZE, check, check_number, declared
+from simplellm.config import MAX_SIZE, check, check_number, declared, expect
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
@@ -61,10 +61,8 @@ class SamplingParams:
             entries = getattr(self, name)
             entries = () if entries is None else entries
             listed = isinstance(entries, list | tuple)
-            if not listed or not all(isinstance(entry, kind) for entry in entries):
-                raise TypeError(
-                    f"{name} is {entries!r}; expected a list of {kind.__name__}"
-                )
+            ok = listed and all(isinstance(entry, kind) for entry in entries)
+            expect(ok, name, entries, f"a list of {kind.__name__}", TypeError)
             object.__setattr__(self, name, tuple(entries))
         check(self)
         characters = sum(map(len, self.stop))
@@ -73,14 +71,11 @@ class SamplingParams:
                 f"stop has {len(self.stop)} texts of {characters} characters; expected "
                 f"at most {MAX_STOPS} texts and {MAX_STOP_CHARACTERS} characters in all"
             )
-        if "" in self.stop:
-            raise ValueError(
-                f"stop is {self.stop!r}; expected texts that are not empty"
-            )
+        expect("" not in self.stop, "stop", self.stop, "texts that are not empty")
         for token in self.stop_token_ids:
             check_number("a stop_token_ids entry", token, int, 0, MAX_SIZE)
-        if not isinstance(self.logit_bias, Mapping | None):
-            raise TypeError(f"logit_bias is {self.logit_bias!r}; expected a dict")
+        ok = isinstance(self.logit_bias, Mapping | None)
+        expect(ok, "logit_bias", self.logit_bias, "a dict", TypeError)
         if self.logit_bias is not None:  # a copy: nobody changes what was checked
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token, bias in (self.logit_bias or {}).items():

@@ -16,7 +16,6 @@ from simplellm.batch import Batch
 from simplellm.config import EngineConfig
 from simplellm.graphs import Captured, capture
 from simplellm.model import Model
-from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
@@ -36,10 +35,8 @@ Flight = Callable[[], Landed]  # waits for what a step has sampled
 class Runner:
     """Starts steps on the device; what they sampled can be had later.
 
-    All that changes from step to step travels in one int32 array, which is copied to
-    the same place on the device each time, so that a graph captured once finds it
-    there. A token that the host has not seen yet is named by its place among those that
-    the step before has sampled.
+    A token that the host has not seen yet is named by its place among those that the
+    step before has sampled.
     """
 
     def __init__(
@@ -51,14 +48,14 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
-        # A multiple of 16, so that Triton compiles the kernels for one width of tables.
+        # Columns of a block table: a multiple of 16, so that kernels are compiled once.
         self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
         size = Batch.size(tokens, seqs, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
-        self.staging = [self._pinned(size) for _ in range(2)]
-        self.landing = [self._pinned(seqs) for _ in range(2)]
+        self.staging = [self._pinned((size,), torch.int32) for _ in range(2)]
+        self.landing = [self._pinned((seqs,), torch.int32) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
@@ -76,29 +73,11 @@ class Runner:
         windows, page_size = self.pool.windows, self.pool.page_size
         return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
 
-    def _pinned(self, size: int) -> Tensor:
-        # Only from pinned memory does a copy go on while the host does something else.
-        pin = self.device.type == "cuda"
-        return torch.zeros(size, dtype=torch.int32, pin_memory=pin)
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Only with pinned memory does a copy go on while the host does something else.
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
-    # Kernels and graphs
-
-    @torch.inference_mode()
-    def rehearse(self, tokens: int, decodes: int, ops: Ops) -> None:
-        """A step of nothing but padding, computed by ``ops``, which nobody reads.
-
-        It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of
-        a prompt. Several may be under way at once, and write over each other's results.
-        """
-        rows = decodes or 1
-        flat = torch.zeros_like(self.inputs)
-        batch = self.view(flat, tokens, rows, self.pages, decodes)
-        batch.pad()
-        model = self.model.computed_by(ops)
-        hidden = model.forward(batch, self.pool, self.output)
-        best = model.head(hidden[:rows], self.logits[:rows])
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        ops.draw(self.logits[:rows], best, zeros.float(), zeros, zeros)
+    # Graphs
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -209,7 +188,9 @@ class Runner:
         landing.copy_(sampled.tokens, non_blocking=True)
         logprobs: list[Tensor] = []
         if sampled.logprobs is not None and sampled.top is not None:
-            logprobs = [self._fetch(x) for x in (sampled.logprobs, *sampled.top)]
+            for x in (sampled.logprobs, *sampled.top):
+                place = self._pinned(x.shape, x.dtype)
+                logprobs.append(place.copy_(x, non_blocking=True))
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
@@ -226,12 +207,6 @@ class Runner:
 
         return wait
 
-    def _fetch(self, x: Tensor) -> Tensor:
-        """A copy of ``x`` that is on its way to the host."""
-        pin = self.device.type == "cuda"
-        place = torch.empty(x.shape, dtype=x.dtype, pin_memory=pin)
-        return place.copy_(x, non_blocking=True)
-
     def _fill(self, batch: Any, works: Sequence[Work]) -> None:
         """Write ``works`` into ``batch``, whose arrays are NumPy's."""
         page_size = self.pool.page_size
@@ -244,9 +219,8 @@ class Runner:
                 tokens[-1] = -1 - self.previous[request.number]
             positions += range(start, start + length)
             table = self.manager.tables[request.number]
-            for group, pages, first in zip(
-                batch.groups, table.groups, table.first, strict=True
-            ):
+            held = zip(batch.groups, table.groups, table.first, strict=True)
+            for group, pages, first in held:
                 live = np.frombuffer(pages, dtype=np.int32)[first:]
                 group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size
@@ -274,13 +248,9 @@ def token_logprobs(
     values: Sequence[Sequence[float]],
 ) -> list[list[TokenLogprobs] | None]:
     """Each row's log-probabilities, as many as its request asked for."""
-    found: list[list[TokenLogprobs] | None] = []
-    for count, token, logprob, *best in zip(
-        wanted, tokens, chosen, ids, values, strict=True
-    ):
-        if count is None:
-            found.append(None)
-            continue
-        top = tuple(zip(*best, strict=True))[:count]
-        found.append([TokenLogprobs(token, logprob, top)])
+    found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+    for row, count in enumerate(wanted):
+        if count is not None:
+            top = tuple(zip(ids[row], values[row], strict=True))[:count]
+            found[row] = [TokenLogprobs(tokens[row], chosen[row], top)]
     return found

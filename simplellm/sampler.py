@@ -140,15 +140,12 @@ def prepare(scores: Tensor, best: Tensor, columns: Columns) -> Tensor:
     return filter_tokens(scores, columns.top_k, columns.top_p, columns.min_p)
 
 
-Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
 def sample(
     logits: Tensor,
     best: Tensor,
     columns: Columns,
     steps: Tensor,
-    draw: Draw,
+    draw: Callable[..., Tensor],
     *,
     counts: TokenCounts | None = None,
     mask: Tensor | None = None,

@@ -8,7 +8,9 @@ its room and computes its tokens again later.
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -37,41 +39,29 @@ def discard(queue: list[Request], request: Request) -> bool:
     return found
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Decides for each step who computes what, and keeps the cache's books.
+    """Decides for each step who computes what, and keeps the cache's books."""
 
-    ``max_num_seqs`` requests run at once. A step computes at most
-    ``max_num_batched_tokens`` tokens, and at most ``prefill_chunk`` of one prompt; None
-    leaves prompts whole. ``max_waiting`` requests may wait. A request overtakes at most
-    ``overtakes`` earlier ones for each level of priority that it is ahead of them, so
-    that nobody waits forever. Without ``continuous``, no request joins once a running
-    one has ended, until all have.
-    """
+    manager: PageManager
+    _: KW_ONLY
+    max_num_seqs: int  # requests that run at once
+    max_num_batched_tokens: int  # that a step computes
+    prefill_chunk: int | None = None  # tokens of a prompt in a step; None: all of them
+    max_waiting: int = 10_000  # requests; more are refused
+    # Earlier requests that one may overtake for each level of priority that it is ahead
+    # of them: so nobody waits forever.
+    overtakes: int = 100
+    # False: once a running request has ended, none joins until all have.
+    continuous: bool = True
 
-    def __init__(
-        self,
-        manager: PageManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        prefill_chunk: int | None = None,
-        max_waiting: int = 10_000,
-        overtakes: int = 100,
-        continuous: bool = True,
-    ) -> None:
-        self.manager = manager
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.prefill_chunk = prefill_chunk
-        self.max_waiting = max_waiting
-        self.overtakes = overtakes
-        self.continuous = continuous
+    def __post_init__(self) -> None:
         self.requests: dict[int, Request] = {}  # all that have not ended, by number
-        self.waiting: list[
-            Request
-        ] = []  # this queue and the next one are sorted by rank
+        # This queue and the next one are sorted by rank.
+        self.waiting: list[Request] = []
         self.running: list[Request] = []  # those that hold room in the cache
         self.deadlines: list[tuple[float, int]] = []
+        self.finished: Counter[str] = Counter()  # requests by finish_reason
         self.preemptions = 0
         self._closed = False  # to newcomers, until the running requests have ended
         self._refused = (-1, 0)  # who did not fit last, and how much room was spare
@@ -197,11 +187,11 @@ class Scheduler:
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        self.finished[reason] += 1
         del self.requests[request.number]
         if request.deadline < math.inf:
-            del self.deadlines[
-                bisect_left(self.deadlines, (request.deadline, request.number))
-            ]
+            entry = (request.deadline, request.number)
+            del self.deadlines[bisect_left(self.deadlines, entry)]
         if discard(self.running, request):
             self.manager.remove(request.number)
             self._closed = not self.continuous
@@ -230,10 +220,8 @@ class Scheduler:
     def _chunk(self, request: Request, budget: int) -> int:
         """How many tokens of ``request`` to compute in this step."""
         wanted = request.missing
-        if (
-            request.siblings and wanted > 1
-        ):  # each sample computes the prompt's last token
-            wanted -= 1
+        if request.siblings and wanted > 1:
+            wanted -= 1  # each sample computes the prompt's last token
         if self.prefill_chunk is None:
             return wanted if wanted <= budget else 0
         return min(wanted, self.prefill_chunk, budget)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,7 +43,6 @@ class Meter:
     """Counts and times of one engine."""
 
     def __init__(self) -> None:
-        self.finished: Counter[str] = Counter()
         self.refused = self.steps = self.tokens = 0
         self.prompt_tokens = self.cached_tokens = 0
         self.recent: deque[tuple[float, int]] = deque(maxlen=256)
@@ -74,16 +73,15 @@ class Meter:
         """All of it, with what the scheduler counts."""
         recent = list(self.recent)
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0
+        generated = sum(count for _, count in recent[1:])
         return Stats(
             waiting=scheduler.num_waiting,
             running=len(scheduler.running),
-            finished=dict(self.finished),
+            finished=dict(scheduler.finished),
             refused=self.refused,
             steps=self.steps,
             generated_tokens=self.tokens,
-            tokens_per_second=(
-                sum(count for _, count in recent[1:]) / seconds if seconds else 0.0
-            ),
+            tokens_per_second=generated / seconds if seconds else 0.0,
             cache_usage=scheduler.manager.usage,
             cache_hit_rate=self.cached_tokens / max(1, self.prompt_tokens),
             preemptions=scheduler.preemptions,

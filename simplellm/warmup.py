@@ -8,13 +8,31 @@ import torch
 
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MAX_SIZE, EngineConfig, ModelConfig
+from simplellm.gpt_oss import build
 from simplellm.graphs import bucket_sizes
-from simplellm.model import build
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
 
 PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
+
+
+@torch.inference_mode()
+def rehearse(runner: Runner, tokens: int, decodes: int, ops: Ops) -> None:
+    """A step of nothing but padding, computed by ``ops``, which nobody reads.
+
+    It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of a
+    prompt. Several may be under way at once, and write over each other's results.
+    """
+    rows = decodes or 1
+    flat = torch.zeros_like(runner.inputs)
+    batch = runner.view(flat, tokens, rows, runner.pages, decodes)
+    batch.pad()
+    model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
+    hidden = model.forward(batch, runner.pool, runner.output)
+    best = model.head(hidden[:rows], logits)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+    ops.draw(logits, best, zeros.float(), zeros, zeros)
 
 
 def warm_up(
@@ -43,10 +61,10 @@ def warm_up(
     prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
     # Prompts first: their kernels take the longest.
     steps: list[Callable[[Ops], object]] = [
-        partial(runner.rehearse, size, 0) for size in prompts
+        partial(rehearse, runner, size, 0) for size in prompts
     ]
     steps += [
-        partial(runner.rehearse, size, size)
+        partial(rehearse, runner, size, size)
         for size in bucket_sizes(config.max_num_seqs)
     ]
     return compile_kernels(ops, steps, device, config.batch_invariant)

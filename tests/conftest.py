@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def kernel_device() -> Iterator[str]:
 
     with interpreted():
         yield "cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small random model, with a tokenizer."""
+    from models import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -4,8 +4,10 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -35,6 +37,20 @@ class Case:
 
 def kernel_name(case: Case) -> str:
     return case.kernel.__name__
+
+
+def parameters(
+    cases: Iterable[Case],
+    more: Iterable[Case],
+    wanted: Callable[[Case], object] = lambda case: True,
+):
+    """Those ``wanted`` as parameters of a test; ``more`` run when all tests do."""
+    return [
+        pytest.param(case, marks=marks, id=kernel_name(case))
+        for some, marks in ((cases, ()), (more, pytest.mark.exhaustive))
+        for case in some
+        if wanted(case)
+    ]
 
 
 def compile_case(case: Case, target: GPUTarget = HOPPER):

@@ -1,22 +1,44 @@
 """A small random model with a tokenizer, and a way to say what it will answer."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from checkpoints import TINY, write_checkpoint
 from torch import Tensor
 
-from simplellm import LLM
+from simplellm import LLM, EngineConfig
 from simplellm.load import EMBEDDED
 from simplellm.request import Request
 from simplellm.scheduler import Work
 from simplellm.tokenizer import Tokenizer
 
 CONFIG = replace(TINY, vocab_size=1100)  # more than the tokenizer has
+TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
+BYTES = {TOKENIZER.token_bytes(id): id for id in range(256)}
+SMALL = EngineConfig(
+    page_size=4,
+    num_pages=120,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    prefill_chunk=16,
+    max_waiting=200,
+)
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+PATIENCE = 100.0  # seconds after which a test says that something hangs
+HELLO = [{"role": "user", "content": "?"}]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "this never came true"
+        time.sleep(0.005)
 
 
 def write_model(folder: Path) -> Path:
@@ -67,6 +89,4 @@ def favor(logits: Tensor, token: int) -> None:
 
 def spelled(text: str) -> list[int]:
     """Tokens of one byte each: every character border is a token border, or two."""
-    tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
-    ids = {tokenizer.token_bytes(i): i for i in range(1000)}
-    return [ids[bytes([byte])] for byte in text.encode()]
+    return [BYTES[bytes([byte])] for byte in text.encode()]

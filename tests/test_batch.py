@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from simplellm.batch import READ, Batch, alike
+from simplellm.batch import Batch
+from simplellm.reads import READ, alike
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])

@@ -16,19 +16,16 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_checkpoint
+from models import TOKENIZER
 from rich.console import Console
 
 from simplellm import __version__
 from simplellm.apps import calculator, cli, screen
 from simplellm.config import GPT_OSS_20B, LAYER_TYPES
 from simplellm.harmony import Delta, from_openai, render
-from simplellm.load import EMBEDDED
 from simplellm.names import stored_shapes
 from simplellm.reply import ChatChoice, ChatReply
-from simplellm.request import Event
-from simplellm.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
+from simplellm.request import Event, Request
 
 
 class ScriptedStream(Iterator[Delta]):
@@ -36,7 +33,7 @@ class ScriptedStream(Iterator[Delta]):
 
     def __init__(self, turn: str, reason: str) -> None:
         self.closed = False
-        self.reply = ChatReply([0], (), TOKENIZER, logprobs=False)
+        self.reply = ChatReply(Request([0], max_tokens=100), TOKENIZER)
         text, self.interrupted, _ = turn.partition(CONTROL_C)
         ids = TOKENIZER.encode(text, special=True)
         events = [Event(0, [token]) for token in ids[:-1]]

@@ -17,29 +17,20 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from models import PATIENCE, SMALL, until
 from recompute import Recompute
 from stepping import drain, make_engine
 from torch import Tensor
 
-from simplellm import EngineConfig, EngineError, SamplingParams, load_model
+from simplellm import EngineError, SamplingParams, load_model
 from simplellm.batch import Batch
 from simplellm.engine import Engine
 from simplellm.model import Model
-from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
 from simplellm.request import UNKNOWN, Event, QueueFullError, Request
 from simplellm.scheduler import Work
 
-SMALL = EngineConfig(
-    page_size=4,
-    num_pages=120,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk=16,
-    max_waiting=200,
-)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
-PATIENCE = 100.0  # seconds after which a test says that something hangs
 numbers = itertools.count()
 
 
@@ -95,13 +86,6 @@ def tokens_of(events: Sequence[Event]) -> list[int]:
     )
     assert events[-1].finish_reason is not None
     return [token for event in events for token in event.tokens]
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "this never came true"
-        time.sleep(0.005)
 
 
 # One step after the other
@@ -336,7 +320,7 @@ def test_a_step_in_advance_is_over_once_nobody_is_left(make: Any) -> None:
     engine.submit([request])
     until(lambda: request.finish_reason and not engine.flights)
     assert request.finish_reason == "stop"
-    engine.shutdown(stop=True)
+    engine.shutdown(cancel=True)
     assert not engine.thread.is_alive()
 
 
@@ -472,7 +456,7 @@ def test_steps_that_fail_to_start_are_tried_one_by_one(
     make: Any, model: Model, right: Recompute
 ) -> None:
     """The retries know the tokens of the step that was under way."""
-    failing = model.computed_by(PLAIN)
+    failing = replace(model)
     failing.forward = OutOfMemoryNowAndThen(model.forward)  # type: ignore
     chance = random.Random(5)
     engine = make(failing, num_pages=60, max_num_seqs=4, max_num_batched_tokens=32)
@@ -517,7 +501,7 @@ def test_snapshots_agree_with_themselves_under_load(make: Any) -> None:
     while shots[-1]["running"] or shots[-1]["waiting"]:
         time.sleep(0.002)
         shots.append(engine.snapshot())
-    engine.shutdown(stop=False)
+    engine.shutdown(cancel=False)
     assert engine.scheduler.manager.usage == 0
     assert any(shot["waiting"] for shot in shots)
     for shot in shots:
@@ -568,7 +552,7 @@ def test_nobody_waits_for_a_step(model: Model) -> None:
     blocked = not asked.wait(PATIENCE / 2)
     release.set()
     assert not blocked
-    engine.shutdown(stop=True)
+    engine.shutdown(cancel=True)
 
 
 def test_stats_add_up(make: Any) -> None:

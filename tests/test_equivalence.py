@@ -184,7 +184,7 @@ def run_case(model: Model, alone: Recompute, seed: int) -> Counter[str]:
             continue
         engine.step()
         manager.check_integrity()
-        seen.update(manager.pages)
+        seen.update(manager.named)
         counts["shared"] += max(manager.references) > 1
     by_number = {client.request.number: client for client in clients}
     for event in drain(engine):
@@ -200,7 +200,7 @@ def run_case(model: Model, alone: Recompute, seed: int) -> Counter[str]:
     assert manager.usage == 0
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
-    counts["evictions"] += len(seen) - len(manager.pages)
+    counts["evictions"] += len(seen) - len(manager.named)
     return counts
 
 

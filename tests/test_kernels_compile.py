@@ -13,6 +13,7 @@ from kernels_compiler import (
     compile_case,
     kernel_name,
     kernels_of,
+    parameters,
 )
 
 from simplellm.kernels import decode, draw, launch, norm, prefill, read, rope
@@ -143,17 +144,15 @@ NEVER_WAIT = norm.embed_kernel, read.read_kernel
 SOME_WAIT = decode.decode_kernel, prefill.prefill_kernel
 
 
-def parameters(without=()):
-    """The cases as parameters of a test: those of other kernels than ``without``."""
-    marks = [pytest.mark.exhaustive]
-    return [
-        pytest.param(case, marks=marks if case in MORE else [], id=kernel_name(case))
-        for case in (*CASES, *MORE)
-        if case.kernel not in without
-    ]
+def waits(case):
+    return case.kernel not in NEVER_WAIT
 
 
-@pytest.mark.parametrize("case", parameters())
+def always_waits(case):
+    return waits(case) and case.kernel not in SOME_WAIT
+
+
+@pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_it_compiles_and_fits(case):
     assert_compiles_and_fits(case)
 
@@ -163,7 +162,7 @@ def test_it_compiles_for_older_gpus(case):
     assert_compiles_for_older_gpus(case)
 
 
-@pytest.mark.parametrize("case", parameters(without=NEVER_WAIT))
+@pytest.mark.parametrize("case", parameters(CASES, MORE, waits))
 def test_nothing_is_read_or_written_too_early(case):
     """Before the wait, only what `EARLY` names is read, and nothing written."""
     early = EARLY.get(kernel_name(case), "")
@@ -172,7 +171,7 @@ def test_nothing_is_read_or_written_too_early(case):
     assert_waits(case, early)
 
 
-@pytest.mark.parametrize("case", parameters(without=(*NEVER_WAIT, *SOME_WAIT)))
+@pytest.mark.parametrize("case", parameters(CASES, MORE, always_waits))
 def test_no_program_is_over_before_it_waits(case):
     assert_every_program_waits(case)
 

@@ -13,6 +13,7 @@ from kernels_compiler import (
     compile_case,
     kernel_name,
     kernels_of,
+    parameters,
 )
 
 from simplellm.kernels import experts, experts_one, head, linear, routing
@@ -140,17 +141,11 @@ MORE = [case for case in product_cases(every=True) if case not in CASES]
 ONE_OF_EACH = list({(case.kernel, case.types): case for case in CASES}.values())
 
 
-def parameters(waiting=False):
-    """The cases as parameters of a test, or those of them that wait."""
-    marks = [pytest.mark.exhaustive]
-    return [
-        pytest.param(case, marks=marks if case in MORE else [], id=kernel_name(case))
-        for case in (*CASES, *MORE)
-        if case.constants["PDL"] or not waiting
-    ]
+def waits(case):
+    return case.constants["PDL"]
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_it_compiles_and_fits(case):
     assert_compiles_and_fits(case)
 
@@ -160,7 +155,7 @@ def test_it_compiles_for_older_gpus(case):
     assert_compiles_for_older_gpus(case)
 
 
-@pytest.mark.parametrize("case", parameters(waiting=True))
+@pytest.mark.parametrize("case", parameters(CASES, MORE, waits))
 def test_nothing_is_read_or_written_too_early(case):
     early = EARLY.get(kernel_name(case), "")
     if case is ONE[0]:
@@ -168,7 +163,7 @@ def test_nothing_is_read_or_written_too_early(case):
     assert_waits(case, early)
 
 
-@pytest.mark.parametrize("case", parameters(waiting=True))
+@pytest.mark.parametrize("case", parameters(CASES, MORE, waits))
 def test_no_program_is_over_before_it_waits(case):
     assert_every_program_waits(case)
 

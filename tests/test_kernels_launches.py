@@ -19,11 +19,12 @@ import triton
 import simplellm.kernels
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import GPT_OSS_20B, EngineConfig
+from simplellm.gpt_oss import build
 from simplellm.kernels import decode
 from simplellm.kernels.fused import fused
-from simplellm.model import build
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
+from simplellm.warmup import rehearse
 
 CPU = torch.device("cpu")
 CONFIG = replace(
@@ -72,9 +73,9 @@ def test_kernels_get_what_they_ask_for(
     manager, config = PageManager(4, 64, window=128), EngineConfig().resolved("cpu")
     runner = Runner(model, pool, manager, config, 4096)
     for tokens in (1, 2, 8, 64):
-        runner.rehearse(tokens, tokens, ops)
+        rehearse(runner, tokens, tokens, ops)
     for tokens in (2, 64, 300, 2048):
-        runner.rehearse(tokens, 0, ops)
+        rehearse(runner, tokens, 0, ops)
     seen = set(launched)
     assert {"experts_kernel", "prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
     assert batch_invariant or {"experts_one_kernel", "decode_kernel"} <= seen

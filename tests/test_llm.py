@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import saying, spelled, write_model
+from models import GREEDY, HELLO, PATIENCE, SMALL, saying, spelled
 from recompute import Recompute
 
 from simplellm import (
@@ -29,23 +29,6 @@ from simplellm import (
 )
 from simplellm.request import Request
 from simplellm.tokenizer import TokenizerError
-
-SMALL = EngineConfig(
-    page_size=4,
-    num_pages=120,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk=16,
-    max_waiting=200,
-)
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-PATIENCE = 100.0  # seconds after which a test says that something hangs
-HELLO = [{"role": "user", "content": "?"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

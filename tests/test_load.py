@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
-from models import CONFIG, write_model
+from models import CONFIG
 
 from simplellm import (
     LLM,
@@ -29,12 +29,6 @@ from simplellm.load import load
 from simplellm.machine import find_device
 from simplellm.ops_numpy import UNPACKED_BYTES, is_small
 from simplellm.weights import MXFP4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
-
 
 # The machine
 
@@ -229,11 +223,11 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
     for ends, listed in ((12, {12}), ([12, 13], {12, 13})):
         generation = json.dumps({"eos_token_id": ends, "temperature": 0.5})
         (tmp_path / "generation_config.json").write_text(generation)
-        loaded = load(tmp_path, device="cpu")
+        door = load(tmp_path, device="cpu").door
         names = ("<|return|>", "<|call|>", "<|endoftext|>")
-        harmony = {loaded.tokenizer.special[name] for name in names}
-        assert loaded.eos_token_ids == {11} | listed | harmony
-        assert loaded.default_params == SamplingParams(temperature=0.5)
+        harmony = {door.need_tokenizer().special[name] for name in names}
+        assert door.eos_token_ids == {11} | listed | harmony
+        assert door.default_params == SamplingParams(temperature=0.5)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_too_little_memory_is_told_before_anything_is_computed(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models("alternating", "plain")
-    broken = model.computed_by(replace(PLAIN, embed=None))
+    broken = replace(model, ops=replace(PLAIN, embed=None))
     monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**5, 10**9))
     with pytest.raises(MemoryError, match="the logits of 2000 tokens take"):
         broken.logits(prompt(TINY, 2000))
@@ -307,7 +307,7 @@ def test_a_table_replaces_operations(models: Any) -> None:
     assert calls.count("norm") == 2 * layers + 1
     plain = load_model(device="cpu")
     assert not torch.allclose(logits, plain.logits([1, 2, 3]))
-    assert torch.equal(counted.computed_by(PLAIN).logits([1, 2, 3]), logits)
+    assert torch.equal(replace(counted, ops=PLAIN).logits([1, 2, 3]), logits)
 
 
 def test_experts_stay_packed_unless_a_table_unpacks_them() -> None:

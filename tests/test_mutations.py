@@ -20,7 +20,7 @@ from oracle import oracle_config, prompt, relative_errors, save_mxfp4
 from stepping import Stepper
 from test_oracle import FP32_TOLERANCE, their_logits
 
-from simplellm import batch, load_model, model, ops, ops_numpy, rope, weights
+from simplellm import load_model, model, ops, ops_numpy, reads, rope, weights
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,16 @@ MUTATIONS = {
 }
 
 
-READS = batch.KVGroup.reads.func  # type: ignore[attr-defined]
+READS = reads.decode_reads
 DECODING = {
     "window of a decode too narrow": Mutation(
-        READS, "ends + 1 - self", "ends + 2 - self"
+        READS, "ends + 1 - window", "ends + 2 - window"
     ),
-    "window of a decode too wide": Mutation(READS, "ends + 1 - self", "ends - self"),
+    "window of a decode too wide": Mutation(
+        READS, "ends + 1 - window", "ends - window"
+    ),
     "the newest position hidden": Mutation(READS, "> ends[rows]", ">= ends[rows]"),
-    "pages from the first": Mutation(READS, " - offsets[rows]", ""),
+    "pages from the first": Mutation(READS, " - firsts[rows]", ""),
     "window of a chunk too narrow": Mutation(
         ops.attend_chunks, "group.window + 1", "group.window + 2"
     ),

@@ -236,7 +236,7 @@ class Books(RuleBasedStateMachine):
             for end in range(size, len(known.tokens) + 1, size):
                 digest = page_digest(digest, known.tokens[end - size : end])
                 chains[digest] = tuple(known.tokens[:end])
-        for (group, digest), page in self.manager.pages.items():
+        for (group, digest), page in self.manager.named.items():
             if digest in chains:
                 for place in range(size):
                     count = len(chains[digest]) - size + place + 1

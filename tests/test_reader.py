@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import saying, write_model
+from models import GREEDY, HELLO, PATIENCE, SMALL, saying, until
 from recompute import Recompute
 
 from simplellm import (
@@ -35,23 +35,7 @@ from simplellm.engine import Engine
 from simplellm.request import Request
 from simplellm.scheduler import Work
 
-SMALL = EngineConfig(
-    page_size=4,
-    num_pages=120,
-    max_num_seqs=8,
-    max_num_batched_tokens=64,
-    prefill_chunk=16,
-    max_waiting=200,
-)
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 100_000}
-PATIENCE = 100.0  # seconds after which a test says that something hangs
-HELLO = [{"role": "user", "content": "x"}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +77,6 @@ def check_empty(engine: Engine) -> None:
 
 def threads_of(engine: Engine) -> list[threading.Thread]:
     return [engine.thread] if engine.thread and engine.thread.is_alive() else []
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "this never came true"
-        time.sleep(0.005)
 
 
 def results(futures: Sequence[Future[list[RequestOutput]]]) -> list[list[int]]:
@@ -460,6 +437,39 @@ def test_an_interrupt_ends_the_request_though_its_traceback_is_kept(
     until(lambda: llm.stats().finished.get("abort") == count)
     assert future is None or future.cancelled()
     del kept
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="has no timer's signal")
+def test_a_signal_handler_may_ask_for_stats_inside_of_a_call(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread it interrupts holds the engine's lock already."""
+    llm, seen = start(), []
+    add = llm.engine.scheduler.add
+
+    def interrupted(requests: Sequence[Request]) -> None:
+        add(requests)
+        signal.raise_signal(signal.SIGINT)
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the handler waits for the lock of its own thread")
+
+    monkeypatch.setattr(llm.engine.scheduler, "add", interrupted)
+    before = {
+        signal.SIGINT: signal.signal(
+            signal.SIGINT, lambda *_: seen.append(llm.stats())
+        ),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, give_up),
+    }
+    signal.alarm(10)
+    try:
+        future = llm.generate([[1], [2]], max_tokens=3, **GREEDY)
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen[0].waiting == 2
+    assert [len(tokens) for tokens in results([future])] == [3, 3]
 
 
 def test_two_threads_may_cancel_at_once(

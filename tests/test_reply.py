@@ -2,14 +2,13 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import TOKENIZER, spelled
 
-import simplellm
 from simplellm.harmony import Delta, ToolCall, from_openai, parse, tool_calls
 from simplellm.reply import (
     ChatChoice,
@@ -19,19 +18,10 @@ from simplellm.reply import (
     Usage,
     chat_output,
 )
-from simplellm.request import Event, TokenLogprobs
+from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
 from simplellm.stops import StopStrings
-from simplellm.tokenizer import Tokenizer
 
-EMBEDDED = Path(simplellm.__file__).parent / "embedded"
-TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
-BYTES = {TOKENIZER.token_bytes(id): id for id in range(256)}
 PROMPT = [5, 6, 7]
-
-
-def spelled(text: str) -> list[int]:
-    """Tokens of one byte each: every character border is a token border, or two."""
-    return [BYTES[bytes([byte])] for byte in text.encode()]
 
 
 def encoded(text: str) -> list[int]:
@@ -54,6 +44,12 @@ def events(
     ]
 
 
+def asked(stop: Sequence[str] = (), logprobs: int | None = 1) -> Request:
+    """A request for a reply."""
+    params = SamplingParams(stop=stop, logprobs=logprobs)
+    return Request(PROMPT, max_tokens=100, params=params)
+
+
 def text_reply(
     tokens: Sequence[int],
     stop: Sequence[str] = (),
@@ -61,7 +57,7 @@ def text_reply(
     size: int = 1,
 ) -> tuple[list[str], TextReply]:
     """What each event added, and the reply."""
-    reply = TextReply(PROMPT, stop, TOKENIZER, logprobs=True)
+    reply = TextReply(asked(stop), TOKENIZER)
     pushed = [reply.push(event) for event in events(tokens, finish_reason, size)]
     return ["".join(part.text for part in parts) for parts in pushed], reply
 
@@ -73,7 +69,7 @@ def chat_reply(
     size: int = 1,
 ) -> tuple[list[Delta], ChatReply]:
     """All deltas, and the reply."""
-    reply = ChatReply(PROMPT, stop, TOKENIZER, logprobs=True)
+    reply = ChatReply(asked(stop), TOKENIZER)
     pushed = [reply.push(event) for event in events(tokens, finish_reason, size)]
     return [delta for deltas in pushed for delta in deltas], reply
 
@@ -172,7 +168,7 @@ def test_stop_strings_cost_a_bounded_amount_a_character(stop: str) -> None:
 
 def test_text_and_what_comes_with_it() -> None:
     tokens = encoded("The sum is 132.<|return|>")
-    reply = TextReply(PROMPT, (), TOKENIZER, logprobs=False)
+    reply = TextReply(asked(logprobs=None), TOKENIZER)
     parts = [reply.push(event)[0] for event in events(tokens, "stop")]
     assert reply.output() == RequestOutput(
         "The sum is 132.", tokens, "stop", None, PROMPT
@@ -212,7 +208,7 @@ def test_ids_beyond_the_tokenizer_have_no_text() -> None:
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    reply = TextReply(PROMPT, (), None, logprobs=False)
+    reply = TextReply(asked(logprobs=None), None)
     assert reply.push(Event(1, [1, 2], finish_reason="length"))[0].text == ""
     assert reply.output().token_ids == [1, 2] and reply.finish_reason == "length"
 
@@ -275,7 +271,7 @@ REASONS = st.sampled_from(["stop", "length", "abort"])
 def test_any_tokens_make_a_text(
     ids: list[int], stops: list[str], reason: str, size: int
 ) -> None:
-    reply = TextReply(PROMPT, stops, TOKENIZER, logprobs=True)
+    reply = TextReply(asked(stops), TOKENIZER)
     parts = [part for event in events(ids, reason, size) for part in reply.push(event)]
     output = reply.output()
     text = TOKENIZER.decode(ids, skip_special=True)
@@ -286,7 +282,7 @@ def test_any_tokens_make_a_text(
     assert output.token_ids == [t for part in parts for t in part.token_ids]
     assert output.logprobs == logprobs_of(output.token_ids)
     assert output.token_ids == (ids[: len(output.token_ids)] if stopped else ids)
-    one_by_one = TextReply(PROMPT, stops, TOKENIZER, logprobs=True)
+    one_by_one = TextReply(asked(stops), TOKENIZER)
     for event in events(ids, reason):
         one_by_one.push(event)
     assert one_by_one.output() == output

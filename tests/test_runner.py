@@ -20,6 +20,7 @@ from simplellm.graphs import CaptureError, bucket_sizes
 from simplellm.model import Model
 from simplellm.ops import PLAIN
 from simplellm.request import Request
+from simplellm.warmup import rehearse
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPTS = [[number + 1] * (3 + 5 * number) for number in range(9)]
@@ -136,7 +137,7 @@ def test_a_rehearsal_changes_nothing(model: Model, right: list[list[int]]) -> No
     ops = type(PLAIN)("counting", project=project)
     for tokens, decodes in ((1, 1), (8, 8), (64, 0)):
         seen.clear()
-        engine.runner.rehearse(tokens, decodes, ops)
+        rehearse(engine.runner, tokens, decodes, ops)
         assert set(seen) == {tokens}
     assert engine.runner.pool.memory.eq(7.0).all()
     assert answers(engine, PROMPTS[:3]) == right[:3]

@@ -1,6 +1,7 @@
 """A short soak; `python tools/soak.py` runs the long one."""
 
 import threading
+from typing import Any
 
 import pytest
 import soak
@@ -68,12 +69,13 @@ def test_a_leak_in_the_engine_is_found(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
     """An engine that fails all running requests for one of them."""
-    fail = Engine.fail
+    end = Engine.end
 
-    def spreading(self: Engine, request: Request, cause: BaseException) -> None:
-        for other in [request, *self.scheduler.running]:
-            fail(self, other, cause)
+    def spreading(self: Engine, request: Request, reason: str, *error: Any) -> None:
+        others = self.scheduler.running if reason == "error" else ()
+        for each in [request, *others]:
+            end(self, each, reason, *error)
 
-    monkeypatch.setattr(Engine, "fail", spreading)
+    monkeypatch.setattr(Engine, "end", spreading)
     found = soak.soak(seconds=2, threads=6, fault_every=4)
     assert any("requests that others made fail" in line for line in found["wrong"])

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simplellm.config import ModelConfig
-from simplellm.model import rotations
+from simplellm.rope import rotations
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import quantize
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from simplellm.batch import KVGroup
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MODELS
+from simplellm.gpt_oss import build
 from simplellm.kernels.fragments import unpack
 from simplellm.kernels.fused import fused
 from simplellm.layers import Experts, Layer
-from simplellm.model import Model, build
+from simplellm.model import Model
 from simplellm.ops import PLAIN, route
 from simplellm.sizes import weight_bytes
 from simplellm.weights import MXFP4
@@ -61,9 +62,8 @@ def random_model(
 
     def take(name: str) -> Any:
         weight = checkpoint[name]
-        if isinstance(weight, MXFP4):
-            return weight
-        return weight.to(torch.float32 if name.endswith("norm.weight") else dtype)
+        kind = torch.float32 if name.endswith("norm.weight") else dtype
+        return weight if isinstance(weight, MXFP4) else weight.to(kind)
 
     return build(config, take, ops)
 

@@ -1,0 +1,62 @@
+"""What decodes read of the pages, for operations that have no kernel to look it up."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy import ndarray
+from torch import Tensor
+
+READ = 4096  # positions up to which decodes are read together
+
+
+class Read(NamedTuple):
+    """What n decodes of similar length read: S positions each."""
+
+    rows: ndarray  # int64 [n], which of the decodes
+    cells: ndarray  # int64 [n, S], page * page_size + row of each position
+    hidden: ndarray | None  # bool [n, S]: what is read, but not to be seen
+
+
+def alike(lengths: ndarray) -> Iterator[ndarray]:
+    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
+
+    Rows of no length, which are padding, are in none of them.
+    """
+    order = np.argsort(lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    start = 0
+    while start < len(order):
+        longest = max(64, 2 * lengths[order[start]])  # below 64 a call costs more
+        stop = np.searchsorted(lengths[order], longest, "right")
+        stop = min(stop, start + max(1, READ // longest))
+        yield order[start:stop]
+        start = stop
+
+
+def decode_reads(
+    tables: Tensor,
+    offsets: Tensor,
+    lengths: Tensor,
+    *,
+    window: int | None,
+    page_size: int,
+) -> list[Read]:
+    """What decodes read whose tables, offsets and lengths are those of a `KVGroup`."""
+    pages_of = tables.cpu().numpy().astype(np.int64)
+    firsts = offsets.cpu().numpy()[:, None]
+    ends = lengths.cpu().numpy()[:, None] - 1  # the newest position
+    oldest = np.zeros_like(ends)
+    if window is not None:
+        oldest = np.maximum(ends + 1 - window, 0)
+    counts = (ends + 1 - oldest)[:, 0]
+    reads = []
+    for rows in alike(counts):
+        positions = oldest[rows] + np.arange(counts[rows].max())
+        hidden = positions > ends[rows]
+        # What is hidden gets weight 0 and must be a number: the row's newest.
+        places = np.minimum(positions, ends[rows]) - firsts[rows]
+        pages = pages_of[rows[:, None], places // page_size]
+        cells = pages * page_size + places % page_size
+        reads.append(Read(rows, cells, hidden if hidden.any() else None))
+    return reads
