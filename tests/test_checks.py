@@ -1,7 +1,8 @@
 """Every check refuses the stub and each wrong answer, and accepts the kept version.
 
 What only a lesson has, and no module, is accepted or not where the chapter runs as a
-notebook: conftest.py repeats each check behind the kept version.
+notebook: conftest.py repeats each check behind the kept version. Without a GPU, kernels
+run in Triton's interpreter.
 """
 
 import importlib
@@ -15,15 +16,26 @@ import cells
 import checks
 import course
 import pytest
+import torch
 from export import chapter_files
 from wrong import ANSWERS, Answer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "simplellm"
 
+
+def about_kernels(path: Path) -> bool:
+    return "import triton" in path.read_text(encoding="utf-8")
+
+
 for path in sorted((ROOT / "tests/wrong").glob("ch*.py")):
-    if find_spec("triton") or "triton" not in path.read_text(encoding="utf-8"):
+    if not about_kernels(path) or torch.cuda.is_available():
         importlib.import_module(f"wrong.{path.stem}")
+    elif find_spec("triton"):
+        from kernels_interpreter import interpreted
+
+        with interpreted():  # Triton decides where it decorates
+            importlib.import_module(f"wrong.{path.stem}")
 
 
 class Asked(NamedTuple):
@@ -65,9 +77,17 @@ ASKED = asked()
 EXPORTED = [thing for thing in ASKED if thing.module]
 
 
-def names_of(module: str) -> dict[str, Any]:
-    """A copy of a module's names, in which a stub may be defined."""
-    return dict(vars(importlib.import_module(module)))
+def prepare(name: str, request: pytest.FixtureRequest) -> None:
+    """Let kernels run, if the check of ``name`` is about one."""
+    home = checks.homes()[name.replace(".", "_")]
+    if about_kernels(ROOT / f"chapters/checks/{home}.py"):
+        request.getfixturevalue("kernel_device")
+
+
+def define(source: str, names: dict[str, Any], file: Path) -> None:
+    """Run ``source`` as a file, in which Triton finds its kernels' code."""
+    file.write_text(source, encoding="utf-8")
+    exec(compile(source, str(file), "exec"), names)
 
 
 @pytest.mark.parametrize("thing", ASKED, ids=str)
@@ -88,19 +108,26 @@ def test_every_check_is_asked_for() -> None:
 
 @pytest.mark.parametrize("thing", EXPORTED, ids=str)
 def test_stubs_are_refused_and_kept_versions_pass(
-    thing: Asked, capsys: pytest.CaptureFixture[str]
+    thing: Asked,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
-    names = names_of(thing.module)
+    prepare(thing.name, request)
+    names = dict(vars(importlib.import_module(thing.module)))
     root = thing.name.partition(".")[0]
     course.check(thing.name, names[root])
     assert capsys.readouterr().out == f"{thing.name}: right\n"
-    exec(thing.stub, names)
+    define(thing.stub, names, tmp_path / "stub.py")
     with pytest.raises(course.NotYours, match=f"^{thing.name}: not written yet$"):
         course.check(thing.name, names[root])
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=str)
-def test_wrong_answers_are_refused_with_a_reason(answer: Answer) -> None:
+def test_wrong_answers_are_refused_with_a_reason(
+    answer: Answer, request: pytest.FixtureRequest
+) -> None:
+    prepare(answer.name, request)
     with pytest.raises(course.Wrong, match=re.escape(answer.word)) as refused:
         course.check(answer.name, answer.thing)
     assert str(refused.value).startswith(f"{answer.name}: ")
