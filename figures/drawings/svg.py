@@ -255,7 +255,7 @@ class Drawing:
         )
         box = Box(x - size, y - size, 2 * size, 2 * size)
         self.text(
-            x, y, string, size=11.5, anchor="middle", bold=True, color=WHITE, box=box
+            x, y, string, size=11, anchor="middle", bold=True, color=WHITE, box=box
         )
 
     def dot(self, x: float, y: float, radius: float, color: str) -> None:
