@@ -10,7 +10,17 @@ FIGURES = HERE.parent
 sys.path[:0] = [str(FIGURES), str(FIGURES.parent), str(FIGURES.parent / "chapters")]
 
 # Files with a function `drawings` that returns the drawings by their names.
-ROOMS = ("engine", "model", "chat", "weights", "routing", "attention")
+ROOMS = (
+    "engine",
+    "model",
+    "chat",
+    "weights",
+    "routing",
+    "attention",
+    "cache",
+    "steps",
+    "processor",
+)
 
 
 def rendered() -> dict[str, str]:

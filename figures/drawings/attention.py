@@ -6,7 +6,6 @@ from drawings.svg import (
     BLUE,
     EDGE,
     GREEN,
-    INK,
     LINE,
     MARGIN,
     MUTED,
@@ -14,13 +13,11 @@ from drawings.svg import (
     SMALL,
     VERMILION,
     WHITE,
-    WIDTH,
     Drawing,
     mix,
     number,
     shade,
 )
-
 from simplellm.config import GPT_OSS_120B
 from simplellm.names import axes
 from simplellm.rope import yarn_frequencies
@@ -58,7 +55,12 @@ def heads() -> Drawing:
         d.note(x + span / 2, y - 11, "query heads", anchor="middle")
         key = d.box(x + 4, y + 92, span / 2 - 8, 46, f"k {kv}", f"[{dim}]", color=GREEN)
         value = d.box(
-            x + span / 2 + 4, y + 92, span / 2 - 8, 46, f"v {kv}", f"[{dim}]",
+            x + span / 2 + 4,
+            y + 92,
+            span / 2 - 8,
+            46,
+            f"v {kv}",
+            f"[{dim}]",
             color=ORANGE,
         )
         middle = x + span / 2
@@ -71,14 +73,13 @@ def heads() -> Drawing:
     d.text(452, y + 115, "…", size=18, anchor="middle", color=MUTED)
 
     kept = position_bytes(config, 2)
-    d.note(
+    d.height = d.prose(
         MARGIN,
         y + 186,
-        f"Kept of a position in each layer: 2 * {kv_heads} heads * {dim} numbers * 2 "
-        f"bytes = {kept:,} bytes.",
-        f"With {queries} heads of keys and values it would be {kept * group:,}.",
+        f"Kept of a position in each layer: 2 * {kv_heads} heads * {dim} numbers * "
+        f"2 bytes = {kept:,} bytes. With {queries} heads of keys and values it "
+        f"would be {kept * group:,}.",
     )
-    d.height = y + 220
     return d
 
 
@@ -88,7 +89,13 @@ def rope() -> Drawing:
     rows = ((0, BLUE), (5, VERMILION))
     d = Drawing("A rotating pair at positions 0, 1 and 2", 420)
     radius, pitch, left = 44, 112, 134
-    headings = ("position 0", "position 1", "position 2", "k at 1, q at 3", "k at 4, q at 6")
+    headings = (
+        "position 0",
+        "position 1",
+        "position 2",
+        "k at 1, q at 3",
+        "k at 4, q at 6",
+    )
     for column, heading in enumerate(headings):
         x = left + 44 + pitch * column
         d.text(x, 34, heading, size=SMALL, anchor="middle", color=MUTED)
@@ -114,9 +121,7 @@ def rope() -> Drawing:
         y = 100 + 128 * row
         frequency = float(frequencies[pair])
         d.text(MARGIN, y - 16, f"pair {pair}", bold=True, color=shade(color))
-        d.text(
-            MARGIN, y + 3, f"{frequency:.3g} radian", size=SMALL, color=MUTED
-        )
+        d.text(MARGIN, y + 3, f"{frequency:.3g} radian", size=SMALL, color=MUTED)
         d.text(MARGIN, y + 19, "a position", size=SMALL, color=MUTED)
         start = 0.35  # where the pair points before it is turned
         for position in range(3):
@@ -128,7 +133,9 @@ def rope() -> Drawing:
                 dial(x, y, ((angle, color, ""),))
         for i, (key, query) in enumerate(((1, 3), (4, 6))):
             x = left + 44 + pitch * (3 + i)
-            turns = [start + frequency * (key + (query - key) * s / 20) for s in range(21)]
+            turns = [
+                start + frequency * (key + (query - key) * s / 20) for s in range(21)
+            ]
             arc = [(x + 18 * math.cos(a), y - 18 * math.sin(a)) for a in turns]
             d.curve(arc, LINE, 1.5)
             dial(
@@ -139,16 +146,15 @@ def rope() -> Drawing:
                     (start + frequency * query, color, "q"),
                 ),
             )
-    d.note(
+    d.height = d.prose(
         MARGIN,
         300,
-        "A position turns dimension i and dimension i + 32 of a head together, each pair "
-        "at its own speed: pair 0 the",
-        "fastest, pair 31 the slowest. Three positions further on, query and key point "
-        "elsewhere, but the angle between them",
-        "is the same: their product depends on how far apart they are, not on where.",
+        "A position turns dimension i and dimension i + 32 of a head together, "
+        "each pair at its own speed: pair 0 the fastest, pair 31 the slowest. "
+        "Three positions further on, query and key point elsewhere, but the angle "
+        "between them is the same: their product depends on how far apart they "
+        "are, not on where.",
     )
-    d.height = 352
     return d
 
 
@@ -170,7 +176,7 @@ def sink() -> Drawing:
     def row(y: float, string: str, values: list[float | None], show: str) -> None:
         d.text(MARGIN, y + 15, string, size=SMALL, color=MUTED)
         for i, value in enumerate(values):
-            x = left + (wide + 6) * i
+            x: float = left + (wide + 6) * i
             if value is None:
                 d.box(x, y, wide, 30, dash=True, radius=3)
             else:
@@ -211,15 +217,14 @@ def sink() -> Drawing:
     d.heading(MARGIN, 276, "with it")
     row(296, "softmax of four", list(weights), ".3f")
     bar(334, weights)
-    d.note(
+    d.height = d.prose(
         MARGIN,
         378,
-        "The sink has no value, so its column is dropped: the weights that count add up "
-        f"to {sum(weights[:3]):.3f}. A head that",
-        "finds nothing worth reading can give almost nothing that way. Each head has "
-        "learned the score of its own sink.",
+        "The sink has no value, so its column is dropped: the weights that count "
+        f"add up to {sum(weights[:3]):.3f}. A head that finds nothing worth reading "
+        "can give almost nothing that way. Each head has learned the score of its "
+        "own sink.",
     )
-    d.height = 412
     return d
 
 

@@ -15,7 +15,6 @@ from drawings.svg import (
     shade,
     tint,
 )
-
 from simplellm.folder import EMBEDDED
 from simplellm.harmony import Message, render
 from simplellm.tokenizer import Tokenizer
@@ -162,13 +161,12 @@ def parser() -> Drawing:
 
     d.arrow((40, header.cy), (header.x, header.cy))
     d.note(46, header.cy - 12, "start", anchor="middle")
-    d.note(
+    d.prose(
         MARGIN,
         222,
         "Lenient: <|start|> or <|channel|> within a content also ends the message; "
-        "a header that ends",
-        "without <|message|> gives its text as content; any other control token "
-        "is passed over.",
+        "a header that ends without <|message|> gives its text as content; any other "
+        "control token is passed over.",
     )
 
     d.line((MARGIN, 266), (WIDTH - MARGIN, 266), width=0.8)

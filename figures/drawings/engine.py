@@ -154,7 +154,13 @@ def engine(chapter: int | None = None) -> Drawing:
     embedding = small(346, "embedding")
     layers = d.panel(204, 384, 276, 102, fill=WHITE, edge=edge)
     d.text(
-        342, 398, "each layer (gpt-oss-120b has 36)", size=11.5, anchor="middle", color=MUTED, box=layers
+        342,
+        398,
+        "each layer (gpt-oss-120b has 36)",
+        size=11.5,
+        anchor="middle",
+        color=MUTED,
+        box=layers,
     )
     attention = d.part(5, 216, 410, 252, 30, "attention")
     experts = d.part(4, 216, 448, 252, 30, "router and experts")

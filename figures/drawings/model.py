@@ -1,6 +1,7 @@
 """gpt-oss-120b with its shapes and bytes, and a request's way through the engine."""
 
 import math
+from typing import Any
 
 from drawings.svg import (
     BLUE,
@@ -20,7 +21,6 @@ from drawings.svg import (
     shade,
     tint,
 )
-
 from simplellm.config import GPT_OSS_120B, ModelConfig
 from simplellm.folder import EMBEDDED
 from simplellm.names import is_expert_weight, packed_shapes, tensor_shapes
@@ -93,22 +93,13 @@ def model() -> Drawing:
     def row(y: float, string: str, color: str, *names: str | None) -> None:
         weight, *bias = (name for name in names if name)
         box = d.box(64, y, 172, 26, string, color=color)
-        values = (
-            (SHAPE, str(list(big[weight])), "start", INK),
-            (BYTES, size(sum(stored[name] for name in (weight, *bias))), "end", INK),
-            (READS, size(sum(read[name] for name in (weight, *bias))), "end", INK),
-            (SMALLER, str(list(small[weight])), "end", MUTED),
-        )
-        for x, value, anchor, ink in values:
-            d.text(
-                x,
-                box.cy,
-                value,
-                size=SMALL,
-                mono=True,
-                anchor=anchor,  # type: ignore[arg-type]
-                color=ink,
-            )
+        options: dict[str, Any] = {"size": SMALL, "mono": True}
+        d.text(SHAPE, box.cy, str(list(big[weight])), **options)
+        options["anchor"] = "end"
+        for x, sizes in ((BYTES, stored), (READS, read)):
+            nbytes = sum(sizes[name] for name in (weight, *bias))
+            d.text(x, box.cy, size(nbytes), **options)
+        d.text(SMALLER, box.cy, str(list(small[weight])), color=MUTED, **options)
 
     row(54, "embedding", GREEN, "embed_tokens.weight")
     top = 92
@@ -183,16 +174,14 @@ def model() -> Drawing:
     )
     position = position_bytes(GPT_OSS_120B, 2)
     chosen, experts = GPT_OSS_120B.num_experts_per_tok, GPT_OSS_120B.num_local_experts
-    d.note(
+    d.height = d.prose(
         64,
         bottom + 34,
-        f"A token reads one row of the embedding and {chosen} of {experts} experts, and "
-        "all of the rest.",
-        "Experts are stored in MXFP4, 4.25 bits a weight, everything else in 16 bits; "
-        "biases are counted.",
-        f"Keys and values add {position:,} bytes a position in each layer.",
+        f"A token reads one row of the embedding and {chosen} of {experts} experts, "
+        "and all of the rest. Experts are stored in MXFP4, 4.25 bits a weight, "
+        "everything else in 16 bits; biases are counted. Keys and values add "
+        f"{position:,} bytes a position in each layer.",
     )
-    d.height = bottom + 84
     return d
 
 
@@ -233,9 +222,7 @@ def request() -> Drawing:
     for i, (lane, name, what) in enumerate(HOPS):
         x, w, color = LANES[lane]
         box = d.box(x + 6, top + pitch * i, w - 12, tall, color=color, fill=WHITE)
-        d.text(
-            x + 30, box.cy - 7.5, name, size=11, mono=True, bold=True, box=box
-        )
+        d.text(x + 30, box.cy - 7.5, name, size=11, mono=True, bold=True, box=box)
         d.text(x + 30, box.cy + 8, what, size=11, color=MUTED, box=box)
         d.badge(x + 18, box.cy, str(i + 1), mix(color, INK, 0.25), 9)
         boxes.append(box)
@@ -252,11 +239,13 @@ def request() -> Drawing:
             d.arrow((start.cx, start.bottom), (start.cx, end.cy), (end.right, end.cy))
     step, tell = boxes[4], boxes[9]
     left = 375
-    d.arrow(
-        (tell.x, tell.cy), (left, tell.cy), (left, step.cy), (step.x, step.cy)
+    d.arrow((tell.x, tell.cy), (left, tell.cy), (left, step.cy), (step.x, step.cy))
+    d.note(
+        left - 8, boxes[6].cy - 7, "once for each token,", "until it ends", anchor="end"
     )
-    d.note(left - 8, boxes[6].cy - 7, "once for each token,", "until it ends", anchor="end")
-    d.note(460, boxes[6].cy - 7, "meanwhile the next", "step is scheduled", anchor="middle")
+    d.note(
+        460, boxes[6].cy - 7, "meanwhile the next", "step is scheduled", anchor="middle"
+    )
 
     def waits(x: float, first: float, last: float, string: str) -> None:
         middle = (first + last) / 2

@@ -18,7 +18,6 @@ from drawings.svg import (
     Drawing,
     mix,
 )
-
 from simplellm.config import GPT_OSS_120B
 from simplellm.kernels.experts import tilings
 from simplellm.kernels.routing import max_blocks
@@ -52,7 +51,9 @@ def dispatch() -> Drawing:
     def token_row(y: float, *lines: list[str]) -> list[Box]:
         return [
             d.box(x, y, 2 * wide + gap, 42, *texts, color=color)
-            for x, color, texts in zip(groups, TOKENS, zip(*lines, strict=True), strict=True)
+            for x, color, texts in zip(
+                groups, TOKENS, zip(*lines, strict=True), strict=True
+            )
         ]
 
     # Tokens and their choices.
@@ -75,9 +76,7 @@ def dispatch() -> Drawing:
     rows = {}
     for pair in order:
         token = pair // 2
-        box = d.box(
-            place[pair], 206, wide, 34, f"token {token}", color=TOKENS[token]
-        )
+        box = d.box(place[pair], 206, wide, 34, f"token {token}", color=TOKENS[token])
         rows[pair] = box
     for pair, box in enumerate(pairs):
         color = mix(TOKENS[pair // 2], INK, 0.1)
@@ -126,13 +125,12 @@ def dispatch() -> Drawing:
         x = groups[token] + wide / 2 + (wide + gap) * choice
         color = mix(TOKENS[token], INK, 0.1)
         d.arrow((rows[pair].cx, 330), (x, 410), color=color)
-    d.note(
+    d.height = d.prose(
         MARGIN,
         480,
-        "E0 is what expert 0 made of this token. A pair's number is 2 * token + choice; "
-        f"sorted by expert: {', '.join(map(str, order))}.",
+        "E0 is what expert 0 made of this token. A pair's number is 2 * token + "
+        f"choice; sorted by expert: {', '.join(map(str, order))}.",
     )
-    d.height = 502
     return d
 
 
@@ -204,21 +202,21 @@ def programs() -> Drawing:
     bottom = grid + 4 * 30
 
     batch = 64
-    tiling = tilings(batch, GPT_OSS_120B.num_local_experts, GPT_OSS_120B.num_experts_per_tok)[0]
+    tiling = tilings(
+        batch, GPT_OSS_120B.num_local_experts, GPT_OSS_120B.num_experts_per_tok
+    )[0]
     n = batch * GPT_OSS_120B.num_experts_per_tok
     most = max_blocks(n, GPT_OSS_120B.num_local_experts, tiling.tokens)
     tiles = -(-2 * GPT_OSS_120B.intermediate_size // tiling.rows)
-    d.note(
+    d.height = d.prose(
         MARGIN,
         bottom + 22,
-        "E2[0] are the first rows of expert 2's weight; blocks 1 and 2 both multiply "
-        "with them. The host doesn't know",
-        f"how many blocks there'll be, so it leaves room for the most, {room}; the "
-        "programs of empty blocks end at once.",
-        f"gpt-oss-120b, {batch} tokens: {n} pairs, room for {most} blocks of "
+        "E2[0] are the first rows of expert 2's weight; blocks 1 and 2 both "
+        "multiply with them. The host doesn't know how many blocks there'll be, so "
+        f"it leaves room for the most, {room}; the programs of empty blocks end at "
+        f"once. gpt-oss-120b, {batch} tokens: {n} pairs, room for {most} blocks of "
         f"{tiling.tokens}, and {tiles} tiles of {tiling.rows} rows for gate and up.",
     )
-    d.height = bottom + 80
     return d
 
 

@@ -6,10 +6,14 @@ lines are, so that a test can find what collides.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from html import escape
+from itertools import pairwise
 from typing import Literal
 
+import matplotlib
 from course import COLORS
+from PIL import ImageFont
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = COLORS[:6]
 INK = "#1f2933"
@@ -33,9 +37,7 @@ Point = tuple[float, float]
 
 def mix(color: str, other: str, share: float) -> str:
     """``color`` with ``share`` of it replaced by ``other``."""
-    one, two = (
-        [int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (color, other)
-    )
+    one, two = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (color, other))
     mixed = [round(a + (b - a) * share) for a, b in zip(one, two, strict=True)]
     return "#" + "".join(f"{value:02x}" for value in mixed)
 
@@ -48,6 +50,19 @@ def tint(color: str, share: float = 0.86) -> str:
 def shade(color: str) -> str:
     """The color, dark enough to be read as text."""
     return mix(color, INK, 0.45)
+
+
+@lru_cache
+def font(mono: bool, bold: bool) -> ImageFont.FreeTypeFont:
+    """DejaVu, wider than the fonts that systems use for their pages."""
+    name = f"DejaVuSans{'Mono' if mono else ''}{'-Bold' if bold else ''}.ttf"
+    path = f"{matplotlib.get_data_path()}/fonts/ttf/{name}"
+    return ImageFont.truetype(path, 100, layout_engine=ImageFont.Layout.BASIC)
+
+
+def width_of(string: str, size: float, mono: bool = False, bold: bool = False) -> float:
+    """How wide a text is at its widest."""
+    return font(mono, bold).getlength(string) * size / 100
 
 
 def number(value: float) -> str:
@@ -136,6 +151,18 @@ class Drawing:
         """Small gray lines, the first with its middle at ``y``."""
         for i, line in enumerate(lines):
             self.text(x, y + 15 * i, line, size=SMALL, anchor=anchor, color=MUTED)
+
+    def prose(self, x: float, y: float, string: str) -> float:
+        """Small gray text in as many lines as it takes; where the page may end."""
+        lines = [""]
+        for word in string.split(" "):
+            longer = f"{lines[-1]} {word}".lstrip()
+            if x + width_of(longer, SMALL) > WIDTH - MARGIN:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+        self.note(x, y, *lines)
+        return y + 15 * len(lines) + 12
 
     def heading(self, x: float, y: float, string: str, color: str = INK) -> None:
         """What a part of the drawing is about."""
@@ -239,10 +266,9 @@ class Drawing:
             color = colors if colors is None or isinstance(colors, str) else colors[i]
             lines = () if value is None else (str(value),)
             left = x + i * (w + gap)
-            options = {"size": size, "mono": mono, "bold": bold}
-            cells.append(
-                self.box(left, y, w, h, *lines, color=color, radius=3, **options)  # type: ignore[arg-type]
-            )
+            box = self.box(left, y, w, h, color=color, radius=3)
+            self.fill(box, *lines, size=size, mono=mono, bold=bold)
+            cells.append(box)
         return cells
 
     def badge(
@@ -269,7 +295,7 @@ class Drawing:
         self, *points: Point, color: str = LINE, width: float = 1.3, dash: bool = False
     ) -> None:
         """Straight pieces through ``points``, round at the corners."""
-        self.lines += list(zip(points, points[1:], strict=False))
+        self.lines += pairwise(points)
         path = f"M{number(points[0][0])} {number(points[0][1])}"
         for before, at, after in zip(points, points[1:], points[2:], strict=False):
             into, out = (toward(at, other, 7) for other in (before, after))

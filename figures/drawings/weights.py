@@ -19,10 +19,9 @@ from drawings.svg import (
     WIDTH,
     Drawing,
 )
-
 from simplellm.folder import EMBEDDED
 from simplellm.kernels.fragments import FIRST, NUMBERS, SHIFT, repack_expert
-from simplellm.weights import BIAS, VALUES, MXFP4
+from simplellm.weights import BIAS, MXFP4, VALUES
 
 
 def real_weight() -> MXFP4:
@@ -85,10 +84,10 @@ def mmap() -> Drawing:
         string, color = pages[page]
         d.box(middle, y, wide, tall, string, color=color, radius=3)
     for page, frame in frames.items():
-        there = top + page * (tall + 3) + tall / 2
-        here = top + 14 + frame * (tall + 3) + tall / 2
-        d.arrow((left + wide, there), (middle, here))
-        d.arrow((right, there), (middle + wide, here))
+        start = top + page * (tall + 3) + tall / 2
+        end = top + 14 + frame * (tall + 3) + tall / 2
+        d.arrow((left + wide, start), (middle, end))
+        d.arrow((right, start), (middle + wide, end))
     d.note(
         MARGIN,
         336,
@@ -189,13 +188,12 @@ def block() -> Drawing:
         d.note(MARGIN, y + 13, f"weight {element}")
         formula = f"{code:04b}:  {VALUES[code]:g} * 2^{exponent} = {value:g}"
         d.text(start, y + 13, formula, mono=True, size=12)
-    d.note(
+    d.height = d.prose(
         MARGIN,
         412,
         "17 bytes for 32 weights are 4.25 bits a weight; in bfloat16 they take 64 "
         "bytes.",
     )
-    d.height = 438
     return d
 
 
@@ -256,7 +254,6 @@ def repacked() -> Drawing:
                     anchor="middle",
                     color=MUTED,
                 )
-    x: float = left
     d.text(MARGIN, 184, "for register", size=SMALL, color=MUTED)
     for register, color in enumerate(REGISTER_COLORS):
         x = 110 + 66 * register
@@ -278,7 +275,6 @@ def repacked() -> Drawing:
     for recipe, register in recipes:
         y += 46
         d.text(left, y - 11, f"register {register} = {recipe}", mono=True, size=12)
-        numbers = []
         for bit in range(32):
             x = left + wide * (31 - bit)
             source = next(
@@ -287,13 +283,12 @@ def repacked() -> Drawing:
             if source is None:
                 d.cells(x, y, wide, 26, ["0"], colors=EDGE)
             else:
-                value = word[source[0]] >> source[1] & 1
+                value = str(word[source[0]] >> source[1] & 1)
                 color = REGISTER_COLORS[register]
                 d.cells(x, y, wide, 26, [value], colors=color, bold=True)
         for half, x in ((1, left + 8 * wide), (0, left + 24 * wide)):
             column = 8 * register + half
             e2m1 = float(values[column]) / scale
-            numbers.append(e2m1)
             d.bracket(
                 x - 8 * wide + 2,
                 x + 8 * wide - 2,
@@ -301,15 +296,14 @@ def repacked() -> Drawing:
                 f"column {column}: {e2m1:g} times 2^-126",
             )
         y += 44
-    d.note(
+    d.height = d.prose(
         MARGIN,
         y + 34,
-        f"One multiplication by the scale, stored 2^{126 - SHIFT} times as large, gives "
-        f"two weights times 2^-{SHIFT}. Registers 3",
-        "and 7 take what is left of both words: u has the bits of a where FIRST has "
-        "ones, those of b >> 2 elsewhere.",
+        f"One multiplication by the scale, stored 2^{126 - SHIFT} times as large, "
+        f"gives two weights times 2^-{SHIFT}. Registers 3 and 7 take what is left "
+        "of both words: u has the bits of a where FIRST has ones, those of b >> 2 "
+        "elsewhere.",
     )
-    d.height = y + 72
     return d
 
 
