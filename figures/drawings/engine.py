@@ -89,7 +89,7 @@ def engine(chapter: int | None = None) -> Drawing:
 
     # Text in, text out.
     d.text(126, 30, "“What is 47 + 85?”", size=14, anchor="middle", bold=True)
-    d.text(574, 30, "“132”", size=14, anchor="middle", bold=True)
+    d.text(574, 30, "“47 + 85 = 132”", size=14, anchor="middle", bold=True)
     harmony = d.part(
         1,
         24,
@@ -159,7 +159,7 @@ def engine(chapter: int | None = None) -> Drawing:
         "each layer (gpt-oss-120b has 36)",
         size=11.5,
         anchor="middle",
-        color=MUTED,
+        color=MUTED if chapter is None else FADED,
         box=layers,
     )
     attention = d.part(5, 216, 410, 252, 30, "attention")
@@ -179,7 +179,7 @@ def engine(chapter: int | None = None) -> Drawing:
 
     # Keys and values on the right.
     pages = d.part(8, 516, 314, 116, 60, "Pages", "who holds", "which ones")
-    cache = d.part(7, 516, 401, 116, 48, "KV cache", "k and v")
+    cache = d.part(7, 516, 401, 116, 48, "KV cache", "keys, values")
     d.arrow((574, scheduler.bottom), (574, pages.y))
     d.note(564, 252, "asks", "for room", anchor="end")
     d.arrow((574, pages.bottom), (574, cache.y))
