@@ -23,6 +23,7 @@ from simplellm.sizes import weight_bytes
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "figures"
 SVG = "{http://www.w3.org/2000/svg}"
+RENDERED = rendered()
 DRAWINGS: dict[str, Drawing] = {}
 for room in ROOMS:
     DRAWINGS |= import_module(f"drawings.{room}").drawings()
@@ -66,7 +67,7 @@ def crosses(line: tuple[tuple[float, float], tuple[float, float]], box: Box) -> 
 
 
 def test_committed_files_are_what_the_code_draws() -> None:
-    for name, svg in rendered().items():
+    for name, svg in RENDERED.items():
         committed = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
         assert committed == svg, f"{name}.svg is stale: python figures/drawings"
 
@@ -88,7 +89,7 @@ def test_a_file_says_what_it_shows_and_is_as_wide_as_a_page(name: str) -> None:
     assert root.get("viewBox") == f"0 0 700 {root.get('height')}"
     sizes = [float(text.get("font-size", 0)) for text in root.iter(f"{SVG}text")]
     assert sizes and min(sizes) >= 11
-    assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)", rendered()[name])
+    assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)", RENDERED[name])
 
 
 @pytest.mark.parametrize("name", DRAWINGS)

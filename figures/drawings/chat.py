@@ -146,7 +146,9 @@ def parser() -> Drawing:
     d.text(350, top + 9, "<|message|>", mono=True, size=11.5, anchor="middle")
     d.arrow((content.x, top + 54), (header.right, top + 54))
     d.text(350, top + 68, "<|end|> <|return|>", mono=True, size=11.5, anchor="middle")
-    d.text(350, top + 84, "<|call|>", mono=True, size=11.5, anchor="middle")
+    d.text(
+        350, top + 84, "<|call|> <|endoftext|>", mono=True, size=11.5, anchor="middle"
+    )
     d.note(350, top + 102, "the message is over", anchor="middle")
 
     def loop(box: Box) -> None:
@@ -154,8 +156,9 @@ def parser() -> Drawing:
         d.arrow((left, box.y), (left, up), (right, up), (right, box.y))
 
     loop(header)
-    d.text(header.cx, 36, "text  <|channel|>", mono=True, size=11.5, anchor="middle")
-    d.text(header.cx, 52, "<|constrain|>", mono=True, size=11.5, anchor="middle")
+    words = "text <|start|>", "<|channel|> <|constrain|>"
+    for i, line in enumerate(words):
+        d.text(header.cx, 36 + 16 * i, line, mono=True, size=11.5, anchor="middle")
     loop(content)
     d.text(content.cx, 52, "text", mono=True, size=11.5, anchor="middle")
 

@@ -1,4 +1,9 @@
-"""Time: what a step computes, and when one kernel may follow another."""
+"""Steps: what one computes, what it is sent, when one kernel may follow another."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 
 from drawings.svg import (
     BLUE,
@@ -10,13 +15,16 @@ from drawings.svg import (
     MUTED,
     ORANGE,
     PURPLE,
+    SKY,
     SMALL,
     VERMILION,
     Drawing,
     shade,
 )
+from simplellm.batch import Batch
 from simplellm.pages import PageManager
-from simplellm.request import Request
+from simplellm.request import UNKNOWN, Request
+from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler, Work
 
 BUDGET = 16
@@ -186,6 +194,109 @@ def dependent() -> Drawing:
     return d
 
 
+PAGE, WINDOW, PAGES = 2, 4, 3  # positions, positions, pages in a row of a table
+
+
+def filled() -> Batch:
+    """Two decodes and a chunk of three tokens, as the runner writes them down."""
+    manager = PageManager(24, PAGE, window=WINDOW, share=False)
+    works = []
+    for number, (tokens, computed, length) in enumerate(
+        (
+            ([40, 41, 42, 43, 44, UNKNOWN], 5, 1),
+            ([50, 51, 52, 53], 3, 1),
+            ([60, 61, 62, 63], 0, 3),
+        )
+    ):
+        request = Request(tokens, max_tokens=9)
+        request.number = number
+        manager.add(number, tokens[:1])
+        assert manager.grow(number, computed + length)
+        manager.commit(number, tokens, computed)
+        samples = computed + length == len(tokens)
+        works.append(Work(request, computed, length, samples))
+    shape = sum(work.length for work in works), len(works), PAGES
+    flat = np.zeros(Batch.size(*shape, 2), dtype=np.int32)
+    batch = Batch.of(flat, *shape, 2, manager.windows, PAGE)
+    runner = SimpleNamespace(
+        pool=SimpleNamespace(page_size=PAGE), manager=manager, previous={0: 0}
+    )
+    Runner._fill(cast(Any, runner), batch, works)
+    return batch
+
+
+def flat() -> Drawing:
+    """The arrays of a batch, one behind the other."""
+    batch = filled()
+    d = Drawing("A batch: views of one flat array", 0)
+    wide, tall, left = 30, 28, 46.0
+    count = batch.tokens.shape[0]
+    owners = [0, 1, 2, 2, 2]  # of each token
+    d.heading(MARGIN, 34, "one step, one array of int32")
+    for i, (name, color) in enumerate(
+        (("A decodes", BLUE), ("B decodes", GREEN), ("C, a chunk of three", ORANGE))
+    ):
+        key = 300 + 112 * i
+        d.box(key, 26, 16, 16, color=color, radius=4)
+        d.text(key + 22, 34, name, size=SMALL)
+
+    y = 92.0
+    used = 0
+
+    def part(x: float, name: str, values: Any, colors: list[str]) -> float:
+        nonlocal used
+        numbers = [int(value) for value in np.ravel(values)]
+        cells = d.cells(x, y, wide, tall, numbers, colors=colors, size=12)
+        d.bracket(
+            x + 2, cells[-1].right - 2, y + tall + 4, f"{name} {list(values.shape)}"
+        )
+        used += len(numbers)
+        return cells[-1].right
+
+    def begin(name: str) -> None:
+        d.text(left, y - 14, name, size=SMALL, bold=True)
+
+    of_token = [COLORS[owner] for owner in owners]
+    of_row = list(COLORS[:3])
+    begin(f"for all layers, from number {used}")
+    x = part(left, "tokens", batch.tokens, of_token)
+    x = part(x, "positions", batch.positions, of_token)
+    x = part(x, "lengths", batch.lengths, of_row)
+    x = part(x, "queries", batch.queries, [SKY] * 4)
+    part(x, "samples", batch.samples, [*of_row[:2], EDGE])
+    kinds = ("full layers", f"sliding layers, window {WINDOW}")
+    for kind, group in zip(kinds, batch.groups, strict=True):
+        y += 92
+        begin(f"for the {kind}, from number {used}")
+        x = part(left, "slots", group.slots, of_token)
+        live = [
+            -(-int(length - offset) // PAGE)
+            for length, offset in zip(batch.lengths, group.offsets, strict=True)
+        ]
+        of_table = [
+            COLORS[row] if page < live[row] else EDGE
+            for row in range(3)
+            for page in range(PAGES)
+        ]
+        x = part(x, "tables", group.tables, of_table)
+        part(x, "offsets", group.offsets, of_row)
+    assert used == Batch.size(count, 3, PAGES, 2)
+    d.height = d.prose(
+        MARGIN,
+        y + 84,
+        f"Pages have {PAGE} positions; a slot is page * {PAGE} + place. Gray zeros are "
+        "padding. A's token is -1, the first one that the step before samples: nobody "
+        "knows it yet. queries says where each sequence's tokens begin, samples whose "
+        "successors are wanted. In the sliding layers A has lost its first page "
+        "already: its table begins at position 2.",
+    )
+    return d
+
+
 def drawings() -> dict[str, Drawing]:
     """By name."""
-    return {"09-plan": plan(), "10-dependent": dependent()}
+    return {
+        "09-plan": plan(),
+        "10-batch": flat(),
+        "10-dependent": dependent(),
+    }
