@@ -106,8 +106,18 @@ class Tokenizer:
             raise TokenizerError(
                 f"{pattern!r} is not a regular expression: {error}"
             ) from None
-        tokens = {id: token for token, id in ranks.items()}
-        return cls(tokens, special, bpe_encoder(bpe))
+
+        def encode(text: str, special: bool) -> list[int]:
+            allowed = bpe.special_tokens_set if special else set()
+            cuts = (run.end() for run in WHITESPACE_RUN.finditer(text))
+            ids: list[int] = []
+            for start, end in pairwise([0, *cuts, len(text)]):
+                ids += bpe.encode(
+                    text[start:end], allowed_special=allowed, disallowed_special=()
+                )
+            return ids
+
+        return cls({id: token for token, id in ranks.items()}, special, encode)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Tokenizer":
@@ -130,23 +140,6 @@ class Tokenizer:
 # tiktoken's regex engine overflows its stack on a run of about a million whitespace
 # characters; a text is cut behind each run as long as this.
 WHITESPACE_RUN = re.compile(r"\s{100000}")
-
-
-def bpe_encoder(bpe: tiktoken.Encoding) -> Callable[[str, bool], list[int]]:
-    """The ``encoder`` of a `Tokenizer` that merges with tiktoken."""
-
-    def encode(text: str, special: bool) -> list[int]:
-        allowed = bpe.special_tokens_set if special else set()
-        cuts = (run.end() for run in WHITESPACE_RUN.finditer(text))
-        ids: list[int] = []
-        for start, end in pairwise([0, *cuts, len(text)]):
-            ids += bpe.encode(
-                text[start:end], allowed_special=allowed, disallowed_special=()
-            )
-        return ids
-
-    return encode
-
 
 # What gpt-oss's tokenizer.json says of model, normalizer and the pre-tokenizer's steps.
 KIND = ("BPE", None, "Sequence", "Split", "Isolated", False, "ByteLevel", False, False)
