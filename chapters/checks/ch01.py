@@ -96,7 +96,11 @@ def check_StreamDecoder_push(StreamDecoder):
         expected = [known.decode(bytes([byte])) for byte in data]
         found, rest = stream(data)
         assert found == expected, f"{data!r} came as {found}; expected {expected}"
-        assert rest == known.decode(b"", True), f"what {data!r} leaves for flush"
+        left = known.decode(b"", True)
+        assert rest == left, (
+            f"flush gives out what push has left in self._rest: after {data!r} that is "
+            f"{left!r}, not {rest!r}"
+        )
     end = tokenizer.special["<|end|>"]
     shown = StreamDecoder(tokenizer).push(end)
     assert shown == "<|end|>", f"a control token's bytes are its name, not {shown!r}"
@@ -360,8 +364,8 @@ def check_HarmonyParser_push(HarmonyParser):
             f"{reason}: the deltas of {text!r} add up to {shown!r}"
         )
     reserved = [1087, *tokenizer.encode(f"{last}<|reserved_2|>3", special=True), 1080]
-    contents = [message.content for message in run(reserved)[0].messages]
-    assert contents == ["123"], f"reserved ids are passed over, no text; {contents}"
+    found = [message.content for message in run(reserved)[0].messages]
+    assert found == ["123"], f"reserved ids are passed over, no text; {found}"
 
     parser = HarmonyParser(tokenizer)
     ids = tokenizer.encode(f"{last}🙂", special=True)
