@@ -93,13 +93,18 @@ def check_StreamDecoder_push(StreamDecoder):
             rng.choice(b"a\x80\xbf\xc3\xe2\xed\xf0\x9f\xff") for _ in range(12)
         )
         known = codecs.getincrementaldecoder("utf-8")("replace")
-        expected = [known.decode(bytes([byte])) for byte in data]
+        whole, least, shown = data.decode(errors="replace"), "", ""
         found, rest = stream(data)
-        assert found == expected, f"{data!r} came as {found}; expected {expected}"
-        left = known.decode(b"", True)
-        assert rest == left, (
-            f"flush gives out what push has left in self._rest: after {data!r} that is "
-            f"{left!r}, not {rest!r}"
+        for byte, text in zip(data, found, strict=True):
+            least += known.decode(bytes([byte]))
+            shown += text
+            assert whole.startswith(shown) and len(shown) >= len(least), (
+                f"{data!r} came as {found}: after {shown!r} it should have been at "
+                f"least {least!r}, and all of it is {whole!r}"
+            )
+        assert shown + rest == whole, (
+            f"flush gives out what push has left in self._rest: {data!r} is {whole!r} "
+            f"in all, not {shown + rest!r}"
         )
     end = tokenizer.special["<|end|>"]
     shown = StreamDecoder(tokenizer).push(end)
@@ -328,6 +333,11 @@ def check_HarmonyParser_push(HarmonyParser):
         ),
         ("<|channel|>final 12<|return|>", [answered], "the header has no <|message|>"),
         ("12<|return|>", [(None, None, "12")], "there is no header at all"),
+        (
+            f"12<|start|>assistant{last}<|return|>",
+            [(None, None, "12"), answered],
+            "<|start|> ends a header too, and what it held as text is not lost",
+        ),
         (
             f"{last}<|message|>3<|return|>",
             [("final", None, "123")],

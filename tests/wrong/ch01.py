@@ -220,6 +220,15 @@ class MessageAgain(HarmonyParser):
         return super().push(token_id)
 
 
+@wrong("HarmonyParser.push", "is not lost")
+class StartGoesOn(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None and self._markers.get(token_id) == "<|start|>":
+            self._header.append(("<|start|>", bytearray()))
+            return []
+        return super().push(token_id)
+
+
 @wrong("HarmonyParser.push", "no text")
 class ReservedAsText(HarmonyParser):
     def __init__(self, tokenizer):
