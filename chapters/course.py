@@ -108,6 +108,34 @@ def check(name: str, candidate: Any) -> None:
     print(f"{name}: right")
 
 
+def keep(name: str, candidate: Any) -> Any:
+    """``candidate`` if its check accepts it, else the version that the course keeps.
+
+    For the cells of a workbook, which have no kept version of their own: it is defined
+    among the caller's names, from the file that `make workbook` writes beside this.
+    """
+    try:
+        check(name, candidate)
+    except Verdict as refused:
+        print(f"{refused}\nFrom here on this page uses ours.")
+    else:
+        print("From here on this page uses yours.")
+        return candidate
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    names = frame.f_back.f_globals
+    root, _, method = name.partition(".")
+    if method and len(candidate.__bases__) == 1:
+        names[root] = candidate.__bases__[0]  # ours adds to the class before the stub
+    kept = Path(__file__).with_name("kept.json")
+    source = json.loads(kept.read_text(encoding="utf-8"))[name]
+    # Where Triton and tracebacks look for lines of code.
+    file = f"our {name}"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    exec(compile(source, file, "exec"), names)
+    return names[root]
+
+
 def verdict(
     name: str, run: Callable[[Any], None], candidate: Any, error: BaseException
 ) -> Verdict:
