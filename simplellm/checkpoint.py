@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import mmap
 import struct
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,7 +49,7 @@ class TensorInfo:
     shape: Shape
     nbytes: int
     file: Path
-    offset: int = 0  # of its first byte in the file
+    offset: int  # of its first byte in the file
 
 
 def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -59,18 +61,21 @@ def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
     shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if shards:
         return shards, {}
+    raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
+
+
+def why_no_shards(folder: Path) -> str:
+    """What ``folder`` is instead of a checkpoint with safetensors files."""
     pickles = "pickle files, which run code when loaded and are never loaded here"
     if not folder.exists():
-        wrong = "does not exist; expected a checkpoint folder"
-    elif folder.is_file() and folder.suffix in PICKLES:
-        wrong = f"is one of the {pickles}; expected a folder with *.safetensors"
-    elif folder.is_file():
-        wrong = "is a file; expected the folder that holds it"
-    elif held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
-        wrong = f"holds only {pickles} ({some(held)}); expected *.safetensors"
-    else:
-        wrong = "is not a checkpoint; expected config.json and *.safetensors"
-    raise CheckpointError(f"{folder}: {wrong}")
+        return "does not exist; expected a checkpoint folder"
+    if folder.is_file() and folder.suffix in PICKLES:
+        return f"is one of the {pickles}; expected a folder with *.safetensors"
+    if folder.is_file():
+        return "is a file; expected the folder that holds it"
+    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    return "is not a checkpoint; expected config.json and *.safetensors"
 
 
 def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -122,31 +127,59 @@ def map_shard(file: Path) -> mmap.mmap:
     )
 
 
+def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor, and where its data begins.
+
+    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
+    ``data`` is the whole file, of which only the header is read.
+    """
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length].decode())
+    header.pop("__metadata__", None)  # free text that writers may add
+    return header, 8 + length
+
+
 def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
     """What all the shards hold, by name on disk."""
     infos: dict[str, TensorInfo] = {}
     for file, shard in shards.items():
-        (length,) = struct.unpack("<Q", shard[:8])
-        header = json.loads(shard[8 : 8 + length].decode())
-        header.pop("__metadata__", None)
+        header, start = read_header(shard)
         for name, entry in header.items():
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
             wrong = ""
-            if entry["dtype"] not in DTYPES:
-                wrong = f"is {entry['dtype']}; expected {', '.join(DTYPES)}"
+            if dtype not in DTYPES:
+                wrong = f"is {dtype}; expected {', '.join(DTYPES)}"
             elif name in infos:
                 wrong = f"is in {infos[name].file.name} too; expected each tensor once"
             if wrong:
                 raise CheckpointError(f"{file}: {name!r} {wrong}")
-            begin, end = entry["data_offsets"]
-            infos[name] = TensorInfo(
-                name=name,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                nbytes=end - begin,
-                file=file,
-                offset=8 + length + begin,
-            )
+            size = end - begin
+            infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
     return infos
+
+
+def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
+    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
+
+    ``data`` is the whole file that ``info`` speaks of.
+    """
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
+    return flat.view(info.shape)
+
+
+def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
+    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
+
+    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
+    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
+    """
+    if not is_expert_weight(ours):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    if len(parts) == 2:
+        return MXFP4(*parts)
+    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
 
 
 def some(names: Iterable[str]) -> str:
@@ -230,9 +263,6 @@ class Checkpoint:
         """Bytes on disk of the tensor that we call ``ours``."""
         return sum(self._infos[name].nbytes for name in self._stored[ours])
 
-    def __contains__(self, ours: object) -> bool:
-        return ours in self._stored
-
     def __getitem__(self, ours: str) -> Weight:
         """The weight [out, in] in its dtype on disk.
 
@@ -240,24 +270,9 @@ class Checkpoint:
         stores apart and which are joined into a copy. Its unpacked experts are a
         transposed view. Writing to a tensor does not change the file.
         """
-        parts = [self._read(name) for name in self._stored[ours]]
-        if is_expert_weight(ours):
-            if self.packed:
-                return MXFP4(*parts)
-            if self.layout == "huggingface":
-                return parts[0].transpose(1, 2)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _read(self, name: str) -> Tensor:
-        info = self._infos[name]
-        dtype = DTYPES[info.dtype]
-        flat = torch.frombuffer(
-            self._shards[info.file],
-            dtype=dtype,
-            count=info.nbytes // dtype.itemsize,
-            offset=info.offset,
-        )
-        return flat.view(info.shape)
+        infos = [self._infos[name] for name in self._stored[ours]]
+        parts = [tensor_view(self._shards[info.file], info) for info in infos]
+        return assembled(parts, ours, self.layout)
 
 
 class Upload:
@@ -320,9 +335,6 @@ class RandomCheckpoint:
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""
         return list(self._shapes)
-
-    def __contains__(self, ours: object) -> bool:
-        return ours in self._shapes
 
     def __getitem__(self, ours: str) -> Weight:
         """The weight [out, in]: in ``dtype``, or MXFP4 if it is an expert's."""
