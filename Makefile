@@ -4,7 +4,7 @@
 #   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all lab book export check evaluate clean help
+.PHONY: demo test test-all lab book export figures check evaluate clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -46,6 +46,10 @@ book: $(STAMP)
 
 export: $(STAMP)
 	@$(PY) tools/export.py
+
+figures: $(STAMP)
+	SAVE_FIGURES=1 OMP_NUM_THREADS=1 $(PY) -m pytest chapters -n $(JOBS) \
+		--dist loadfile -o chapter_seconds=180 $(OPTIONS)
 
 check: $(STAMP)
 	$(PY) tools/export.py --check

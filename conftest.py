@@ -1,10 +1,10 @@
 """Run the chapters as notebooks: `pytest chapters/`, `pytest chapters/03-mxfp4.md`.
 
-nbval runs .ipynb files; here its collector takes the Markdown chapters. Behind each
-`#| check` cell come the folded solution and the check once more: the check has to fail
-on the stub and to pass on the solution.
+nbval runs .ipynb files; here its collector takes the Markdown chapters. Each `check`
+has to refuse the stub above it as not written, and to accept the kept version.
 """
 
+import os
 import re
 import time
 from collections import defaultdict
@@ -14,59 +14,42 @@ from pathlib import Path
 
 import jupytext
 import pytest
+from cells import steps
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
 SKIPPED = set() if find_spec("triton") else {"11-triton-fusions.md"}
 CHAPTER = re.compile(r"(\d\d|[a-z])-.*\.md$")  # a letter is an appendix's
-DIRECTIVE = re.compile(r"#\| (check|solution) +(\S+)")
-FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def solutions(notebook) -> dict[str, str]:
-    """The code of each exercise's folded solution by the exercise's number."""
-    found: dict[str, str] = defaultdict(str)
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for code in FENCE.findall(cell.source):
-                match = DIRECTIVE.match(code)
-                if match and match[1] == "solution":
-                    found[match[2]] += code
-    return found
-
-
-def code_cells(notebook) -> Iterator[tuple[str, str, bool]]:
-    """Name, source and whether it has to raise, of each cell to run."""
-    solved = solutions(notebook)
-    cells = (cell for cell in notebook.cells if cell.cell_type == "code")
-    for number, cell in enumerate(cells):
-        match = DIRECTIVE.match(cell.source)
-        if not (match and match[1] == "check"):
-            expected = "raises-exception" in cell.metadata.get("tags", [])
-            yield f"cell {number}", cell.source, expected
-            continue
-        exercise = match[2]
-        missing = f"raise LookupError('no `#| solution {exercise}` in the chapter')"
-        yield f"check {exercise} on the stub", cell.source, True
-        yield f"solution {exercise}", solved.get(exercise, missing), False
-        yield f"check {exercise} on the solution", cell.source, False
 
 
 class Chapter(IPyNbFile):
     """A Markdown chapter, run in one kernel whose directory is chapters/."""
 
     seconds = 0.0
+    before: dict[Path, bytes]  # its figures when it starts
 
     def collect(self) -> Iterator[pytest.Item]:
         self.nb = jupytext.read(self.path)
-        for number, (name, source, raises) in enumerate(code_cells(self.nb)):
+        text = self.path.read_text(encoding="utf-8")
+        for number, (name, source, raises) in enumerate(steps(text)):
             cell = new_code_cell(source)
-            options = defaultdict(bool, check_exception=raises)
+            options = defaultdict(bool, check_exception=bool(raises), raises=raises)
             yield ChapterCell.from_parent(
                 self, name=name, cell_num=number, cell=cell, options=options
             )
         yield ChapterTime.from_parent(self, name="time")
+        yield ChapterFigures.from_parent(self, name="figures")
+
+    def setup(self) -> None:
+        self.before = self.figures()
+        super().setup()
+
+    def figures(self) -> dict[Path, bytes]:
+        """The chapter's figures and recorded numbers, which running it leaves alone."""
+        number = self.path.name.partition("-")[0]
+        found = (self.config.rootpath / "figures").glob(f"{number}-*")
+        return {path: path.read_bytes() for path in found}
 
 
 class ChapterCell(IPyNbCell):
@@ -78,9 +61,12 @@ class ChapterCell(IPyNbCell):
             super().runtest()
         finally:
             self.parent.seconds += time.perf_counter() - start
-        raised = any(output.output_type == "error" for output in self.test_outputs)
-        if self.options["check_exception"] and not raised:
+        expected = self.options["raises"]
+        raised = [o.ename for o in self.test_outputs if o.output_type == "error"]
+        if expected and not raised:
             self.raise_cell_error("The cell raised nothing; expected an exception")
+        if expected not in ("", "*", *raised):
+            self.raise_cell_error(f"The cell raised {raised[0]}; expected {expected}")
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, f"{self.path.name}: {self.name}"
@@ -96,6 +82,19 @@ class ChapterTime(pytest.Item):
         limit = float(self.config.getini("chapter_seconds"))
         if seconds > limit:
             pytest.fail(f"took {seconds:.0f} s, allowed are {limit:.0f} s", False)
+
+
+class ChapterFigures(pytest.Item):
+    """Running a chapter writes no figure, unless it is asked to."""
+
+    def runtest(self) -> None:
+        chapter = self.getparent(Chapter)
+        if chapter is None or os.environ.get("SAVE_FIGURES"):
+            return
+        now, before = chapter.figures(), chapter.before
+        changed = [p.name for p in now if now[p] != before.get(p)]
+        if changed or now.keys() != before.keys():
+            pytest.fail(f"wrote or removed figures: {changed}", False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,15 +1,23 @@
-"""What every chapter needs besides the engine: figures, recorded numbers, timing."""
+"""What every chapter needs besides the engine: checks, figures, numbers, timing."""
 
 import inspect
+import io
 import json
+import linecache
+import os
+import signal
 import statistics
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import checks
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
@@ -18,6 +26,8 @@ from matplotlib.rcsetup import cycler
 
 FIGURES = Path(__file__).resolve().parents[1] / "figures"
 WIDTH = 80  # columns a chapter may print
+CHECK_SECONDS = 60  # far more than a check takes, even on a busy machine
+MESSAGE = 400  # characters of an exception that a reader is shown
 
 # Okabe and Ito's palette, told apart with any common colour blindness; its yellow,
 # too pale on white, comes last.
@@ -65,17 +75,139 @@ matplotlib.rcParams.update(
 )
 
 
-def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
-    """Write ``figures/NAME.svg``, byte for byte the same each time, and close ``fig``.
+class Verdict(Exception):
+    """A check's answer to code that is not right; a notebook shows just its lines."""
 
-    ``alt`` becomes the SVG's own title, for screen readers that open the file.
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+class NotYours(Verdict):
+    """The code is still the stub."""
+
+
+class Wrong(Verdict):
+    """The code was written, and the check refuses it."""
+
+
+class TooLong(BaseException):
+    """No Exception, so that a bare loop around `except Exception` ends too."""
+
+
+def check(name: str, candidate: Any) -> None:
+    """Print "NAME: right" if the check of blank or exercise ``name`` accepts it.
+
+    Raises NotYours for a stub and Wrong for everything else, with the reason.
     """
-    FIGURES.mkdir(exist_ok=True)
+    run = checks.find(name)
+    try:
+        with time_limit(CHECK_SECONDS):
+            run(candidate)
+    except (Exception, SystemExit, TooLong) as error:
+        raise verdict(name, run, candidate, error) from None
+    print(f"{name}: right")
+
+
+def verdict(
+    name: str, run: Callable[[Any], None], candidate: Any, error: BaseException
+) -> Verdict:
+    """What to tell a reader whose ``candidate`` made its check ``run`` raise."""
+    root: BaseException | None = error
+    while root is not None:
+        # Triton's interpreter raises its own exception from the kernel's.
+        if isinstance(root, NotImplementedError):
+            return NotYours(f"{name}: not written yet")
+        root = root.__cause__
+    if isinstance(error, TooLong):
+        reason = f"not done after {CHECK_SECONDS} s; does a loop in it never end?"
+        return Wrong(f"{name}: {reason}")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = source_files(candidate)
+    lines = [frame for frame in frames if frame.filename in own]
+    if isinstance(error, AssertionError):
+        judged = frames[-1].filename in source_files(run)
+        if judged or not lines:
+            asked = frames[-1].line  # the assertion itself says what was expected
+            return Wrong(f"{name}: {str(error) or asked}")
+    told = f"{name}: {type(error).__name__}: {error}"[:MESSAGE].rstrip(": ")
+    if lines:
+        number, code = lines[-1].lineno, (lines[-1].line or "").strip()
+        told += f"\n  in your line {number}: {code}"
+    return Wrong(told)
+
+
+def source_files(thing: Any) -> set[str]:
+    """The files, or notebook cells, that a function or a class's methods stand in."""
+    members = [thing]
+    if inspect.isclass(thing):
+        members = [m for base in thing.__mro__[:-1] for m in vars(base).values()]
+    codes = [getattr(unwrapped(member), "__code__", None) for member in members]
+    files = {code.co_filename for code in codes if code is not None}
+    # A reader's class adds methods to the package's, whose lines are not the reader's.
+    package = str(Path(sys.modules["simplellm"].__file__ or "").parent)
+    return {file for file in files if not file.startswith(package) and is_source(file)}
+
+
+def is_source(file: str) -> bool:
+    """Whether the lines of ``file`` can be shown; a dataclass's __init__ has none."""
+    return bool(linecache.getlines(file))
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooLong in the body after ``seconds``, where there are timers."""
+    main = threading.current_thread() is threading.main_thread()
+    if not (main and hasattr(signal, "setitimer")):
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise TooLong
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # a test run has a limit of its own
+            left = max(left - (time.monotonic() - start), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
+    """Show ``fig`` below the cell that draws it, and close it.
+
+    ``figures/NAME.svg``, which the text shows, is written only where the environment
+    has SAVE_FIGURES, so that running a chapter changes no file:
+
+        make figures                                   all chapters'
+        SAVE_FIGURES=1 .venv/bin/python -m pytest chapters/03-mxfp4.md
+
+    The same figure gives the same bytes. ``alt`` becomes the SVG's own title, for
+    screen readers that open the file.
+    """
     metadata: dict[str, str | None] = {"Date": None, "Creator": None}
     if alt is not None:
         metadata["Title"] = alt
-    fig.savefig(FIGURES / f"{name}.svg", format="svg", metadata=metadata)
+    drawn = io.StringIO()
+    fig.savefig(drawn, format="svg", metadata=metadata)
     plt.close(fig)
+    if os.environ.get("SAVE_FIGURES"):
+        FIGURES.mkdir(exist_ok=True)
+        (FIGURES / f"{name}.svg").write_text(drawn.getvalue(), encoding="utf-8")
+    display({"image/svg+xml": drawn.getvalue()}, f"figure {name}", figure=name)
+
+
+def display(data: dict[str, str], plain: str, **metadata: str) -> bool:
+    """Show ``data``, by its MIME types, in a notebook; False where there is none."""
+    shell = sys.modules.get("IPython")  # scripts run without it
+    if shell is None or shell.get_ipython() is None:
+        return False
+    shell.display.display(data | {"text/plain": plain}, metadata=metadata, raw=True)
+    return True
 
 
 def recorded(name: str) -> Any:
@@ -110,13 +242,10 @@ def show(*objects: Any) -> None:
         name = file_of(thing)
         code = textwrap.dedent(inspect.getsource(unwrapped(thing))).rstrip()
         plain = f"{name}\n\n{code}"
-        shell = sys.modules.get("IPython")  # scripts run without it
-        if shell is None or shell.get_ipython() is None:
-            print(plain)
-            continue
         # Four backticks, because a docstring may hold three.
-        data = {"text/markdown": f"`{name}`\n\n````python\n{code}\n````"}
-        shell.display.display(data | {"text/plain": plain}, raw=True)
+        markdown = f"`{name}`\n\n````python\n{code}\n````"
+        if not display({"text/markdown": markdown}, plain):
+            print(plain)
 
 
 def bench(fn: Callable[[], Any], *, repeat: int = 5, warmup: int = 1) -> float:

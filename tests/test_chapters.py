@@ -209,7 +209,8 @@ def test_only_python_runs(text: str) -> None:
     for cell in jupytext.reads(text, fmt="md").cells:
         if cell.cell_type == "code":
             assert not cell.source.lstrip().startswith("%%"), cell.source
-            assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}, cell.metadata
+            known = {"tags", "jupyter", "lines_to_next_cell"}
+            assert set(cell.metadata) <= known, cell.metadata
 
 
 def test_code_fits_the_page(text: str) -> None:
@@ -265,6 +266,7 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     chapters = tmp_path / "chapters"
     chapters.mkdir()
+    shutil.copy(ROOT / "chapters/cells.py", chapters)
 
     def write(name: str, stub: str, solution: str, more: str = "") -> None:
         text = EXERCISE.format(number=int(name[:2]), stub=stub, solution=solution)
@@ -303,5 +305,6 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
         "01-right.md::solution 1.1",
         "01-right.md::check 1.1 on the solution",
         "01-right.md::time",
+        "01-right.md::figures",
     }
     assert re.search(r"^chapters/04-slow.md +2\.\d s$", result.stdout, re.MULTILINE)

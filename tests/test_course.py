@@ -1,11 +1,16 @@
 """The chapters' helper: figures that stay the same, tables that fit, honest timing."""
 
+import contextlib
 import json
+import runpy
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import checks
 import course
 import matplotlib.pyplot as plt
 import pytest
@@ -29,7 +34,12 @@ def draw() -> plt.Figure:
     return fig
 
 
-def test_the_same_figure_gives_the_same_bytes(figures: Path) -> None:
+def test_a_figure_is_written_when_asked_and_has_the_same_bytes(
+    figures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course.save_figure(draw(), "00-one", alt="A line over a histogram")
+    assert not figures.exists()
+    monkeypatch.setenv("SAVE_FIGURES", "1")
     course.save_figure(draw(), "00-one", alt="A line over a histogram")
     course.save_figure(draw(), "00-two", alt="A line over a histogram")
     first, second = (figures / f"00-{name}.svg" for name in ("one", "two"))
@@ -62,19 +72,117 @@ def test_code_of_what_wraps_a_function(capsys: pytest.CaptureFixture[str]) -> No
     assert printed.count("chapters/course.py\n\ndef ") == 3
 
 
-def test_a_notebook_renders_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[dict[str, str]] = []
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict, dict]]:
+    """What a notebook would show: data by MIME type, and metadata."""
+    found: list[tuple[dict, dict]] = []
+
+    def display(data: dict, metadata: dict, raw: bool) -> None:
+        found.append((data, metadata))
+
     IPython = SimpleNamespace(
-        get_ipython=object,
-        display=SimpleNamespace(display=lambda data, raw: shown.append(data)),
+        get_ipython=object, display=SimpleNamespace(display=display)
     )
     monkeypatch.setitem(sys.modules, "IPython", IPython)
+    return found
+
+
+def test_a_notebook_renders_code(shown: list) -> None:
     course.show(course.bench)
-    (data,) = shown
+    ((data, _),) = shown
     markdown = data["text/markdown"]
     assert markdown.startswith("`chapters/course.py`\n\n````python\ndef bench(")
     assert markdown.endswith("\n````")
     assert data["text/plain"].startswith("chapters/course.py\n\ndef bench(")
+
+
+def test_a_notebook_shows_a_figure(figures: Path, shown: list) -> None:
+    course.save_figure(draw(), "00-one")
+    ((data, metadata),) = shown
+    assert "<svg " in data["image/svg+xml"]
+    assert metadata == {"figure": "00-one"}
+
+
+# Checks.
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Gives the verdict of a check on a function."""
+
+    def judged(check: Callable, candidate: object = None) -> str:
+        monkeypatch.setattr(checks, "find", lambda name: check)
+        with pytest.raises(course.Verdict) as refused:
+            course.check("half", candidate)
+        # A notebook shows these lines and no traceback.
+        assert refused.value._render_traceback_() == str(refused.value).splitlines()
+        return f"{type(refused.value).__name__} {refused.value}"
+
+    return judged
+
+
+CHECK = """
+def check_half(half):
+    assert half(4) == 2, f"half of 4 is {half(4)}"
+    assert half(6) == 3
+"""
+
+
+@pytest.fixture
+def check_half(tmp_path: Path) -> Callable:
+    """From a file of its own, whose assertions pytest does not rewrite."""
+    (tmp_path / "half.py").write_text(CHECK)
+    return runpy.run_path(str(tmp_path / "half.py"))["check_half"]
+
+
+def test_the_verdict_on_code_that_is_not_right(
+    judge: Callable, check_half: Callable
+) -> None:
+    def stub(x: int) -> int:
+        raise NotImplementedError
+
+    def kernel(x: int) -> int:
+        try:
+            return stub(x)
+        except NotImplementedError as error:
+            raise RuntimeError("in a kernel") from error
+
+    def fails(x: int) -> int:
+        return [1, 2][x]
+
+    assert judge(check_half, stub) == "NotYours half: not written yet"
+    assert judge(check_half, kernel) == "NotYours half: not written yet"
+    assert judge(check_half, lambda x: x) == "Wrong half: half of 4 is 4"
+    # An assertion without a message tells what it asserts.
+    assert judge(check_half, lambda x: 2) == "Wrong half: assert half(6) == 3"
+    line = fails.__code__.co_firstlineno + 1
+    assert judge(check_half, fails) == (
+        "Wrong half: IndexError: list index out of range\n"
+        f"  in your line {line}: return [1, 2][x]"
+    )
+    assert judge(check_half, sys.exit) == "Wrong half: SystemExit: 4"
+
+
+def test_a_loop_without_end_is_ended(
+    judge: Callable, check_half: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forever(x: int) -> int:
+        while True:
+            with contextlib.suppress(Exception):
+                x += 1
+
+    monkeypatch.setattr(course, "CHECK_SECONDS", 0.1)
+    outer = signal.getitimer(signal.ITIMER_REAL)[0]
+    assert judge(check_half, forever) == (
+        "Wrong half: not done after 0.1 s; does a loop in it never end?"
+    )
+    # The test run's own limit goes on.
+    assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (outer > 0)
+
+
+def test_an_unknown_check_is_named() -> None:
+    with pytest.raises(LookupError, match="no check_no_such in chapters/checks/"):
+        course.check("no.such", None)
 
 
 def test_bench_is_the_median_without_the_warmup() -> None:

@@ -157,6 +157,8 @@ def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
     if output["output_type"] == "error":
         return raised(output["ename"], output["evalue"])
     data = output["data"]
+    if "figure" in output.get("metadata", {}):
+        return ""  # the text below the cell shows the committed file
     for mime, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
         if mime in data:
             if not alt:

@@ -1,0 +1,140 @@
+"""The code of a chapter: its cells, and the order in which a test run takes them.
+
+A blank is a stub that the reader fills in; its kept version is a cell of its own below.
+An exercise's solution stands in a folded Markdown region, where a notebook does not run
+it. The first lines of a cell may be directives:
+
+    #| blank route          the stub of a blank, a function or a `Class.method`
+    #| exercise 4.1         the stub of an exercise
+    #| solution route       (part of) the kept version of a blank or an exercise
+    #| export ops           the exporter writes the cell into simplellm/ops.py
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+REGION = re.compile(r"^<!-- #region.*?^<!-- #endregion -->$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<ticks>`{3,})python(?P<options>[ \t][^\n]*)?\n(?P<code>.*?)^(?P=ticks)$",
+    re.MULTILINE | re.DOTALL,
+)
+CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
+
+
+class Cell(NamedTuple):
+    """One Python cell; ``options`` is what follows the word python on its fence."""
+
+    source: str
+    options: str = ""
+    folded: bool = False  # an exercise's solution, which a notebook does not run
+
+    def directives(self) -> dict[str, str]:
+        """The argument of each leading ``#|`` line by its first word."""
+        found = {}
+        for line in self.source.splitlines():
+            if not line.startswith("#|"):
+                break
+            word, _, argument = line.removeprefix("#|").strip().partition(" ")
+            found[word] = argument.strip()
+        return found
+
+    @property
+    def body(self) -> str:
+        """The source without its leading directives."""
+        lines = self.source.splitlines(keepends=True)
+        return "".join(lines[len(self.directives()) :])
+
+    @property
+    def raises(self) -> bool:
+        return "raises-exception" in self.options
+
+    @property
+    def checks(self) -> str:
+        """The blank or exercise that the cell checks, or ""."""
+        match = CHECK.search(self.source)
+        return match[1] if match else ""
+
+
+class Step(NamedTuple):
+    """What to run, and what it has to raise: an exception's name, any ("*"), none."""
+
+    name: str
+    source: str
+    raises: str = ""
+
+
+def cells(text: str) -> list[Cell]:
+    """The Python cells of a chapter in Markdown, in order."""
+    regions = [match.span() for match in REGION.finditer(text)]
+    found = []
+    for match in FENCE.finditer(text):
+        options = (match["options"] or "").strip()
+        if options != ".noeval":
+            folded = any(start < match.start() < end for start, end in regions)
+            found.append(Cell(match["code"], options, folded))
+    return found
+
+
+def read(path: Path) -> list[Cell]:
+    """The Python cells of a chapter that was saved as Markdown or as a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return cells(text)
+    found = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            tags = cell["metadata"].get("tags", [])
+            found.append(Cell(source, json.dumps(tags)))
+        else:
+            found += cells(source)
+    return found
+
+
+def solutions(found: list[Cell]) -> dict[str, str]:
+    """The code of each exercise's folded solution by the exercise's number."""
+    solved: dict[str, str] = defaultdict(str)
+    for cell in found:
+        if cell.folded and (name := cell.directives().get("solution")):
+            solved[name] += cell.source
+    return solved
+
+
+def steps(text: str) -> Iterator[Step]:
+    """What a test run executes of a chapter.
+
+    Each check has to refuse the stub as not written. Behind an exercise's check come
+    its solution and the check again; a blank's check is repeated behind the last cell
+    of its kept version.
+    """
+    found = cells(text)
+    solved = solutions(found)
+    running = [cell for cell in found if not cell.folded]
+    last = {
+        name: number
+        for number, cell in enumerate(running)
+        if (name := cell.directives().get("solution"))
+    }
+    checks = {}
+    for number, cell in enumerate(running):
+        directives = cell.directives()
+        # `#| check 4.1` is the form of chapters whose checks stand in the chapter.
+        name = directives.get("check") or (cell.checks if cell.raises else "")
+        if not name:
+            yield Step(f"cell {number}", cell.source, "*" if cell.raises else "")
+        else:
+            stub = "*" if "check" in directives else "NotYours"
+            yield Step(f"check {name} on the stub", cell.source, stub)
+            if last.get(name, -1) > number:
+                checks[name] = cell.source
+            else:
+                missing = f"raise LookupError('no `#| solution {name}` in the chapter')"
+                yield Step(f"solution {name}", solved.get(name, missing))
+                yield Step(f"check {name} on the solution", cell.source)
+        name = directives.get("solution", "")
+        if name in checks and last[name] == number:
+            yield Step(f"check {name} on the kept version", checks[name])

@@ -1,0 +1,142 @@
+"""Every check refuses the stub and each wrong answer, and accepts the kept version.
+
+What only a lesson has, and no module, is accepted or not where the chapter runs as a
+notebook: conftest.py repeats each check behind the kept version. Without a GPU, kernels
+run in Triton's interpreter.
+"""
+
+import importlib
+import re
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cells
+import checks
+import course
+import pytest
+import torch
+from export import chapter_files
+from wrong import ANSWERS, Answer
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "simplellm"
+
+
+def about_kernels(path: Path) -> bool:
+    return "import triton" in path.read_text(encoding="utf-8")
+
+
+for path in sorted((ROOT / "tests/wrong").glob("ch*.py")):
+    if not about_kernels(path) or torch.cuda.is_available():
+        importlib.import_module(f"wrong.{path.stem}")
+    elif find_spec("triton"):
+        from kernels_interpreter import interpreted
+
+        with interpreted():  # Triton decides where it decorates
+            importlib.import_module(f"wrong.{path.stem}")
+
+
+class Asked(NamedTuple):
+    """A blank or an exercise of a chapter whose check is in chapters/checks."""
+
+    name: str
+    blank: bool  # or an exercise
+    stub: str
+    module: str  # that the kept version is exported to, or ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def asked() -> list[Asked]:
+    found = []
+    for path in chapter_files(ROOT):
+        stubs: dict[str, tuple[bool, str]] = {}
+        modules: dict[str, str] = {}
+        checked: dict[str, None] = {}
+        default = ""
+        for cell in cells.read(path):
+            directives = cell.directives()
+            default = directives.get("default_exp", default)
+            if name := directives.get("blank", directives.get("exercise", "")):
+                stubs[name] = "blank" in directives, cell.body
+            if (name := directives.get("solution", "")) and "export" in directives:
+                modules[name] = f"{PACKAGE}.{directives['export'] or default}"
+            if cell.raises and cell.checks:
+                checked[cell.checks] = None
+        for name in checked:
+            found.append(
+                Asked(name, *stubs.get(name, (False, "")), modules.get(name, ""))
+            )
+    return found
+
+
+ASKED = asked()
+EXPORTED = [thing for thing in ASKED if thing.module]
+
+
+def prepare(name: str, request: pytest.FixtureRequest) -> None:
+    """Let kernels run, if the check of ``name`` is about one."""
+    home = checks.homes()[name.replace(".", "_")]
+    if about_kernels(ROOT / f"chapters/checks/{home}.py"):
+        request.getfixturevalue("kernel_device")
+
+
+def define(source: str, names: dict[str, Any], file: Path) -> None:
+    """Run ``source`` as a file, in which Triton finds its kernels' code."""
+    file.write_text(source, encoding="utf-8")
+    exec(compile(source, str(file), "exec"), names)
+
+
+@pytest.mark.parametrize("thing", ASKED, ids=str)
+def test_each_has_a_stub_and_a_check(thing: Asked) -> None:
+    assert thing.stub, f"no `#| blank {thing.name}` or `#| exercise {thing.name}`"
+    assert thing.name.replace(".", "_") in checks.homes()
+
+
+def test_names_are_unique_over_the_course() -> None:
+    counts = Counter(thing.name for thing in ASKED)
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_every_check_is_asked_for() -> None:
+    names = {thing.name.replace(".", "_") for thing in ASKED}
+    assert set(checks.homes()) <= names
+
+
+@pytest.mark.parametrize("thing", EXPORTED, ids=str)
+def test_stubs_are_refused_and_kept_versions_pass(
+    thing: Asked,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    prepare(thing.name, request)
+    names = dict(vars(importlib.import_module(thing.module)))
+    root = thing.name.partition(".")[0]
+    course.check(thing.name, names[root])
+    assert capsys.readouterr().out == f"{thing.name}: right\n"
+    define(thing.stub, names, tmp_path / "stub.py")
+    with pytest.raises(course.NotYours, match=f"^{thing.name}: not written yet$"):
+        course.check(thing.name, names[root])
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=str)
+def test_wrong_answers_are_refused_with_a_reason(
+    answer: Answer, request: pytest.FixtureRequest
+) -> None:
+    prepare(answer.name, request)
+    with pytest.raises(course.Wrong, match=re.escape(answer.word)) as refused:
+        course.check(answer.name, answer.thing)
+    assert str(refused.value).startswith(f"{answer.name}: ")
+    assert answer.word not in answer.name
+
+
+def test_wrong_answers_are_enough() -> None:
+    """Two of each blank, one of each exercise, none of anything else."""
+    counts = Counter(answer.name for answer in ANSWERS)
+    assert set(counts) <= {thing.name for thing in ASKED}
+    for thing in ASKED:
+        assert counts[thing.name] >= 1 + thing.blank, thing.name
