@@ -26,18 +26,25 @@ from simplellm.names import (
 )
 from simplellm.weights import MXFP4, Weight
 
-INDEX = "model.safetensors.index.json"
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor, and where its data begins.
+
+    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
+    ``data`` is the whole file, of which only the header is read.
+    """
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length].decode())
+    header.pop("__metadata__", None)  # free text that writers may add
+    return header, 8 + length
+
+
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
 }
-
-
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint we can read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -52,49 +59,18 @@ class TensorInfo:
     offset: int  # of its first byte in the file
 
 
-def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of a checkpoint and its index, {} when it has none."""
-    if (folder / INDEX).is_file():
-        with raising(CheckpointError, folder / INDEX):
-            return indexed_shards(folder)
-    single = folder / "model.safetensors"
-    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if shards:
-        return shards, {}
-    raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
+def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
+    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
+
+    ``data`` is the whole file that ``info`` speaks of.
+    """
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
+    return flat.view(info.shape)
 
 
-def why_no_shards(folder: Path) -> str:
-    """What ``folder`` is instead of a checkpoint with safetensors files."""
-    pickles = "pickle files, which run code when loaded and are never loaded here"
-    if not folder.exists():
-        return "does not exist; expected a checkpoint folder"
-    if folder.is_file() and folder.suffix in PICKLES:
-        return f"is one of the {pickles}; expected a folder with *.safetensors"
-    if folder.is_file():
-        return "is a file; expected the folder that holds it"
-    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
-        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
-    return "is not a checkpoint; expected config.json and *.safetensors"
-
-
-def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that a folder's index maps its tensors to. Raises ValueError."""
-    index = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ValueError(
-            "has no weight_map; expected an object that maps tensor names to files"
-        )
-    for file in index.values():
-        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
-        expect(named, "a tensor's file", file, "the name of a .safetensors file")
-    shards = sorted({*index.values()})
-    for file in shards:
-        if file != Path(file).name or not (folder / file).is_file():
-            raise ValueError(
-                f"shard {file!r} is missing; expected every file that it names"
-            )
-    return [folder / file for file in shards], index
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint we can read; the message says why."""
 
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
@@ -127,16 +103,17 @@ def map_shard(file: Path) -> mmap.mmap:
     )
 
 
-def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each tensor, and where its data begins.
+def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
+    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
 
-    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
-    ``data`` is the whole file, of which only the header is read.
+    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
+    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
     """
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length].decode())
-    header.pop("__metadata__", None)  # free text that writers may add
-    return header, 8 + length
+    if not is_expert_weight(ours):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    if len(parts) == 2:
+        return MXFP4(*parts)
+    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
 
 
 def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
@@ -157,36 +134,6 @@ def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
             size = end - begin
             infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
     return infos
-
-
-def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
-    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
-
-    ``data`` is the whole file that ``info`` speaks of.
-    """
-    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
-    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
-    return flat.view(info.shape)
-
-
-def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
-    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
-
-    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
-    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
-    """
-    if not is_expert_weight(ours):
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-    if len(parts) == 2:
-        return MXFP4(*parts)
-    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
-
-
-def some(names: Iterable[str]) -> str:
-    """The first three names and how many there are beyond them."""
-    first = sorted(names)
-    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-    return ", ".join(repr(name) for name in first[:3]) + more
 
 
 class Checkpoint:
@@ -213,6 +160,17 @@ class Checkpoint:
             self._stored = stored_shapes(self.config, self.layout, self.packed)
             self._check_names(index)
             self._check_headers()
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in] in its dtype on disk.
+
+        Backed by the file, except for q, k and v, which the Hugging Face layout
+        stores apart and which are joined into a copy. Its unpacked experts are a
+        transposed view. Writing to a tensor does not change the file.
+        """
+        infos = [self._infos[name] for name in self._stored[ours]]
+        parts = [tensor_view(self._shards[info.file], info) for info in infos]
+        return assembled(parts, ours, self.layout)
 
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""
@@ -263,16 +221,61 @@ class Checkpoint:
         """Bytes on disk of the tensor that we call ``ours``."""
         return sum(self._infos[name].nbytes for name in self._stored[ours])
 
-    def __getitem__(self, ours: str) -> Weight:
-        """The weight [out, in] in its dtype on disk.
 
-        Backed by the file, except for q, k and v, which the Hugging Face layout
-        stores apart and which are joined into a copy. Its unpacked experts are a
-        transposed view. Writing to a tensor does not change the file.
-        """
-        infos = [self._infos[name] for name in self._stored[ours]]
-        parts = [tensor_view(self._shards[info.file], info) for info in infos]
-        return assembled(parts, ours, self.layout)
+INDEX = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a checkpoint and its index, {} when it has none."""
+    if (folder / INDEX).is_file():
+        with raising(CheckpointError, folder / INDEX):
+            return indexed_shards(folder)
+    single = folder / "model.safetensors"
+    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if shards:
+        return shards, {}
+    raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
+
+
+def why_no_shards(folder: Path) -> str:
+    """What ``folder`` is instead of a checkpoint with safetensors files."""
+    pickles = "pickle files, which run code when loaded and are never loaded here"
+    if not folder.exists():
+        return "does not exist; expected a checkpoint folder"
+    if folder.is_file() and folder.suffix in PICKLES:
+        return f"is one of the {pickles}; expected a folder with *.safetensors"
+    if folder.is_file():
+        return "is a file; expected the folder that holds it"
+    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    return "is not a checkpoint; expected config.json and *.safetensors"
+
+
+def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that a folder's index maps its tensors to. Raises ValueError."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(
+            "has no weight_map; expected an object that maps tensor names to files"
+        )
+    for file in index.values():
+        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
+        expect(named, "a tensor's file", file, "the name of a .safetensors file")
+    shards = sorted({*index.values()})
+    for file in shards:
+        if file != Path(file).name or not (folder / file).is_file():
+            raise ValueError(
+                f"shard {file!r} is missing; expected every file that it names"
+            )
+    return [folder / file for file in shards], index
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three names and how many there are beyond them."""
+    first = sorted(names)
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return ", ".join(repr(name) for name in first[:3]) + more
 
 
 class Upload:

@@ -82,6 +82,27 @@ NAMES = (
 )
 # fmt: on
 
+
+def is_expert_weight(ours: str) -> bool:
+    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
+    return ours.endswith((".gate_up", ".down"))
+
+
+def stored_names(name: Name, layout: str, packed: bool) -> list[str]:
+    """What is on disk for one of our tensors: one name, or those of its parts.
+
+    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
+    The parts are q, k and v, or blocks and scales.
+    """
+    base = getattr(name, layout)
+    if packed and is_expert_weight(name.ours):
+        dot = "_" if layout == "huggingface" else "."
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    if "{qkv}" in base:
+        return [base.replace("{qkv}", part) for part in "qkv"]
+    return [base]
+
+
 Shape = tuple[int, ...]
 
 
@@ -134,43 +155,6 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
     return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
 
 
-def is_expert_weight(ours: str) -> bool:
-    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
-    return ours.endswith((".gate_up", ".down"))
-
-
-# A kind of weights by a part of our name; the first that fits counts, so that a norm
-# before attention is a norm.
-PARTS = {
-    "norm": "norms",
-    "experts": "experts",
-    "router": "router",
-    "attn": "attention",
-    "embed_tokens": "embedding",
-    "lm_head": "lm_head",
-}
-
-
-def kind(ours: str) -> str:
-    """Which part of the model a tensor belongs to, by our name."""
-    return next(kind for part, kind in PARTS.items() if part in ours)
-
-
-def stored_names(name: Name, layout: str, packed: bool) -> list[str]:
-    """What is on disk for one of our tensors: one name, or those of its parts.
-
-    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
-    The parts are q, k and v, or blocks and scales.
-    """
-    base = getattr(name, layout)
-    if packed and is_expert_weight(name.ours):
-        dot = "_" if layout == "huggingface" else "."
-        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
-    if "{qkv}" in base:
-        return [base.replace("{qkv}", part) for part in "qkv"]
-    return [base]
-
-
 def stored_shapes(
     config: ModelConfig, layout: str, packed: bool
 ) -> dict[str, dict[str, Shape]]:
@@ -191,3 +175,20 @@ def stored_shapes(
             parts = [(shape[0], shape[2], shape[1])]
         found[ours] = dict(zip(names, parts, strict=True))
     return found
+
+
+# A kind of weights by a part of our name; the first that fits counts, so that a norm
+# before attention is a norm.
+PARTS = {
+    "norm": "norms",
+    "experts": "experts",
+    "router": "router",
+    "attn": "attention",
+    "embed_tokens": "embedding",
+    "lm_head": "lm_head",
+}
+
+
+def kind(ours: str) -> str:
+    """Which part of the model a tensor belongs to, by our name."""
+    return next(kind for part, kind in PARTS.items() if part in ours)
