@@ -22,6 +22,9 @@ FENCE = re.compile(
     r"^(?P<ticks>`{3,})python(?P<options>[ \t][^\n]*)?\n(?P<code>.*?)^(?P=ticks)$",
     re.MULTILINE | re.DOTALL,
 )
+FOLDED = re.compile(r"^<details>.*?^</details>$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+LINKED = re.compile(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)\s]*\)")  # what is not read
+WORDS, LINES = 200, 12  # that are read in a minute
 CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
 
 
@@ -51,6 +54,11 @@ class Cell(NamedTuple):
     @property
     def raises(self) -> bool:
         return "raises-exception" in self.options
+
+    @property
+    def flows(self) -> bool:
+        """Whether its code is open on the page; folded code is read by choice."""
+        return not self.folded and '"source_hidden": true' not in self.options
 
     @property
     def checks(self) -> str:
@@ -93,6 +101,20 @@ def read(path: Path) -> list[Cell]:
         else:
             found += cells(source)
     return found
+
+
+def reading_minutes(text: str) -> float:
+    """How long a chapter takes to read, without what is folded."""
+    prose = LINKED.sub("", FENCE.sub("", FOLDED.sub("", text)))
+    words = [word for word in prose.split() if any(map(str.isalnum, word))]
+    lines = [
+        line
+        for cell in cells(text)
+        if cell.flows
+        for line in cell.body.splitlines()
+        if line.strip()
+    ]
+    return len(words) / WORDS + len(lines) / LINES
 
 
 def solutions(found: list[Cell]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The form of every chapter, and of the test run that executes the chapters."""
 
 import ast
+import builtins
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
+import cells
 import course
 import jupytext
 import pytest
@@ -22,14 +24,42 @@ PARTS = [
     "The pain",
     "The idea",
     "The naive version",
-    "The version we keep",
+    "You write it",
     "The check",
     "The ledger",
     "In production",
     "Exercises",
     "What we have now",
 ]
+ROWS = ["time", "you need", "you write", "it becomes"]
 LEDGER = [
+    "invariant",
+    "wins",
+    "loses",
+    "benchmark trap",
+    "measured here",
+    "on an H200",
+]
+LINES_OF_A_CELL = 40
+EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter exports
+
+# Chapters without blanks and without the drawing at their head. The list only shrinks.
+OLD_FORM = {
+    "01-tokens.md",
+    "02-weights.md",
+    "03-mxfp4.md",
+    "04-moe.md",
+    "05-attention.md",
+    "06-model.md",
+    "07-kv-cache.md",
+    "08-paged-cache.md",
+    "09-continuous-batching.md",
+    "10-cuda-graphs.md",
+    "11-triton-fusions.md",
+    "12-full-speed.md",
+}
+OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
+OLD_LEDGER = [
     "technique",
     "invariant it keeps",
     "wins",
@@ -48,6 +78,7 @@ TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \((?:chapter|appendix) (\w+)\)$", re.MU
 # "shows `simplellm/a.py`, `simplellm/b.py` and `simplellm/c.py`"
 MODULE = r"`simplellm/[\w/]+\.py`"
 SHOWS = re.compile(rf"\bshows\s+{MODULE}(?:(?:,|,?\s+and)\s+{MODULE})*")
+EXERCISE_MINUTES = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
 
 
@@ -91,9 +122,17 @@ def promised_modules(text: str) -> set[str]:
     return {name.strip("`") for p in phrases for name in re.findall(MODULE, p)}
 
 
-@pytest.fixture(params=chapter_files(ROOT), ids=lambda path: path.name)
-def path(request: pytest.FixtureRequest) -> Path:
-    return request.param
+def is_new(text: str) -> bool:
+    """Whether a chapter has blanks and, at its head, the drawing of the engine."""
+    return "figures/engine-" in text.split("\n## ")[0] and "#| blank" in text
+
+
+CHAPTERS = chapter_files(ROOT)
+NEW = [path for path in CHAPTERS if is_new(path.read_text(encoding="utf-8"))]
+OLD = [path for path in CHAPTERS if path not in NEW]
+every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.name)
+each_new = pytest.mark.parametrize("path", NEW, ids=lambda path: path.name)
+each_old = pytest.mark.parametrize("path", OLD, ids=lambda path: path.name)
 
 
 @pytest.fixture
@@ -107,18 +146,104 @@ def number(path: Path) -> str:
     return path.name.partition("-")[0].lstrip("0").upper()
 
 
+def test_only_these_have_the_old_form() -> None:
+    assert {path.name for path in OLD} <= OLD_FORM
+
+
+@every_chapter
 def test_the_title_comes_first(text: str) -> None:
     """No YAML header, one title."""
     assert re.match(r"# \S", text)
     assert len(re.findall(r"^# ", prose(text), re.MULTILINE)) == 1
 
 
-def test_the_parts_are_there_in_order(text: str) -> None:
+@every_chapter
+def test_the_parts_are_there_in_order(path: Path, text: str) -> None:
     titles = re.findall(r"^## (.+?)(?::.*)?$", prose(text), re.MULTILINE)
-    assert titles == PARTS
+    assert titles == (PARTS if path in NEW else OLD_PARTS)
+
+
+@each_new
+def test_the_head_has_four_true_rows_a_promise_and_the_drawing(
+    path: Path, text: str, number: str
+) -> None:
+    head = text.split("\n## ")[0]
+    rows = dict(re.findall(r"^\| ([\w ]+?) \| (.+?) \|$", head, re.MULTILINE))
+    assert list(rows) == ROWS
+    time = re.fullmatch(r"(\d+) minutes to read, (\d+) to write", rows["time"])
+    assert time, "expected a row like | time | 45 minutes to read, 60 to write |"
+    counted = cells.reading_minutes(text)
+    assert abs(int(time[1]) - counted) <= 4, f"it takes {counted:.0f} minutes to read"
+    exercises = sum(map(int, EXERCISE_MINUTES.findall(text)))
+    blanks = list(dict.fromkeys(blanks_of(path)))
+    least = exercises + 5 * len(blanks)
+    assert int(time[2]) >= least, f"blanks and exercises take {least} minutes at least"
+    assert re.findall(r"`([\w.]+)`", rows["you write"]) == blanks
+
+    becomes = rows["it becomes"]
+    modules = {name: writers(found) for name, found in collect(ROOT).items()}
+    own = {name for name in modules if f"chapters/{path.name}" in modules[name]}
+    assert set(re.findall(MODULE, becomes)) >= {f"`{name}`" for name in own}
+    for match in LINE_COUNT.finditer(head):
+        lines = (ROOT / match[2]).read_text(encoding="utf-8").count("\n")
+        assert re.search(rf"\({lines}\s", match[0]), match[0]
+    assert {match[2] for match in LINE_COUNT.finditer(becomes)} >= own
+
+    promise, drawing = (part.strip() for part in head.split("\n\n")[2:4])
+    assert promise[-1] in ".?!" and promise[0] not in "|!`"
+    name = number if number.isalpha() else f"{int(number):02}"
+    assert IMAGE.fullmatch(drawing)
+    assert drawing.endswith(f"](../figures/engine-{name.lower()}.svg)")
+
+
+def blanks_of(path: Path) -> list[str]:
+    """The names of a chapter's blanks, in order."""
+    found = (cell.directives().get("blank", "") for cell in cells.read(path))
+    return [name for name in found if name]
+
+
+@each_new
+def test_the_reader_writes(path: Path, text: str) -> None:
+    """Three blanks at least, each with a stub, a check and a folded kept version."""
+    blanks = blanks_of(path)
+    assert len(blanks) >= 3
+    found = cells.read(path)
+    for name in blanks:
+        words = [cell.directives() for cell in found]
+        (stub,) = [i for i, word in enumerate(words) if word.get("blank") == name]
+        (check,) = [i for i, c in enumerate(found) if c.raises and c.checks == name]
+        kept = [i for i, word in enumerate(words) if word.get("solution") == name]
+        assert stub < check < min(kept), f"{name}: stub, check, kept version"
+        assert found[stub].flows
+        assert not any(found[i].flows or found[i].folded for i in kept), name
+    for match in cells.FENCE.finditer(text):
+        if "source_hidden" in (match["options"] or "") and "#| solution" in match[0]:
+            before = text[: match.start()]
+            assert before.count("<details>") == before.count("</details>") + 1, (
+                "a kept version stands in <details>"
+            )
+
+
+@each_new
+def test_the_flow_has_no_long_cell(path: Path) -> None:
+    for cell in cells.read(path):
+        if cell.flows:
+            lines = cell.body.count("\n")
+            assert lines <= LINES_OF_A_CELL, f"{lines} lines:\n{cell.body[:200]}"
+
+
+@each_new
+def test_the_flow_exports_what_one_can_read(path: Path) -> None:
+    exported = [
+        cell.body.count("\n")
+        for cell in cells.read(path)
+        if cell.flows and "export" in cell.directives()
+    ]
+    assert sum(exported) <= EXPORTED_LINES
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="chapters show kernels")
+@each_old
 def test_the_head_tells_minutes_and_modules(path: Path, text: str) -> None:
     """It "writes" what the chapter exports and "shows" what is written by hand.
 
@@ -144,43 +269,62 @@ def test_the_head_tells_minutes_and_modules(path: Path, text: str) -> None:
         assert re.search(rf"\({lines}\s", match[0]), match[0]
 
 
+@every_chapter
 def test_the_idea_has_a_figure(text: str) -> None:
     assert IMAGE.search(section(text, "The idea"))
 
 
+@every_chapter
 def test_every_figure_exists_and_is_described(path: Path, text: str) -> None:
     for alt, target in IMAGE.findall(prose(text)):
         assert len(alt) >= 20, f"{target}: the alt text says too little: {alt!r}"
         assert (path.parent / target).is_file(), target
-        assert Path(target).name.startswith(path.name[:2]), target
+        number = path.name.partition("-")[0]
+        assert Path(target).name.startswith((f"{number}-", "engine-")), target
 
 
+@every_chapter
 def test_every_relative_link_resolves(path: Path, text: str) -> None:
     for target in LINK.findall(prose(text)):
         if not re.match(r"[a-z]+:|#", target):
             assert (path.parent / target.split("#")[0]).exists(), target
 
 
+@each_old
 def test_the_ledger_row_is_complete(text: str) -> None:
     lines = section(text, "The ledger").splitlines()
     rows = [line.strip().strip("|").split("|") for line in lines if line[:1] == "|"]
-    assert [cell.strip() for cell in rows[0]] == LEDGER
+    assert [cell.strip() for cell in rows[0]] == OLD_LEDGER
     assert len(rows) >= 3
     for row in rows[2:]:
-        assert len(row) == len(LEDGER)
+        assert len(row) == len(OLD_LEDGER)
         assert all(cell.strip() for cell in row), row
 
 
+@each_new
+def test_the_ledger_defines_each_technique(text: str) -> None:
+    """A name in bold, and below it a list with what there is to know of it."""
+    part = section(text, "The ledger")
+    names = re.findall(r"^\*\*([^*\n]+)\*\*$", part, re.MULTILINE)
+    entries = re.split(r"^\*\*[^*\n]+\*\*$", part, flags=re.MULTILINE)[1:]
+    assert names
+    for name, entry in zip(names, entries, strict=True):
+        items = re.findall(r"^- ([\w ]+): +\S", entry, re.MULTILINE)
+        assert items == LEDGER, name
+
+
+@every_chapter
 def test_production_names_a_source(text: str) -> None:
     part = section(text, "In production")
     assert re.search(r"vLLM|SGLang|TensorRT-LLM", part)
     assert "https://github.com/" in part
 
 
-def test_the_exercises_have_their_form(text: str, number: str) -> None:
+@every_chapter
+def test_the_exercises_have_their_form(path: Path, text: str, number: str) -> None:
     part = section(text, "Exercises")
     heads = re.findall(r"^### (.+)$", prose(part), re.MULTILINE)
-    assert len(heads) >= 3
+    assert len(heads) >= (2 if path in NEW else 3)
     bodies = re.split(r"^### .+$", part, flags=re.MULTILINE)[1:]
     difficulties = []
     for index, (head, body) in enumerate(zip(heads, bodies, strict=True), start=1):
@@ -190,9 +334,10 @@ def test_the_exercises_have_their_form(text: str, number: str) -> None:
         assert stated, f"{name}: no line like *Difficulty: easy. 10 minutes.*"
         difficulties.append(DIFFICULTIES.index(stated[1]))
         visible, _, folded = body.partition("<!-- #region -->")
-        cells = FENCE.findall(visible)
-        (stub,) = [c for _, c in cells if c.startswith(f"#| exercise {name}\n")]
-        (check,) = [i for i, c in cells if c.startswith(f"#| check {name}\n")]
+        codes = FENCE.findall(visible)
+        (stub,) = [c for _, c in codes if c.startswith(f"#| exercise {name}\n")]
+        starts = f'check("{name}", ' if path in NEW else f"#| check {name}\n"
+        (check,) = [i for i, c in codes if c.startswith(starts)]
         assert stub.strip()
         assert check == 'python tags=["raises-exception"]', f"{name}: check's fence"
         assert "<details><summary>Hint</summary>" in visible, f"{name}: no hint"
@@ -204,6 +349,7 @@ def test_the_exercises_have_their_form(text: str, number: str) -> None:
     assert all(a <= b for a, b in pairwise(difficulties)), "difficulty rises"
 
 
+@every_chapter
 def test_only_python_runs(text: str) -> None:
     """Fences like bash and html turn into cells with a %% magic: keep them out."""
     for cell in jupytext.reads(text, fmt="md").cells:
@@ -213,16 +359,19 @@ def test_only_python_runs(text: str) -> None:
             assert set(cell.metadata) <= known, cell.metadata
 
 
+@every_chapter
 def test_code_fits_the_page(text: str) -> None:
     for _, code in FENCE.findall(text):
         for line in code.splitlines():
             assert len(line) <= COLUMNS, line
 
 
+@every_chapter
 def test_no_path_of_a_machine(text: str) -> None:
     assert not MACHINE_PATH.search(text)
 
 
+@every_chapter
 def test_the_glossary_terms_of_a_chapter_stand_in_it(text: str, number: str) -> None:
     glossary = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
     words = " ".join(text.lower().replace("*", "").split())
@@ -231,6 +380,74 @@ def test_the_glossary_terms_of_a_chapter_stand_in_it(text: str, number: str) -> 
     assert terms and not missing, missing
 
 
+@each_new
+def test_the_glossary_terms_of_a_chapter_are_explained_in_it(
+    text: str, number: str
+) -> None:
+    """Where a term is explained it stands in bold or italics, or in a title."""
+    glossary = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
+    plain = prose(text)
+    told = re.findall(r"\*{1,2}([^*]+)\*{1,2}|^#+ (.+)$", plain, re.MULTILINE)
+    marked = " | ".join(" ".join("".join(match).lower().split()) for match in told)
+    terms = [term for term, chapter in TERM.findall(glossary) if chapter == number]
+    assert [term for term in terms if term.lower() not in marked] == []
+
+
+@every_chapter
+def test_code_quoted_in_prose_exists(path: Path, text: str) -> None:
+    """`name(...)` and `Class.member` are in the package, the chapter or a library."""
+    code = "\n".join(cell.source for cell in cells.read(path))
+    known = names_in(code) | PACKAGE_NAMES | set(dir(builtins))
+    classes = PACKAGE_CLASSES | classes_in(code)  # the chapter's may add members
+    unknown = []
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(text)):
+        match = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", span)
+        if not match:
+            continue
+        root, *members = match[1].split(".")
+        if root in classes and members:
+            own = classes_in(code).get(root, set()) | PACKAGE_CLASSES.get(root, set())
+            unknown += [span] * (members[0] not in own)
+        elif match[2] and not {root, *members} <= known:
+            unknown.append(span)
+    assert unknown == []
+
+
+def names_in(code: str) -> set[str]:
+    """All identifiers of Python source, strings and comments aside."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        for field in ("id", "attr", "name", "arg", "module", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found |= set(value.split("."))
+    return found
+
+
+def classes_in(code: str) -> dict[str, set[str]]:
+    """The members of each class, those that methods set on self included."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ClassDef):
+            members = found.setdefault(node.name, set())
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    members.add(part.name)
+                elif isinstance(getattr(part, "ctx", None), ast.Store):
+                    members.add(getattr(part, "attr", getattr(part, "id", "")))
+    return found
+
+
+SOURCES = [*(ROOT / "simplellm").rglob("*.py"), ROOT / "chapters/course.py"]
+PACKAGE_CODE = "\n".join(
+    re.sub(r"^from __future__.*$", "", source.read_text("utf-8"), flags=re.MULTILINE)
+    for source in SOURCES
+)
+PACKAGE_NAMES = names_in(PACKAGE_CODE)
+PACKAGE_CLASSES = classes_in(PACKAGE_CODE)
+
+
+@every_chapter
 def test_the_summary_lists_the_chapter(path: Path) -> None:
     summary = (ROOT / "chapters/SUMMARY.md").read_text(encoding="utf-8")
     assert f"({path.name})" in summary

@@ -4,8 +4,8 @@ A cell whose leading directive lines hold ``#| export`` goes to the chapter's de
 module, set by ``#| default_exp NAME``; ``#| export NAME`` names another one. A later
 chapter may add to a module, and ``class NAME(NAME):`` adds to the class before it.
 Imports are hoisted, pruned and sorted; the rest keeps its order. In the chapter itself
-all code gets ruff's format, so that both read the same, and the phrase "writes
-`simplellm/NAME.py` (N lines)" gets its number. chapters/modules.toml lists the modules
+all code gets ruff's format, so that both read the same, and the phrase
+"`simplellm/NAME.py` (N lines)" gets its number. chapters/modules.toml lists the modules
 that are written in this way; all others are written by hand and left alone.
 
     python tools/export.py                             every chapter
@@ -35,7 +35,7 @@ TABLE_HEAD = """\
 # not in it is written by hand.
 """
 MODULE_NAME = re.compile(r"[a-z_][a-z0-9_]*(\.[a-z_][a-z0-9_]*)*")
-LINE_COUNT = re.compile(rf"(writes\s+`({PACKAGE}/[\w/]+\.py)`\s+\()\d+(\s+lines?\))")
+LINE_COUNT = re.compile(rf"(`({PACKAGE}/[\w/]+\.py)`\s+\()\d+(\s+lines?\))")
 
 IMPORT_CHECK = """
 import importlib, sys

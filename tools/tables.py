@@ -16,7 +16,7 @@ from export import chapter_files
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
-READING = re.compile(r"(\d+) minutes? to read")
+READING = re.compile(r"(\d+) minutes? to read(?:, (\d+) to write)?")
 EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 
 
@@ -37,7 +37,7 @@ def replace(text: str, name: str, content: str) -> str:
 
 
 def times(chapters: Iterable[Path]) -> str:
-    """Minutes to read each chapter and to do its exercises, and their sums."""
+    """Minutes to read each chapter and to write its code, and their sums."""
     rows: list[tuple[str, int, int]] = []
     for path in chapters:
         text = path.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def times(chapters: Iterable[Path]) -> str:
         number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
         link = f"[{number}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
-        rows.append((link, int(reading[1]), exercises))
+        rows.append((link, int(reading[1]), int(reading[2] or exercises)))
     total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
     headers = ("chapter", "minutes to read", "minutes for the exercises")
     return table(headers, [*rows, total])
