@@ -116,26 +116,6 @@ def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
     return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
 
 
-def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
-    """What all the shards hold, by name on disk."""
-    infos: dict[str, TensorInfo] = {}
-    for file, shard in shards.items():
-        header, start = read_header(shard)
-        for name, entry in header.items():
-            dtype, shape = entry["dtype"], tuple(entry["shape"])
-            begin, end = entry["data_offsets"]
-            wrong = ""
-            if dtype not in DTYPES:
-                wrong = f"is {dtype}; expected {', '.join(DTYPES)}"
-            elif name in infos:
-                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
-            if wrong:
-                raise CheckpointError(f"{file}: {name!r} {wrong}")
-            size = end - begin
-            infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
-    return infos
-
-
 class Checkpoint:
     """A gpt-oss checkpoint folder as a mapping from our names to its tensors.
 
@@ -220,6 +200,26 @@ class Checkpoint:
     def nbytes(self, ours: str) -> int:
         """Bytes on disk of the tensor that we call ``ours``."""
         return sum(self._infos[name].nbytes for name in self._stored[ours])
+
+
+def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
+    """What all the shards hold, by name on disk."""
+    infos: dict[str, TensorInfo] = {}
+    for file, shard in shards.items():
+        header, start = read_header(shard)
+        for name, entry in header.items():
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            wrong = ""
+            if dtype not in DTYPES:
+                wrong = f"is {dtype}; expected {', '.join(DTYPES)}"
+            elif name in infos:
+                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
+            if wrong:
+                raise CheckpointError(f"{file}: {name!r} {wrong}")
+            size = end - begin
+            infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
+    return infos
 
 
 INDEX = "model.safetensors.index.json"
