@@ -214,7 +214,7 @@ def picks_rows(weight):
 
 
 def weighed(config, itemsize):
-    found = Counter()
+    found: Counter[str] = Counter()
     for ours, parts in stored_shapes(config, "original", True).items():
         for name, shape in parts.items():
             found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
@@ -233,7 +233,7 @@ def expert_biases_in_a_byte(config):
 
 @wrong("bytes_on_disk", "A block has 16 bytes")
 def four_bits_and_no_scales(config):
-    found = Counter()
+    found: Counter[str] = Counter()
     for ours, shape in tensor_shapes(config).items():
         size = 0.5 if is_expert_weight(ours) else 2
         found[kind(ours)] += int(math.prod(shape) * size)
@@ -242,7 +242,7 @@ def four_bits_and_no_scales(config):
 
 @wrong("bytes_on_disk", "the kinds are")
 def by_our_names(config):
-    found = Counter()
+    found: Counter[str] = Counter()
     for ours, parts in stored_shapes(config, "original", True).items():
         for shape in parts.values():
             found[ours] += math.prod(shape) * 2
@@ -340,7 +340,8 @@ def lets_anything_in(sizes, limit):
 
 @wrong("2.4", "never gone back to")
 def first_fit(sizes, limit):
-    rooms, shard_of = [], {}
+    rooms: list[int] = []
+    shard_of = {}
     for name, size in sizes.items():
         fitting = [n for n, room in enumerate(rooms) if size <= room]
         if not fitting:
