@@ -7,7 +7,7 @@ from pathlib import Path
 import simplellm
 from simplellm.harmony import HarmonyParser, render_message
 from simplellm.harmony.message import ENDS, ROLES
-from simplellm.harmony.parse import read_header, read_word
+from simplellm.harmony.parse import message_of, read_word
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 from wrong import wrong
 
@@ -216,7 +216,7 @@ class EndsOnlyWithEnd(HarmonyParser):
 class MessageAgain(HarmonyParser):
     def push(self, token_id):
         if self.message is not None and self._markers.get(token_id) == "<|message|>":
-            return self.finish() + self._begin(read_header(self._header_text()))
+            return self.finish() + self._begin(message_of(self._header_text()))
         return super().push(token_id)
 
 
