@@ -304,11 +304,15 @@ def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, st
 
 def tried(blank: Blank, source: str, names: dict[str, Any]) -> tuple[str, str]:
     """Define and check what a reader has written; the verdict and what it says."""
+    before = names.get(blank.root)
     try:
         with course.time_limit(course.CHECK_SECONDS):
             run(source, f"your {blank.name}", names)
     except (Exception, SystemExit, course.TooLong) as error:
         return "wrong", f"{blank.name}: the cell raises {type(error).__name__}: {error}"
+    after, (_, _, member) = names.get(blank.root), blank.name.partition(".")
+    if after is before or (member and member not in vars(after)):
+        return "wrong", f"{blank.name}: the cell does not define it"
     try:
         course.check(blank.name, names.get(blank.root))
     except course.NotYours as error:

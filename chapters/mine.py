@@ -312,8 +312,8 @@ def answer(prompt: str, names: list[str]) -> None:
     print(f"{prompt}\n{reply.content}")
     called = [name for name in names if calls[name]]
     if called:
-        told = ", ".join(f"{name} {calls[name]:,} times" for name in called)
-        print("\n" + textwrap.fill(f"It called your {told}.", course.WIDTH))
+        told = ", ".join(f"{name} {calls[name]:,}" for name in called)
+        print("\n" + textwrap.fill(f"Calls of yours: {told}.", course.WIDTH))
 
 
 def main() -> None:

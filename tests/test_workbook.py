@@ -112,7 +112,7 @@ def test_kept_versions_are_right_and_the_engine_with_them_answers(
     copy = full / "simplellm/weights.py"
     assert copy.read_text("utf-8").count("def dequantize(") == 1
     assert "132" in said
-    assert "It called your" in said and "MXFP4.dequantize" in said
+    assert "Calls of yours:" in said and "MXFP4.dequantize" in said
 
 
 WRONG = """\
@@ -125,9 +125,9 @@ class MXFP4(MXFP4):
 def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     fill(empty, {"MXFP4.dequantize": WRONG})
     (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
-    assert result.verdict == "wrong" and "low nibble" in result.message
+    assert result.verdict == "wrong"
     done = run("mine", PROMPT, "--workbook", empty)
-    assert "low nibble" in done.stdout and "The engine uses ours." in done.stdout
+    assert f"{result.message}\n  The engine uses ours." in done.stdout
     assert "yours, in the engine: none yet" in done.stdout
     assert "132" in done.stdout
     ours = (ROOT / "simplellm/weights.py").read_text("utf-8")
@@ -139,11 +139,15 @@ def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     [
         ("import os\nos._exit(3)\n", "ends the process with 3"),
         ("def f(:\n", "SyntaxError"),
+        ("def dequantise():\n    return 1\n", "does not define it"),
+        ("class MXFP4(MXFP4):\n    pass\n", "does not define it"),
         ("1 / 0\n", "the cell raises ZeroDivisionError"),
         ("import sys\nsys.exit()\n", "SystemExit"),
     ],
 )
-def test_code_that_ends_its_process_is_wrong(empty: Path, code: str, word: str) -> None:
+def test_code_that_does_not_come_to_a_check_is_wrong(
+    empty: Path, code: str, word: str
+) -> None:
     fill(empty, {"MXFP4.dequantize": code})
     results = {result.name: result for result in judged(empty)}
     assert results["MXFP4.dequantize"].verdict == "wrong"
