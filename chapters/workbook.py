@@ -200,12 +200,10 @@ def make(folder: Path) -> None:
         text = path.read_text(encoding="utf-8")
         kept |= {b.name: b.kept for b in blanks_of(path.stem, cells.cells(text))}
         writer.chapter(f"chapters/{path.name}", without_kept_versions(text))
-    for path in sorted(HERE.rglob("*")):
-        name = path.relative_to(HERE)
+    for path in sorted([*HERE.rglob("*"), *(ROOT / "figures").rglob("*")]):
+        name = path.relative_to(ROOT)
         if path.is_file() and path not in chapters and not LEFT_OUT & set(name.parts):
-            writer.put(f"chapters/{name.as_posix()}", path.read_bytes())
-    for path in sorted((ROOT / "figures").iterdir()):
-        writer.put(f"figures/{path.name}", path.read_bytes())
+            writer.put(name.as_posix(), path.read_bytes())
     writer.put("chapters/kept.json", json.dumps(kept, indent=1).encode())
     writer.put("test_blanks.py", TESTS.format(chapters=str(HERE)).encode())
     print(f"{len(kept)} blanks wait for you in {folder}; `make lab` opens it")
