@@ -84,7 +84,8 @@ class Browser:
             about = thrown.get("exception", {}).get("description", thrown["text"])
             self.errors.append(about)
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
-            self.errors.append(params["entry"]["text"])
+            entry = params["entry"]
+            self.errors.append(f"{entry['text']} {entry.get('url', '')}")
         elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.errors.append(str(params["args"]))
         return message

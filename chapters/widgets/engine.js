@@ -94,8 +94,9 @@ function kernel(model) {
 }
 
 export function render({ model, el }) {
-  const { choices, runs } = model.get("data");
-  const source = model.get("live") ? kernel(model) : replay(runs);
+  const live = model.get("live");
+  const { choices } = live ? model.get("data") : model.get("data").record;
+  const source = live ? kernel(model) : replay(model.get("data").record.runs);
   let run = null; // the prompts and limits of what is shown
   let states = []; // one after each step, and one before the first
   let busy = false; // a question is under way
@@ -116,16 +117,16 @@ export function render({ model, el }) {
   const buttons = h("span", { class: "buttons" }, play, next, again);
   const controls = [buttons, step.element, requests.element, pages.element];
   const rows = h("ol", { class: "requests" });
-  const grid = h("div", { class: "pages", role: "img" });
+  const grid = h("div", { class: "pool", role: "img" });
   const facts = h("dl", { class: "facts" });
   const legend = h(
     "p",
     { class: "legend" },
-    h("span", { class: "page", style: `--fill: ${color(4)}` }, "full layers"),
-    h("span", { class: "page sliding", style: `--fill: ${color(4)}` }, "sliding layers"),
-    h("span", { class: "page", style: `--fill: ${stripes([4, 5])}` }, "shared"),
-    h("span", { class: "page kept" }, "kept to be found"),
-    h("span", { class: "page" }, "empty"),
+    h("span", { class: "leaf", style: `--fill: ${color(4)}` }, "full layers"),
+    h("span", { class: "leaf sliding", style: `--fill: ${color(4)}` }, "sliding layers"),
+    h("span", { class: "leaf", style: `--fill: ${stripes([4, 5])}` }, "shared"),
+    h("span", { class: "leaf kept" }, "kept to be found"),
+    h("span", { class: "leaf" }, "empty"),
   );
   const side = h("div", { class: "side" }, grid, legend, facts);
   const halves = h("div", { class: "halves" }, rows, side);
@@ -178,7 +179,7 @@ export function render({ model, el }) {
       { class: "bar", style: `--fill: ${color(number)}`, "aria-hidden": "true" },
       part("cached", cached),
       part("done", done - cached),
-      part("left", prompt + output - done),
+      part("todo", prompt + output - done),
     );
   }
 
@@ -221,7 +222,7 @@ export function render({ model, el }) {
   function cell(page, number) {
     const letters = page.owners.map(letter);
     const short = letters.length > 3 ? `${letters[0]}+${letters.length - 1}` : letters.join("");
-    const classes = ["page", page.group === 1 && "sliding", page.kept && "kept"];
+    const classes = ["leaf", page.group === 1 && "sliding", page.kept && "kept"];
     const held = page.owners.length;
     const style = held ? `--fill: ${stripes(page.owners)}` : "";
     const where = `tokens from ${page.index * run.page_size} on, held by ${letters.join(", ")}`;

@@ -1,7 +1,7 @@
 """A real engine at work, a step at a time, told in plain data."""
 
 import json
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from simplellm.config import EngineConfig
@@ -133,10 +133,13 @@ class LiveEngine:
         }
 
 
-def record(llm: LLM, pages: Sequence[int] = RECORDED["pages"]) -> dict[str, Any]:
-    """Whole runs, for a page where there is no engine."""
+def record(llm: LLM, path: Path) -> None:
+    """Write whole runs, for pages where there is no engine, one in a line."""
     live, runs = LiveEngine(llm), []
-    for count in pages:
-        run = live.start(len(QUESTIONS), count)
-        runs.append(run | {"steps": list(iter(live.step, None))})
-    return {"choices": RECORDED, "runs": runs}
+    for pages in RECORDED["pages"]:
+        run = live.start(len(QUESTIONS), pages)
+        run["steps"] = list(iter(live.step, None))
+        runs.append(json.dumps(run, separators=(",", ":")))
+    choices, lines = json.dumps(RECORDED), ",\n".join(runs)
+    text = f'{{"choices": {choices}, "runs": [\n{lines}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
