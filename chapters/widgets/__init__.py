@@ -17,17 +17,29 @@ import traitlets
 from anywidget import AnyWidget
 
 HERE = Path(__file__).parent
+IMPORT = re.compile(r'^import .* from "\./(\w+)\.js";\n', re.MULTILINE)
 PAGE = "application/vnd.simplellm.page+html"  # tools/bookbuild puts it on the page
 
 
-def source(*files: str) -> str:
-    """The code of JavaScript modules in one, so that none has to be fetched.
+def source(*names: str) -> str:
+    """The code of JavaScript modules, with that of those they import, in one piece.
 
     Pages are opened as files too, where a browser loads no module from another.
     """
-    texts = [(HERE / f"{file}.js").read_text(encoding="utf-8") for file in files]
-    code = re.sub(r'^import .* from "\./.*";\n', "", "\n".join(texts), flags=re.M)
-    return re.sub(r"^export (?!default)", "", code, flags=re.M)
+    found: dict[str, str] = {}
+
+    def take(name: str) -> None:
+        code = (HERE / f"{name}.js").read_text(encoding="utf-8")
+        for imported in IMPORT.findall(code):
+            if imported not in found:
+                take(imported)
+        found[name] = re.sub(
+            r"^export (?!default)", "", IMPORT.sub("", code), flags=re.M
+        )
+
+    for name in names:
+        take(name)
+    return "\n".join(found.values())
 
 
 def style() -> str:
@@ -41,7 +53,7 @@ def page(name: str, data: Any, alt: str) -> str:
     """
     state = json.dumps({"data": data, "alt": alt}, separators=(",", ":"))
     state = state.replace("<", "\\u003c")  # a text may hold </script>
-    code = source("parts", name, "page").replace("export default { render };\n", "")
+    code = source(name, "page").replace("export default { render };\n", "")
     return f"""\
 <div id="widget-{name}" data-widget="{name}"><p>{html.escape(alt)}</p></div>
 
@@ -67,7 +79,7 @@ class Widget(AnyWidget):
     def __init__(
         self, name: str, answer: Callable[[Any], Any] | None, **state: Any
     ) -> None:
-        self._esm, self._css = source("parts", name), style()
+        self._esm, self._css = source(name), style()
         super().__init__(live=answer is not None, **state)
         self.name = name
         if answer is not None:

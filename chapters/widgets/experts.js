@@ -62,7 +62,7 @@ export function render({ model, el }) {
       `${bytes(read / batch.value)} a token. The busiest one works for ${most}.`;
   }
 
-  reset(1);
+  reset(8);
 }
 
 export default { render };
