@@ -23,7 +23,8 @@ import pytest
 import torch
 import widgets
 from bookbuild import page
-from widgets import data, live
+from widgets import live
+from widgets.data import batch_routers, merge_table, rope_dial, weight_block
 
 from simplellm.llm import LLM
 from simplellm.ops import rotate
@@ -103,12 +104,12 @@ def given(llm: LLM, pattern: str) -> dict[str, Any]:
     large = replace(llm.config, num_local_experts=128)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     return {
-        "merge": data.merges(ranks, pattern, "Answer the tokenizer"),
-        "scale": data.block(torch.randn(32, generator=generator) / 8),
-        "experts": data.routers(
+        "merge": merge_table(ranks, pattern, "Answer the tokenizer"),
+        "scale": weight_block(torch.randn(32, generator=generator) / 8),
+        "experts": batch_routers(
             routing["expert_ids"], llm.config, large, lambda config: 70_000
         ),
-        "rope": data.dial(llm.config),
+        "rope": rope_dial(llm.config),
         "engine": {"choices": live.CHOICES, "record": record},
     }
 
@@ -137,7 +138,7 @@ def test_a_tokenizer_of_one_merge(javascript) -> None:
     """Independent of the embedded one: only "ab" merges, and never across pieces."""
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256}
     small = Tokenizer.from_ranks(ranks, r"\w+|\W+", {})
-    table = json.dumps(data.merges(ranks, r"\w+|\W+", ""))
+    table = json.dumps(merge_table(ranks, r"\w+|\W+", ""))
     found = javascript(f"encode('abab a b', {table})", "merge")
     assert found == [256, 256, 32, 97, 32, 98] == small.encode("abab a b")
 

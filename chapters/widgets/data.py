@@ -12,7 +12,7 @@ from simplellm.rope import yarn_frequencies
 from simplellm.weights import BLOCK, VALUES
 
 
-def merges(ranks: Mapping[bytes, int], pattern: str, text: str) -> dict[str, Any]:
+def merge_table(ranks: Mapping[bytes, int], pattern: str, text: str) -> dict[str, Any]:
     """For merge.js: all ordinary tokens by id, and the first text to show.
 
     ``ranks`` are the ids of the tokens, from 0 on; ``pattern`` cuts a text into pieces.
@@ -23,7 +23,7 @@ def merges(ranks: Mapping[bytes, int], pattern: str, text: str) -> dict[str, Any
     return {"tokens": in_json, "pattern": pattern, "text": text}
 
 
-def block(weights: Tensor) -> dict[str, Any]:
+def weight_block(weights: Tensor) -> dict[str, Any]:
     """For scale.js: 32 weights, and the magnitudes of e2m1 by their codes."""
     assert weights.shape == (BLOCK,)
     return {
@@ -32,7 +32,7 @@ def block(weights: Tensor) -> dict[str, Any]:
     }
 
 
-def routers(
+def batch_routers(
     expert_ids: Sequence[Sequence[Sequence[int]]],
     config: ModelConfig,
     large: ModelConfig,
@@ -52,7 +52,7 @@ def routers(
     for layer in (0, len(expert_ids) - 1):
         routes = [list(chosen) for chosen in expert_ids[layer]]
         rng.shuffle(routes)  # a batch is not the beginning of one text
-        name = f"{config.num_local_experts} experts, the embedded model's layer {layer}"
+        name = f"{config.num_local_experts} experts, real, layer {layer}"
         found.append(router(name, config, expert_bytes, routes))
     return {"routers": found}
 
@@ -68,7 +68,7 @@ def router(
     return {"name": name, "experts": experts, "bytes": size, "routes": routes}
 
 
-def dial(config: ModelConfig) -> dict[str, Any]:
+def rope_dial(config: ModelConfig) -> dict[str, Any]:
     """For rope.js: a query and a key of ones, which show position alone.
 
     And the frequencies of all pairs, without and with the config's YaRN.

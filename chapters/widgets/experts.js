@@ -47,7 +47,7 @@ export function render({ model, el }) {
     counts.forEach((count, expert) => {
       const cell = grid.children[expert];
       cell.classList.toggle("touched", count > 0);
-      cell.style.setProperty("--load", `${30 + (70 * count) / most}%`);
+      cell.style.setProperty("--load", `${45 + (55 * count) / most}%`);
       cell.textContent = count || "";
     });
     facts.replaceChildren(
