@@ -96,14 +96,13 @@ def told() -> list[str]:
 
     best = kernels["gate_up", "64", "8 tokens, mma, 2 warps"]
     roofline = best["bytes"] / 4650e3 + 1.2
-    h200, h100 = (
-        {row["batch"]: f"{row['share']:.0%}".replace("%", " %") for row in rows}
-        for rows in (
-            recorded("12-bench")["decode"],
-            recorded("12-bench-h100")["decode"],
-        )
+    rows, other = (
+        recorded(name)["decode"] for name in ("12-bench", "12-bench-other-card")
     )
-    other = recorded("12-bench-other-card")["decode"]
+    h200, h100 = (
+        {row["batch"]: f"{100 * row['share']:.0f} %" for row in found}
+        for found in (rows, recorded("12-bench-h100")["decode"])
+    )
     apart = max(
         theirs["tokens_per_second"] / ours["tokens_per_second"]
         for ours, theirs in zip(rows, other, strict=True)
