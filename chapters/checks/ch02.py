@@ -56,14 +56,14 @@ def check_read_header(candidate):
     )
     plain, _ = candidate(a_file(entries, bytes(10)))
     assert dict(plain) == entries, "a file without __metadata__ is as good"
-    with mmap.mmap(-1, 2**26) as mapped:  # of a file of 64 MiB
-        mapped[: len(raw)] = raw
-        tracemalloc.start()
-        try:
-            candidate(mapped)
-            peak = tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+    mapped = mmap.mmap(-1, 2**26)  # as if of a file of 64 MiB
+    mapped[: len(raw)] = raw
+    tracemalloc.start()
+    try:
+        candidate(mapped)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
     assert peak < 2**22, (
         f"of a file of 67 MB you copied {peak / 1e6:.0f} MB; a slice of a mapping is a "
         "copy, so take 8 bytes and then the header"
@@ -197,6 +197,12 @@ def check_assembled(candidate):
     assert joined[:, 0].tolist() == expected, (
         f"rows of q first, then those of k, then those of v; your first column is "
         f"{joined[:, 0].tolist()}, expected {expected}"
+    )
+    biases = [part[:, 0] for part in (q, k, v)]
+    joined = candidate(biases, "layers.1.attn.qkv.bias", "huggingface")
+    assert joined.tolist() == expected, (
+        "the biases of q, k and v have one axis and are joined along it; yours came out "
+        f"as {joined.tolist()}"
     )
     blocks = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
     scales = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)

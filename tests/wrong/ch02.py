@@ -150,6 +150,11 @@ def values_first(parts, ours, layout):
     return torch.cat(parts[::-1]) if len(parts) > 1 else parts[0]
 
 
+@wrong("assembled", "Sizes of tensors must match")
+def stacks_rows(parts, ours, layout):
+    return torch.vstack(parts) if len(parts) > 1 else parts[0]
+
+
 @wrong("assembled", "keeps them packed")
 def unpacks(parts, ours, layout):
     if len(parts) == 2:
