@@ -4,7 +4,7 @@
 #   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all lab book export figures check evaluate clean help
+.PHONY: demo test test-all lab workbook progress mine book export figures check evaluate clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -22,8 +22,12 @@ help:
 	@echo "make test      run every test and every chapter"
 	@echo "make test-all  run also the variants that make test leaves out"
 	@echo "make lab       open the chapters as notebooks in JupyterLab"
+	@echo "make workbook  write the chapters with empty blanks into workbook/"
+	@echo "make progress  tell which blanks are yours, and right"
+	@echo "make mine      ask an engine with your functions in it: PROMPT=\"...\""
 	@echo "make book      build the course as a web site into book/"
 	@echo "make export    write simplellm/*.py from the chapters"
+	@echo "make figures   draw the chapters' figures again"
 	@echo "make check     look for drift, format, lint and type errors"
 	@echo "make evaluate  measure the embedded model on held-out problems"
 	@echo "make clean     remove .venv and everything that was built"
@@ -46,6 +50,17 @@ book: $(STAMP)
 
 export: $(STAMP)
 	@$(PY) tools/export.py
+
+workbook: $(STAMP)
+	@$(PY) chapters/workbook.py make
+
+# Its exit status 1, of a workbook that is not done, is no error here.
+progress: $(STAMP)
+	@$(PY) chapters/workbook.py progress $(OPTIONS) || test $$? -eq 1
+
+PROMPT := What is 47 + 85?
+mine: $(STAMP)
+	@$(PY) chapters/workbook.py mine "$(PROMPT)" $(OPTIONS)
 
 figures: $(STAMP)
 	SAVE_FIGURES=1 OMP_NUM_THREADS=1 $(PY) -m pytest chapters -n $(JOBS) \

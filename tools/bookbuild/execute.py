@@ -45,6 +45,7 @@ def fingerprint(root: Path, notebook: nbformat.NotebookNode) -> str:
         digest.update(f"\0{cell.metadata.get('tags')}\0{cell.source}".encode())
     read_by_chapters = [
         root / "chapters/course.py",
+        *sorted(root.glob("chapters/checks/*.py")),
         *sorted(root.glob("simplellm/**/*")),
         *sorted(root.glob("figures/*.json")),
     ]

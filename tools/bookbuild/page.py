@@ -31,6 +31,7 @@ TOKEN = re.compile(
 DIRECTIVE_LINE = re.compile(r"^[ \t>]*#\|.*\n?", re.MULTILINE)
 # ln, max, softmax: a name of several letters, and what follows if it opens a bracket.
 FUNCTION = re.compile(r"<(m[io])>([A-Za-z]{2,})</\1>(?P<call><mo[^>]*>&#x00028;)?")
+DETAILS = re.compile(r"<details\b")
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
@@ -55,10 +56,16 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
         raise BookError(f"{name}: {len(outputs)} outputs for another number of cells")
     remaining = iter(outputs)
     blocks, module = [f"<!-- {MADE} -->"], ""
+    depth = 0  # of the <details> that are open in the chapter itself
     for cell in notebook.cells:
         if cell.cell_type != "code":
             blocks.append(prose(name, cell.source))
+            depth += len(DETAILS.findall(cell.source)) - cell.source.count("</details>")
             continue
+        hidden = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+        fold = hidden and not depth
+        if fold:
+            blocks.append("<details><summary>Code</summary>")
         directives = [line.split() for line in DIRECTIVE_LINE.findall(cell.source)]
         for words in directives:
             if words[1:2] == ["default_exp"]:
@@ -68,6 +75,8 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
                 blocks.append(f'<div class="module">simplellm/{written}.py</div>')
         if code := without_directives(cell.source):
             blocks.append(fenced(code, "python"))
+        if fold:
+            blocks.append("</details>")
         alt = " ".join(
             " ".join(words[2:]) for words in directives if words[1:2] == ["alt"]
         )

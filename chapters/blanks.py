@@ -1,0 +1,334 @@
+"""The blanks of the course, and what a reader has made of them.
+
+A reader's chapter is not run as a whole, which would take a minute: imports,
+definitions and exported cells are, and the cells of blanks. Each blank is judged with
+ours in place of those before it that are missing or wrong.
+
+    python chapters/blanks.py FILE CHAPTER [NAME ...]      judge all, or all but NAMEs
+
+prints a line of JSON for each blank. `judged` runs this in a process for each chapter,
+since a reader's code may end the process or never end.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import json
+import linecache
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cells
+import course
+import torch
+from cells import Cell
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SECONDS = 90  # that a blank may take with the imports of its chapter
+CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
+
+
+class WorkbookError(Exception):
+    """One line that says what is wrong and what was expected."""
+
+
+class Blank(NamedTuple):
+    """A function, or `Class.method`, that the reader writes."""
+
+    name: str
+    chapter: str  # the stem of its file
+    stub: str
+    kept: str  # the source of our version, of several cells perhaps
+    module: str  # that our version is exported to, simplellm.ops; or ""
+
+    @property
+    def root(self) -> str:
+        """The function or the class."""
+        return self.name.partition(".")[0]
+
+    @property
+    def is_kernel(self) -> bool:
+        return "@triton.jit" in self.kept
+
+
+def chapter_files(folder: Path) -> list[Path]:
+    """The chapters, then the appendices, saved as Markdown or as notebooks."""
+    found = [
+        path
+        for path in folder.iterdir()
+        if path.suffix in (".md", ".ipynb") and CHAPTER.fullmatch(path.stem)
+    ]
+    return sorted(found, key=lambda path: (not path.name[0].isdigit(), path.name))
+
+
+def blanks_of(chapter: str, found: list[Cell]) -> list[Blank]:
+    """The blanks of one chapter of the course, in order."""
+    stubs: dict[str, str] = {}
+    kept: dict[str, str] = {}
+    modules: dict[str, str] = {}
+    default = ""
+    for cell in found:
+        directives = cell.directives()
+        default = directives.get("default_exp", default)
+        if name := directives.get("blank", ""):
+            stubs[name] = cell.body
+        if (name := directives.get("solution", "")) in stubs:
+            kept[name] = f"{kept[name]}\n\n{cell.body}" if name in kept else cell.body
+            if "export" in directives:
+                modules[name] = f"simplellm.{directives['export'] or default}"
+    return [
+        Blank(name, chapter, stubs[name], kept[name], modules.get(name, ""))
+        for name in stubs
+    ]
+
+
+def course_blanks() -> list[Blank]:
+    """All blanks of the course, in order."""
+    return [
+        blank
+        for path in chapter_files(HERE)
+        for blank in blanks_of(path.stem, cells.read(path))
+    ]
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two sources are equal but for blank lines and trailing spaces."""
+    lines = ([s.rstrip() for s in t.splitlines() if s.strip()] for t in (one, other))
+    return next(lines) == next(lines)
+
+
+def written(blank: Blank, found: list[Cell]) -> str:
+    """What a reader's chapter has in the place of ``blank``; "" if it is the stub.
+
+    A reader may have deleted the directive: then it is the cell before the check that
+    defines the name.
+    """
+    before: list[Cell] = []
+    for cell in found:
+        if cell.directives().get("blank") == blank.name:
+            return "" if same(cell.body, blank.stub) else cell.body
+        if cell.checks == blank.name:
+            break
+        before.append(cell)
+    defines = re.compile(rf"^(async def|def|class) {blank.root}\b", re.MULTILINE)
+    for cell in reversed(before):
+        if defines.search(cell.source) and "export" not in cell.directives():
+            return "" if same(cell.body, blank.stub) else cell.body
+    return ""
+
+
+# The verdicts
+
+
+class Result(NamedTuple):
+    """What became of a blank: "right", "wrong" or "missing", and why."""
+
+    name: str
+    chapter: str
+    verdict: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def saved(folder: Path, chapter: str, asked: list[Blank]) -> Path | None:
+    """The file that a reader writes ``chapter`` in: the newest that has changes."""
+    places = (folder / "chapters", folder)
+    paths = [p / f"{chapter}{end}" for p in places for end in (".md", ".ipynb")]
+    found = sorted(
+        (path for path in paths if path.exists()),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
+    for path in found:
+        contents = cells.read(path)
+        if any(written(blank, contents) for blank in asked):
+            return path
+    return found[0] if found else None
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def environment(*folders: Path, kernels: bool = False) -> dict[str, str]:
+    """For a child that imports from ``folders`` first, then this repository."""
+    paths = [*map(str, folders), str(HERE), str(ROOT)]
+    added = {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    if kernels and not has_gpu():
+        added["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    return os.environ | added
+
+
+def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
+    """The results of one chapter, from processes that a reader's code may end."""
+    chapter = asked[0].chapter
+    kernels = any(blank.is_kernel for blank in asked)
+    ended: dict[str, str] = {}  # by blank: how it ended its process
+    while True:
+        command = [sys.executable, str(HERE / "blanks.py"), str(path), chapter, *ended]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment(kernels=kernels),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS * len(asked),
+            )
+            printed, status = done.stdout, f"ends the process with {done.returncode}"
+        except subprocess.TimeoutExpired as error:
+            told = error.stdout or b""
+            printed = told.decode() if isinstance(told, bytes) else told
+            status = f"is not done after {error.timeout:.0f} s"
+        lines = [json.loads(s) for s in printed.splitlines() if s.startswith("{")]
+        results = {line["name"]: line for line in lines if "name" in line}
+        if len(results) == len(asked):
+            break
+        started = [line["start"] for line in lines if "start" in line]
+        if not started or started[-1] in ended:
+            raise WorkbookError(f"{path} cannot be judged: {done.stderr[-2000:]}")
+        ended[started[-1]] = f"{started[-1]}: {status}"
+    for blank in asked:
+        line = results[blank.name]
+        if blank.name in ended:
+            yield Result(blank.name, chapter, "wrong", ended[blank.name])
+        else:
+            yield Result(blank.name, chapter, line["verdict"], line["message"])
+
+
+def judged(folder: Path) -> list[Result]:
+    """What became of each blank of the course in a reader's folder."""
+    if not folder.is_dir():
+        raise WorkbookError(f"{folder} is not there; expected `make workbook` first")
+    chapters: dict[str, list[Blank]] = {}
+    for blank in course_blanks():
+        chapters.setdefault(blank.chapter, []).append(blank)
+    results: list[Result] = []
+    for chapter, asked in chapters.items():
+        path = saved(folder, chapter, asked)
+        contents = cells.read(path) if path else []
+        missing = not any(written(blank, contents) for blank in asked)
+        if path is None or missing:
+            results += [
+                Result(b.name, chapter, "missing", f"{b.name}: not written yet")
+                for b in asked
+            ]
+        elif any(blank.is_kernel for blank in asked) and not find_spec("triton"):
+            message = "cannot be checked here: Triton is not installed"
+            results += [
+                Result(b.name, chapter, "missing", f"{b.name}: {message}")
+                for b in asked
+            ]
+        else:
+            results += judge_chapter(path, asked)
+    return results
+
+
+# In a process of its own
+
+
+def run(source: str, name: str, names: dict[str, Any]) -> None:
+    """Execute ``source`` so that tracebacks and Triton find its lines as ``name``."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), names)
+
+
+def is_definition(node: ast.stmt) -> bool:
+    """Whether a statement only names something and computes nothing."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        parts = ast.walk(node)
+        return not any(isinstance(p, ast.Call | ast.Await | ast.BinOp) for p in parts)
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    return isinstance(node, kinds | ast.AsyncFunctionDef)
+
+
+def define(cell: Cell, name: str, names: dict[str, Any]) -> None:
+    """Run what a cell defines; an exported cell, which is a module's, as a whole."""
+    with contextlib.suppress(SyntaxError):
+        for node in ast.parse(cell.body).body:
+            if is_definition(node) or "export" in cell.directives():
+                # Line numbers stay, for Triton reads a kernel's source by them.
+                source = "\n" * (node.lineno - 1) + (
+                    ast.get_source_segment(cell.body, node) or ""
+                )
+                if decorators := getattr(node, "decorator_list", []):
+                    lines = cell.body.splitlines()
+                    start = decorators[0].lineno - 1
+                    source = "\n" * start + "\n".join(lines[start : node.end_lineno])
+                with contextlib.suppress(Exception):
+                    run(source, f"{name}, line {node.lineno}", names)
+
+
+def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, str]]:
+    """The verdict on each blank of a reader's ``chapter``, a "start" before each."""
+    ours = HERE / f"{chapter}.md"
+    asked = {blank.name: blank for blank in blanks_of(chapter, cells.read(ours))}
+    found = cells.read(path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for blank in asked.values():
+        if blank.module:
+            names |= vars(importlib.import_module(blank.module)) | names
+    sources = {name: written(blank, found) for name, blank in asked.items()}
+    for number, cell in enumerate(found):
+        own = [name for name in sources if sources[name] and sources[name] == cell.body]
+        name = cell.directives().get("blank", own[0] if own else "")
+        if name not in asked:
+            if not cell.checks:
+                define(cell, f"{path.name}, cell {number}", names)
+            continue
+        blank, source = asked.pop(name), sources.pop(name)
+        verdict, message = "missing", f"{name}: not written yet"
+        before = names.get(blank.root)
+        if source and name not in skipped:
+            yield {"start": name}
+            verdict, message = tried(blank, source, names)
+        if verdict != "right":
+            if before is not None:
+                names[blank.root] = before  # for a class that ours adds to
+            with contextlib.suppress(Exception):
+                run(blank.kept, f"our {name}", names)
+        yield {"name": name, "verdict": verdict, "message": message}
+    for name in asked:
+        message = f"{name}: not written yet; its cell is gone"
+        yield {"name": name, "verdict": "missing", "message": message}
+
+
+def tried(blank: Blank, source: str, names: dict[str, Any]) -> tuple[str, str]:
+    """Define and check what a reader has written; the verdict and what it says."""
+    before = names.get(blank.root)
+    try:
+        with course.time_limit(course.CHECK_SECONDS):
+            run(source, f"your {blank.name}", names)
+    except (Exception, SystemExit, course.TooLong) as error:
+        return "wrong", f"{blank.name}: the cell raises {type(error).__name__}: {error}"
+    after, (_, _, member) = names.get(blank.root), blank.name.partition(".")
+    if after is before or (member and member not in vars(after)):
+        return "wrong", f"{blank.name}: the cell does not define it"
+    try:
+        course.check(blank.name, names.get(blank.root))
+    except course.NotYours as error:
+        return "missing", str(error)
+    except course.Wrong as error:
+        return "wrong", str(error)
+    return "right", ""
+
+
+def main() -> None:
+    path, chapter, *skipped = sys.argv[1:]
+    out = sys.stdout
+    with contextlib.redirect_stdout(io.StringIO()):  # readers print
+        for line in judge(Path(path), chapter, skipped):
+            print(json.dumps(line), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""A course to write yourself: chapters with empty blanks, and an engine of your own.
+
+    make workbook                          write workbook/, or refresh it
+    make progress                          what of it is yours, and right
+    make mine PROMPT="What is 47 + 85?"    ask the engine with your functions in it
+
+and for those who teach, with a folder of each student:
+
+    python chapters/workbook.py progress alice/workbook bob/workbook [--json]
+
+The exit status of `progress` is 0 if every blank is written and right, else 1.
+Nothing that a reader wrote is overwritten: a refresh keeps changed blanks, and a file
+that was changed otherwise is put aside in workbook/before/ first.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import cells
+from blanks import (
+    HERE,
+    ROOT,
+    Result,
+    WorkbookError,
+    blanks_of,
+    chapter_files,
+    judged,
+    same,
+)
+from cells import FENCE, Cell
+from mine import ask
+
+MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's
+# What the reader's folder does not need of chapters/.
+LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "modules.toml"}
+LEFT_OUT |= {"workbook.py", "blanks.py", "mine.py"}
+DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
+KEEP = """\
+```python
+from course import keep
+
+{root} = keep("{name}", {root})
+```
+
+"""
+TESTS = '''\
+"""Each blank of this workbook against its check: `pytest`, or `pytest -k route`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, {chapters!r})
+
+from blanks import Result, judged  # noqa: E402
+
+
+@pytest.mark.parametrize("result", judged(Path(__file__).parent), ids=str)
+def test_blank(result: Result) -> None:
+    if result.verdict != "right":
+        pytest.fail(result.message, pytrace=False)
+'''
+
+
+# Writing a workbook
+
+
+def without_kept_versions(text: str) -> str:
+    """A chapter with a cell `route = keep("route", route)` for each kept version."""
+    found = cells.cells(text)
+    names = {cell.directives().get("blank", "") for cell in found} - {""}
+
+    def kept(part: str) -> list[str]:
+        solved = [cell.directives().get("solution", "") for cell in cells.cells(part)]
+        return [name for name in dict.fromkeys(solved) if name in names]
+
+    # Kept versions stand in <details>; one that does not is a part of its own.
+    parts, end = [], 0
+    spans = [match.span() for match in DETAILS.finditer(text) if kept(match[0])]
+    for match in FENCE.finditer(text):
+        inside = any(start <= match.start() < stop for start, stop in spans)
+        if not inside and kept(match[0]):
+            spans.append(match.span())
+    spans.sort()
+    last = {name: span for span in spans for name in kept(text[slice(*span)])}
+    for start, stop in spans:
+        parts.append(text[end:start])
+        for name in kept(text[start:stop]):
+            if last[name] == (start, stop):
+                parts.append(KEEP.format(name=name, root=name.partition(".")[0]))
+        end = stop
+    return "".join([*parts, text[end:]])
+
+
+def with_cells(text: str, sources: dict[str, str]) -> str:
+    """A chapter with the stubs of blanks and exercises replaced by ``sources``."""
+
+    def replaced(match: re.Match[str]) -> str:
+        source = sources.get(own_name(Cell(match["code"])))
+        if source is None:
+            return match[0]
+        start, stop = (place - match.start() for place in match.span("code"))
+        return match[0][:start] + source.rstrip("\n") + "\n" + match[0][stop:]
+
+    return FENCE.sub(replaced, text)
+
+
+def own_name(cell: Cell) -> str:
+    """The blank or exercise that the reader writes in this cell, or ""."""
+    directives = cell.directives()
+    return directives.get("blank", directives.get("exercise", ""))
+
+
+def digest(content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()
+
+
+class Writer:
+    """Writes files into a workbook, and never over what the reader has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = folder / MANIFEST
+        if folder.exists() and any(folder.iterdir()) and not manifest.exists():
+            raise WorkbookError(
+                f"{folder} is not a workbook; expected one that `make workbook` wrote, "
+                "or a folder that is not there yet"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.known: dict[str, dict[str, str]] = {}  # of each file, see `chapter`, `put`
+        if manifest.exists():
+            self.known = json.loads(manifest.read_text(encoding="utf-8"))
+        self.save()
+
+    def save(self) -> None:
+        text = json.dumps(self.known, indent=1, sort_keys=True)
+        (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a file; put the reader's aside if it is not as we left it."""
+        path = self.folder / name
+        if path.exists():
+            old = path.read_bytes()
+            if old != content and digest(old) != self.known.get(name, {}).get("file"):
+                self.put_aside(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        self.known.setdefault(name, {})["file"] = digest(content)
+        self.save()  # now, so that an interrupted run forgets nothing
+
+    def put_aside(self, path: Path) -> None:
+        """Copy a file to before/, under a name that is not taken."""
+        before = self.folder / "before"
+        before.mkdir(exist_ok=True)
+        number = 1
+        while (copy := before / f"{path.stem}-{number}{path.suffix}").exists():
+            number += 1
+        shutil.copy2(path, copy)
+        print(f"{path.name} has changes of yours: a copy is {copy}")
+
+    def chapter(self, name: str, text: str) -> None:
+        """Write a chapter, with what the reader has made of its blanks and exercises.
+
+        A chapter whose text has not changed since is left as it is.
+        """
+        path = self.folder / name
+        known = self.known.setdefault(name, {})
+        stubs = {
+            own_name(cell): cell.source
+            for cell in cells.cells(text)
+            if own_name(cell) and not cell.folded
+        }
+        sources: dict[str, str] = {}
+        if path.exists():
+            if known.get("text") == digest(text):
+                return
+            old = json.loads(known.get("stubs", "{}"))
+            for cell in cells.read(path):
+                mine = own_name(cell)
+                if mine in stubs and not same(cell.source, old.get(mine, stubs[mine])):
+                    sources[mine] = cell.source
+        self.put(name, with_cells(text, sources).encode())
+        known |= {"text": digest(text), "stubs": json.dumps(stubs)}
+        self.save()
+
+
+def make(folder: Path) -> None:
+    """Write a workbook, or refresh its text."""
+    writer = Writer(folder)
+    kept: dict[str, str] = {}
+    chapters = chapter_files(HERE)
+    for path in chapters:
+        text = path.read_text(encoding="utf-8")
+        kept |= {b.name: b.kept for b in blanks_of(path.stem, cells.cells(text))}
+        writer.chapter(f"chapters/{path.name}", without_kept_versions(text))
+    for path in sorted([*HERE.rglob("*"), *(ROOT / "figures").rglob("*")]):
+        name = path.relative_to(ROOT)
+        if path.is_file() and path not in chapters and not LEFT_OUT & set(name.parts):
+            writer.put(name.as_posix(), path.read_bytes())
+    writer.put("chapters/kept.json", json.dumps(kept, indent=1).encode())
+    writer.put("test_blanks.py", TESTS.format(chapters=str(HERE)).encode())
+    print(f"{len(kept)} blanks wait for you in {folder}; `make lab` opens it")
+
+
+# Telling
+
+
+def summary(results: list[Result]) -> str:
+    """ "23 of 47 are yours; all 23 right"."""
+    right = sum(result.verdict == "right" for result in results)
+    wrong = sum(result.verdict == "wrong" for result in results)
+    yours = right + wrong
+    told = f"{yours} of {len(results)} are yours"
+    if wrong:
+        return f"{told}: {right} right, {wrong} wrong"
+    return f"{told}; all {yours} right" if yours else told
+
+
+def report(results: list[Result]) -> str:
+    """A line for each chapter, each wrong blank's message below it, and the sum."""
+    lines = []
+    for chapter in dict.fromkeys(result.chapter for result in results):
+        of_it = [result for result in results if result.chapter == chapter]
+        right = sum(result.verdict == "right" for result in of_it)
+        lines.append(f"{chapter:<26} {right:>2} of {len(of_it)}")
+        lines += [
+            f"    {line}"
+            for result in of_it
+            if result.verdict == "wrong"
+            for line in result.message.splitlines()
+        ]
+    return "\n".join([*lines, "", summary(results)])
+
+
+def progress(folders: list[Path], as_json: bool) -> int:
+    """Print what became of the blanks in each folder; the exit status."""
+    every: dict[str, list[Result]] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise WorkbookError(
+                f"{folder} is not there; expected `make workbook` first"
+            )
+        every[str(folder)] = results = judged(folder)
+        if not as_json:
+            print(f"{folder}\n" * (len(folders) > 1) + report(results))
+    if as_json:
+        told = {name: [r._asdict() for r in found] for name, found in every.items()}
+        print(json.dumps(told, indent=1))
+    found = [result for results in every.values() for result in results]
+    return int(any(result.verdict != "right" for result in found))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("make", help="write or refresh a workbook")
+    command.add_argument("folder", nargs="?", type=Path, default=ROOT / "workbook")
+    command = commands.add_parser("progress", help="what is written, and right")
+    command.add_argument("folders", nargs="*", type=Path, default=[ROOT / "workbook"])
+    command.add_argument("--json", action="store_true", help="for other programs")
+    command = commands.add_parser("mine", help="ask the engine with your functions")
+    command.add_argument("prompt")
+    command.add_argument(
+        "--workbook", type=Path, default=ROOT / "workbook", metavar="FOLDER"
+    )
+    options = parser.parse_args()
+    try:
+        if options.command == "make":
+            make(options.folder)
+            return 0
+        if options.command == "progress":
+            return progress(options.folders, options.json)
+        folder = options.workbook.resolve()
+        if not folder.is_dir():
+            raise WorkbookError(
+                f"{folder} is not there; expected `make workbook` first"
+            )
+        return ask(folder, judged(folder), options.prompt)
+    except WorkbookError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

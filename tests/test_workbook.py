@@ -1,0 +1,364 @@
+"""A workbook: empty blanks fail, kept versions pass, and nothing of a reader's is lost.
+
+The blanks are the course's own. Chapters are judged as a reader's are, in processes.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import cells
+import jupytext
+import mine
+import pytest
+import workbook
+from blanks import (
+    Blank,
+    Result,
+    WorkbookError,
+    blanks_of,
+    course_blanks,
+    environment,
+    judged,
+    same,
+    saved,
+    written,
+)
+from cells import Cell
+
+ROOT = Path(__file__).parents[1]
+BLANKS = course_blanks()
+EXPORTED = [blank for blank in BLANKS if blank.module]
+PROMPT = "What is 47 + 85?"
+LONG = pytest.mark.timeout(1800)  # every check of the course runs, most of them twice
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "chapters/workbook.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+
+
+def fill(folder: Path, sources: dict[str, str]) -> None:
+    """Write ``sources`` into the blanks of a workbook, as a reader does."""
+    for path in sorted((folder / "chapters").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        cells_of = {name: f"#| blank {name}\n{code}" for name, code in sources.items()}
+        path.write_text(workbook.with_cells(text, cells_of), encoding="utf-8")
+
+
+@pytest.fixture
+def empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    workbook.make(tmp_path / "workbook")
+    capsys.readouterr()
+    return tmp_path / "workbook"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workbook with all kept versions pasted into its blanks."""
+    folder = tmp_path_factory.mktemp("full") / "workbook"
+    workbook.make(folder)
+    fill(folder, {blank.name: blank.kept for blank in BLANKS})
+    return folder
+
+
+# What is written
+
+
+def test_the_edition_has_stubs_and_no_kept_versions(empty: Path) -> None:
+    assert BLANKS
+    for blank in BLANKS:
+        found = cells.read(empty / f"chapters/{blank.chapter}.md")
+        assert written(blank, found) == ""
+        sources = [cell.source for cell in found]
+        root = blank.root
+        kept = f'from course import keep\n\n{root} = keep("{blank.name}", {root})\n'
+        assert sources.count(kept) == 1
+        solved = [cell.directives().get("solution") for cell in found]
+        assert blank.name not in solved
+
+
+def test_all_else_stays(empty: Path) -> None:
+    for blank in BLANKS:
+        text = (ROOT / f"chapters/{blank.chapter}.md").read_text("utf-8")
+        made = (empty / f"chapters/{blank.chapter}.md").read_text("utf-8")
+        titles = [line for line in text.splitlines() if line.startswith(("# ", "##"))]
+        assert set(titles) - set(made.splitlines()) <= set(blank.kept.splitlines())
+        assert made.count("<details>") == made.count("</details>")
+
+
+def test_empty_blanks_are_not_written_yet(empty: Path) -> None:
+    done = run("progress", empty)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == f"0 of {len(BLANKS)} are yours"
+
+
+@LONG
+def test_kept_versions_are_right_and_the_engine_with_them_answers(
+    full: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    results = judged(full)
+    assert [r.message for r in results if r.verdict != "right"] == []
+    assert [r.name for r in results] == [blank.name for blank in BLANKS]
+    assert mine.ask(full, results, PROMPT) == 0
+    head, _, said = " ".join(capfd.readouterr().out.split()).partition(PROMPT)
+    assert "ours is used" not in head
+    for blank in EXPORTED:
+        assert f" {blank.name}" in head
+    copy = full / "simplellm/weights.py"
+    assert copy.read_text("utf-8").count("def dequantize(") == 1
+    assert "132" in said
+    assert "Calls of yours:" in said and "MXFP4.dequantize" in said
+
+
+WRONG = """\
+class MXFP4(MXFP4):
+    def dequantize(self, dtype=torch.bfloat16):
+        return torch.zeros(self.shape, dtype=dtype)
+"""
+
+
+def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
+    fill(empty, {"MXFP4.dequantize": WRONG})
+    (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
+    assert result.verdict == "wrong"
+    done = run("mine", PROMPT, "--workbook", empty)
+    assert f"{result.message}\n  The engine uses ours." in done.stdout
+    assert "yours, in the engine: none yet" in done.stdout
+    assert "132" in done.stdout
+    ours = (ROOT / "simplellm/weights.py").read_text("utf-8")
+    assert (empty / "simplellm/weights.py").read_text("utf-8") == ours
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        ("import os\nos._exit(3)\n", "ends the process with 3"),
+        ("def f(:\n", "SyntaxError"),
+        ("def dequantise():\n    return 1\n", "does not define it"),
+        ("class MXFP4(MXFP4):\n    pass\n", "does not define it"),
+        ("1 / 0\n", "the cell raises ZeroDivisionError"),
+        ("import sys\nsys.exit()\n", "SystemExit"),
+    ],
+)
+def test_code_that_does_not_come_to_a_check_is_wrong(
+    empty: Path, code: str, word: str
+) -> None:
+    fill(empty, {"MXFP4.dequantize": code})
+    results = {result.name: result for result in judged(empty)}
+    assert results["MXFP4.dequantize"].verdict == "wrong"
+    assert word in results["MXFP4.dequantize"].message
+
+
+def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    right = Result("a", "01-x", "right", "")
+    wrong = Result("b", "01-x", "wrong", "b: no\n  in your line 3")
+    missing = Result("c", "02-y", "missing", "c: not written yet")
+    assert workbook.summary([right, right]) == "2 of 2 are yours; all 2 right"
+    assert workbook.summary([right, missing]) == "1 of 2 are yours; all 1 right"
+    assert workbook.report([right, wrong, missing]).splitlines() == [
+        "01-x                        1 of 2",
+        "    b: no",
+        "      in your line 3",
+        "02-y                        0 of 1",
+        "",
+        "2 of 3 are yours: 1 right, 1 wrong",
+    ]
+
+
+def test_several_folders_are_judged(empty: Path) -> None:
+    done = run("progress", empty, empty.parent / "none")
+    assert done.returncode == 2 and "none is not there" in done.stderr
+
+
+def test_a_notebook_is_read_too(empty: Path) -> None:
+    """JupyterLab saves either; the one with the reader's code counts."""
+    blank = BLANKS[0]
+    path = empty / f"chapters/{blank.chapter}.md"
+    text = path.read_text("utf-8")
+    mine_text = workbook.with_cells(
+        text, {blank.name: f"#| blank {blank.name}\n{blank.kept}"}
+    )
+    jupytext.write(jupytext.reads(mine_text, "md"), path.with_suffix(".ipynb"))
+    asked = [b for b in BLANKS if b.chapter == blank.chapter]
+    found = saved(empty, blank.chapter, asked)
+    assert found == path.with_suffix(".ipynb")
+    assert same(written(blank, cells.read(found)), blank.kept)
+
+
+def test_the_same_checks_run_by_pytest(empty: Path) -> None:
+    kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
+    fill(empty, {"MXFP4.dequantize": kept})
+    options = ["-q", "-p", "no:cacheprovider", "--color=no", "-rA"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=empty,
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    counts = f"{len(BLANKS) - 1} failed, 1 passed" if BLANKS[1:] else "1 passed"
+    assert counts in done.stdout.splitlines()[-1]
+    if BLANKS[1:]:
+        assert "not written yet" in done.stdout
+
+
+# Nothing is lost
+
+
+def test_a_second_run_changes_nothing(empty: Path) -> None:
+    before = {p: p.read_bytes() for p in empty.rglob("*") if p.is_file()}
+    workbook.make(empty)
+    assert {p: p.read_bytes() for p in empty.rglob("*") if p.is_file()} == before
+
+
+def course_text(chapter: str, mark: str = "") -> str:
+    text = (ROOT / f"chapters/{chapter}.md").read_text("utf-8")
+    return workbook.without_kept_versions(text) + mark
+
+
+def test_new_text_comes_and_changed_blanks_stay(empty: Path) -> None:
+    blank = BLANKS[0]
+    fill(empty, {blank.name: "MINE = 1\n"})
+    path = empty / f"chapters/{blank.chapter}.md"
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\nA note of mine.\n")
+    reader = path.read_text("utf-8")
+
+    workbook.make(empty)  # the course has not changed
+    assert path.read_text("utf-8") == reader
+
+    name = f"chapters/{blank.chapter}.md"
+    workbook.Writer(empty).chapter(name, course_text(blank.chapter, "\nNews.\n"))
+    text = path.read_text("utf-8")
+    assert "MINE = 1" in text and "News." in text
+    (copy,) = (empty / "before").iterdir()  # for the note
+    assert copy.read_text("utf-8") == reader
+
+    # A stub that the reader has not touched follows the course's.
+    changed = course_text(blank.chapter).replace(BLANKS[0].stub, "NEW = 2\n")
+    workbook.Writer(empty).chapter(name, changed)
+    assert "MINE = 1" in path.read_text("utf-8")
+    assert "NEW = 2" not in path.read_text("utf-8")
+
+
+def test_untouched_stubs_follow_the_course(empty: Path) -> None:
+    blank = BLANKS[0]
+    name = f"chapters/{blank.chapter}.md"
+    changed = course_text(blank.chapter).replace(blank.stub, "NEW = 2\n")
+    workbook.Writer(empty).chapter(name, changed)
+    assert "NEW = 2" in (empty / name).read_text("utf-8")
+    assert not (empty / "before").exists()
+
+
+def test_changed_files_are_put_aside(empty: Path) -> None:
+    path = empty / "chapters/course.py"
+    for number in (1, 2):
+        path.write_text(f"MINE = {number}\n")
+        workbook.make(empty)
+        assert path.read_bytes() == (ROOT / "chapters/course.py").read_bytes()
+        copy = empty / f"before/course-{number}.py"
+        assert copy.read_text() == f"MINE = {number}\n"
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.md").write_text("x")
+    done = run("make", tmp_path)
+    assert done.returncode == 2 and "is not a workbook" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.md"]
+
+
+def test_a_package_that_we_did_not_build_is_refused(empty: Path) -> None:
+    (empty / "simplellm").mkdir()
+    (empty / "simplellm/own.py").touch()
+    with pytest.raises(WorkbookError, match="is not ours"):
+        mine.copy_package(empty / "simplellm")
+    assert (empty / "simplellm/own.py").exists()
+
+
+# A function in the place of ours
+
+
+MODULE = """\
+import math
+
+SCALE = 2
+
+
+class Pages:
+    size = 4
+
+    def take(self):
+        return self.size
+
+    def free(self):
+        return 0
+
+
+# Rounds.
+def half(x):
+    return x / SCALE
+"""
+
+
+def blank(name: str) -> Blank:
+    return Blank(name, "01-x", "", "", "simplellm.x")
+
+
+def test_helpers_and_imports_come_along() -> None:
+    chapter = [
+        Cell("import itertools as it\nfrom math import floor\nSCALE = 3\nUNUSED = 1\n"),
+        Cell("def down(x):\n    return floor(x)\n"),
+        Cell(
+            "#| blank half\ndef half(x):\n    return next(it.repeat(down(x / SCALE)))\n"
+        ),
+    ]
+    made = mine.spliced(MODULE, blank("half"), chapter[2].body, chapter)
+    names: dict = {}
+    exec(made, names)
+    assert names["half"](5) == 2  # the module's SCALE, not the chapter's
+    assert "UNUSED" not in made and made.count("def half") == 1
+
+
+def test_methods_take_the_place_of_methods() -> None:
+    source = (
+        "class Pages(Pages):\n    @property\n    def more(self):\n        return 1\n\n"
+        "    def take(self):\n        return self.size + self.more\n"
+    )
+    made = mine.spliced(MODULE, blank("Pages.take"), source, [Cell(source)])
+    names: dict = {}
+    exec(made, names)
+    assert names["Pages"]().take() == 5 and names["Pages"]().free() == 0
+    assert made.count("class Pages") == made.count("def take") == 1
+
+
+def test_a_helper_with_the_name_of_ours_is_refused() -> None:
+    source = "def Pages():\n    return 1\n\n\ndef half(x):\n    return Pages()\n"
+    with pytest.raises(mine.Unfit, match="helper Pages has the name of"):
+        mine.spliced(MODULE, blank("half"), source, [Cell(source)])
+
+
+def test_every_exported_blank_can_be_replaced() -> None:
+    """Each kept version in the place of ours gives the same code again."""
+    for each in EXPORTED:
+        path = ROOT / f"{each.module.replace('.', '/')}.py"
+        text = path.read_text(encoding="utf-8")
+        chapter = cells.read(ROOT / f"chapters/{each.chapter}.md")
+        made = mine.spliced(text, each, each.kept, [*chapter, Cell(each.kept)])
+        assert sorted(made.split()) == sorted(text.split()), each.name
+
+
+def test_blanks_are_read_with_all_cells_of_their_kept_version() -> None:
+    found = [
+        Cell("#| blank a\ndef a(): ...\n"),
+        Cell("#| export ops\n#| solution a\nA = 1\n"),
+        Cell("#| solution 1.1\nX = 1\n"),
+        Cell("#| solution a\ndef a():\n    return A\n"),
+    ]
+    (made,) = blanks_of("01-x", found)
+    assert made.kept == "A = 1\n\n\ndef a():\n    return A\n"
+    assert made.module == "simplellm.ops"
