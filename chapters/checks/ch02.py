@@ -201,8 +201,8 @@ def check_assembled(candidate):
     biases = [part[:, 0] for part in (q, k, v)]
     joined = candidate(biases, "layers.1.attn.qkv.bias", "huggingface")
     assert joined.tolist() == expected, (
-        "the biases of q, k and v have one axis and are joined along it; yours came out "
-        f"as {joined.tolist()}"
+        "the biases of q, k and v have one axis and are joined along it; yours came "
+        f"out as {joined.tolist()}"
     )
     blocks = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
     scales = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)
