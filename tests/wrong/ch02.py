@@ -67,7 +67,7 @@ def from_the_first_byte(data, info):
     return flat(data, info, offset=0).view(info.shape)
 
 
-@wrong("tensor_view", "invalid for input of size")
+@wrong("tensor_view", "A count is in numbers")
 def counts_bytes(data, info):
     return flat(data, info, count=info.nbytes, offset=0).view(info.shape)
 
