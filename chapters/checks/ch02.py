@@ -83,8 +83,8 @@ def check_tensor_view(candidate):
             raise
         except (RuntimeError, ValueError) as error:
             raise AssertionError(
-                f"for {dtype} {list(shape)}, {nbytes} bytes from byte {offset} on, torch "
-                f"says: {error}. A count is in numbers, an offset in bytes"
+                f"for {dtype} {list(shape)}, {nbytes} bytes from byte {offset} on, "
+                f"torch says: {error}. A count is in numbers, an offset in bytes"
             ) from None
 
     numbers = view("F32", (2, 3), 24, 32)
