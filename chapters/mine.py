@@ -11,6 +11,7 @@ stands now, in the copy, and ours comes back if it is not right there.
 
 import ast
 import builtins
+import contextlib
 import dis
 import json
 import shutil
@@ -53,24 +54,38 @@ class Unfit(Exception):
 # One function in one module
 
 
+def first_line(node: ast.stmt) -> int:
+    """The number of a statement's first line, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
 def text_of(node: ast.stmt, source: str) -> str:
     """The lines of a statement, its decorators included, without their indent."""
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    lines = source.splitlines()[start - 1 : node.end_lineno]
+    lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
     return textwrap.dedent("\n".join(lines))
 
 
-def bound(node: ast.stmt) -> set[str]:
-    """The names that a statement at the top level defines."""
-    if isinstance(node, Definition):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(a.asname or a.name).partition(".")[0] for a in node.names}
-    return {
-        part.id
-        for part in ast.walk(node)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    }
+def bindings(source: str, whole: bool = True) -> dict[str, str]:
+    """The names that ``source`` defines at its top level, with the code that does.
+
+    Not ``whole``: only by statements that compute nothing.
+    """
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                code = f"import {ast.unparse(alias)}"
+                if isinstance(node, ast.ImportFrom):
+                    code = f"from {'.' * node.level}{node.module or ''} {code}"
+                found[(alias.asname or alias.name).partition(".")[0]] = code
+        elif isinstance(node, Definition):
+            found[node.name] = text_of(node, source)
+        elif whole or is_definition(node):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    found[part.id] = text_of(node, source)
+    return found
 
 
 def used(source: str) -> set[str]:
@@ -86,83 +101,73 @@ def used(source: str) -> set[str]:
     return found
 
 
-def pieces(
-    blank: Blank, source: str, chapter: list[Cell], module: ast.Module
-) -> tuple[Definition, list[tuple[ast.stmt, str]]]:
-    """The reader's definition, and what it needs that ``module`` lacks, with sources.
+def helpers(target: str, source: str, chapter: list[Cell], text: str) -> list[str]:
+    """What the code ``target`` needs that the module ``text`` lacks, in order.
 
-    Raises Unfit where the reader's helper has a name that means something else there.
+    It stands in the reader's cell ``source`` or in another one of the ``chapter``.
+    Raises Unfit where a helper has a name that means something else in the module.
     """
-    own = ast.parse(source)
-    found = [n for n in own.body if isinstance(n, Definition) and n.name == blank.root]
-    if not found:
-        raise Unfit(f"its cell defines no {blank.root}")
-    target = found[-1]
-    here = {name for node in module.body for name in bound(node)} | set(dir(builtins))
-    offered: dict[str, tuple[ast.stmt, str]] = {}
+    here = bindings(text)
+    offered: dict[str, str] = {}
     for cell in chapter:
-        if "blank" in cell.directives() and cell.body != source:
-            continue  # other blanks are in the package, as the reader's or as ours
-        try:
-            nodes = ast.parse(cell.body).body
-        except SyntaxError:
-            continue
-        for node in nodes:
-            if cell.body == source or is_definition(node):
-                offered |= dict.fromkeys(bound(node), (node, cell.body))
-    theirs = {ast.dump(node) for node in module.body}
-    needed: list[tuple[ast.stmt, str]] = []
-    waiting, seen = used(text_of(target, source)), {blank.root}
+        # Other blanks are in the package, as the reader's or as ours.
+        if "blank" not in cell.directives():
+            with contextlib.suppress(SyntaxError):
+                offered |= bindings(cell.body, whole=False)
+    own = bindings(source)
+    offered |= own
+    needed: set[str] = set()
+    waiting = used(target)
     while waiting:
         name = waiting.pop()
-        if name in seen or name not in offered:
+        code = offered.get(name)
+        if code is None or code == target or name in needed or here.get(name) == code:
             continue
-        seen.add(name)
-        node, text = offered[name]
-        in_cell = text == source
-        if ast.dump(node) in theirs or (name in here and not in_cell):
-            continue
-        if name in here:
+        if name in own and (name in here or hasattr(builtins, name)):
             raise Unfit(f"its helper {name} has the name of something of ours")
-        needed.insert(0, (node, text))
-        waiting |= used(text_of(node, text))
-    return target, needed
+        if name not in here:
+            needed.add(name)
+            waiting |= used(code)
+    return list(dict.fromkeys(code for name, code in offered.items() if name in needed))
 
 
 def spliced(text: str, blank: Blank, source: str, chapter: list[Cell]) -> str:
     """The module ``text`` with the reader's function in the place of ours."""
-    module = ast.parse(text)
-    target, needed = pieces(blank, source, chapter, module)
-    (ours,) = [
-        node
-        for node in module.body
-        if isinstance(node, Definition) and node.name == blank.root
-    ]
-    if isinstance(ours, ast.ClassDef) and "." in blank.name:
-        text = with_members(text, ours, target, source)
+    targets = definitions(source, blank.root)
+    if not targets:
+        raise Unfit(f"its cell defines no {blank.root}")
+    code = text_of(targets[-1], source)
+    needed = helpers(code, source, chapter, text)
+    (ours,) = definitions(text, blank.root)
+    if "." in blank.name:
+        text = with_members(text, targets[-1], source)
     else:
-        text = replaced(text, ours, text_of(target, source))
+        text = replaced(text, ours, code)
     if not needed:
         return text
     lines = text.splitlines()
-    start = min([ours.lineno, *(d.lineno for d in ours.decorator_list)]) - 1
+    start = first_line(ours) - 1
     while start and lines[start - 1].startswith("#"):
         start -= 1
-    helpers = [f"{text_of(node, origin)}\n\n" for node, origin in needed]
-    return "\n".join([*lines[:start], *helpers, *lines[start:]]) + "\n"
+    parts = [f"{part}\n\n" for part in needed]
+    return "\n".join([*lines[:start], *parts, *lines[start:]]) + "\n"
 
 
-def with_members(text: str, ours: ast.ClassDef, target: ast.stmt, source: str) -> str:
+def definitions(source: str, name: str) -> list[Definition]:
+    """The functions and classes of this name at the top level of ``source``."""
+    return [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, Definition) and node.name == name
+    ]
+
+
+def with_members(text: str, target: Definition, source: str) -> str:
     """``text`` with the members of the reader's class in ours, new ones at its end."""
-    name = ours.name
-    for member in getattr(target, "body", []):
+    for member in target.body:
         if not isinstance(member, Definition):
             continue
-        (ours,) = [
-            node
-            for node in ast.parse(text).body
-            if isinstance(node, ast.ClassDef) and node.name == name
-        ]
+        (ours,) = definitions(text, target.name)
         code = textwrap.indent(text_of(member, source), "    ")
         same = [n for n in ours.body if getattr(n, "name", None) == member.name]
         if same:
@@ -177,8 +182,8 @@ def with_members(text: str, ours: ast.ClassDef, target: ast.stmt, source: str) -
 def replaced(text: str, node: ast.stmt, code: str) -> str:
     """``text`` with the lines of ``node`` replaced by ``code``."""
     lines = text.splitlines()
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return "\n".join([*lines[: start - 1], code, *lines[node.end_lineno :]]) + "\n"
+    lines[first_line(node) - 1 : node.end_lineno] = [code]
+    return "\n".join(lines) + "\n"
 
 
 # The whole package

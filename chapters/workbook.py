@@ -105,8 +105,10 @@ def with_cells(text: str, sources: dict[str, str]) -> str:
         source = sources.get(own_name(Cell(match["code"])))
         if source is None:
             return match[0]
-        start, stop = (place - match.start() for place in match.span("code"))
-        return match[0][:start] + source.rstrip("\n") + "\n" + match[0][stop:]
+        longest = max(map(len, re.findall("`+", source)), default=0)
+        ticks = "`" * max(3, longest + 1)
+        code = source.rstrip("\n")
+        return f"{ticks}python{match['options'] or ''}\n{code}\n{ticks}"
 
     return FENCE.sub(replaced, text)
 
