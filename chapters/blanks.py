@@ -247,7 +247,9 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
                 text=True,
                 timeout=SECONDS * len(asked),
             )
-            printed, status = done.stdout, f"ends the process with {done.returncode}"
+            last = done.stderr.strip().rpartition("\n")[2]
+            status = f"ends the process with {done.returncode} {last}".rstrip()
+            printed = done.stdout
         except subprocess.TimeoutExpired as error:
             told = error.stdout or b""
             printed = told.decode() if isinstance(told, bytes) else told
