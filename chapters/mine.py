@@ -12,7 +12,6 @@ stands now, in the copy, and ours comes back if it is not right there.
 import ast
 import builtins
 import contextlib
-import dis
 import json
 import shutil
 import subprocess
@@ -31,20 +30,22 @@ from blanks import (
     HERE,
     ROOT,
     Blank,
+    Definition,
     Result,
     WorkbookError,
+    bindings,
     course_blanks,
     environment,
+    first_line,
     has_gpu,
-    is_definition,
     saved,
+    text_of,
+    used,
     written,
 )
 from cells import Cell
 
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Unfit(Exception):
@@ -52,53 +53,6 @@ class Unfit(Exception):
 
 
 # One function in one module
-
-
-def first_line(node: ast.stmt) -> int:
-    """The number of a statement's first line, its decorators included."""
-    decorators = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
-
-
-def text_of(node: ast.stmt, source: str) -> str:
-    """The lines of a statement, its decorators included, without their indent."""
-    lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
-    return textwrap.dedent("\n".join(lines))
-
-
-def bindings(source: str, whole: bool = True) -> dict[str, str]:
-    """The names that ``source`` defines at its top level, with the code that does.
-
-    Not ``whole``: only by statements that compute nothing.
-    """
-    found: dict[str, str] = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                code = f"import {ast.unparse(alias)}"
-                if isinstance(node, ast.ImportFrom):
-                    code = f"from {'.' * node.level}{node.module or ''} {code}"
-                found[(alias.asname or alias.name).partition(".")[0]] = code
-        elif isinstance(node, Definition):
-            found[node.name] = text_of(node, source)
-        elif whole or is_definition(node):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    found[part.id] = text_of(node, source)
-    return found
-
-
-def used(source: str) -> set[str]:
-    """The names that ``source`` reads from the module it stands in."""
-    found: set[str] = set()
-    waiting = [compile(source, "", "exec")]
-    while waiting:
-        code = waiting.pop()
-        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                found.add(str(step.argval))
-    return found
 
 
 def helpers(target: str, source: str, chapter: list[Cell], text: str) -> list[str]:

@@ -38,7 +38,7 @@ from mine import ask
 MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's
 # What the reader's folder does not need of chapters/.
 LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "modules.toml"}
-LEFT_OUT |= {"workbook.py", "blanks.py", "mine.py"}
+LEFT_OUT |= {"workbook.py", "blanks.py", "cells.py", "mine.py"}
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
 KEEP = """\
 ```python

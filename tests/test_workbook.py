@@ -196,6 +196,18 @@ def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_code_may_use_what_its_chapter_computed(empty: Path) -> None:
+    kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
+    path = empty / "chapters/03-mxfp4.md"
+    helper = "HALF = abs(-2)\n\n\ndef zero():\n    return HALF - 2\n"
+    stub = "```python\n#| blank MXFP4.dequantize\n"
+    text = path.read_text("utf-8").replace(stub, f"```python\n{helper}```\n\n{stub}")
+    path.write_text(text, encoding="utf-8")
+    fill(empty, {"MXFP4.dequantize": f"ZERO = zero()\n{kept}"})
+    (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
+    assert result.verdict == "right", result.message
+
+
 def test_several_folders_are_judged(empty: Path) -> None:
     done = run("progress", empty, empty.parent / "none")
     assert done.returncode == 2 and "none is not there" in done.stderr
