@@ -45,9 +45,6 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "01-tokens.md",
-    "02-weights.md",
-    "03-mxfp4.md",
     "04-moe.md",
     "05-attention.md",
     "06-model.md",
