@@ -27,6 +27,7 @@ help:
 	@echo "make mine      ask an engine with your functions in it: PROMPT=\"...\""
 	@echo "make book      build the course as a web site into book/"
 	@echo "make export    write simplellm/*.py from the chapters"
+	@echo "make figures   draw the chapters' figures again"
 	@echo "make check     look for drift, format, lint and type errors"
 	@echo "make evaluate  measure the embedded model on held-out problems"
 	@echo "make clean     remove .venv and everything that was built"

@@ -26,10 +26,21 @@ from typing import Any
 
 import cells
 import course
-from blanks import Blank, course_blanks, is_definition, written
+from blanks import (
+    HERE,
+    ROOT,
+    Blank,
+    Result,
+    WorkbookError,
+    course_blanks,
+    environment,
+    has_gpu,
+    is_definition,
+    saved,
+    written,
+)
 from cells import Cell
 
-ROOT = Path(__file__).resolve().parents[1]
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -174,10 +185,10 @@ def replaced(text: str, node: ast.stmt, code: str) -> str:
 
 
 def copy_package(target: Path) -> None:
-    """A fresh copy of the package; ValueError if something else stands there."""
+    """Make a fresh copy of the package; WorkbookError if something else is there."""
     if target.exists():
         if not (target / MARK).exists():
-            raise ValueError(f"{target} is not ours; expected nothing or a built copy")
+            raise WorkbookError(f"{target} is not ours; expected nothing there")
         shutil.rmtree(target)
     target.mkdir(parents=True)
     (target / MARK).touch()
@@ -218,12 +229,9 @@ def recheck(names: list[str]) -> dict[str, str]:
     return told
 
 
-def ask(folder: Path, prompt: str) -> int:
+def ask(folder: Path, results: list[Result], prompt: str) -> int:
     """Build the reader's engine, say what of it is the reader's, and let it answer."""
-    from workbook import WorkbookError, environment, has_gpu, judged, saved
-
     blanks = {blank.name: blank for blank in course_blanks()}
-    results = judged(folder)
     right = [blanks[r.name] for r in results if r.verdict == "right"]
     for result in results:
         if result.verdict == "wrong":
@@ -238,12 +246,9 @@ def ask(folder: Path, prompt: str) -> int:
     kernels = [b.name for b in right if b.module and b.is_kernel and not gpu]
     chosen = [b for b in right if b.name not in {*lessons, *kernels}]
     variables = environment(folder)
-    tool = [sys.executable, str(Path(__file__).resolve())]
+    tool = [sys.executable, str(HERE / "mine.py")]
     while True:
-        try:
-            out = build(folder, chosen, chapters)
-        except ValueError as error:
-            raise WorkbookError(str(error)) from None
+        out = build(folder, chosen, chapters)
         names = [blank.name for blank in chosen if blank.name not in out]
         done = subprocess.run(
             [*tool, "check", *names],
@@ -307,8 +312,8 @@ def answer(prompt: str, names: list[str]) -> None:
     print(f"{prompt}\n{reply.content}")
     called = [name for name in names if calls[name]]
     if called:
-        told = ", ".join(f"{name} {calls[name]:,} times" for name in called)
-        print("\n" + textwrap.fill(f"It called your {told}.", course.WIDTH))
+        told = ", ".join(f"{name} {calls[name]:,}" for name in called)
+        print("\n" + textwrap.fill(f"Calls of yours: {told}.", course.WIDTH))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,6 @@ from typing import Any
 import tiktoken
 
 from simplellm.config import expect_type, raising, read_json
-
-# What gpt-oss's tokenizer.json says of model, normalizer and the pre-tokenizer's steps.
-KIND = ("BPE", None, "Sequence", "Split", "Isolated", False, "ByteLevel", False, False)
-# tiktoken's regex engine overflows its stack on a run of about a million whitespace
-# characters; a text is cut behind each run as long as this.
-WHITESPACE_RUN = re.compile(r"\s{100000}")
 
 
 class TokenizerError(ValueError):
@@ -43,6 +38,44 @@ class Tokenizer:
         self.vocab_size = 1 + max(*self.tokens, *self.special.values())
         self._names = {id: name.encode() for name, id in special.items()}
         self._encoder = encoder
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The token ids of ``text``.
+
+        With ``special`` the names of control tokens in it become those tokens;
+        without, `<|end|>` is seven characters like any others. Raises TypeError for
+        what is not a str, and TokenizerError for a str with a surrogate (U+D800 to
+        U+DFFF): it is half a character, which UTF-8 cannot hold. All else is encoded.
+        """
+        expect_type("text", text, str, "str")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"lone surrogate U+{ord(text[error.start]):04X} at position "
+                f"{error.start}; expected valid Unicode text"
+            ) from None
+        return self._encoder(text, special)
+
+    def token_bytes(self, id: int, *, skip_special: bool = False) -> bytes:
+        """The bytes that token ``id`` stands for; a control token's are its name.
+
+        With ``skip_special`` control tokens and reserved ids stand for no bytes.
+        """
+        if (token := self.tokens.get(id)) is not None:
+            return token
+        if skip_special:
+            return b""
+        return self._names.get(id) or f"<|reserved_{id}|>".encode()
+
+    def is_special(self, id: int) -> bool:
+        """Whether ``id`` is a control token or reserved, and so never part of text."""
+        return id not in self.tokens
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        parts = (self.token_bytes(id, skip_special=skip_special) for id in ids)
+        return b"".join(parts).decode(errors="replace")
 
     @classmethod
     def from_ranks(
@@ -74,11 +107,11 @@ class Tokenizer:
                 f"{pattern!r} is not a regular expression: {error}"
             ) from None
 
-        def encode(text: str, controls: bool) -> list[int]:
-            allowed = bpe.special_tokens_set if controls else set()
-            runs = (run.end() for run in WHITESPACE_RUN.finditer(text))
+        def encode(text: str, special: bool) -> list[int]:
+            allowed = bpe.special_tokens_set if special else set()
+            cuts = (run.end() for run in WHITESPACE_RUN.finditer(text))
             ids: list[int] = []
-            for start, end in pairwise([0, *runs, len(text)]):
+            for start, end in pairwise([0, *cuts, len(text)]):
                 ids += bpe.encode(
                     text[start:end], allowed_special=allowed, disallowed_special=()
                 )
@@ -103,66 +136,13 @@ class Tokenizer:
                 wrong = f"{type(error).__name__}: {error}"
             raise ValueError(f"not a tokenizer.json like that of gpt-oss ({wrong})")
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The token ids of ``text``.
 
-        With ``special`` the names of control tokens in it become those tokens;
-        without, `<|end|>` is seven characters like any others. Raises TypeError for
-        what is not a str, and TokenizerError for a str with a surrogate (U+D800 to
-        U+DFFF): it is half a character, which UTF-8 cannot hold. All else is encoded.
-        """
-        expect_type("text", text, str, "str")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TokenizerError(
-                f"lone surrogate U+{ord(text[error.start]):04X} at position "
-                f"{error.start}; expected valid Unicode text"
-            ) from None
-        return self._encoder(text, special)
+# tiktoken's regex engine overflows its stack on a run of about a million whitespace
+# characters; a text is cut behind each run as long as this.
+WHITESPACE_RUN = re.compile(r"\s{100000}")
 
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes that token ``id`` stands for; a control token's are its name."""
-        if (token := self.tokens.get(id)) is not None:
-            return token
-        return self._names.get(id) or f"<|reserved_{id}|>".encode()
-
-    def is_special(self, id: int) -> bool:
-        """Whether ``id`` is a control token or reserved, and so never part of text."""
-        return id not in self.tokens
-
-    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
-        kept = (id for id in ids if not skip_special or id in self.tokens)
-        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
-
-
-class StreamDecoder:
-    """Decodes one token at a time and only ever gives out complete characters.
-
-    A character's UTF-8 bytes may be spread over several tokens: `push` returns "" until
-    the last of them is there. Bytes that can no longer become a character turn into
-    U+FFFD. What `push` and `flush` return adds up to `Tokenizer.decode`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        if skip_special:
-            tokens = tokenizer.tokens
-            self._token_bytes = lambda id: tokens.get(id, b"")
-        self._rest = b""  # up to three bytes of a character
-
-    def push(self, id: int) -> str:
-        """The characters that token ``id`` completes."""
-        found = self._rest + self._token_bytes(id)
-        text, used = codecs.utf_8_decode(found, "replace")
-        self._rest = found[used:]
-        return text
-
-    def flush(self) -> str:
-        """At the end: U+FFFD for a character whose last bytes never came, or ""."""
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+# What gpt-oss's tokenizer.json says of model, normalizer and the pre-tokenizer's steps.
+KIND = ("BPE", None, "Sequence", "Split", "Isolated", False, "ByteLevel", False, False)
 
 
 def read_bpe(config: Any) -> tuple[dict[bytes, int], str, dict[str, int]]:
@@ -176,12 +156,7 @@ def read_bpe(config: Any) -> tuple[dict[bytes, int], str, dict[str, int]]:
         raise TokenizerError(f"it has {kind}; expected {[*KIND]} as in gpt-oss")
     special = {token["content"]: token["id"] for token in config["added_tokens"]}
     vocab = {token: id for token, id in model["vocab"].items() if token not in special}
-    # Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered
-    # from U+0100 on, so that no token holds a space (GPT-2's `bytes_to_unicode`).
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable}
-    byte_of |= {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    byte_of = printed_bytes()
     if odd := {*"".join(vocab)} - {*byte_of} or {*byte_of} - {*vocab}:
         raise TokenizerError(
             f"the vocabulary is not byte-level: {min(odd)!r} stands for no byte, or "
@@ -194,3 +169,40 @@ def read_bpe(config: Any) -> tuple[dict[bytes, int], str, dict[str, int]]:
         raise TokenizerError("the merges do not stand in the order of their ids")
     ranks = {bytes(byte_of[char] for char in token): vocab[token] for token in vocab}
     return ranks, split["pattern"]["Regex"], special
+
+
+def printed_bytes() -> dict[str, int]:
+    """The character that stands for each byte in a tokenizer.json.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes are numbered
+    from U+0100 on, so that no token holds a space (GPT-2's `bytes_to_unicode`).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    found = {chr(byte): byte for byte in printable}
+    return found | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+class StreamDecoder:
+    """Decodes one token at a time and only ever gives out complete characters.
+
+    A character's UTF-8 bytes may be spread over several tokens: `push` returns "" until
+    the last of them is there. Bytes that can no longer become a character turn into
+    U+FFFD. What `push` and `flush` return adds up to `Tokenizer.decode`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
+        self._bytes = partial(tokenizer.token_bytes, skip_special=skip_special)
+        self._rest = b""  # up to three bytes of a character
+
+    def flush(self) -> str:
+        """At the end: U+FFFD for a character whose last bytes never came, or ""."""
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
+
+    def push(self, id: int) -> str:
+        """The characters that token ``id`` completes."""
+        found = self._rest + self._bytes(id)
+        text, used = codecs.utf_8_decode(found, "replace")
+        self._rest = found[used:]
+        return text

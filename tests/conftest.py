@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-collect_ignore_glob = [] if find_spec("triton") else ["test_kernels_*.py"]
+NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
+collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
 
 
 def release(package: str) -> tuple[int, ...]:

@@ -77,5 +77,5 @@ def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
             end(self, each, reason, *error)
 
     monkeypatch.setattr(Engine, "end", spreading)
-    found = soak.soak(seconds=2, threads=6, fault_every=4)
+    found = soak.soak(seconds=2, threads=6, fault_every=4, least=60)
     assert any("requests that others made fail" in line for line in found["wrong"])

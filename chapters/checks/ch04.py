@@ -214,7 +214,7 @@ def check_swiglu(swiglu):
     assert tuple(found.shape) == (2, 3, 4), (
         f"leading axes stay, [2, 3, 8] becomes [2, 3, 4]; yours is {list(found.shape)}"
     )
-    right = [[[gated(*p, 7.0, 1.702) for p in r] for r in m] for m in pairs(many)]
+    right = [[[gated(g, u, 7.0, 1.702) for g, u in r] for r in m] for m in pairs(many)]
     assert torch.allclose(found, torch.tensor(right), rtol=1e-4, atol=1e-5), (
         "over random numbers, some are off"
     )
@@ -265,7 +265,7 @@ def one_by_one(x, mlp, share=lambda weight: weight, late_bias=False):
             both = gate_up[expert] @ row
             if mlp.gate_up_bias is not None:
                 both += mlp.gate_up_bias[expert].double()
-            gates = [gated(*p, mlp.limit, mlp.alpha) for p in pairs(both)]
+            gates = [gated(g, u, mlp.limit, mlp.alpha) for g, u in pairs(both)]
             y = down[expert] @ torch.tensor(gates, dtype=torch.float64)
             bias = 0.0 if mlp.down_bias is None else mlp.down_bias[expert].double()
             out[token] += weight * y + bias if late_bias else weight * (y + bias)

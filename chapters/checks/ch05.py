@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, ModelConfig
 from simplellm.folder import EMBEDDED
+
+YARN: Any = GPT_OSS_20B.rope_scaling  # which it has
 
 
 def seeded(*shape, seed=0):
@@ -165,7 +168,7 @@ def check_yarn_frequencies(yarn_frequencies):
         f"the concentration for a factor of 32 is 0.1 ln 32 + 1 = {expected:.4f}, with "
         f"the natural logarithm; yours is {concentration:.4f}"
     )
-    cut = replace(config, rope_scaling=replace(config.rope_scaling, truncate=True))
+    cut = replace(config, rope_scaling=replace(YARN, truncate=True))
     assert near(numbers(cut)[0], yarn(cut)), (
         "with `truncate: true` the ends of the ramp are rounded outward, to 8 and 18"
     )
@@ -174,7 +177,7 @@ def check_yarn_frequencies(yarn_frequencies):
         head_dim=128,
         rope_theta=10_000.0,
         rope_scaling=replace(
-            config.rope_scaling,
+            YARN,
             factor=4.0,
             original_max_position_embeddings=2048,
             beta_fast=16.0,
@@ -252,7 +255,7 @@ def check_naive_attention(naive_attention):
 def judge_heads(run, q, k, v, sinks):
     """Six query heads on three kv heads, with and without a window."""
     one_sink = sinks[:1].expand_as(sinks)
-    mistakes = [
+    mistakes: list[tuple[dict[str, Any], str]] = [
         ({"future": True}, "a token sees itself and those before it, not the future"),
         (
             {"kv_of": lambda h: h % k.shape[1]},
@@ -421,10 +424,9 @@ def check_5_1(kv_bytes):
     configs["20b, window 64"] = replace(GPT_OSS_20B, sliding_window=64)
     for name, config in configs.items():
         for tokens in (1, 100, 129, 65_536):
-            kept = 0
-            for kind in config.layer_types:
-                full = kind == "full_attention"
-                kept += tokens if full else min(tokens, config.sliding_window)
+            window = min(tokens, config.sliding_window or tokens)
+            full = config.layer_types.count("full_attention")
+            kept = full * tokens + (config.num_hidden_layers - full) * window
             heads, dim = config.num_key_value_heads, config.head_dim
             expected, found = kept * heads * dim * 4, kv_bytes(config, tokens)
             assert found != 2 * tokens * heads * dim * 2 * config.num_hidden_layers or (
@@ -511,14 +513,13 @@ def check_5_3(add_sinks):
 
 def check_5_4(first_distance):
     """Against both frequencies in Python's numbers, for several configs."""
-    scaling = GPT_OSS_20B.rope_scaling
     configs = [
         GPT_OSS_20B,
         replace(GPT_OSS_20B, head_dim=128),
         replace(GPT_OSS_20B, rope_theta=10_000.0),
         replace(
             GPT_OSS_20B,
-            rope_scaling=replace(scaling, original_max_position_embeddings=8192),
+            rope_scaling=replace(YARN, original_max_position_embeddings=8192),
         ),
     ]
     for config in configs:

@@ -1,6 +1,6 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies."""
 
-from simplellm.harmony.message import CHANNELS, Message, Tool
+from simplellm.harmony.message import CHANNELS, Message
 from simplellm.harmony.openai import (
     from_openai,
     result_message,
@@ -19,7 +19,7 @@ from simplellm.harmony.render import (
     render_message,
     system_text,
 )
-from simplellm.harmony.schema import developer_text
+from simplellm.harmony.schema import Tool, developer_text
 
 __all__ = [
     "CHANNELS",

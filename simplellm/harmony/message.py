@@ -6,7 +6,6 @@ channel, a recipient and a content type.
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from simplellm.tokenizer import Tokenizer, TokenizerError
 
@@ -14,7 +13,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 CHANNELS = ("analysis", "commentary", "final")
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *ENDS)
-HEADER_WORD = re.compile(r"[^\s<]+")  # a space would begin another word, "<" a marker
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,7 @@ class Message:
     content_type: str | None = None
 
 
-@dataclass(frozen=True)
-class Tool:
-    """A function the model may call; ``parameters`` is a JSON schema of an object."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any] | None = None
+HEADER_WORD = re.compile(r"[^\s<]+")  # a space would begin another word, "<" a marker
 
 
 def markers(tokenizer: Tokenizer) -> dict[str, int]:

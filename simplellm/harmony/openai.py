@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.config import expect, expect_type, one_of
-from simplellm.harmony.message import ROLES, Message, Tool
+from simplellm.harmony.message import ROLES, Message
 from simplellm.harmony.parse import ToolCall
-from simplellm.harmony.schema import as_tools, developer_text
+from simplellm.harmony.schema import Tool, as_tools, developer_text
 
 
 def from_openai(

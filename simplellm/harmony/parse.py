@@ -3,17 +3,65 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from simplellm.harmony.message import ENDS, ROLES, Message, markers
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call the model wrote; ``arguments`` is its text, which need not be JSON."""
+def read_word(marker: str, number: int, word: str) -> dict[str, Any]:
+    """The fields of Message that a word of a header sets; none if it means nothing.
 
-    name: str
-    arguments: str
+    ``number`` counts the words behind ``marker`` from 0.
+    """
+    if word.startswith("to="):
+        return {"recipient": word.removeprefix("to=")}
+    if number == 0 and marker == "<|start|>":
+        role, _, name = word.partition(":")
+        if role not in ROLES:  # a tool goes by its name
+            return {"role": "tool", "name": word}
+        return {"role": role, "name": name or None}
+    if number == 0 and marker == "<|channel|>":
+        return {"channel": word}
+    if number == 0 and marker == "<|constrain|>":
+        return {"content_type": marker + word}
+    if word.startswith("functions."):
+        return {"recipient": word}
+    return {}
+
+
+def message_of(header: Iterable[tuple[str, str]]) -> Message:
+    """The message that a header announces: each marker with the text behind it.
+
+    The first marker is "" where the assistant was announced by the prompt.
+    """
+    fields: dict[str, Any] = {"role": "assistant", "content": ""}
+    for marker, text in header:
+        for number, word in enumerate(text.split()):
+            found = read_word(marker, number, word)
+            fields |= found
+            if not found and marker == "<|channel|>":
+                fields.setdefault("content_type", word)
+    return Message(**fields)
+
+
+def split_header(
+    header: Sequence[tuple[str, str]],
+) -> tuple[list[tuple[str, str]], str]:
+    """The header, and the text in it that is content, if it has no `<|message|>`."""
+    if len(header) == 1:  # no marker at all
+        return [], header[0][1]
+    kept, content = [], ""
+    for marker, text in header:
+        end = len(text)
+        for number, match in enumerate(re.finditer(r"\S+", text)):
+            expected = not marker and match[0] == "assistant"
+            if not expected and not read_word(marker, number, match[0]):
+                end = match.start()
+                break
+        kept.append((marker, text[:end]))
+        content += text[end:]
+    return kept, content
 
 
 @dataclass(frozen=True)
@@ -28,6 +76,11 @@ class Delta:
     recipient: str | None
     text: str
     call: int | None = None  # the reply's first call is 0
+
+
+def is_call(message: Message) -> bool:
+    """Whether the assistant calls a function with ``message``."""
+    return message.role == "assistant" and bool(message.recipient)
 
 
 class HarmonyParser:
@@ -57,36 +110,15 @@ class HarmonyParser:
         # What a header holds: each marker with the bytes that follow it.
         self._header: list[tuple[str, bytearray]] = [("", bytearray())]
 
-    def push(self, token_id: int) -> list[Delta]:
-        """Take one token; what it adds, at most one delta."""
-        if token_id in self._tokens:
-            if self.message is not None:
-                return self._add(self._decoder.push(token_id))
-            self._header[-1][1].extend(self._tokens[token_id])
-            return []
-        marker = self._markers.get(token_id)
-        if marker in ENDS:
-            return self.finish()
-        inside = self.message is not None
-        if marker == "<|start|>" or (marker == "<|channel|>" and inside):
-            deltas = self.finish()
-            self._header.append((marker, bytearray()))
-            return deltas
-        if marker == "<|message|>" and not inside:
-            self.message, _ = read_header(self._header, complete=True)
-            return self._add("", begins=True)
-        if marker is not None and not inside:
-            self._header.append((marker, bytearray()))
-        return []
-
     def finish(self) -> list[Delta]:
         """End the message that is under way, if any: it is over, or the model is."""
+        deltas = []
         if self.message is not None:
             deltas = self._add(self._decoder.flush())
         else:
-            message, rest = read_header(self._header, complete=False)
-            self.message = message if rest.strip() else None
-            deltas = self._add(rest, begins=True)
+            header, content = split_header(self._header_text())
+            if content.strip():
+                deltas = self._begin(message_of(header), content)
         if self.message is not None:
             self.messages.append(replace(self.message, content="".join(self._text)))
         self.message = None
@@ -94,56 +126,52 @@ class HarmonyParser:
         self._header = [("", bytearray())]
         return deltas
 
-    def _add(self, text: str, *, begins: bool = False) -> list[Delta]:
+    def _header_text(self) -> list[tuple[str, str]]:
+        return [(name, text.decode(errors="replace")) for name, text in self._header]
+
+    def _begin(self, message: Message, text: str = "") -> list[Delta]:
+        """Go from the header to the content; a call is announced even without text."""
+        self.message = message
+        self._num_calls += is_call(message)
+        return self._add(text, announce=is_call(message))
+
+    def _add(self, text: str, *, announce: bool = False) -> list[Delta]:
         message = self.message
-        if message is None:
-            return []
-        call = None
-        if is_call(message):
-            self._num_calls += begins
-            call = self._num_calls - 1
-        if not text and (call is None or not begins):
+        if message is None or not (text or announce):
             return []
         self._text.append(text)
+        call = self._num_calls - 1 if is_call(message) else None
         return [Delta(message.channel, message.recipient, text, call)]
 
+    def push(self, token_id: int) -> list[Delta]:
+        """Take one token; what it adds, at most one delta."""
+        inside = self.message is not None
+        if token_id in self._tokens:
+            if inside:
+                return self._add(self._decoder.push(token_id))
+            self._header[-1][1].extend(self._tokens[token_id])
+            return []
+        marker = self._markers.get(token_id)
+        if marker in ENDS:
+            return self.finish()
+        if marker == "<|start|>" or (marker == "<|channel|>" and inside):
+            deltas = self.finish()
+            self._header.append((marker, bytearray()))
+            return deltas
+        if marker is None or inside:  # out of place
+            return []
+        if marker == "<|message|>":
+            return self._begin(message_of(self._header_text()))
+        self._header.append((marker, bytearray()))
+        return []
 
-def read_header(
-    header: Sequence[tuple[str, bytes | bytearray]], *, complete: bool
-) -> tuple[Message, str]:
-    """The message that a header announces, and the text in it that is content.
 
-    ``header`` holds each marker with the bytes behind it; the first marker is "" where
-    the assistant was announced by the prompt. Only a header that never reached
-    `<|message|>` (not ``complete``) can hold content.
-    """
-    message = Message("assistant", "")
-    if not complete and len(header) == 1 and not header[0][0]:
-        return message, header[0][1].decode(errors="replace")
-    rest = ""
-    for marker, data in header:
-        text = data.decode(errors="replace")
-        for number, match in enumerate(re.finditer(r"\S+", text)):
-            word = match[0]
-            if word.startswith("to="):
-                message = replace(message, recipient=word.removeprefix("to="))
-            elif number == 0 and marker == "<|start|>":
-                role, _, name = word.partition(":")
-                if role not in ROLES:  # a tool goes by its name
-                    role, name = "tool", word
-                message = replace(message, role=role, name=name or None)
-            elif number == 0 and marker == "<|channel|>":
-                message = replace(message, channel=word)
-            elif number == 0 and marker == "<|constrain|>":
-                message = replace(message, content_type=marker + word)
-            elif word.startswith("functions."):
-                message = replace(message, recipient=word)
-            elif not complete and (marker or word != "assistant"):
-                rest += text[match.start() :]
-                break
-            elif marker == "<|channel|>" and message.content_type is None:
-                message = replace(message, content_type=word)
-    return message, rest
+@dataclass(frozen=True)
+class ToolCall:
+    """A call the model wrote; ``arguments`` is its text, which need not be JSON."""
+
+    name: str
+    arguments: str
 
 
 def parse(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[Message]:
@@ -162,8 +190,3 @@ def tool_calls(messages: Iterable[Message]) -> list[ToolCall]:
         for message in messages
         if is_call(message)
     ]
-
-
-def is_call(message: Message) -> bool:
-    """Whether the assistant calls a function with ``message``."""
-    return message.role == "assistant" and bool(message.recipient)

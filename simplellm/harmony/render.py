@@ -8,15 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.config import expect
-from simplellm.harmony.message import (
-    CHANNELS,
-    HEADER_WORD,
-    ROLES,
-    Message,
-    Tool,
-    markers,
-)
-from simplellm.harmony.schema import NAMESPACE, as_tools, developer_text
+from simplellm.harmony.message import CHANNELS, HEADER_WORD, ROLES, Message, markers
+from simplellm.harmony.schema import NAMESPACE, Tool, as_tools, developer_text
 from simplellm.tokenizer import Tokenizer
 
 EFFORTS = ("low", "medium", "high")
@@ -47,6 +40,58 @@ def system_text(
     )
 
 
+def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of one message, from `<|start|>` to `<|end|>` or `<|call|>`.
+
+    Raises as `check_message` and `Tokenizer.encode`.
+    """
+    check_message(message)
+    text, marker = tokenizer.encode, markers(tokenizer)
+    names = [message.role, message.name] if message.name else [message.role]
+    author = ":".join(names[1:] if message.role == "tool" else names)
+    ids = [marker["<|start|>"], *text(author)]
+    if message.recipient:
+        ids += text(f" to={message.recipient}")
+    if message.channel:
+        ids += [marker["<|channel|>"], *text(message.channel)]
+    if message.content_type:
+        _, constrain, word = message.content_type.rpartition("<|constrain|>")
+        if constrain:
+            ids += [*text(" "), marker[constrain], *text(word)]
+        else:
+            ids += text(f" {word}")
+    ids += [marker["<|message|>"], *text(message.content)]
+    call = message.role == "assistant" and message.recipient
+    return [*ids, marker["<|call|>" if call else "<|end|>"]]
+
+
+def check_message(message: Message) -> None:
+    """Raise ValueError if a header cannot be written for ``message``."""
+    role, channel, name = message.role, message.channel, message.name
+    expect(role in ROLES, "role", role, f"one of {ROLES}")
+    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
+    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
+    content_type = (message.content_type or "").removeprefix("<|constrain|>")
+    for word in (name, message.recipient, content_type):
+        ok = not word or HEADER_WORD.fullmatch(word)
+        expect(ok, "a word of a header", word, "no spaces and no '<'")
+
+
+def history(messages: Sequence[Message], *, finished: bool = False) -> list[Message]:
+    """``messages`` without the analysis that a final answer follows.
+
+    In a ``finished`` conversation the last answer keeps its analysis.
+    """
+    past = messages[:-1] if finished else messages
+    finals = [number for number, m in enumerate(past) if m.channel == "final"]
+    last = finals[-1] if finals else 0
+    return [
+        message
+        for number, message in enumerate(messages)
+        if number >= last or message.channel != "analysis"
+    ]
+
+
 def render(
     messages: Sequence[Message],
     tokenizer: Tokenizer,
@@ -70,69 +115,41 @@ def render(
     Raises ValueError for unknown roles or channels and for names with spaces or "<",
     TypeError and TokenizerError as `Tokenizer.encode`.
     """
-    marker = markers(tokenizer)
-    messages = list(messages)
-    functions = as_tools(tools)
-    developers = [message for message in messages if message.role == "developer"]
+    marker, functions = markers(tokenizer), as_tools(tools)
+    messages = introduced(messages, functions, reasoning_effort, current_date)
+    finished = messages[-1].channel == "final" and not add_generation_prompt
+    kept = history(messages, finished=finished)
+    ids = [id for message in kept for id in render_message(message, tokenizer)]
+    if add_generation_prompt:
+        ids += [marker["<|start|>"], *tokenizer.encode("assistant")]
+    if finished:
+        ids[-1] = marker["<|return|>"]
+    return ids
+
+
+def introduced(
+    messages: Sequence[Message],
+    functions: Sequence[Tool],
+    reasoning_effort: str,
+    current_date: str | None,
+) -> list[Message]:
+    """``messages`` with a system message and, for ``functions``, a developer message.
+
+    Those that are there stay; ValueError if none of them describes the functions.
+    """
+    system = [message for message in messages[:1] if message.role == "system"]
+    rest = list(messages[len(system) :])
+    developers = [message for message in rest if message.role == "developer"]
     if functions and not developers:
         developers = [Message("developer", developer_text(None, functions))]
-        front = 1 if messages and messages[0].role == "system" else 0
-        messages[front:front] = developers
+        rest = developers + rest
     offered = any(NAMESPACE in message.content for message in developers)
     if functions and not offered:
         raise ValueError(
             "the developer message does not describe the tools; expected its content "
             "from developer_text(instructions, tools)"
         )
-    if not messages or messages[0].role != "system":
+    if not system:
         text = system_text(reasoning_effort, tools=offered, current_date=current_date)
-        messages.insert(0, Message("system", text))
-    finals = [i for i, message in enumerate(messages) if message.channel == "final"]
-    finished = bool(finals) and finals[-1] == len(messages) - 1
-    if finished and not add_generation_prompt:
-        finals.pop()
-    ids: list[int] = []
-    for number, message in enumerate(messages):
-        if message.channel == "analysis" and finals and number < finals[-1]:
-            continue
-        ids += render_message(message, tokenizer)
-    if add_generation_prompt:
-        return [*ids, marker["<|start|>"], *tokenizer.encode("assistant")]
-    if finished:
-        ids[-1] = marker["<|return|>"]
-    return ids
-
-
-def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of one message, from `<|start|>` to `<|end|>` or `<|call|>`."""
-    check_message(message)
-    marker = markers(tokenizer)
-    names = [message.role, message.name] if message.name else [message.role]
-    author = ":".join(names[1:] if message.role == "tool" else names)
-    ids = [marker["<|start|>"], *tokenizer.encode(author)]
-    if message.recipient:
-        ids += tokenizer.encode(f" to={message.recipient}")
-    if message.channel:
-        ids += [marker["<|channel|>"], *tokenizer.encode(message.channel)]
-    if message.content_type:
-        name = message.content_type.removeprefix("<|constrain|>")
-        if name == message.content_type:
-            ids += tokenizer.encode(f" {name}")
-        else:
-            ids += [*tokenizer.encode(" "), marker["<|constrain|>"]]
-            ids += tokenizer.encode(name)
-    ids += [marker["<|message|>"], *tokenizer.encode(message.content)]
-    call = message.role == "assistant" and message.recipient
-    return [*ids, marker["<|call|>" if call else "<|end|>"]]
-
-
-def check_message(message: Message) -> None:
-    """Raise ValueError if a header cannot be written for ``message``."""
-    role, channel, name = message.role, message.channel, message.name
-    expect(role in ROLES, "role", role, f"one of {ROLES}")
-    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
-    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
-    content_type = (message.content_type or "").removeprefix("<|constrain|>")
-    for word in (name, message.recipient, content_type):
-        ok = not word or HEADER_WORD.fullmatch(word)
-        expect(ok, "a word of a header", word, "no spaces and no '<'")
+        system = [Message("system", text)]
+    return system + rest

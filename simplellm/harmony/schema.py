@@ -6,12 +6,22 @@ writes them.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from simplellm.config import expect
-from simplellm.harmony.message import HEADER_WORD, Tool
+from simplellm.harmony.message import HEADER_WORD
 
 NAMESPACE = "namespace functions {"  # what the tools are declared in
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function the model may call; ``parameters`` is a JSON schema of an object."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any] | None = None
 
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:

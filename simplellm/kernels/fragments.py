@@ -10,6 +10,7 @@ a warp.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -61,7 +62,7 @@ class Fragments:
         scales = torch.empty(*tiles, 8, dtype=torch.int32, device=device)
         return cls(words, scales, columns, paired)
 
-    @property
+    @cached_property  # four launches a layer ask for it
     def shape(self) -> tuple[int, int, int]:
         """The shape of the dequantized weight."""
         return len(self.words), self.words.shape[1] * 16, self.columns

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.kernels.keys import LOWEST, ordered
-from simplellm.kernels.launch import launch, power_of_two
+from simplellm.kernels.launch import Launcher, launcher, power_of_two
 
 
 class Gemv(NamedTuple):
@@ -89,12 +89,15 @@ MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
 INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
 
 
+def choose_in(table: Table, tokens: int) -> Product | None:
+    """The way for so many tokens, if the table has one."""
+    return next((config for most, config in table if tokens <= most), None)
+
+
+@lru_cache(8192)
 def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
     """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
-    for most, config in PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS):
-        if tokens <= most:
-            return config
-    return None
+    return choose_in(PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS), tokens)
 
 
 @triton.jit
@@ -120,13 +123,7 @@ def prefetch(pointers, sizes):
 
 
 @triton.jit
-def gemv_weight(
-    weight_ptr,
-    rows,
-    columns,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
+def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
     """``columns`` of ``rows`` of the weight, zeros where it has none."""
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     where = rows[:, None].to(tl.int64) * K + columns[None, :]
@@ -315,21 +312,23 @@ def split_columns(size: int) -> tuple[int, int]:
     return block, power_of_two(rest) if rest else 0
 
 
-@lru_cache(1024)
-def product_options(
+@lru_cache(8192)
+def product_launcher(
     config: Product, tokens: int, size_out: int, size_in: int
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The grid and the options of a kernel that multiplies so many tokens."""
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """For so many tokens; and the grid."""
     programs = -(-size_out // config.rows)
-    options = {"N": size_out, "K": size_in, "ROWS": config.rows, "pdl": config.pdl}
-    options["num_warps"] = config.warps
+    options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
+    options |= {"pdl": config.pdl, "num_warps": config.warps}
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
-        return (programs,), options | {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        return launcher(gemv_kernel, **options), (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"AHEAD": config.ahead, "num_stages": config.stages}
-    return (programs, config.parts, -(-tokens // width)), options
+    grid = programs, config.parts, -(-tokens // width)
+    return launcher(dot_kernel, **options), grid
 
 
 def multiply_into(
@@ -347,12 +346,12 @@ def multiply_into(
     gets each tile's largest number and its row as a key of `keys.ordered`, if config
     has one part.
     """
-    grid, options = product_options(config, len(x), *weight.shape)
-    arguments = x, weight, bias, y, best, x.stride(0)
-    if isinstance(config, Gemv):
-        launch(gemv_kernel, grid, *arguments, **options)
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    start, grid = product_launcher(config, tokens, size_out, size_in)
+    if type(config) is Gemv:
+        start(grid, x, weight, bias, y, best, x.stride(0))
     else:
-        launch(dot_kernel, grid, *arguments, len(x), **options)
+        start(grid, x, weight, bias, y, best, x.stride(0), tokens)
 
 
 def project(
@@ -363,7 +362,7 @@ def project(
     [T, N] in x's dtype, or float32 parts [T, S, N] for the next kernel to add up. With
     ``batch_invariant`` no token's result depends on the others.
     """
-    tokens, (size_out, size_in) = len(x), weight.shape
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
     config = INVARIANT if batch_invariant else choose(tokens, size_out, size_in)
     if config is None:
         return functional.linear(x, weight, bias)
@@ -377,9 +376,10 @@ def project(
 
 def project_exactly(x: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """`project` with sums that stay float32: always parts, [T, S, N]."""
-    config = choose(len(x), *weight.shape) or MANY_TOKENS
-    if batch_invariant:
-        config = INVARIANT
-    y = x.new_empty(len(x), config.parts, len(weight), dtype=torch.float32)
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    config: Product = INVARIANT
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in) or MANY_TOKENS
+    y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
     multiply_into(y, x, weight, None, config)
     return y

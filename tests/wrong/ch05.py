@@ -239,8 +239,8 @@ def mixed(shares, v, like):
 @wrong("masked_attention", "h // 2 and not h % 3")
 def kv_heads_in_turns(q, k, v, mask, sinks, scale):
     times = q.shape[-2] // k.shape[-2]
-    spread = [x.repeat(*[1] * (x.ndim - 2), times, 1) for x in (k, v)]
-    return ops.masked_attention(q, *spread, mask, sinks, scale)
+    keys, values = (x.repeat(*[1] * (x.ndim - 2), times, 1) for x in (k, v))
+    return ops.masked_attention(q, keys, values, mask, sinks, scale)
 
 
 @wrong("masked_attention", "unscaled")

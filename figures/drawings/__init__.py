@@ -1,0 +1,1 @@
+"""The course's drawings, made by code: ``python figures/drawings`` writes them all."""
