@@ -76,7 +76,7 @@ def check_kv_bytes(kv_bytes):
         ("the embedded model", embedded, 3, 3, 2),
     ]
     for name, config, full, sliding, heads in cases:
-        for tokens in (1, 100, 128, 129, 5000):
+        for tokens in (100, 1, 128, 129, 5000):
             for itemsize in (2, 4, 1):
                 each = heads * 64 * itemsize  # of one tensor, of one position
                 layers = (full + sliding) * tokens
@@ -208,8 +208,8 @@ def check_read_pool(read_pool):
         found = read_pool(pages, table, first, end)
         told = f"positions {first} to {end - 1}, pages of {size} rows, table {table}"
         assert len(found) == end - first, (
-            f"{told}: that is {end - first} rows, not {len(found)}; what a page holds "
-            "before and behind them is cut off"
+            f"{told}: expected rows: {end - first}, yours: {len(found)}; what a page "
+            "holds before and behind them is cut off"
         )
         assert not found.isnan().any(), (
             f"{told}: a row that was never written was read; the first page begins at "
@@ -227,10 +227,10 @@ def check_decode_reads(decode_reads):
                 lengths = [rng.choice([0, 1, 3, 60, 70, 200, 500]) for _ in "x" * count]
                 if count == 1:
                     lengths = [37]
-                check_reads(decode_reads, rng, lengths, window, size)
+                judge_reads(decode_reads, rng, lengths, window, size)
 
 
-def check_reads(decode_reads, rng, lengths, window, size):
+def judge_reads(decode_reads, rng, lengths, window, size):
     count = len(lengths)
     oldest = [0 if window is None else max(0, n - window) for n in lengths]
     firsts = [first // size for first in oldest]  # pages that the window has left
@@ -264,8 +264,9 @@ def check_reads(decode_reads, rng, lengths, window, size):
             expected = [cell_of[p] for p in range(oldest[row], lengths[row])]
             found = cell[~hide].tolist()
             assert len(found) == len(expected), (
-                f"{told}: the decode of length {lengths[row]} sees {len(expected)} "
-                f"positions, itself included, not {len(found)}"
+                f"{told}: a decode sees its own position and those before it, with a "
+                f"window so many, itself included; of length {lengths[row]}: "
+                f"{len(expected)}, yours: {len(found)}"
             )
             assert sorted(found) == sorted(expected), (
                 f"{told}: the decode of length {lengths[row]} has the table "

@@ -20,7 +20,7 @@ class ForgetsTheOld(Layers):
         return attention(q, k, v, sinks, window=window)
 
 
-@wrong("ConcatCache.attend", "old keys")
+@wrong("ConcatCache.attend", "in the order of the tokens")
 class NewOnesFirst(Layers):
     def attend(self, layer, q, k, v, sinks, window):
         if layer in self.layers:
@@ -192,7 +192,7 @@ def reads_beyond_the_end(tables, offsets, lengths, *, window, page_size):
     )
 
 
-@wrong("decode_reads", "positions, itself included")
+@wrong("decode_reads", "itself included")
 def hides_nothing(tables, offsets, lengths, *, window, page_size):
     reads = read_all(tables, offsets, lengths, window, page_size)
     return [read._replace(hidden=None) for read in reads]
