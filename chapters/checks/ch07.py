@@ -21,7 +21,7 @@ def attend_in_chunks(cache, sizes, compare):
     """
     generator = torch.Generator().manual_seed(len(sizes))
     sinks = torch.randn(4, generator=generator)
-    so_far = {}
+    so_far: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for size in sizes:
         for layer, window in ((0, None), (1, 8)):
             q = torch.randn(size, 4, 8, generator=generator)
@@ -384,7 +384,8 @@ def check_7_4(DoublingCache):
 
     def run(sizes):
         cache = DoublingCache()
-        before, room, total = [], 0, 0
+        before: list[torch.Tensor] = []
+        room = total = 0
 
         def compare(layer, found, expected, old, keys, values):
             nonlocal before, room, total
