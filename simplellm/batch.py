@@ -33,14 +33,9 @@ class KVGroup:
     @cached_property
     def chunks(self) -> "KVGroup":
         """The sequences after the decodes, put together once for all layers."""
-        return replace(
-            self,
-            tables=self.tables[self.decodes :],
-            offsets=self.offsets[self.decodes :],
-            lengths=self.lengths[self.decodes :],
-            queries=self.queries[self.decodes :],
-            decodes=0,
-        )
+        names = ("tables", "offsets", "lengths", "queries")
+        rest = {name: getattr(self, name)[self.decodes :] for name in names}
+        return replace(self, decodes=0, **rest)
 
     @cached_property
     def reads(self) -> list[Read]:
