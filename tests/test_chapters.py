@@ -53,7 +53,6 @@ OLD_FORM = {
     "09-continuous-batching.md",
     "10-cuda-graphs.md",
     "11-triton-fusions.md",
-    "12-full-speed.md",
 }
 OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
 OLD_LEDGER = [
