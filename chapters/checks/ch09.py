@@ -13,7 +13,7 @@ from simplellm.pages import PageManager
 from simplellm.reader import END
 from simplellm.reply import TextReply
 from simplellm.request import UNKNOWN, Event, Request, SamplingParams, TokenLogprobs
-from simplellm.scheduler import Scheduler
+from simplellm.scheduler import Scheduler, Work
 from simplellm.tokenizer import Tokenizer
 
 STEPS = 500  # more than any of these schedules takes
