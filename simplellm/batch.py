@@ -4,7 +4,7 @@ T packed tokens, B sequences, S of them sampling, P pages in a row of a block ta
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,13 @@ class KVGroup:
     decodes: int
     window: int | None  # positions that a query sees, itself included; None: all
     page_size: int
+
+    @cached_property
+    def chunks(self) -> "KVGroup":
+        """The sequences after the decodes, put together once for all layers."""
+        names = ("tables", "offsets", "lengths", "queries")
+        rest = {name: getattr(self, name)[self.decodes :] for name in names}
+        return replace(self, decodes=0, **rest)
 
     @cached_property
     def reads(self) -> list[Read]:
@@ -97,11 +104,6 @@ class Batch:
         )
         return cls(ids, positions, lengths, queries, samples, groups)
 
-    @property
-    def live(self) -> Tensor:
-        """int32 [1], how many of the tokens are no padding."""
-        return self.queries[-1:]
-
     def pad(self) -> None:
         """Make every row a padding row: of no length, and written nowhere."""
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
@@ -109,3 +111,8 @@ class Batch:
         for group in self.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0
+
+    @cached_property
+    def live(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]
