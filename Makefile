@@ -1,7 +1,8 @@
 # Each command makes .venv with the versions of requirements.txt when it has to;
 # from then on it starts at once. Variables to set on the command line:
 #   PYTHON=/path/to/python3.12         the Python that .venv is made with
-#   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
+#   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab, the evaluation, or
+#                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
 .PHONY: demo test test-all lab workbook progress mine book export figures check evaluate clean help
@@ -27,6 +28,7 @@ help:
 	@echo "make mine      ask an engine with your functions in it: PROMPT=\"...\""
 	@echo "make book      build the course as a web site into book/"
 	@echo "make export    write simplellm/*.py from the chapters"
+	@echo "make figures   draw the chapters' figures again"
 	@echo "make check     look for drift, format, lint and type errors"
 	@echo "make evaluate  measure the embedded model on held-out problems"
 	@echo "make clean     remove .venv and everything that was built"

@@ -6,28 +6,42 @@ ours in place of those before it that are missing or wrong.
 
     python chapters/blanks.py FILE CHAPTER [NAME ...]      judge all, or all but NAMEs
 
-prints a line of JSON for each blank. `workbook.py` runs it in a process of its own,
+prints a line of JSON for each blank. `judged` runs this in a process for each chapter,
 since a reader's code may end the process or never end.
 """
 
 import ast
 import contextlib
+import dis
 import importlib
 import io
 import json
 import linecache
+import os
 import re
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import cells
 import course
+import torch
 from cells import Cell
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SECONDS = 90  # that a blank may take with the imports of its chapter
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
+
+
+class WorkbookError(Exception):
+    """One line that says what is wrong and what was expected."""
 
 
 class Blank(NamedTuple):
@@ -115,13 +129,19 @@ def written(blank: Blank, found: list[Cell]) -> str:
     return ""
 
 
-# Running
+# Source
 
 
-def run(source: str, name: str, names: dict[str, Any]) -> None:
-    """Execute ``source`` so that tracebacks and Triton find its lines as ``name``."""
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    exec(compile(source, name, "exec"), names)
+def first_line(node: ast.stmt) -> int:
+    """The number of a statement's first line, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def text_of(node: ast.stmt, source: str) -> str:
+    """The lines of a statement, its decorators included, without their indent."""
+    lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines))
 
 
 def is_definition(node: ast.stmt) -> bool:
@@ -133,21 +153,187 @@ def is_definition(node: ast.stmt) -> bool:
     return isinstance(node, kinds | ast.AsyncFunctionDef)
 
 
+def bindings(source: str, whole: bool = True) -> dict[str, str]:
+    """The names that ``source`` defines at its top level, with the code that does.
+
+    Not ``whole``: only by statements that compute nothing.
+    """
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                code = f"import {ast.unparse(alias)}"
+                if isinstance(node, ast.ImportFrom):
+                    code = f"from {'.' * node.level}{node.module or ''} {code}"
+                found[(alias.asname or alias.name).partition(".")[0]] = code
+        elif isinstance(node, Definition):
+            found[node.name] = text_of(node, source)
+        elif whole or is_definition(node):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    found[part.id] = text_of(node, source)
+    return found
+
+
+def used(source: str) -> set[str]:
+    """The names that ``source`` reads from the module it stands in."""
+    found: set[str] = set()
+    waiting = [compile(source, "", "exec")]
+    while waiting:
+        code = waiting.pop()
+        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                found.add(str(step.argval))
+    return found
+
+
+# The verdicts
+
+
+class Result(NamedTuple):
+    """What became of a blank: "right", "wrong" or "missing", and why."""
+
+    name: str
+    chapter: str
+    verdict: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def saved(folder: Path, chapter: str, asked: list[Blank]) -> Path | None:
+    """The file that a reader writes ``chapter`` in: the newest that has changes."""
+    places = (folder / "chapters", folder)
+    paths = [p / f"{chapter}{end}" for p in places for end in (".md", ".ipynb")]
+    found = sorted(
+        (path for path in paths if path.exists()),
+        key=lambda path: path.stat().st_mtime,
+        reverse=True,
+    )
+    for path in found:
+        contents = cells.read(path)
+        if any(written(blank, contents) for blank in asked):
+            return path
+    return found[0] if found else None
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def environment(*folders: Path, kernels: bool = False) -> dict[str, str]:
+    """For a child that imports from ``folders`` first, then this repository."""
+    paths = [*map(str, folders), str(HERE), str(ROOT)]
+    added = {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    if kernels and not has_gpu():
+        added["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    return os.environ | added
+
+
+def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
+    """The results of one chapter, from processes that a reader's code may end."""
+    chapter = asked[0].chapter
+    kernels = any(blank.is_kernel for blank in asked)
+    ended: dict[str, str] = {}  # by blank: how it ended its process
+    while True:
+        command = [sys.executable, str(HERE / "blanks.py"), str(path), chapter, *ended]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment(kernels=kernels),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS * len(asked),
+            )
+            last = done.stderr.strip().rpartition("\n")[2]
+            status = f"ends the process with {done.returncode} {last}".rstrip()
+            printed = done.stdout
+        except subprocess.TimeoutExpired as error:
+            told = error.stdout or b""
+            printed = told.decode() if isinstance(told, bytes) else told
+            status = f"is not done after {error.timeout:.0f} s"
+        lines = [json.loads(s) for s in printed.splitlines() if s.startswith("{")]
+        results = {line["name"]: line for line in lines if "name" in line}
+        if len(results) == len(asked):
+            break
+        started = [line["start"] for line in lines if "start" in line]
+        if not started or started[-1] in ended:
+            raise WorkbookError(f"{path} cannot be judged: {done.stderr[-2000:]}")
+        ended[started[-1]] = f"{started[-1]}: {status}"
+    for blank in asked:
+        line = results[blank.name]
+        if blank.name in ended:
+            yield Result(blank.name, chapter, "wrong", ended[blank.name])
+        else:
+            yield Result(blank.name, chapter, line["verdict"], line["message"])
+
+
+def judged(folder: Path) -> list[Result]:
+    """What became of each blank of the course in a reader's folder."""
+    if not folder.is_dir():
+        raise WorkbookError(f"{folder} is not there; expected `make workbook` first")
+    chapters: dict[str, list[Blank]] = {}
+    for blank in course_blanks():
+        chapters.setdefault(blank.chapter, []).append(blank)
+    results: list[Result] = []
+    for chapter, asked in chapters.items():
+        path = saved(folder, chapter, asked)
+        contents = cells.read(path) if path else []
+        missing = not any(written(blank, contents) for blank in asked)
+        if path is None or missing:
+            results += [
+                Result(b.name, chapter, "missing", f"{b.name}: not written yet")
+                for b in asked
+            ]
+        elif any(blank.is_kernel for blank in asked) and not find_spec("triton"):
+            message = "cannot be checked here: Triton is not installed"
+            results += [
+                Result(b.name, chapter, "missing", f"{b.name}: {message}")
+                for b in asked
+            ]
+        else:
+            results += judge_chapter(path, asked)
+    return results
+
+
+# In a process of its own
+
+
+def run(source: str, name: str, names: dict[str, Any]) -> None:
+    """Execute ``source`` so that tracebacks and Triton find its lines as ``name``."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), names)
+
+
 def define(cell: Cell, name: str, names: dict[str, Any]) -> None:
     """Run what a cell defines; an exported cell, which is a module's, as a whole."""
     with contextlib.suppress(SyntaxError):
         for node in ast.parse(cell.body).body:
             if is_definition(node) or "export" in cell.directives():
-                # Line numbers stay, for Triton reads a kernel's source by them.
-                source = "\n" * (node.lineno - 1) + (
-                    ast.get_source_segment(cell.body, node) or ""
-                )
-                if decorators := getattr(node, "decorator_list", []):
-                    lines = cell.body.splitlines()
-                    start = decorators[0].lineno - 1
-                    source = "\n" * start + "\n".join(lines[start : node.end_lineno])
                 with contextlib.suppress(Exception):
-                    run(source, f"{name}, line {node.lineno}", names)
+                    run(text_of(node, cell.body), f"{name}, line {node.lineno}", names)
+
+
+def provide(source: str, before: list[Cell], names: dict[str, Any]) -> None:
+    """Compute what ``source`` uses of the cells ``before`` and ``names`` lack."""
+    offered: dict[str, str] = {}
+    for cell in before:
+        with contextlib.suppress(SyntaxError):
+            offered |= bindings(cell.body)
+    seen = set(bindings(source))
+
+    def compute(code: str) -> None:
+        for name in sorted(used(code) - seen):
+            seen.add(name)
+            if name in offered:
+                compute(offered[name])
+                if name not in names:
+                    with contextlib.suppress(Exception):
+                        run(offered[name], f"cell of {name}", names)
+
+    compute(source)
 
 
 def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, str]]:
@@ -172,6 +358,8 @@ def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, st
         before = names.get(blank.root)
         if source and name not in skipped:
             yield {"start": name}
+            with contextlib.suppress(SyntaxError):
+                provide(source, found[:number], names)
             verdict, message = tried(blank, source, names)
         if verdict != "right":
             if before is not None:
@@ -186,11 +374,15 @@ def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, st
 
 def tried(blank: Blank, source: str, names: dict[str, Any]) -> tuple[str, str]:
     """Define and check what a reader has written; the verdict and what it says."""
+    before = names.get(blank.root)
     try:
         with course.time_limit(course.CHECK_SECONDS):
             run(source, f"your {blank.name}", names)
     except (Exception, SystemExit, course.TooLong) as error:
         return "wrong", f"{blank.name}: the cell raises {type(error).__name__}: {error}"
+    after, (_, _, member) = names.get(blank.root), blank.name.partition(".")
+    if after is before or (member and member not in vars(after)):
+        return "wrong", f"{blank.name}: the cell does not define it"
     try:
         course.check(blank.name, names.get(blank.root))
     except course.NotYours as error:

@@ -16,35 +16,30 @@ that was changed otherwise is put aside in workbook/before/ first.
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import cells
 from blanks import (
     HERE,
-    Blank,
+    ROOT,
+    Result,
+    WorkbookError,
     blanks_of,
     chapter_files,
-    course_blanks,
+    judged,
     same,
-    written,
 )
 from cells import FENCE, Cell
+from mine import ask
 
-ROOT = HERE.parent
 MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's
 # What the reader's folder does not need of chapters/.
 LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "modules.toml"}
-LEFT_OUT |= {"workbook.py", "blanks.py", "mine.py"}
+LEFT_OUT |= {"workbook.py", "blanks.py", "cells.py", "mine.py"}
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
-SECONDS = 90  # that a blank may take with the imports of its chapter
 KEEP = """\
 ```python
 from course import keep
@@ -63,7 +58,7 @@ import pytest
 
 sys.path.insert(0, {chapters!r})
 
-from workbook import Result, judged  # noqa: E402
+from blanks import Result, judged  # noqa: E402
 
 
 @pytest.mark.parametrize("result", judged(Path(__file__).parent), ids=str)
@@ -71,10 +66,6 @@ def test_blank(result: Result) -> None:
     if result.verdict != "right":
         pytest.fail(result.message, pytrace=False)
 '''
-
-
-class WorkbookError(Exception):
-    """One line that says what is wrong and what was expected."""
 
 
 # Writing a workbook
@@ -114,8 +105,10 @@ def with_cells(text: str, sources: dict[str, str]) -> str:
         source = sources.get(own_name(Cell(match["code"])))
         if source is None:
             return match[0]
-        start, stop = (place - match.start() for place in match.span("code"))
-        return match[0][:start] + source.rstrip("\n") + "\n" + match[0][stop:]
+        longest = max(map(len, re.findall("`+", source)), default=0)
+        ticks = "`" * max(3, longest + 1)
+        code = source.rstrip("\n")
+        return f"{ticks}python{match['options'] or ''}\n{code}\n{ticks}"
 
     return FENCE.sub(replaced, text)
 
@@ -209,123 +202,16 @@ def make(folder: Path) -> None:
         text = path.read_text(encoding="utf-8")
         kept |= {b.name: b.kept for b in blanks_of(path.stem, cells.cells(text))}
         writer.chapter(f"chapters/{path.name}", without_kept_versions(text))
-    for path in sorted(HERE.rglob("*")):
-        name = path.relative_to(HERE)
+    for path in sorted([*HERE.rglob("*"), *(ROOT / "figures").rglob("*")]):
+        name = path.relative_to(ROOT)
         if path.is_file() and path not in chapters and not LEFT_OUT & set(name.parts):
-            writer.put(f"chapters/{name.as_posix()}", path.read_bytes())
-    for path in sorted((ROOT / "figures").iterdir()):
-        writer.put(f"figures/{path.name}", path.read_bytes())
+            writer.put(name.as_posix(), path.read_bytes())
     writer.put("chapters/kept.json", json.dumps(kept, indent=1).encode())
     writer.put("test_blanks.py", TESTS.format(chapters=str(HERE)).encode())
     print(f"{len(kept)} blanks wait for you in {folder}; `make lab` opens it")
 
 
-# Judging
-
-
-class Result(NamedTuple):
-    """What became of a blank: "right", "wrong" or "missing", and why."""
-
-    name: str
-    chapter: str
-    verdict: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def saved(folder: Path, chapter: str, asked: list[Blank]) -> Path | None:
-    """The file that a reader writes ``chapter`` in: the newest that has changes."""
-    places = (folder / "chapters", folder)
-    paths = [p / f"{chapter}{end}" for p in places for end in (".md", ".ipynb")]
-    found = sorted(
-        (path for path in paths if path.exists()),
-        key=lambda path: path.stat().st_mtime,
-        reverse=True,
-    )
-    for path in found:
-        contents = cells.read(path)
-        if any(written(blank, contents) for blank in asked):
-            return path
-    return found[0] if found else None
-
-
-def has_gpu() -> bool:
-    import torch  # it takes a second to import
-
-    return torch.cuda.is_available()
-
-
-def environment(*folders: Path, kernels: bool = False) -> dict[str, str]:
-    """For a child that imports from ``folders`` first, then this repository."""
-    paths = [*map(str, folders), str(HERE), str(ROOT)]
-    added = {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
-    if kernels and not has_gpu():
-        added["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    return os.environ | added
-
-
-def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
-    """The results of one chapter, from processes that a reader's code may end."""
-    chapter = asked[0].chapter
-    kernels = any(blank.is_kernel for blank in asked)
-    ended: dict[str, str] = {}  # by blank: how it ended its process
-    while True:
-        command = [sys.executable, str(HERE / "blanks.py"), str(path), chapter, *ended]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment(kernels=kernels),
-                capture_output=True,
-                text=True,
-                timeout=SECONDS * len(asked),
-            )
-            printed, status = done.stdout, f"ends the process with {done.returncode}"
-        except subprocess.TimeoutExpired as error:
-            told = error.stdout or b""
-            printed = told.decode() if isinstance(told, bytes) else told
-            status = f"is not done after {error.timeout:.0f} s"
-        lines = [json.loads(s) for s in printed.splitlines() if s.startswith("{")]
-        results = {line["name"]: line for line in lines if "name" in line}
-        if len(results) == len(asked):
-            break
-        started = [line["start"] for line in lines if "start" in line]
-        if not started or started[-1] in ended:
-            raise WorkbookError(f"{path} cannot be judged: {done.stderr[-2000:]}")
-        ended[started[-1]] = f"{started[-1]}: {status}"
-    for blank in asked:
-        line = results[blank.name]
-        if blank.name in ended:
-            yield Result(blank.name, chapter, "wrong", ended[blank.name])
-        else:
-            yield Result(blank.name, chapter, line["verdict"], line["message"])
-
-
-def judged(folder: Path) -> list[Result]:
-    """What became of each blank of the course in a reader's folder."""
-    chapters: dict[str, list[Blank]] = {}
-    for blank in course_blanks():
-        chapters.setdefault(blank.chapter, []).append(blank)
-    results: list[Result] = []
-    for chapter, asked in chapters.items():
-        path = saved(folder, chapter, asked)
-        contents = cells.read(path) if path else []
-        missing = not any(written(blank, contents) for blank in asked)
-        if path is None or missing:
-            results += [
-                Result(b.name, chapter, "missing", f"{b.name}: not written yet")
-                for b in asked
-            ]
-        elif any(blank.is_kernel for blank in asked) and not find_spec("triton"):
-            message = "cannot be checked here: Triton is not installed"
-            results += [
-                Result(b.name, chapter, "missing", f"{b.name}: {message}")
-                for b in asked
-            ]
-        else:
-            results += judge_chapter(path, asked)
-    return results
+# Telling
 
 
 def summary(results: list[Result]) -> str:
@@ -360,7 +246,9 @@ def progress(folders: list[Path], as_json: bool) -> int:
     every: dict[str, list[Result]] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise WorkbookError(f"{folder} is no folder; expected a workbook")
+            raise WorkbookError(
+                f"{folder} is not there; expected `make workbook` first"
+            )
         every[str(folder)] = results = judged(folder)
         if not as_json:
             print(f"{folder}\n" * (len(folders) > 1) + report(results))
@@ -391,9 +279,12 @@ def main() -> int:
             return 0
         if options.command == "progress":
             return progress(options.folders, options.json)
-        from mine import ask
-
-        return ask(options.workbook.resolve(), options.prompt)
+        folder = options.workbook.resolve()
+        if not folder.is_dir():
+            raise WorkbookError(
+                f"{folder} is not there; expected `make workbook` first"
+            )
+        return ask(folder, judged(folder), options.prompt)
     except WorkbookError as error:
         print(error, file=sys.stderr)
         return 2

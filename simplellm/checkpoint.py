@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import mmap
 import struct
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,18 +26,25 @@ from simplellm.names import (
 )
 from simplellm.weights import MXFP4, Weight
 
-INDEX = "model.safetensors.index.json"
-PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor, and where its data begins.
+
+    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
+    ``data`` is the whole file, of which only the header is read.
+    """
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length].decode())
+    header.pop("__metadata__", None)  # free text that writers may add
+    return header, 8 + length
+
+
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
 }
-
-
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint we can read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,49 +56,21 @@ class TensorInfo:
     shape: Shape
     nbytes: int
     file: Path
-    offset: int = 0  # of its first byte in the file
+    offset: int  # of its first byte in the file
 
 
-def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The safetensors files of a checkpoint and its index, {} when it has none."""
-    if (folder / INDEX).is_file():
-        with raising(CheckpointError, folder / INDEX):
-            return indexed_shards(folder)
-    single = folder / "model.safetensors"
-    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    if shards:
-        return shards, {}
-    pickles = "pickle files, which run code when loaded and are never loaded here"
-    if not folder.exists():
-        wrong = "does not exist; expected a checkpoint folder"
-    elif folder.is_file() and folder.suffix in PICKLES:
-        wrong = f"is one of the {pickles}; expected a folder with *.safetensors"
-    elif folder.is_file():
-        wrong = "is a file; expected the folder that holds it"
-    elif held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
-        wrong = f"holds only {pickles} ({some(held)}); expected *.safetensors"
-    else:
-        wrong = "is not a checkpoint; expected config.json and *.safetensors"
-    raise CheckpointError(f"{folder}: {wrong}")
+def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
+    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
+
+    ``data`` is the whole file that ``info`` speaks of.
+    """
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
+    return flat.view(info.shape)
 
 
-def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """The files that a folder's index maps its tensors to. Raises ValueError."""
-    index = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(index, dict) or not index:
-        raise ValueError(
-            "has no weight_map; expected an object that maps tensor names to files"
-        )
-    for file in index.values():
-        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
-        expect(named, "a tensor's file", file, "the name of a .safetensors file")
-    shards = sorted({*index.values()})
-    for file in shards:
-        if file != Path(file).name or not (folder / file).is_file():
-            raise ValueError(
-                f"shard {file!r} is missing; expected every file that it names"
-            )
-    return [folder / file for file in shards], index
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint we can read; the message says why."""
 
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
@@ -122,38 +103,17 @@ def map_shard(file: Path) -> mmap.mmap:
     )
 
 
-def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
-    """What all the shards hold, by name on disk."""
-    infos: dict[str, TensorInfo] = {}
-    for file, shard in shards.items():
-        (length,) = struct.unpack("<Q", shard[:8])
-        header = json.loads(shard[8 : 8 + length].decode())
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            wrong = ""
-            if entry["dtype"] not in DTYPES:
-                wrong = f"is {entry['dtype']}; expected {', '.join(DTYPES)}"
-            elif name in infos:
-                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
-            if wrong:
-                raise CheckpointError(f"{file}: {name!r} {wrong}")
-            begin, end = entry["data_offsets"]
-            infos[name] = TensorInfo(
-                name=name,
-                dtype=entry["dtype"],
-                shape=tuple(entry["shape"]),
-                nbytes=end - begin,
-                file=file,
-                offset=8 + length + begin,
-            )
-    return infos
+def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
+    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
 
-
-def some(names: Iterable[str]) -> str:
-    """The first three names and how many there are beyond them."""
-    first = sorted(names)
-    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-    return ", ".join(repr(name) for name in first[:3]) + more
+    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
+    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
+    """
+    if not is_expert_weight(ours):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    if len(parts) == 2:
+        return MXFP4(*parts)
+    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
 
 
 class Checkpoint:
@@ -180,6 +140,17 @@ class Checkpoint:
             self._stored = stored_shapes(self.config, self.layout, self.packed)
             self._check_names(index)
             self._check_headers()
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in] in its dtype on disk.
+
+        Backed by the file, except for q, k and v, which the Hugging Face layout
+        stores apart and which are joined into a copy. Its unpacked experts are a
+        transposed view. Writing to a tensor does not change the file.
+        """
+        infos = [self._infos[name] for name in self._stored[ours]]
+        parts = [tensor_view(self._shards[info.file], info) for info in infos]
+        return assembled(parts, ours, self.layout)
 
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""
@@ -230,34 +201,81 @@ class Checkpoint:
         """Bytes on disk of the tensor that we call ``ours``."""
         return sum(self._infos[name].nbytes for name in self._stored[ours])
 
-    def __contains__(self, ours: object) -> bool:
-        return ours in self._stored
 
-    def __getitem__(self, ours: str) -> Weight:
-        """The weight [out, in] in its dtype on disk.
+def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
+    """What all the shards hold, by name on disk."""
+    infos: dict[str, TensorInfo] = {}
+    for file, shard in shards.items():
+        header, start = read_header(shard)
+        for name, entry in header.items():
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            wrong = ""
+            if dtype not in DTYPES:
+                wrong = f"is {dtype}; expected {', '.join(DTYPES)}"
+            elif name in infos:
+                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
+            if wrong:
+                raise CheckpointError(f"{file}: {name!r} {wrong}")
+            size = end - begin
+            infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
+    return infos
 
-        Backed by the file, except for q, k and v, which the Hugging Face layout
-        stores apart and which are joined into a copy. Its unpacked experts are a
-        transposed view. Writing to a tensor does not change the file.
-        """
-        parts = [self._read(name) for name in self._stored[ours]]
-        if is_expert_weight(ours):
-            if self.packed:
-                return MXFP4(*parts)
-            if self.layout == "huggingface":
-                return parts[0].transpose(1, 2)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _read(self, name: str) -> Tensor:
-        info = self._infos[name]
-        dtype = DTYPES[info.dtype]
-        flat = torch.frombuffer(
-            self._shards[info.file],
-            dtype=dtype,
-            count=info.nbytes // dtype.itemsize,
-            offset=info.offset,
+INDEX = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a checkpoint and its index, {} when it has none."""
+    if (folder / INDEX).is_file():
+        with raising(CheckpointError, folder / INDEX):
+            return indexed_shards(folder)
+    single = folder / "model.safetensors"
+    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if shards:
+        return shards, {}
+    raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
+
+
+def why_no_shards(folder: Path) -> str:
+    """What ``folder`` is instead of a checkpoint with safetensors files."""
+    pickles = "pickle files, which run code when loaded and are never loaded here"
+    if not folder.exists():
+        return "does not exist; expected a checkpoint folder"
+    if folder.is_file() and folder.suffix in PICKLES:
+        return f"is one of the {pickles}; expected a folder with *.safetensors"
+    if folder.is_file():
+        return "is a file; expected the folder that holds it"
+    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    return "is not a checkpoint; expected config.json and *.safetensors"
+
+
+def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that a folder's index maps its tensors to. Raises ValueError."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(
+            "has no weight_map; expected an object that maps tensor names to files"
         )
-        return flat.view(info.shape)
+    for file in index.values():
+        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
+        expect(named, "a tensor's file", file, "the name of a .safetensors file")
+    shards = sorted({*index.values()})
+    for file in shards:
+        if file != Path(file).name or not (folder / file).is_file():
+            raise ValueError(
+                f"shard {file!r} is missing; expected every file that it names"
+            )
+    return [folder / file for file in shards], index
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three names and how many there are beyond them."""
+    first = sorted(names)
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return ", ".join(repr(name) for name in first[:3]) + more
 
 
 class Upload:
@@ -320,9 +338,6 @@ class RandomCheckpoint:
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""
         return list(self._shapes)
-
-    def __contains__(self, ours: object) -> bool:
-        return ours in self._shapes
 
     def __getitem__(self, ours: str) -> Weight:
         """The weight [out, in]: in ``dtype``, or MXFP4 if it is an expert's."""

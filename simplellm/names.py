@@ -5,6 +5,7 @@ QKV = Q + 2 * KV, E experts, I intermediate size. A weight's output axis comes b
 its input axis.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from simplellm.config import ModelConfig, expect
@@ -81,6 +82,27 @@ NAMES = (
 )
 # fmt: on
 
+
+def is_expert_weight(ours: str) -> bool:
+    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
+    return ours.endswith((".gate_up", ".down"))
+
+
+def stored_names(name: Name, layout: str, packed: bool) -> list[str]:
+    """What is on disk for one of our tensors: one name, or those of its parts.
+
+    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
+    The parts are q, k and v, or blocks and scales.
+    """
+    base = getattr(name, layout)
+    if packed and is_expert_weight(name.ours):
+        dot = "_" if layout == "huggingface" else "."
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    if "{qkv}" in base:
+        return [base.replace("{qkv}", part) for part in "qkv"]
+    return [base]
+
+
 Shape = tuple[int, ...]
 
 
@@ -133,44 +155,40 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
     return (*rows, columns // BLOCK, BLOCK // 2), (*rows, columns // BLOCK)
 
 
-def is_expert_weight(ours: str) -> bool:
-    """Whether the tensor that we call ``ours`` may be stored as MXFP4."""
-    return ours.endswith((".gate_up", ".down"))
-
-
-def kind(ours: str) -> str:
-    """Which part of the model a tensor belongs to, by our name."""
-    if "norm" in ours:
-        return "norms"
-    parts = ("experts", "router", "attn", "embed_tokens", "lm_head")
-    part = next(part for part in parts if part in ours)
-    return {"attn": "attention", "embed_tokens": "embedding"}.get(part, part)
-
-
 def stored_shapes(
     config: ModelConfig, layout: str, packed: bool
 ) -> dict[str, dict[str, Shape]]:
     """For each of our names, the names and shapes on disk that make it up.
 
-    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
+    Unpacked experts are [in, out] in the Hugging Face layout; all else is [out, in].
     """
-    shapes, size = tensor_shapes(config), axes(config)
-    rows = {"q": size["Q"], "k": size["KV"], "v": size["KV"]}
-    found: dict[str, dict[str, Shape]] = {}
+    size, shapes = axes(config), tensor_shapes(config)
+    found = {}
     for ours, name in tensor_names(config).items():
-        base, shape = getattr(name, layout), shapes[ours]
-        if packed and is_expert_weight(ours):
-            dot = "_" if layout == "huggingface" else "."
-            parts = f"{base}{dot}blocks", f"{base}{dot}scales"
-            found[ours] = dict(zip(parts, packed_shapes(shape), strict=True))
-        elif "{qkv}" in base:
-            found[ours] = {
-                base.replace("{qkv}", part): (count, *shape[1:])
-                for part, count in rows.items()
-            }
+        names, shape = stored_names(name, layout, packed), shapes[ours]
+        parts: Sequence[Shape] = [shape]
+        if len(names) == 3:
+            parts = [(size[axis], *shape[1:]) for axis in ("Q", "KV", "KV")]
+        elif len(names) == 2:
+            parts = packed_shapes(shape)
         elif layout == "huggingface" and is_expert_weight(ours):
-            experts, out_features, in_features = shape
-            found[ours] = {base: (experts, in_features, out_features)}
-        else:
-            found[ours] = {base: shape}
+            parts = [(shape[0], shape[2], shape[1])]
+        found[ours] = dict(zip(names, parts, strict=True))
     return found
+
+
+# A kind of weights by a part of our name; the first that fits counts, so that a norm
+# before attention is a norm.
+PARTS = {
+    "norm": "norms",
+    "experts": "experts",
+    "router": "router",
+    "attn": "attention",
+    "embed_tokens": "embedding",
+    "lm_head": "lm_head",
+}
+
+
+def kind(ours: str) -> str:
+    """Which part of the model a tensor belongs to, by our name."""
+    return next(kind for part, kind in PARTS.items() if part in ours)

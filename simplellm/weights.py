@@ -90,12 +90,24 @@ class MXFP4:
         return values.view(self.shape).to(dtype)
 
 
+def choose_scales(values: Tensor) -> Tensor:
+    """The scale bytes, uint8 [..., G], of blocks ``values`` float32 [..., G, 32].
+
+    They stand for 2^(floor(log2 of the block's largest magnitude) - 2), within e8m0's
+    2^-127 to 2^127. A block of zeros gets the smallest.
+    """
+    largest = values.abs().amax(-1)  # [..., G]
+    # frexp's mantissa is in [0.5, 1): exponent - 1 is floor(log2), with no rounding.
+    shared = torch.frexp(largest).exponent - 1 - EMAX
+    shared = shared.masked_fill(largest == 0, -BIAS).clamp(-BIAS, BIAS)
+    return (shared + BIAS).to(torch.uint8)
+
+
 def quantize(weight: Tensor) -> MXFP4:
     """Round ``weight`` [..., out, in] to MXFP4 as the specification says (section 6.3).
 
-    The shared exponent is floor(log2 of the block's largest magnitude) - 2, within
-    e8m0's -127 to 127; elements go to the nearest e2m1 value, ties to the even code,
-    and saturate at 6 times the scale. A block of zeros gets the smallest scale.
+    Each block has the scale of `choose_scales`; elements go to the nearest e2m1 value,
+    ties to the even code, and saturate at 6 times the scale.
 
     Raises TypeError for integers, ValueError for NaN, infinity, or a last dimension
     that is not a multiple of 32.
@@ -108,14 +120,9 @@ def quantize(weight: Tensor) -> MXFP4:
             f"multiple of {BLOCK}"
         )
     values = weight.detach().float().unflatten(-1, (-1, BLOCK))  # [..., out, G, 32]
-    largest = values.abs().amax(-1)  # [..., out, G]; NaN if any is
-    if not largest.isfinite().all():
+    if not values.isfinite().all():
         raise ValueError("weight has NaN or infinity; expected finite numbers")
-    # frexp's mantissa is in [0.5, 1): exponent - 1 is floor(log2), with no rounding.
-    shared = torch.frexp(largest).exponent - 1 - EMAX
-    shared = shared.masked_fill(largest == 0, -BIAS).clamp(-BIAS, BIAS)
-    scales = (shared + BIAS).to(torch.uint8)
-
+    scales = choose_scales(values)
     size = values.abs() / decode_scales(scales, torch.float32)[..., None]  # below 8
     # Codes 0 to 4 are 0.5 apart, 4 to 6 are 1 apart, 6 and 7 are 2 apart. Each range
     # starts at an even code, so rounding halves to even is rounding to even codes.

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import simplellm.kernels
+from simplellm.kernels.launch import Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
@@ -33,6 +34,17 @@ class Case:
     warps: int = 4
     stages: int = 3
     aligned: tuple[str, ...] = field(default=())
+
+
+def case_of(
+    launcher: Launcher, types: str, without: str = "", aligned: tuple[str, ...] = ()
+) -> Case:
+    """What a launcher compiles if the arguments ``without`` are None."""
+    constants = {**launcher.options, "PDL": launcher.pdl}
+    constants |= dict.fromkeys(without.split())
+    constants.pop("maxnreg", None)
+    warps, stages = constants.pop("num_warps"), constants.pop("num_stages", 3)
+    return Case(launcher.kernel, types, constants, warps, stages, aligned)
 
 
 def kernel_name(case: Case) -> str:

@@ -58,6 +58,7 @@ def method(function: InterpretedFunction):
 def interpreted() -> Iterator[None]:
     """Within it, launching a kernel of the package interprets it, on CPU tensors."""
     modules = kernel_modules()
+    forget_launchers(modules)
     saved = [(owner, dict(vars(owner))) for owner in (*LANGUAGE, *modules)]
     swapped: dict[int, InterpretedFunction] = {}
     try:
@@ -72,6 +73,15 @@ def interpreted() -> Iterator[None]:
     finally:
         for owner, members in saved:
             restore(owner, members)
+        forget_launchers(modules)
+
+
+def forget_launchers(modules: list[ModuleType]) -> None:
+    """Empty the modules' caches: launchers hold the kernels that they start."""
+    for module in modules:
+        for member in vars(module).values():
+            if hasattr(member, "cache_clear"):
+                member.cache_clear()
 
 
 def restore(owner: object, members: dict[str, object]) -> None:

@@ -149,6 +149,43 @@ def test_expected_exception_is_one_folded_line():
     assert "second" not in made and "long" not in made
 
 
+HIDDEN = '```python jupyter={"source_hidden": true}\nplot()\n```\n'
+
+
+def test_hidden_code_is_folded_and_its_output_is_not():
+    made = page.make("01-x", HIDDEN, [[stream("42\n")]]).markdown
+    order = ["<details>", "plot()", "</details>", "42"]
+    assert [made.index(part) for part in order] == sorted(map(made.index, order))
+
+
+def test_hidden_code_is_folded_once():
+    """The chapter may have folded it, which a notebook does not see."""
+    kept = "<details><summary>The version we keep</summary>\n\n{}\n\n</details>\n"
+    made = page.make("01-x", kept.format(HIDDEN), [[]]).markdown
+    assert made.count("<details") == made.count("</details>") == 1
+    assert "<summary>The version we keep</summary>\n\n```python\nplot()" in made
+
+
+def test_a_blank_shows_its_stub_and_what_its_check_says():
+    source = (
+        "```python\n#| blank half\ndef half(x):\n    ...\n```\n\n"
+        '```python tags=["raises-exception"]\ncheck("half", half)\n```\n'
+    )
+    told = "half: not written yet"
+    error = {"output_type": "error", "ename": "NotYours", "evalue": told}
+    made = page.make("01-x", source, [[], [error]]).markdown
+    assert "```python\ndef half(x):" in made and 'check("half", half)' in made
+    assert f"NotYours: {told}\n```" in made
+
+
+def test_a_figure_that_the_text_shows_is_not_shown_twice():
+    data = {"image/svg+xml": "<svg/>", "text/plain": "figure 01-a"}
+    shown = {"output_type": "display_data", "data": data}
+    output = shown | {"metadata": {"figure": "01-a"}}
+    made = page.make("01-x", "```python\nplot()\n```\n", [[output]])
+    assert made.images == {} and "figure" not in made.markdown
+
+
 def test_image_without_alt_text_is_an_error():
     output = {"output_type": "display_data", "data": {"image/png": "AAAA"}}
     with pytest.raises(BookError, match=r"01-x: .* `#\| alt"):

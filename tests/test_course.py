@@ -147,11 +147,15 @@ def test_the_verdict_on_code_that_is_not_right(
         except NotImplementedError as error:
             raise RuntimeError("in a kernel") from error
 
+    def compiled(x: int) -> int:
+        raise RuntimeError("3: raise NotImplementedError is not supported")
+
     def fails(x: int) -> int:
         return [1, 2][x]
 
     assert judge(check_half, stub) == "NotYours half: not written yet"
     assert judge(check_half, kernel) == "NotYours half: not written yet"
+    assert judge(check_half, compiled) == "NotYours half: not written yet"
     assert judge(check_half, lambda x: x) == "Wrong half: half of 4 is 4"
     # An assertion without a message tells what it asserts.
     assert judge(check_half, lambda x: 2) == "Wrong half: assert half(6) == 3"

@@ -196,6 +196,27 @@ def test_other_markdown_and_folded_code_are_not_exported(repository: Path) -> No
     ]
 
 
+def test_a_blank_s_kept_version_is_exported_and_its_stub_is_not(
+    repository: Path,
+) -> None:
+    """Whatever the order of its directives, and with the head's line count."""
+    blank = (
+        "It becomes `simplellm/third.py` (0 lines).\n\n"
+        + cell("#| default_exp third", "#| blank half", "def half(x):", "    raise")
+        + "<details><summary>The version we keep</summary>\n\n"
+        + cell("#| export", "#| solution half", "def half(x):", "    return x / 2")
+        + cell("#| solution half", "#| export", "def down(x):", "    return x // 2")
+        + "</details>\n"
+    )
+    chapter = add(repository, "03-third.md", blank)
+    assert run(repository)[0] == 0
+    assert (repository / "simplellm/third.py").read_text() == (
+        "def half(x):\n    return x / 2\n\n\ndef down(x):\n    return x // 2\n"
+    )
+    text = chapter.read_text()
+    assert "third.py` (6 lines)" in text and "#| solution half" in text
+
+
 def test_a_name_defined_twice(repository: Path) -> None:
     text = cell("#| export second", "N = 1") + cell("#| export second", "", "N = 2")
     add(repository, "02-second.md", text)

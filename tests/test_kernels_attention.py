@@ -395,7 +395,7 @@ def test_the_wish_for_shared_memory_reaches_the_driver(
 
 def test_a_decode_asks_for_what_its_tiles_say(monkeypatch: pytest.MonkeyPatch) -> None:
     wishes: list[tuple[object, int]] = []
-    monkeypatch.setattr(decoding, "launch", lambda kernel, *args, **options: kernel)
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, *args: self.kernel)
     monkeypatch.setattr(decoding, "set_carveout", lambda *wish: wishes.append(wish))
     make_case("cpu", [5], dim=64).attend()
     assert wishes == [(decoding.decode_kernel, DECODE_TILES[1].carveout)]

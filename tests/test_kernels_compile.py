@@ -10,13 +10,14 @@ from kernels_compiler import (
     assert_compiles_for_older_gpus,
     assert_every_program_waits,
     assert_waits,
+    case_of,
     compile_case,
     kernel_name,
     kernels_of,
     parameters,
 )
 
-from simplellm.kernels import decode, draw, launch, norm, prefill, read, rope
+from simplellm.kernels import decode, draw, norm, prefill, read, rope
 
 OTHERS = {"experts", "experts_one", "head", "linear", "routing"}
 
@@ -35,47 +36,39 @@ OTHER_HEADS = (8, 4, 128), (4, 2, 256)  # as Qwen3 and Gemma have them
 MORE_HEADS = (4, 8, 128), (8, 2, 128), (2, 5, 128), (16, 1, 64), (2, 2, 32)
 
 
-def decode_case(batch, window=None, heads=GPT_OSS):
+def decode_plan(batch, heads, window=None, places=4096 * 64):
     kv_heads, group, dim = heads
-    tiles, sizes = decode.decode_options(batch, kv_heads * group, kv_heads, dim, window)
-    has_sinks = heads == GPT_OSS
-    sizes = {**sizes, "PAGE": 64, "ROWS": launch.power_of_two(group), "PDL": True}
-    sizes |= {} if has_sinks else {"sinks_ptr": None}
-    sinks = "*bf16" if has_sinks else ""
-    return Case(
-        decode.decode_kernel,
+    tiles = decode.decode_tiles(batch, dim, window)
+    shape = batch, kv_heads * group, kv_heads, dim, places, 64, window
+    return decode.decode_plan(tiles, *shape, heads == GPT_OSS)
+
+
+def decode_case(batch, window=None, heads=GPT_OSS):
+    sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    return case_of(
+        decode_plan(batch, heads, window).start,
         f"*bf16 *bf16 *bf16 *i32 *i32 *i32 {sinks} *bf16 *fp32 *fp32 fp32 i32 i32 i32",
-        sizes | {"HAS_SINKS": has_sinks},
-        warps=tiles.warps,
-        stages=tiles.stages,
+        without,
         aligned=("stride_page",),
     )
 
 
 def join_case(batch, splits, heads=GPT_OSS):
-    kv_heads, group, dim = heads
-    _, sizes = decode.decode_options(batch, kv_heads * group, kv_heads, dim, None)
-    _, how = decode.join_options(batch, kv_heads * group, kv_heads, dim, splits)
-    warps, own = how["num_warps"], {name: how[name] for name in ("HEADS", "SPLITS")}
-    types = "*fp32 *fp32 *i32 *i32 *bf16 i32 i32"
-    return Case(decode.join_kernel, types, sizes | own | {"PDL": True}, warps=warps)
+    least = decode.decode_tiles(batch, heads[2], None).least
+    plan = decode_plan(batch, heads, places=splits * least)
+    assert plan.splits == splits
+    return case_of(plan.join, "*fp32 *fp32 *i32 *i32 *bf16 i32 i32")
 
 
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
     kv_heads, group, dim = heads
     tiles = prefill.prefill_tiles(dim, window, batch_invariant)
-    has_sinks = heads == GPT_OSS
-    sizes = {"K": kv_heads, "G": group, "D": dim, "PAGE": 64, "WINDOW": window or 0}
-    sizes |= {"ROWS": launch.power_of_two(group), "DIMS": dim, "BLOCK": tiles.block}
-    sizes |= {"TOKENS": tiles.tokens, "HAS_SINKS": has_sinks, "PDL": True}
-    sizes |= {} if has_sinks else {"sinks_ptr": None}
-    sinks = "*bf16" if has_sinks else ""
-    return Case(
-        prefill.prefill_kernel,
+    sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
+    shape = kv_heads * group, kv_heads, dim, 64, window
+    return case_of(
+        prefill.prefill_launcher(tiles, *shape, heads == GPT_OSS),
         f"*bf16 *bf16 *bf16 *i32 *i32 *i32 *i32 {sinks} *bf16 fp32 i32 i32 i32 i32",
-        sizes,
-        warps=tiles.warps,
-        stages=tiles.stages,
+        without,
         aligned=("stride_page",),
     )
 
@@ -89,39 +82,27 @@ def attention_cases(heads):
 
 
 def rope_case(dim, has_norms):
-    half = dim // 2
-    norms = "*bf16 *bf16" if has_norms else ""
-    sizes = {"H": 64, "K": 8, "D": dim, "PAGE": 64, "PARTS": 1, "HEADS": 512 // half}
-    sizes |= {} if has_norms else {"q_norm_ptr": None, "k_norm_ptr": None}
-    return Case(
-        rope.rope_kernel,
+    norms, without = ("*bf16 *bf16", "") if has_norms else ("", "q_norm_ptr k_norm_ptr")
+    start, _ = rope.rope_launcher(64, 8, dim, 64, 1, True, has_norms)
+    return case_of(
+        start,
         f"*bf16 *bf16 {norms} *i32 *fp32 *fp32 *i32 *bf16 *bf16 *bf16 fp32 i32 i32",
-        sizes | {"HALF": half, "HAS_BIAS": True, "HAS_NORMS": has_norms, "PDL": True},
-        warps=2,
+        without,
         aligned=("stride_page_keys", "stride_page_values"),
     )
 
 
+DRAW, DRAWN = draw.draw_launchers(True)
 CASES = [
     *attention_cases(GPT_OSS),
     join_case(1, splits=64),
     join_case(64, splits=4),
     join_case(9, splits=7),
     rope_case(64, has_norms=False),
-    Case(
-        norm.add_norm_kernel,
-        "*bf16 *bf16 *fp32 *bf16 fp32",
-        {"N": 2880, "PARTS": 4, "BLOCK": 4096, "PDL": True},
-        warps=8,
-    ),
-    Case(
-        draw.draw_kernel,
-        "*fp32 *i32 *fp32 *i64 *i64 *i64 i32",
-        {"BLOCK": 2048, "LIBRARY": True, "PDL": True},
-        warps=8,
-    ),
-    Case(draw.drawn_kernel, "*i64 *i32 *fp32 *i32 i32", {"BLOCK": 128, "PDL": True}),
-    Case(norm.embed_kernel, "*i32 *i32 *bf16 *bf16", {"N": 2880, "BLOCK": 4096}),
+    case_of(norm.add_norm_launcher(2880, 4), "*bf16 *bf16 *fp32 *bf16 fp32"),
+    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32"),
+    case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
+    case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),
     Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),
     # Other families' attention
     *(case for heads in OTHER_HEADS for case in attention_cases(heads)),

@@ -10,6 +10,7 @@ from kernels_compiler import (
     assert_compiles_for_older_gpus,
     assert_every_program_waits,
     assert_waits,
+    case_of,
     compile_case,
     kernel_name,
     kernels_of,
@@ -39,25 +40,19 @@ def ways(table, every=False):
     least = 1
     for most, config in table:
         for tokens in range(least if every else most, most + 1):
-            _, options = linear.product_options(config, tokens, 5120, 2880)
-            yield config, options["TOKENS"]
+            start, _ = linear.product_launcher(config, tokens, 5120, 2880)
+            yield config, start.options["TOKENS"]
         least = most + 1
 
 
 def product_case(config, tokens, size_out, size_in, has_bias=False, best=False):
-    constants = dict(linear.product_options(config, tokens, size_out, size_in)[1])
-    constants["PDL"] = constants.pop("pdl")
-    how = {"warps": constants.pop("num_warps"), "aligned": ("stride_x",)}
+    start, _ = linear.product_launcher(config, tokens, size_out, size_in)
+    without = "bias_ptr " * (not has_bias) + "best_ptr" * (not best)
     bias = "*bf16" if has_bias else ""
-    constants |= {} if has_bias else {"bias_ptr": None}
-    constants |= {} if best else {"best_ptr": None}
-    y = "*fp32 *i64" if best else "*bf16"
-    if isinstance(config, linear.Gemv):
-        types = f"*bf16 *bf16 {bias} {y} i32"
-        return Case(linear.gemv_kernel, types, constants, **how)
-    how["stages"] = constants.pop("num_stages")
-    types = f"*bf16 *bf16 {bias} {y if best else '*fp32'} i32 i32"
-    return Case(linear.dot_kernel, types, constants, **how)
+    is_dot = isinstance(config, linear.Dot)
+    y = "*fp32 *i64" if best else "*fp32" if is_dot else "*bf16"
+    types = f"*bf16 *bf16 {bias} {y} i32 {'i32' * is_dot}"
+    return case_of(start, types, without, aligned=("stride_x",))
 
 
 def product_cases(every=False):
@@ -74,45 +69,31 @@ def product_cases(every=False):
 
 def route_case(tokens):
     tiling, _ = experts.tilings(tokens, 128, 4)
-    blocks = routing.max_blocks(4 * tokens, 128, tiling.tokens)
-    sizes = {"ROWS": tokens, "BLOCK": tiling.tokens, "STEP": blocks, "PDL": True}
-    types = "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32"
-    constants = routing.choice_options(128, 1, 4) | sizes
-    return Case(routing.route_kernel, types, constants, warps=max(1, tokens // 2))
-
-
-def sort_case(kernel, pairs, types):
-    *_, common, sizes = routing.sort_options(pairs, 4, 128, 16)
-    options = dict(common if kernel is routing.count_kernel else sizes)
-    warps = options.pop("num_warps")
-    return Case(kernel, types, options | {"PDL": True}, warps=warps)
+    start, _ = routing.route_launcher(tokens, 1, 128, 4, tiling.tokens)
+    return case_of(start, "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32")
 
 
 def expert_cases():
     """Both halves in every tiling that is used."""
-    shape = {"LIMIT": 7.0, "ALPHA": 1.702, "TOP_K": 4, "K": 2880, "PDL": True}
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
-        for tiling, paired in ((up, True), (back, False)):
-            constants = shape | experts.tiling_options(tiling, paired, True)
-            constants |= {"N": 5760, "scores_ptr": None} if paired else {"N": 2880}
-            warps = constants.pop("num_warps")
-            scores = "" if paired else "*fp32"
+        for tiling, rows in ((up, 5760), (back, 2880)):
+            paired = rows == 5760
+            shape = (128, rows, 2880), paired, True, 4, 7.0, 1.702
+            start = experts.experts_launcher(tiling, *shape)
+            scores, without = ("", "scores_ptr") if paired else ("*fp32", "")
             types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
-            yield Case(experts.experts_kernel, types, constants, warps=warps)
+            yield case_of(start, types, without)
 
 
 def one_case(paired):
-    shape = {"LIMIT": 7.0, "ALPHA": 1.702, "K": 2880, "PDL": True}
-    constants = shape | experts_one.one_options(experts_one.USUAL, paired, True)
-    constants |= {"N": 5760, "scores_ptr": None} if paired else {"N": 2880}
-    del constants["maxnreg"]
-    warps = constants.pop("num_warps")
-    types = "*bf16 *i32 *i32 *i32 *bf16 *bf16"
-    if not paired:
-        types = "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32"
-    return Case(experts_one.experts_one_kernel, types, constants, warps=warps)
+    shape = (128, 5760 if paired else 2880, 2880), paired, True, 7.0, 1.702
+    start = experts_one.one_launcher(experts_one.USUAL, *shape)
+    if paired:
+        return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *bf16", "scores_ptr")
+    return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *fp32")
 
 
+SMALL, LARGE = (routing.sort_plan(pairs, 4, 128, 16) for pairs in (4096, 8192))
 EXPERTS = list(expert_cases())
 ONE = [one_case(True), one_case(False)]
 CASES = [
@@ -120,16 +101,11 @@ CASES = [
     product_case(linear.INVARIANT, 64, 5120, 2880),
     product_case(linear.MANY_TOKENS, 128, 128, 2880),
     product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True),
-    Case(
-        routing.top_k_kernel,
-        "*fp32 *bf16 *i32 *fp32 i32",
-        routing.choice_options(128, 5, 4) | {"ROWS": 1, "PDL": True},
-        warps=1,
-    ),
+    case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
     *(route_case(tokens) for tokens in (1, 2, routing.AT_ONCE // 4)),
-    sort_case(routing.sort_small_kernel, 4096, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
-    sort_case(routing.count_kernel, 8192, "*i32 *i32 *i32 i32"),
-    sort_case(routing.place_kernel, 8192, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
+    case_of(SMALL.placer, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
+    case_of(LARGE.counter, "*i32 *i32 *i32 i32"),
+    case_of(LARGE.placer, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),
     *EXPERTS,
     *ONE,
     *(

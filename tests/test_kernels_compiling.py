@@ -344,12 +344,13 @@ def launches(
             return run
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(launch, "READY", {})
     monkeypatch.setattr(launch, "has_pdl", lambda: True)
     monkeypatch.setattr(driver, "_active", Driver())
     launched_kernel.device_caches.clear()
+    launch.launcher.cache_clear()
     yield seen
     launched_kernel.device_caches.clear()
+    launch.launcher.cache_clear()
 
 
 def test_a_launch_says_whether_it_depends_on_the_kernel_ahead(
@@ -357,7 +358,8 @@ def test_a_launch_says_whether_it_depends_on_the_kernel_ahead(
 ) -> None:
     x = torch.zeros(64)
     for pdl in (True, False, True, False):
-        launch.launch(launched_kernel, (2,), x, None, 7, 0.5, pdl=pdl, N=3, HAS_Y=False)
+        start = launch.launcher(launched_kernel, pdl, N=3, HAS_Y=False)
+        start((2, 1, 1), x, None, 7, 0.5)
     assert [told for _, _, told, _ in launches] == [True, False] * 2
     assert [arguments[-1] for *_, arguments in launches] == [True, False] * 2
     assert launches[0] == launches[2] and launches[1] == launches[3]
@@ -376,7 +378,7 @@ def test_a_second_launch_is_what_triton_would_launch(
         for scale in (0.5, 2.0):
             launches.clear()
             for _ in range(2):
-                launch.launch(launched_kernel, (3, 2), x, y, n, scale, **options)
+                launch.launcher(launched_kernel, **options)((3, 2, 1), x, y, n, scale)
             launched_kernel.run(
                 *(x, y, n, scale),
                 grid=(3, 2),
@@ -395,11 +397,12 @@ def test_a_second_launch_is_what_triton_would_launch(
 def test_options_are_told_apart(launches: list[tuple[Any, ...]]) -> None:
     x = torch.zeros(64)
     for options in ({"N": 4}, {"N": 5}, {"N": 4, "num_warps": 8}, {"N": 4}):
-        launch.launch(launched_kernel, (1,), x, None, 7, 0.5, HAS_Y=False, **options)
+        start = launch.launcher(launched_kernel, HAS_Y=False, **options)
+        start((1, 1, 1), x, None, 7, 0.5)
     kernels = [kernel for _, kernel, _, _ in launches]
     assert len(set(kernels[:3])) >= 2 and kernels[3] == kernels[0]
     assert [arguments[4] for *_, arguments in launches] == [4, 5, 4, 4]
-    assert len(launch.READY) == 3
+    assert launch.launcher.cache_info().currsize == 3
 
 
 def test_powers_of_two() -> None:

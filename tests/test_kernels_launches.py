@@ -1,11 +1,9 @@
 """Every launch of a forward pass hands a kernel what it asks for, without a GPU.
 
-Nothing is computed: `launch` and Triton's own launches are replaced, and each kernel's
-parameters are held against what it was given.
+Nothing is computed: what starts a kernel is replaced, and its parameters are held
+against what it was given.
 """
 
-import importlib
-import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +12,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import triton
-
-import simplellm.kernels
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import GPT_OSS_20B, EngineConfig
 from simplellm.gpt_oss import build
 from simplellm.kernels import decode
 from simplellm.kernels.fused import fused
+from simplellm.kernels.launch import Launcher
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
 from simplellm.warmup import rehearse
@@ -42,21 +38,18 @@ CONFIG = replace(
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
-    def launch(kernel: Any, grid: Any, *args: Any, pdl: bool = True, **options: Any):
+    def start(launcher: Launcher, grid: tuple[int, int, int], *args: Any) -> Any:
+        kernel, options = launcher.kernel, launcher.options
         ordinary = [p.name for p in kernel.params if not p.is_constexpr]
         constants = {p.name for p in kernel.params if p.is_constexpr} - {"PDL"}
         name = kernel.fn.__name__
         assert len(args) == len(ordinary), f"{name}: {len(args)} for {ordinary}"
         assert constants <= options.keys(), f"{name}: {constants - options.keys()}"
-        assert min(grid) > 0, name
+        assert len(grid) == 3 and min(grid) > 0, name
         names.append(name)
         return SimpleNamespace(function=0)
 
-    for module in pkgutil.iter_modules(simplellm.kernels.__path__):
-        loaded = importlib.import_module(f"simplellm.kernels.{module.name}")
-        if callable(getattr(loaded, "launch", None)):
-            monkeypatch.setattr(loaded, "launch", launch)
-    monkeypatch.setattr(triton.JITFunction, "run", lambda *args, **options: None)
+    monkeypatch.setattr(Launcher, "__call__", start)
     monkeypatch.setattr(decode, "set_carveout", lambda *arguments: None)
     return names
 

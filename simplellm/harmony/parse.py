@@ -30,7 +30,7 @@ def read_word(marker: str, number: int, word: str) -> dict[str, Any]:
     return {}
 
 
-def read_header(header: Iterable[tuple[str, str]]) -> Message:
+def message_of(header: Iterable[tuple[str, str]]) -> Message:
     """The message that a header announces: each marker with the text behind it.
 
     The first marker is "" where the assistant was announced by the prompt.
@@ -118,7 +118,7 @@ class HarmonyParser:
         else:
             header, content = split_header(self._header_text())
             if content.strip():
-                deltas = self._begin(read_header(header), content)
+                deltas = self._begin(message_of(header), content)
         if self.message is not None:
             self.messages.append(replace(self.message, content="".join(self._text)))
         self.message = None
@@ -161,7 +161,7 @@ class HarmonyParser:
         if marker is None or inside:  # out of place
             return []
         if marker == "<|message|>":
-            return self._begin(read_header(self._header_text()))
+            return self._begin(message_of(self._header_text()))
         self._header.append((marker, bytearray()))
         return []
 

@@ -27,15 +27,9 @@ def attend(
     out = torch.empty_like(q)
     if decodes:
         decode_attention(q, keys, values, group, sinks, out, scratch)
-    if decodes < len(q):
+    if decodes < q.shape[0]:
+        rest = group.chunks if decodes else group
         prefill_attention(
-            q,
-            keys,
-            values,
-            group,
-            sinks,
-            out,
-            skip=decodes,
-            batch_invariant=batch_invariant,
+            q, keys, values, rest, sinks, out, batch_invariant=batch_invariant
         )
     return out

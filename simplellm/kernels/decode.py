@@ -4,9 +4,9 @@ B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K h
 group, D head_dim. Places and units are those of `simplellm.kernels.prefill`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,19 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.batch import KVGroup
-from simplellm.kernels.launch import launch, power_of_two, set_carveout
+from simplellm.kernels.launch import Launcher, launcher, power_of_two, set_carveout
 from simplellm.kernels.prefill import (
+    ANYWHERE,
     LOG2E,
     NO_KEY,
+    VARIED,
+    block_of,
     find_rows,
     fold,
     initial,
-    load_rows,
+    load_pair,
+    padded,
 )
 
 
-@dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(NamedTuple):
     """How the decode kernel runs: the keys of a tile, and how Triton compiles it."""
 
     block: int
@@ -54,13 +57,12 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
 
 @cache
-def decode_tiles(batch: int, dims: int, window: int | None) -> DecodeTiles:
-    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
+def decode_tiles(batch: int, dim: int, window: int | None) -> DecodeTiles:
+    """What the kernel runs with for so many sequences, and heads of ``dim``."""
     tiles = DECODE_TILES[max(least for least in DECODE_TILES if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
-    # Tiles were timed with heads of 64: those of longer ones have as many numbers.
-    return replace(tiles, block=max(16, tiles.block * 64 // max(dims, 64)))
+    return tiles._replace(block=block_of(tiles.block, dim))
 
 
 def choose_splits(batch: int, kv_heads: int) -> int:
@@ -102,25 +104,13 @@ class Scratch:
 
 
 @triton.jit
-def wait():
-    """`gdc_wait` of Triton 3.6.
-
-    Later versions of Triton load nothing ahead of a loop with their own.
-    """
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def fold_one(q, k, v, there, top, total, scale):
-    """The first step of an online softmax: one key [1, D], if ``there`` [1]."""
-    logit = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
-    logit = tl.where(there, logit, NO_KEY)
-    new_top = tl.maximum(top, logit)
-    weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
-    total = total * tl.exp2(top - new_top) + weight
-    return new_top, total, weight[:, None] * v.to(tl.float32)
+def join_parts(
+    sums,  # float32 [S, N], log2 of each part's sum; NO_KEY for one that isn't there
+    parts,  # float32 [S, N, D], the parts' outputs; 0 for one that isn't there
+):
+    """One output [N, D] of S parts, as if a single softmax had seen all keys."""
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
 
 
 @triton.jit
@@ -144,10 +134,91 @@ def divide(
     return lowest, end, share, tl.maximum(tl.cdiv(end - lowest, share), 1)
 
 
-@triton.jit(
-    do_not_specialize=["least", "stride_table"],
-    do_not_specialize_on_alignment=["tables_ptr", "offsets_ptr", "lengths_ptr"],
-)
+@triton.jit
+def store_result(
+    acc,  # float32 [ROWS, DIMS], as in `fold`
+    top,  # float32 [ROWS], likewise
+    total,
+    is_only,  # whether the sequence has no other part
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    place,  # [ROWS, DIMS], in the output
+    part,  # the part's number
+    group,  # [ROWS], query heads of the kv head
+    cell,  # [ROWS, DIMS]
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """An only part is the output. Others are left to `join_kernel`."""
+    # Without keys there is the sink alone, or nothing at all.
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if is_only:
+        tl.store(out_ptr + place, mean.to(out_ptr.dtype.element_ty), mask=cell)
+    else:
+        mine = part * G + group
+        d = tl.arange(0, DIMS)
+        tl.store(sums_ptr + mine, top + tl.log2(total), mask=group < G)
+        tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], mean, mask=cell)
+
+
+@triton.jit
+def wait():
+    """`gdc_wait` of Triton 3.6.
+
+    Later versions of Triton load nothing ahead of a loop with their own.
+    """
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def find_newest(
+    table_ptr, end, length, split, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    """Where the newest key begins, and whether it is there, [1] both.
+
+    Like the sinks it is counted once, in the first split.
+    """
+    newest = tl.maximum(end, 0) + tl.arange(0, 1)
+    is_mine = newest < tl.where(split == 0, length, 0)
+    return find_rows(table_ptr, newest, length, stride_page, ROW, PAGE), is_mine
+
+
+@triton.jit
+def take_newest(
+    q_ptrs,
+    cell,
+    keys_ptr,
+    values_ptr,
+    row,  # [1], where the newest key begins
+    there,  # [1], whether it is to be taken in
+    top,
+    total,
+    scale,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """q [ROWS, DIMS], and the first step of an online softmax: the newest key alone.
+
+    All of this the kernel ahead may still be writing.
+    """
+    if PDL:
+        wait()
+    q = tl.load(q_ptrs, mask=cell, other=0.0)
+    k, v = load_pair(keys_ptr, values_ptr, row, there, D, DIMS)
+    logit = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    logit = tl.where(there, logit, NO_KEY)
+    new_top = tl.maximum(top, logit)
+    weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
+    total = total * tl.exp2(top - new_top) + weight
+    return q, new_top, total, weight[:, None] * v.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
 def decode_kernel(
     # Pointers
     q_ptr,  # [B, H, D]
@@ -182,8 +253,6 @@ def decode_kernel(
 
     weights = exp2(q @ k.T * scale), and one more, exp2(sink), in the first split
     part, sum = weights @ v / sum(weights), log2(sum(weights))
-
-    The part of an only split is the output. Others are left to `join_kernel`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -198,65 +267,50 @@ def decode_kernel(
     stop = tl.minimum(start + share, end)
 
     group, d, n = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, BLOCK)
-    inside = group < G
-    heads = head * G + group
+    inside, heads = group < G, head * G + group
     cell = inside[:, None] & (d < D)[None, :]
     table_ptr = tables_ptr + row * stride_table
     rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
     # The sinks are counted once, in the first split.
     counted = group < tl.where(split == 0, G, 0)
-    top, total = initial(sinks_ptr, heads, counted, HAS_SINKS)
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
-    q_ptr += row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+    top, total, acc = initial(sinks_ptr, heads, counted, DIMS, HAS_SINKS)
+    place = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+    q_ptr += place
     keys_ptr += head * D
     values_ptr += head * D
-    last = stop
     if EARLY:
         q = tl.zeros([ROWS, DIMS], q_ptr.dtype.element_ty)
-        # The newest key, [1], is counted once as well; nobody goes without a step.
-        newest = tl.maximum(end, 0) + tl.arange(0, 1)
-        is_mine = newest < tl.where(split == 0, length, 0)
-        newest_row = find_rows(table_ptr, newest, length, stride_page, K * D, PAGE)
-        last = tl.maximum(stop, start + 1)
+        newest_row, is_mine = find_newest(
+            table_ptr, end, length, split, stride_page, K * D, PAGE
+        )
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr, mask=cell, other=0.0)
+    last = tl.maximum(stop, start + 1) if EARLY else stop  # a step, in which to wait
     for first in range(start, last, BLOCK):
         at = first + n
         there = at < stop
-        k = load_rows(keys_ptr, rows, there, D, DIMS)
-        v = load_rows(values_ptr, rows, there, D, DIMS)
+        k, v = load_pair(keys_ptr, values_ptr, rows, there, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         if EARLY:  # noqa: SIM102 (known when it is compiled)
             # Not ahead of the loop, where Triton puts the loads of the first steps.
             if first == start:
-                if PDL:
-                    wait()
-                q = tl.load(q_ptr, mask=cell, other=0.0)
-                k_new = load_rows(keys_ptr, newest_row, is_mine, D, DIMS)
-                v_new = load_rows(values_ptr, newest_row, is_mine, D, DIMS)
-                top, total, acc = fold_one(q, k_new, v_new, is_mine, top, total, scale)
+                q, top, total, acc = take_newest(
+                    *(q_ptr, cell, keys_ptr, values_ptr, newest_row, is_mine),
+                    *(top, total, scale, D, DIMS, PDL),
+                )
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
         top, total, acc = fold(logits, v, top, total, acc, scale)
-    # Without keys there is the sink alone, or nothing at all.
-    part = acc / tl.where(total > 0, total, 1.0)[:, None]
-
-    if used == 1:
-        out_at = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
-        tl.store(out_ptr + out_at, part.to(out_ptr.dtype.element_ty), mask=cell)
-        return
-    mine = ((row * K + head) * splits + split) * G + group
-    tl.store(sums_ptr + mine, top + tl.log2(total), mask=inside)
-    tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], part, mask=cell)
+    store_result(
+        *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
+        *(place, (row * K + head) * splits + split, group, cell, G, D, DIMS),
+    )
 
 
-@triton.jit(
-    do_not_specialize=["splits", "least"],
-    do_not_specialize_on_alignment=["offsets_ptr", "lengths_ptr"],
-)
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
 def join_kernel(
     # Pointers
     parts_ptr,  # float32 [B, K, splits, G, D]
@@ -300,8 +354,7 @@ def join_kernel(
     sums = tl.load(sums_ptr + at, there, NO_KEY)
     cells = there[:, :, None] & (d < D)[None, None, :]
     parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
-    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
-    joined = tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+    joined = join_parts(sums, parts)
     out_at = ((row * K + head) * G + group) * D
     tl.store(
         out_ptr + out_at[:, None] + d[None, :],
@@ -310,31 +363,51 @@ def join_kernel(
     )
 
 
-@cache
-def decode_options(
-    batch: int, heads: int, kv_heads: int, dim: int, window: int | None
-) -> tuple[DecodeTiles, dict[str, Any]]:
-    """The tiles, and the constants that are the same for a decode and its join."""
-    dims = max(16, power_of_two(dim))
-    tiles = decode_tiles(batch, dims, window)
-    sizes = {"K": kv_heads, "G": heads // kv_heads, "D": dim, "DIMS": dims}
-    how = {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
-    return tiles, sizes | how
+class DecodePlan(NamedTuple):
+    """How a step's decodes are launched."""
+
+    splits: int  # of a sequence and kv head
+    scale: float  # of logits
+    start: Launcher
+    join: Launcher
+    join_grid: tuple[int, int, int]
 
 
 @cache
-def join_options(
-    batch: int, heads: int, kv_heads: int, dim: int, splits: int
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of a join, and the constants that are its own."""
-    group = heads // kv_heads
+def decode_plan(
+    tiles: DecodeTiles,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    places: int,
+    page_size: int,
+    window: int | None,
+    has_sinks: bool,
+) -> DecodePlan:
+    """For ``batch`` sequences whose tables have room for ``places`` places."""
+    group, dims = heads // kv_heads, padded(dim)
+    longest = places if window is None else min(places, window)
+    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
+    sizes: dict[str, Any] = {"K": kv_heads, "G": group, "D": dim, "DIMS": dims}
+    sizes |= {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
+    start = launcher(
+        decode_kernel,
+        PAGE=page_size,
+        ROWS=power_of_two(group),
+        HAS_SINKS=has_sinks,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **sizes,
+    )
     # A program for each head, or for each kv head if that would be too many.
     taken = 1 if batch * heads <= 512 else power_of_two(group)
     most = power_of_two(splits)
     # 4,096 numbers, 16 KB of parts, a warp
-    warps = min(32, max(1, most * taken * max(16, power_of_two(dim)) // 4096))
-    options = {"HEADS": taken, "SPLITS": most, "num_warps": warps}
-    return (kv_heads * -(-group // taken), batch), options
+    warps = min(32, max(1, most * taken * dims // 4096))
+    join = launcher(join_kernel, HEADS=taken, SPLITS=most, num_warps=warps, **sizes)
+    grid = kv_heads * -(-group // taken), batch, 1
+    return DecodePlan(splits, LOG2E.value * dim**-0.5, start, join, grid)
 
 
 def decode_attention(
@@ -357,52 +430,23 @@ def decode_attention(
     They must come from before something that all later work waits for: the start of a
     graph, a copy from or to the host, a synchronization.
     """
-    (heads, dim), (page_size, kv_heads) = q.shape[1:], keys.shape[1:3]
-    batch, tables = group.decodes, group.tables
-    tiles, sizes = decode_options(batch, heads, kv_heads, dim, group.window)
-    pages_in_row = tables.shape[1]
-    longest = pages_in_row * page_size
-    longest = longest if group.window is None else min(longest, group.window)
-    splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
-    compiled = launch(
-        decode_kernel,
-        (kv_heads, batch, splits),
-        q,
-        keys,
-        values,
-        tables,
-        group.offsets,
-        group.lengths,
-        sinks,
-        out,
-        scratch.parts,
-        scratch.sums,
-        LOG2E.value * dim**-0.5,
-        tiles.least,
-        keys.stride(0),
-        pages_in_row,
-        PAGE=page_size,
-        ROWS=power_of_two(sizes["G"]),
-        HAS_SINKS=sinks is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **sizes,
+    (_, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
+    batch, pages_in_row, window = group.decodes, group.tables.shape[1], group.window
+    tiles = decode_tiles(batch, dim, window)
+    splits, scale, start, join, join_grid = decode_plan(
+        *(tiles, batch, heads, kv_heads, dim, pages_in_row * page_size, page_size),
+        *(window, sinks is not None),
     )
-    # Tiles for other batch sizes may be the same compiled kernel, with another wish. A
-    # graph is recorded after a step of its own size, whose wish it finds.
+    parts, sums = scratch.parts, scratch.sums
+    compiled = start(
+        (kv_heads, batch, splits),
+        *(q, keys, values, group.tables, group.offsets, group.lengths, sinks, out),
+        *(parts, sums, scale, tiles.least, keys.stride(0), pages_in_row),
+    )
+    # The preference sticks to the compiled kernel, which other batch sizes may share:
+    # so every launch sets it. It takes effect with the next launch, which is why a step
+    # of each size runs once before its graph is recorded.
     set_carveout(compiled, tiles.carveout)
     if splits > 1:
-        grid, options = join_options(batch, heads, kv_heads, dim, splits)
-        launch(
-            join_kernel,
-            grid,
-            scratch.parts,
-            scratch.sums,
-            group.offsets,
-            group.lengths,
-            out,
-            splits,
-            tiles.least,
-            **sizes,
-            **options,
-        )
+        lengths = group.offsets, group.lengths
+        join(join_grid, parts, sums, *lengths, out, splits, tiles.least)

@@ -4,13 +4,15 @@ S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first 
 sampler's own business.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
-from simplellm.kernels.launch import launch
+from simplellm.kernels.launch import Launcher, follow, launcher
 
 DRAW_BLOCK = 2048  # logits a program looks at
 # These may begin anywhere in what a step came with, and are read number by number.
@@ -61,9 +63,7 @@ def draw_kernel(
 
     score[v] = (logit[v] - logit[best]) / temperature + gumbel(hash(seed, step, v))
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     row = tl.program_id(1)
     block = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
@@ -94,13 +94,18 @@ def drawn_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row: ids = the index in the largest key; best at temperature 0."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     row = tl.program_id(0)
     drawn = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
     greedy = tl.load(temperature_ptr + row) <= 0
     tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), drawn))
+
+
+@cache
+def draw_launchers(on_gpu: bool) -> tuple[Launcher, Launcher]:
+    """For the keys, and for the ids."""
+    keys = launcher(draw_kernel, BLOCK=DRAW_BLOCK, LIBRARY=on_gpu, num_warps=8)
+    return keys, launcher(drawn_kernel, BLOCK=128, num_warps=4)
 
 
 def draw(
@@ -118,29 +123,7 @@ def draw(
     ids = torch.empty_like(best)
     blocks = -(-vocabulary // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
-    launch(
-        draw_kernel,
-        (blocks, rows),
-        logits,
-        best,
-        temperature,
-        seeds,
-        steps,
-        keys,
-        vocabulary,
-        BLOCK=DRAW_BLOCK,
-        LIBRARY=logits.is_cuda,
-        num_warps=8,
-    )
-    launch(
-        drawn_kernel,
-        (rows,),
-        keys,
-        best,
-        temperature,
-        ids,
-        blocks,
-        BLOCK=128,
-        num_warps=4,
-    )
+    start, finish = draw_launchers(logits.is_cuda)
+    start((blocks, rows, 1), logits, best, temperature, seeds, steps, keys, vocabulary)
+    finish((rows, 1, 1), keys, best, temperature, ids, blocks)
     return ids

@@ -10,8 +10,8 @@ columns of a weight, I intermediate size.
 """
 
 import math
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cache, lru_cache
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from simplellm.kernels.experts_one import experts_one
 from simplellm.kernels.fragments import UNSHIFT, Fragments, activate, decode_weights
-from simplellm.kernels.launch import launch
+from simplellm.kernels.launch import Launcher, follow, launcher
 from simplellm.kernels.routing import Dispatch, route_and_dispatch
 from simplellm.layers import Experts
 
@@ -211,9 +211,7 @@ def experts_kernel(
     A block that is not full is padded to BLOCK_T, BLOCK_T / 2, … whichever is nearest
     of WIDTHS such.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     block = tl.program_id(1)
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
     first = tl.load(blocks_ptr + 2 * block + 1)
@@ -262,7 +260,7 @@ TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
 INVARIANT_TILING = MIDDLE
 
 
-@lru_cache(1024)
+@lru_cache(8192)
 def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
     """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
     pairs = tokens * top_k
@@ -271,19 +269,33 @@ def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
     return next(fits)
 
 
-@lru_cache(1024)
-def tiling_options(tiling: Tiling, paired: bool, ptx: bool) -> dict[str, Any]:
-    """What the kernel is told about its work."""
-    return {
-        "BLOCK_N": tiling.rows,
-        "BLOCK_T": tiling.tokens,
-        "WIDTHS": tiling.widths,
-        "UNROLL": tiling.unroll,
-        "STAGES": tiling.stages,
-        "PAIRED": paired,
-        "PTX": ptx,
-        "num_warps": tiling.warps,
-    }
+@cache
+def experts_launcher(
+    tiling: Tiling,
+    shape: tuple[int, int, int],
+    paired: bool,
+    ptx: bool,
+    top_k: int,
+    limit: float,
+    alpha: float,
+) -> Launcher:
+    """For a weight of this shape, [E, N, K]."""
+    return launcher(
+        experts_kernel,
+        LIMIT=limit,
+        ALPHA=alpha,
+        TOP_K=top_k,
+        N=shape[1],
+        K=shape[2],
+        BLOCK_N=tiling.rows,
+        BLOCK_T=tiling.tokens,
+        WIDTHS=tiling.widths,
+        UNROLL=tiling.unroll,
+        STAGES=tiling.stages,
+        PAIRED=paired,
+        PTX=ptx,
+        num_warps=tiling.warps,
+    )
 
 
 def gate_up(x: Tensor, mlp: Experts, dispatch: Dispatch, tiling: Tiling) -> Tensor:
@@ -293,7 +305,7 @@ def gate_up(x: Tensor, mlp: Experts, dispatch: Dispatch, tiling: Tiling) -> Tens
     have tiling.tokens pairs. Padding's are not written.
     """
     weight = cast(Fragments, mlp.gate_up)
-    out = x.new_empty(len(dispatch.pairs), weight.shape[1] // 2)
+    out = x.new_empty(dispatch.pairs.shape[0], weight.shape[1] // 2)
     multiply_pairs(out, x, weight, mlp.gate_up_bias, None, mlp, dispatch, tiling)
     return out
 
@@ -324,19 +336,14 @@ def multiply_pairs(
     tiling: Tiling,
 ) -> None:
     """One half of the experts: fill ``out``, paired if ``weight`` is."""
-    _, rows, columns = weight.shape
-    launch(
-        experts_kernel,
-        (-(-rows // tiling.rows), len(dispatch.blocks)),
+    ptx = x.is_cuda and x.dtype == torch.bfloat16
+    start = experts_launcher(
+        *(tiling, weight.shape, weight.paired, ptx),
+        *(mlp.top_k, mlp.limit, mlp.alpha),
+    )
+    start(
+        (-(-weight.shape[1] // tiling.rows), dispatch.blocks.shape[0], 1),
         *(x, weight.words, weight.scales, bias, scores, *dispatch, out),
-        LIMIT=mlp.limit,
-        ALPHA=mlp.alpha,
-        TOP_K=mlp.top_k,
-        N=rows,
-        K=columns,
-        **tiling_options(
-            tiling, weight.paired, x.is_cuda and x.dtype == torch.bfloat16
-        ),
     )
 
 
@@ -349,11 +356,11 @@ def experts(
     others, and nothing written. With ``batch_invariant`` no token's result depends on
     the others.
     """
-    if len(x) == 1 and x.dtype == torch.bfloat16 and not batch_invariant:
+    if x.shape[0] == 1 and x.dtype == torch.bfloat16 and not batch_invariant:
         return experts_one(x, mlp)
     first = second = INVARIANT_TILING
     if not batch_invariant:
-        first, second = tilings(len(x), len(mlp.router), mlp.top_k)
+        first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
     router = mlp.router, mlp.router_bias, mlp.top_k
     _, scores, pairs = route_and_dispatch(
         x, *router, first.tokens, live, batch_invariant

@@ -14,8 +14,8 @@ E experts, k of them chosen, N rows and K columns of a weight, I intermediate si
 Thread 4 * g + t of a warp.
 """
 
-from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from functools import cache
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from simplellm.kernels.fragments import (
     registers,
     rotate_right,
 )
-from simplellm.kernels.launch import launch
+from simplellm.kernels.launch import Launcher, launcher
 from simplellm.kernels.routing import route_tokens
 from simplellm.layers import Experts
 
@@ -325,17 +325,29 @@ class OneTiling(NamedTuple):
 USUAL = OneTiling()
 
 
-@lru_cache
-def one_options(tiling: OneTiling, paired: bool, ptx: bool) -> dict[str, Any]:
-    """What the kernel is told about its work."""
-    return {
-        "PROGRAMS": tiling.programs,
-        "WARPS": tiling.warps,
-        "PAIRED": paired,
-        "PTX": ptx,
-        "num_warps": tiling.warps,
-        "maxnreg": tiling.registers,
-    }
+@cache
+def one_launcher(
+    tiling: OneTiling,
+    shape: tuple[int, int, int],
+    paired: bool,
+    ptx: bool,
+    limit: float,
+    alpha: float,
+) -> Launcher:
+    """For a weight of this shape, [E, N, K]."""
+    return launcher(
+        experts_one_kernel,
+        LIMIT=limit,
+        ALPHA=alpha,
+        N=shape[1],
+        K=shape[2],
+        PROGRAMS=tiling.programs,
+        WARPS=tiling.warps,
+        PAIRED=paired,
+        PTX=ptx,
+        num_warps=tiling.warps,
+        maxnreg=tiling.registers,
+    )
 
 
 def gate_up_one(
@@ -376,16 +388,12 @@ def multiply_one(
     tiling: OneTiling,
 ) -> None:
     """One half of the experts: fill ``out``, paired if ``weight`` is."""
-    _, rows, columns = weight.shape
-    launch(
-        experts_one_kernel,
-        (tiling.programs, ids.numel()),
+    start = one_launcher(
+        tiling, weight.shape, weight.paired, x.is_cuda, mlp.limit, mlp.alpha
+    )
+    start(
+        (tiling.programs, ids.numel(), 1),
         *(x, ids, scores, weight.words, weight.scales, bias, out),
-        LIMIT=mlp.limit,
-        ALPHA=mlp.alpha,
-        N=rows,
-        K=columns,
-        **one_options(tiling, weight.paired, x.is_cuda),
     )
 
 

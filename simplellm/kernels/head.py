@@ -9,8 +9,26 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.keys import index_of, largest_key
-from simplellm.kernels.launch import launch
-from simplellm.kernels.linear import INVARIANT, Dot, Gemv, Product, Table, multiply_into
+from simplellm.kernels.launch import follow, launcher
+from simplellm.kernels.linear import (
+    INVARIANT,
+    Dot,
+    Gemv,
+    Product,
+    Table,
+    choose_in,
+    multiply_into,
+)
+
+
+@triton.jit
+def best_kernel(best_ptr, ids_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One program a row: ids[row] = the index in the largest of its keys."""
+    follow(PDL)
+    row = tl.program_id(0)
+    best = largest_key(best_ptr + row * count, count, BLOCK)
+    tl.store(ids_ptr + row, index_of(best))
+
 
 # For up to so many rows, how. Above the last, PyTorch's matmul and argmax.
 HEADS: Table = (
@@ -21,23 +39,9 @@ HEADS: Table = (
 INVARIANT_HEAD = INVARIANT._replace(parts=1)
 
 
-@triton.jit
-def best_kernel(best_ptr, ids_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """One program a row: ids[row] = the index in the largest of its keys."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
-    best = largest_key(best_ptr + row * count, count, BLOCK)
-    tl.store(ids_ptr + row, index_of(best))
-
-
 def choose_head(rows: int) -> Product | None:
     """How to compute the head for so many rows; None for PyTorch's matmul."""
-    for most, config in HEADS:
-        if rows <= most:
-            return config
-    return None
+    return choose_in(HEADS, rows)
 
 
 def head(
@@ -49,7 +53,7 @@ def head(
     equal ones the lower id wins, and NaN wins against all numbers, so that a row of NaN
     yields 0. With ``batch_invariant`` no row's logits depend on the others.
     """
-    config = INVARIANT_HEAD if batch_invariant else choose_head(len(hidden))
+    config = INVARIANT_HEAD if batch_invariant else choose_head(hidden.shape[0])
     if config is not None:
         return likeliest(hidden, weight, logits, config)
     if hidden.dtype == torch.float32:
@@ -63,11 +67,12 @@ def likeliest(
     hidden: Tensor, weight: Tensor, logits: Tensor, config: Product
 ) -> Tensor:
     """`head` in the way that ``config`` says."""
-    rows, tiles = len(hidden), -(-len(weight) // config.rows)
-    best = torch.empty(rows, tiles, dtype=torch.int64, device=hidden.device)
-    ids = torch.empty(rows, dtype=torch.int32, device=hidden.device)
+    rows, tiles = hidden.shape[0], -(-weight.shape[0] // config.rows)
+    best = hidden.new_empty(rows, tiles, dtype=torch.int64)
+    ids = hidden.new_empty(rows, dtype=torch.int32)
     multiply_into(logits, hidden, weight, None, config, best)
     # One row has 25,136 keys: 8.1 us in tiles of 2,048 on an H200, 3.3 in these.
     block, warps = (2048, 8) if tiles <= 2048 else (8192, 32)
-    launch(best_kernel, (rows,), best, ids, tiles, BLOCK=block, num_warps=warps)
+    start = launcher(best_kernel, BLOCK=block, num_warps=warps)
+    start((rows, 1, 1), best, ids, tiles)
     return ids

@@ -7,12 +7,12 @@ weights, page tables, keys of earlier steps.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # of CUfunction_attribute in cuda.h
@@ -29,94 +29,95 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-class Ready(NamedTuple):
-    """What it takes to start a compiled kernel again."""
-
-    compiled: Any
-    run: Callable[..., None]
-    function: int
-    metadata: Any
-    constants: tuple[Any, ...]  # the kernel's last parameters
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Let the next kernel start, and wait for the one ahead."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
-# Triton takes two thirds of a launch to find out which of its compiled kernels is
-# meant. It is found here by a key that tells apart at least as much.
-READY: dict[tuple[Any, ...], Ready] = {}
+@lru_cache(4096, typed=True)
+def number_kind(value: float | None) -> Any:
+    """What a kernel is compiled for of an argument that is no tensor: not its value.
 
-
-def kinds(args: Iterable[Any]) -> list[Any]:
-    """What a kernel is compiled for of its ordinary arguments: not their values.
-
-    That is the dtype of a tensor and whether 16 divides its address; for an integer,
-    whether it is 1, whether 16 divides it, and whether it takes more than 32 bits.
+    For an integer, whether it is 1, whether 16 divides it, and whether it takes more
+    than 32 bits.
     """
-    found: list[Any] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            found += (arg.dtype, arg.data_ptr() & 15 == 0)
-        elif isinstance(arg, int):
-            found += (arg == 1, arg & 15 == 0, arg.bit_length() // 32)
-        else:
-            found.append(type(arg))
-    return found
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() // 32
+    return type(value)
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = True, **options: Any
-) -> Any:
-    """Start ``kernel``, whose last parameter is a constexpr PDL; return what it became.
+class Launcher:
+    """Starts a kernel, whose last parameter is a constexpr PDL.
 
-    ``args`` are its ordinary parameters, all of them and in order; the constexprs that
-    follow, num_warps and num_stages are options. Without ``pdl`` it starts when the
-    kernel ahead is done. Nothing is checked. The grid must not be empty.
+    ``options`` are the constexprs before it, num_warps and num_stages. Without ``pdl``
+    the kernel starts when the one ahead is done.
+
+    Triton takes two thirds of a launch to find out which of its compiled kernels is
+    meant. It is found here by a key that tells apart at least as much.
     """
-    pdl = pdl and has_pdl()
-    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter runs it
-        return kernel.run(*args, grid=grid, warmup=False, PDL=pdl, **options)
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
-    key = (kernel, device, pdl, *options, *options.values(), *kinds(args))
-    ready = READY.get(key)
-    if ready is None:
-        return launch_first(key, kernel, grid, args, pdl, options)
-    ready.run(
-        *(*grid, 1, 1)[:3],
-        driver.get_current_stream(device),
-        ready.function,
-        ready.metadata,
-        *(None, None, None),  # for Triton's own profiler
-        *args,
-        *ready.constants,
-    )
-    return ready.compiled
+
+    def __init__(self, kernel: Any, pdl: bool, options: dict[str, Any]) -> None:
+        self.kernel = kernel
+        self.pdl = pdl
+        self.options = options
+        self.ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> Any:
+        """Start the kernel with ``args``, its ordinary parameters, all and in order.
+
+        The first is a tensor of the current device. Nothing is checked. The grid must
+        not be empty. Returns the compiled kernel.
+        """
+        device = args[0].get_device()
+        # A dtype: of a tensor whose address 16 divides; in a tuple: of another.
+        kinds = [
+            (arg.dtype if arg.data_ptr() & 15 == 0 else (arg.dtype,))
+            if isinstance(arg, Tensor)
+            else number_kind(arg)
+            for arg in args
+        ]
+        key = device, *kinds
+        ready = self.ready.get(key)
+        if ready is None:
+            return self.start_first(key, grid, args)
+        compiled, run, get_stream, first, last = ready
+        run(*grid, get_stream(device), *first, *args, *last)
+        return compiled
+
+    def start_first(
+        self, key: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...]
+    ) -> Any:
+        """Start it through Triton, which compiles it if it has to; remember as what."""
+        pdl = self.pdl and has_pdl()
+        constants = self.options | {"PDL": pdl}
+        if not isinstance(self.kernel, triton.JITFunction):  # the interpreter runs it
+            return self.kernel.run(*args, grid=grid, warmup=False, **constants)
+        compiled = self.kernel.run(
+            *args, grid=grid, warmup=False, launch_pdl=pdl, **constants
+        )
+        # What is ordinary may change from launch to launch; what follows does not.
+        params = self.kernel.params
+        ordinary, others = params[: len(args)], params[len(args) :]
+        assert not any(param.is_constexpr for param in ordinary)
+        assert all(param.is_constexpr for param in others)
+        self.ready[key] = (
+            compiled,
+            compiled.run,
+            triton.runtime.driver.active.get_current_stream,
+            # None for Triton's own profiler
+            (compiled.function, compiled.packed_metadata, None, None, None),
+            tuple(constants[param.name] for param in others),
+        )
+        return compiled
 
 
-def launch_first(
-    key: tuple[Any, ...],
-    kernel: Any,
-    grid: tuple[int, ...],
-    args: tuple[Any, ...],
-    pdl: bool,
-    options: dict[str, Any],
-) -> Any:
-    """As `launch`, through Triton, which compiles the kernel if it has to."""
-    compiled = kernel.run(
-        *args, grid=grid, warmup=False, PDL=pdl, launch_pdl=pdl, **options
-    )
-    # What is ordinary may change from launch to launch; what follows is in the key.
-    ordinary, others = kernel.params[: len(args)], kernel.params[len(args) :]
-    assert not any(param.is_constexpr for param in ordinary)
-    assert all(param.is_constexpr for param in others)
-    given = options | {"PDL": pdl}
-    constants = tuple(given[param.name] for param in others)
-    READY[key] = Ready(
-        compiled,
-        compiled.run,
-        compiled.function,
-        compiled.packed_metadata,
-        constants,
-    )
-    return compiled
+@cache
+def launcher(kernel: Any, pdl: bool = True, **options: Any) -> Launcher:
+    """The one `Launcher` of a kernel with these options, whoever asks."""
+    return Launcher(kernel, pdl, options)
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.kernels.keys import LOWEST, ordered
-from simplellm.kernels.launch import launch, power_of_two
+from simplellm.kernels.launch import Launcher, launcher, power_of_two
 
 
 class Gemv(NamedTuple):
@@ -56,77 +56,9 @@ class Dot(NamedTuple):
 
 Product = Gemv | Dot
 
-# (N, K) -> for up to so many tokens, how.
-Table = tuple[tuple[int, Product], ...]
-ROUTER: Table = (
-    (2, Gemv(rows=4, warps=4)),
-    (4, Gemv(rows=4, warps=2)),
-    (64, Dot(rows=64, depth=64, parts=15, warps=4, stages=6, pdl=False)),
-    (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
-    (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
-)
-PROJECTIONS: dict[tuple[int, int], Table] = {
-    (5120, 2880): (  # query, key and value of both models
-        (2, Gemv(rows=2, warps=4)),
-        (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
-        (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
-    ),
-    (2880, 4096): (  # the output of attention
-        (2, Gemv(rows=2, warps=4)),
-        (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
-        (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
-    ),
-    (128, 2880): ROUTER,  # of the 120b
-    (32, 2880): ROUTER,  # of the 20b
-}
-OTHER_PROJECTIONS: Table = (
-    (4, Gemv(rows=4, warps=4)),
-    (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
-)
-# For more tokens than a table has, where PyTorch's matmul would round the sums.
-MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
-# For any number of tokens: each is then summed in the same order, by the same program.
-INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
-
-
-def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
-    """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
-    for most, config in PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS):
-        if tokens <= most:
-            return config
-    return None
-
 
 @triton.jit
-def prefetch(pointers, sizes):
-    """Ask for so many bytes at each pointer to be brought into the L2 cache.
-
-    Pointers and sizes are multiples of 16; size 0 asks for nothing. A request for a
-    whole range takes one instruction, and what follows it in memory is read once.
-    """
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        setp.ne.s32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [pointers, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def gemv_weight(
-    weight_ptr,
-    rows,
-    columns,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
+def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
     """``columns`` of ``rows`` of the weight, zeros where it has none."""
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     where = rows[:, None].to(tl.int64) * K + columns[None, :]
@@ -208,6 +140,28 @@ def gemv_kernel(
         if best_ptr is not None:
             keys = tl.where(rows < N, ordered(y, rows), LOWEST)
             tl.store(best_ptr + token * tl.num_programs(0) + program, tl.max(keys, 0))
+
+
+@triton.jit
+def prefetch(pointers, sizes):
+    """Ask for so many bytes at each pointer to be brought into the L2 cache.
+
+    Pointers and sizes are multiples of 16; size 0 asks for nothing. A request for a
+    whole range takes one instruction, and what follows it in memory is read once.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointers, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -308,6 +262,50 @@ def dot_kernel(
         tl.store(best_ptrs, tl.max(keys, 0), t < tokens)
 
 
+# (N, K) -> for up to so many tokens, how.
+Table = tuple[tuple[int, Product], ...]
+ROUTER: Table = (
+    (2, Gemv(rows=4, warps=4)),
+    (4, Gemv(rows=4, warps=2)),
+    (64, Dot(rows=64, depth=64, parts=15, warps=4, stages=6, pdl=False)),
+    (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
+    (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
+)
+PROJECTIONS: dict[tuple[int, int], Table] = {
+    (5120, 2880): (  # query, key and value of both models
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
+    ),
+    (2880, 4096): (  # the output of attention
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
+    ),
+    (128, 2880): ROUTER,  # of the 120b
+    (32, 2880): ROUTER,  # of the 20b
+}
+OTHER_PROJECTIONS: Table = (
+    (4, Gemv(rows=4, warps=4)),
+    (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
+)
+# For more tokens than a table has, where PyTorch's matmul would round the sums.
+MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
+# For any number of tokens: each is then summed in the same order, by the same program.
+INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
+
+
+def choose_in(table: Table, tokens: int) -> Product | None:
+    """The way for so many tokens, if the table has one."""
+    return next((config for most, config in table if tokens <= most), None)
+
+
+@lru_cache(8192)
+def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
+    """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
+    return choose_in(PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS), tokens)
+
+
 def split_columns(size: int) -> tuple[int, int]:
     """Two powers of two that hold ``size`` numbers with less padding than one; or 0."""
     block = 1 << (size.bit_length() - 1)
@@ -315,21 +313,23 @@ def split_columns(size: int) -> tuple[int, int]:
     return block, power_of_two(rest) if rest else 0
 
 
-@lru_cache(1024)
-def product_options(
+@lru_cache(8192)
+def product_launcher(
     config: Product, tokens: int, size_out: int, size_in: int
-) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The grid and the options of a kernel that multiplies so many tokens."""
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """For so many tokens; and the grid."""
     programs = -(-size_out // config.rows)
-    options = {"N": size_out, "K": size_in, "ROWS": config.rows, "pdl": config.pdl}
-    options["num_warps"] = config.warps
+    options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
+    options |= {"pdl": config.pdl, "num_warps": config.warps}
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
-        return (programs,), options | {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        return launcher(gemv_kernel, **options), (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"AHEAD": config.ahead, "num_stages": config.stages}
-    return (programs, config.parts, -(-tokens // width)), options
+    grid = programs, config.parts, -(-tokens // width)
+    return launcher(dot_kernel, **options), grid
 
 
 def multiply_into(
@@ -347,12 +347,12 @@ def multiply_into(
     gets each tile's largest number and its row as a key of `keys.ordered`, if config
     has one part.
     """
-    grid, options = product_options(config, len(x), *weight.shape)
-    arguments = x, weight, bias, y, best, x.stride(0)
-    if isinstance(config, Gemv):
-        launch(gemv_kernel, grid, *arguments, **options)
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    start, grid = product_launcher(config, tokens, size_out, size_in)
+    if type(config) is Gemv:
+        start(grid, x, weight, bias, y, best, x.stride(0))
     else:
-        launch(dot_kernel, grid, *arguments, len(x), **options)
+        start(grid, x, weight, bias, y, best, x.stride(0), tokens)
 
 
 def project(
@@ -363,7 +363,7 @@ def project(
     [T, N] in x's dtype, or float32 parts [T, S, N] for the next kernel to add up. With
     ``batch_invariant`` no token's result depends on the others.
     """
-    tokens, (size_out, size_in) = len(x), weight.shape
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
     config = INVARIANT if batch_invariant else choose(tokens, size_out, size_in)
     if config is None:
         return functional.linear(x, weight, bias)
@@ -377,9 +377,10 @@ def project(
 
 def project_exactly(x: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """`project` with sums that stay float32: always parts, [T, S, N]."""
-    config = choose(len(x), *weight.shape) or MANY_TOKENS
-    if batch_invariant:
-        config = INVARIANT
-    y = x.new_empty(len(x), config.parts, len(weight), dtype=torch.float32)
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    config: Product = INVARIANT
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in) or MANY_TOKENS
+    y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
     multiply_into(y, x, weight, None, config)
     return y

@@ -3,51 +3,19 @@
 T tokens, N hidden size, V vocabulary, S parts of an update.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels.launch import launch, power_of_two
-
-
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
-def embed_kernel(
-    tokens_ptr, previous_ptr, table_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[t] = table[token], where token -1 - i is previous[i]."""
-    row = tl.program_id(0)
-    token = tl.load(tokens_ptr + row)
-    if token < 0:
-        token = tl.load(previous_ptr - 1 - token)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
-    tl.store(out_ptr + row * N + columns, x, inside)
-
-
-def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
-    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
-
-    The caller answers for tokens being in the table, or in ``previous``, int32.
-    """
-    count, size = len(tokens), table.shape[1]
-    out = table.new_empty(count, size)
-    # The first of a step has nothing to overlap with.
-    embed_kernel[(count,)](
-        tokens, previous, table, out, N=size, BLOCK=power_of_two(size), num_warps=4
-    )
-    return out
+from simplellm.kernels.launch import Launcher, launcher, power_of_two
 
 
 @triton.jit
 def sum_parts(
-    x,
-    update,
-    inside,
-    N: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    x, update, inside, N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
 ):
     """x plus the parts of its update, which are added first, rounded to DTYPE."""
     total = tl.load(update, inside, 0).to(tl.float32)
@@ -91,6 +59,13 @@ def add_norm_kernel(
     tl.store(normed_ptr + row * N + columns, y.to(normed_ptr.dtype.element_ty), inside)
 
 
+@cache
+def add_norm_launcher(size: int, parts: int) -> Launcher:
+    """For rows of ``size`` numbers, and updates in so many parts."""
+    block = power_of_two(size)
+    return launcher(add_norm_kernel, N=size, PARTS=parts, BLOCK=block, num_warps=8)
+
+
 def add_norm(
     residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -102,20 +77,49 @@ def add_norm(
     """
     tokens, size = residual.shape
     normed = torch.empty_like(residual)
-    parts = 0
-    if update is not None:
+    if update is None:
+        update, parts = residual, 0
+    else:
         parts = 1 if update.ndim == 2 else update.shape[1]
-    launch(
-        add_norm_kernel,
-        (tokens,),
-        residual,
-        residual if update is None else update,
-        weight,
-        normed,
-        eps,
-        N=size,
-        PARTS=parts,
-        BLOCK=power_of_two(size),
-        num_warps=8,
-    )
+    start = add_norm_launcher(size, parts)
+    start((tokens, 1, 1), residual, update, weight, normed, eps)
     return residual, normed
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
+def embed_kernel(
+    tokens_ptr,
+    previous_ptr,
+    table_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # False: the first of a step has nothing to overlap with
+):
+    """out[t] = table[token], where token -1 - i is previous[i]."""
+    row = tl.program_id(0)
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        token = tl.load(previous_ptr - 1 - token)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
+    tl.store(out_ptr + row * N + columns, x, inside)
+
+
+@cache
+def embed_launcher(size: int) -> Launcher:
+    """For rows of ``size`` numbers."""
+    block = power_of_two(size)
+    return launcher(embed_kernel, pdl=False, N=size, BLOCK=block, num_warps=4)
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
+
+    The caller answers for tokens being in the table, or in ``previous``, int32.
+    """
+    count, size = tokens.shape[0], table.shape[1]
+    out = table.new_empty(count, size)
+    embed_launcher(size)((count, 1, 1), tokens, previous, table, out)
+    return out

@@ -7,23 +7,26 @@ from the first page that a table still names.
 """
 
 import math
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from simplellm.batch import KVGroup
-from simplellm.kernels.launch import launch, power_of_two
+from simplellm.kernels.launch import Launcher, launcher, power_of_two
 
 LOG2E = tl.constexpr(math.log2(math.e))
 # Stands for "no key yet". Unlike -inf it can be subtracted from itself.
 NO_KEY = tl.constexpr(-1e30)
+# Triton would compile attention again for some values of these,
+VARIED = ["num_tokens", "num_sequences", "stride_table", "splits", "least"]
+# and for where these begin, which is anywhere in what a step came with.
+ANYWHERE = ["tables_ptr", "offsets_ptr", "lengths_ptr", "queries_ptr"]
 
 
-@dataclass(frozen=True)
-class PrefillTiles:
+class PrefillTiles(NamedTuple):
     """How the prefill kernel runs."""
 
     block: int
@@ -40,14 +43,26 @@ PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
 INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
 
 
+def padded(dim: int) -> int:
+    """Columns of the kernels' matrices for heads of ``dim``."""
+    return max(16, power_of_two(dim))
+
+
+def block_of(block: int, dim: int) -> int:
+    """The keys of a tile that was timed with heads of 64 and ``block`` keys.
+
+    Tiles of longer heads have as many numbers.
+    """
+    return max(16, block * 64 // max(padded(dim), 64))
+
+
 @cache
-def prefill_tiles(dims: int, window: int | None, batch_invariant: bool) -> PrefillTiles:
-    """What the kernel runs with; ``dims`` is D, rounded up to a power of two."""
+def prefill_tiles(dim: int, window: int | None, batch_invariant: bool) -> PrefillTiles:
+    """What the kernel runs with for heads of ``dim``."""
     tiles = PREFILL
     if window is not None:
         tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
-    # Tiles were timed with heads of 64: those of longer ones have as many numbers.
-    return replace(tiles, block=max(16, tiles.block * 64 // max(dims, 64)))
+    return tiles._replace(block=block_of(tiles.block, dim))
 
 
 @triton.jit
@@ -60,20 +75,24 @@ def find_rows(
 
 
 @triton.jit
-def load_rows(pages_ptr, rows, there, D: tl.constexpr, DIMS: tl.constexpr):
-    """[N, DIMS] of one kv head; 0 where nothing is ``there``."""
+def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.constexpr):
+    """Keys and values [N, DIMS] of one kv head; 0 where nothing is ``there``."""
     d = tl.arange(0, DIMS)[None, :]
     mask = there[:, None] & (d < D)
-    return tl.load(pages_ptr + rows[:, None] + d, mask=mask, other=0.0)
+    k = tl.load(keys_ptr + rows[:, None] + d, mask=mask, other=0.0)
+    return k, tl.load(values_ptr + rows[:, None] + d, mask=mask, other=0.0)
 
 
 @triton.jit
-def hide(logits, keys, queries, WINDOW: tl.constexpr):
-    """-inf where a query, its place [M, 1], does not see a key, its place [1, N]."""
-    seen = keys <= queries
-    if WINDOW:
-        seen &= keys > queries - WINDOW
-    return tl.where(seen, logits, float("-inf"))
+def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """What `fold` starts with, top, total and acc: of a sink, or of nothing."""
+    top = tl.full(heads.shape, NO_KEY, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
+        top = tl.where(counted, sinks * LOG2E, top)
+        total = tl.where(counted, 1.0, total)
+    return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
 
 
 @triton.jit
@@ -96,15 +115,22 @@ def fold(
 
 
 @triton.jit
-def initial(sinks_ptr, heads, counted, HAS_SINKS: tl.constexpr):
-    """The top and the total that a softmax starts with: of its sink, or of nothing."""
-    top = tl.full(heads.shape, NO_KEY, tl.float32)
-    total = tl.zeros(heads.shape, tl.float32)
-    if HAS_SINKS:
-        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
-        top = tl.where(counted, sinks * LOG2E, top)
-        total = tl.where(counted, 1.0, total)
-    return top, total
+def hide(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
+    """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
+
+    Most tiles are seen whole, and the masks would be a fifth of the work. All queries
+    see a tile that begins at ``first`` unless that is from ``clear`` on, or a window
+    before ``stop``.
+    """
+    partly = first >= clear
+    if WINDOW:
+        partly |= first + WINDOW < stop
+    if partly:
+        seen = keys <= queries
+        if WINDOW:
+            seen &= keys > queries - WINDOW
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
 
 
 @triton.jit
@@ -130,15 +156,7 @@ def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.const
     return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
-    do_not_specialize_on_alignment=[
-        "tables_ptr",
-        "offsets_ptr",
-        "lengths_ptr",
-        "queries_ptr",
-    ],
-)
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
 def prefill_kernel(
     # Pointers
     q_ptr,  # [T, H, D]
@@ -190,16 +208,15 @@ def prefill_kernel(
     pair = tl.arange(0, TOKENS * ROWS)
     token, group = base + pair // ROWS, pair % ROWS
     d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
-    inside = (token < end) & (group < G)
+    inside, heads = (token < end) & (group < G), head * G + group
     cell = inside[:, None] & (d < D)[None, :]
-    heads = head * G + group
     row = token.to(tl.int64)
-    out_at = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    out_ptr = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
     if sequence == num_sequences:
         if PDL:
             tl.extra.cuda.gdc_wait()
         nothing = tl.zeros([TOKENS * ROWS, DIMS], out_ptr.dtype.element_ty)
-        tl.store(out_at, nothing, mask=cell)
+        tl.store(out_ptr, nothing, mask=cell)
         return
 
     # From a token's number among all to its place in the sequence.
@@ -211,8 +228,7 @@ def prefill_kernel(
     # The first query sees all keys up to here, and the others see at least these.
     clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
     rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
-    top, total = initial(sinks_ptr, heads, inside, HAS_SINKS)
-    acc = tl.zeros([TOKENS * ROWS, DIMS], tl.float32)
+    top, total, acc = initial(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     q_at = q_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
@@ -221,20 +237,42 @@ def prefill_kernel(
     values_ptr += head * D
     for first in range(lowest, stop, BLOCK):
         at = first + n
-        k = load_rows(keys_ptr, rows, at < stop, D, DIMS)
-        v = load_rows(values_ptr, rows, at < stop, D, DIMS)
+        k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        # Most tiles are seen whole, and the masks would be a fifth of its work.
-        partly = first >= clear
-        if WINDOW:
-            partly |= first + WINDOW < stop
-        if partly:
-            logits = hide(logits, at[None, :], place, WINDOW)
+        logits = hide(logits, at[None, :], place, first, clear, stop, WINDOW)
         top, total, acc = fold(logits, v, top, total, acc, scale)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=cell)
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=cell)
+
+
+@cache
+def prefill_launcher(
+    tiles: PrefillTiles,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    window: int | None,
+    has_sinks: bool,
+) -> Launcher:
+    """For attention of this shape."""
+    return launcher(
+        prefill_kernel,
+        K=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        TOKENS=tiles.tokens,
+        ROWS=power_of_two(heads // kv_heads),
+        DIMS=padded(dim),
+        BLOCK=tiles.block,
+        HAS_SINKS=has_sinks,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
 
 
 def prefill_attention(
@@ -245,52 +283,27 @@ def prefill_attention(
     sinks: Tensor | None,
     out: Tensor,
     *,
-    skip: int = 0,
     batch_invariant: bool = False,
 ) -> None:
     """Put attention of the newest tokens of each sequence into ``out`` [T, H, D].
 
-    As `simplellm.ops.attend`, for all sequences but the first ``skip``; their tokens
-    are left alone. Tokens after the last sequence get zeros. Keys and values are one
-    layer's pages [pages, page_size, K, D] with the same stride; the rest is contiguous.
-    With
-    ``batch_invariant`` the bits of a token's row depend neither on the others nor on
-    where its chunk begins.
+    As `simplellm.ops.attend`, whatever ``group.decodes`` is. Tokens before the first
+    sequence's are left alone, those after the last one's get zeros. Keys and values are
+    one layer's pages [pages, page_size, K, D] with the same stride; the rest is
+    contiguous. With ``batch_invariant`` the bits of a token's row depend neither on the
+    others nor on where its chunk begins.
     """
-    (num_tokens, heads, dim), (page_size, kv_heads) = q.shape, keys.shape[1:3]
-    dims = max(16, power_of_two(dim))
-    tiles = prefill_tiles(dims, group.window, batch_invariant)
-    tables = group.tables[skip:]
-    num_sequences, pages_in_row = tables.shape
+    (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
+    tiles = prefill_tiles(dim, group.window, batch_invariant)
+    start = prefill_launcher(
+        tiles, heads, kv_heads, dim, page_size, group.window, sinks is not None
+    )
+    num_sequences, pages_in_row = group.tables.shape
     # No chunks need more tiles, whatever their lengths; see `find_sequence`.
     count = num_tokens // tiles.tokens + num_sequences + 1
-    launch(
-        prefill_kernel,
-        (kv_heads, count),
-        q,
-        keys,
-        values,
-        tables,
-        group.offsets[skip:],
-        group.lengths[skip:],
-        group.queries[skip:],
-        sinks,
-        out,
-        LOG2E.value * dim**-0.5,
-        num_tokens,
-        num_sequences,
-        keys.stride(0),
-        pages_in_row,
-        K=kv_heads,
-        G=heads // kv_heads,
-        D=dim,
-        PAGE=page_size,
-        WINDOW=group.window or 0,
-        TOKENS=tiles.tokens,
-        ROWS=power_of_two(heads // kv_heads),
-        DIMS=dims,
-        BLOCK=tiles.block,
-        HAS_SINKS=sinks is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+    start(
+        (kv_heads, count, 1),
+        *(q, keys, values, group.tables, group.offsets, group.lengths, group.queries),
+        *(sinks, out, LOG2E.value * dim**-0.5),
+        *(num_tokens, num_sequences, keys.stride(0), pages_in_row),
     )

@@ -3,11 +3,13 @@
 T tokens, S parts of a sum, H query heads, K kv heads, D head_dim, W = (H + 2K) * D.
 """
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels.launch import launch, power_of_two
+from simplellm.kernels.launch import Launcher, launcher, power_of_two
 from simplellm.layers import Attention
 
 
@@ -94,7 +96,6 @@ def rope_kernel(
         a = tl.where(turned, a * scale * a_norm, a)
         b = tl.where(turned, b * scale * b_norm, b)
     a, b = tl.where(turned, a * c - b * s, a), tl.where(turned, b * c + a * s, b)
-
     of_q = inside & (head < H)
     out = q_ptr + token * (H * D)
     tl.store(out + first, a.to(q_ptr.dtype.element_ty), mask=of_q)
@@ -110,6 +111,36 @@ def rope_kernel(
     value = values_ptr + page * stride_page_values + place * (K * D) - (H + K) * D
     tl.store(value + first, a.to(values_ptr.dtype.element_ty), mask=of_v)
     tl.store(value + second, b.to(values_ptr.dtype.element_ty), mask=of_v)
+
+
+@cache
+def rope_launcher(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    parts: int,
+    has_bias: bool,
+    has_norms: bool,
+) -> tuple[Launcher, int]:
+    """For these shapes; and how many programs take a token."""
+    half = power_of_two(dim // 2)
+    # As many numbers as 16 heads of 64 have: two warps hold no more of longer ones.
+    block = min(16, max(1, 512 // half))
+    start = launcher(
+        rope_kernel,
+        H=heads,
+        K=kv_heads,
+        D=dim,
+        PAGE=page_size,
+        PARTS=parts,
+        HEADS=block,
+        HALF=half,
+        HAS_BIAS=has_bias,
+        HAS_NORMS=has_norms,
+        num_warps=2,
+    )
+    return start, -(-(heads + 2 * kv_heads) // block)
 
 
 def rope_and_cache(
@@ -130,38 +161,18 @@ def rope_and_cache(
     for one that is written nowhere.
     """
     num_tokens, width = qkv.shape[0], qkv.shape[-1]
-    page_size, kv_heads, dim = keys.shape[1:]
+    _, page_size, kv_heads, dim = keys.shape
     heads = width // dim - 2 * kv_heads
     q = keys.new_empty(num_tokens, heads, dim)
-    half = power_of_two(dim // 2)
-    # As many numbers as 16 heads of 64 have: two warps hold no more of longer ones.
-    block = min(16, max(1, 512 // half))
-    launch(
-        rope_kernel,
-        (num_tokens, -(-(heads + 2 * kv_heads) // block)),
-        qkv,
-        attn.qkv_bias,
-        attn.q_norm,
-        attn.k_norm,
-        positions,
-        attn.cos,
-        attn.sin,
-        slots,
-        q,
-        keys,
-        values,
-        attn.eps,
-        keys.stride(0),
-        values.stride(0),
-        H=heads,
-        K=kv_heads,
-        D=dim,
-        PAGE=page_size,
-        PARTS=1 if qkv.ndim == 2 else qkv.shape[1],
-        HEADS=block,
-        HALF=half,
-        HAS_BIAS=attn.qkv_bias is not None,
-        HAS_NORMS=attn.q_norm is not None,
-        num_warps=2,
+    parts = 1 if qkv.ndim == 2 else qkv.shape[1]
+    has_bias, has_norms = attn.qkv_bias is not None, attn.q_norm is not None
+    start, programs = rope_launcher(
+        heads, kv_heads, dim, page_size, parts, has_bias, has_norms
+    )
+    start(
+        (num_tokens, programs, 1),
+        *(qkv, attn.qkv_bias, attn.q_norm, attn.k_norm),
+        *(positions, attn.cos, attn.sin, slots, q, keys, values),
+        *(attn.eps, keys.stride(0), values.stride(0)),
     )
     return q

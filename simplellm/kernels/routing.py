@@ -3,7 +3,7 @@
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N hidden size.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.keys import LOWEST, index_of, ordered
-from simplellm.kernels.launch import launch, power_of_two
+from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.linear import project_exactly
 
 AT_ONCE = 16  # pairs that are chosen and sorted in one program
@@ -23,76 +23,9 @@ PLACED = 512  # pairs that a program counts and then places when there are more
 VARYING = ["tokens", "n", "num_blocks"]
 
 
-@triton.jit
-def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
-    """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
-
-    scores = softmax over the chosen logits; columns from TOP_K on are padding
-    """
-    keys = ordered(logits, experts)
-    ids = tl.zeros([logits.shape[0], choices.shape[1]], tl.int32)
-    best = tl.zeros([logits.shape[0], choices.shape[1]], tl.float32) - float("inf")
-    for choice in tl.static_range(TOP_K):
-        key = tl.max(keys, 1, keep_dims=True)  # [rows, 1]
-        taken = keys == key
-        value = tl.sum(tl.where(taken, logits, 0.0), 1, keep_dims=True)
-        ids = tl.where(choices == choice, index_of(key), ids)
-        best = tl.where(choices == choice, value, best)
-        keys = tl.where(taken, LOWEST, keys)
-    top = tl.sum(tl.where(choices == 0, best, 0.0), 1, keep_dims=True)
-    odds = tl.where(choices < TOP_K, tl.exp(best - top), 0.0)
-    return ids, odds / tl.sum(odds, 1, keep_dims=True)
-
-
-@triton.jit
-def load_logits(
-    logits_ptr,
-    bias_ptr,
-    rows,
-    experts,
-    tokens,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """float32 [rows, experts]: the sum of the parts [T, PARTS, E] plus the bias."""
-    inside = (rows < tokens) & (experts < E)
-    logits = tl.zeros([rows.shape[0], experts.shape[1]], tl.float32)
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        where = (rows.to(tl.int64) * PARTS + part) * E + experts
-        logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
-    return tl.where(experts < E, logits, -float("inf"))
-
-
-@triton.jit(do_not_specialize=VARYING)
-def top_k_kernel(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    scores_ptr,
-    tokens,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for ROWS tokens: ids = the k largest; scores = their softmax."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    experts = tl.arange(0, BLOCK_E)[None, :]
-    choices = tl.arange(0, BLOCK_K)[None, :]
-    logits = load_logits(logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS)
-    ids, scores = top_k_of(logits, experts, choices, TOP_K)
-    where = rows * TOP_K + choices
-    inside = (rows < tokens) & (choices < TOP_K)
-    tl.store(ids_ptr + where, ids, inside)
-    tl.store(scores_ptr + where, scores, inside)
+def max_blocks(pairs: int, experts: int, block: int) -> int:
+    """The most blocks that ``pairs`` pairs can fill, however they are routed."""
+    return min(pairs, (pairs + min(pairs, experts) * (block - 1)) // block)
 
 
 class Dispatch(NamedTuple):
@@ -112,9 +45,39 @@ class Dispatch(NamedTuple):
         return cls(pairs, offsets, ids.new_empty(num_blocks, 2))
 
 
-def max_blocks(pairs: int, experts: int, block: int) -> int:
-    """The most blocks that ``pairs`` pairs can fill, however they are routed."""
-    return min(pairs, (pairs + min(pairs, experts) * (block - 1)) // block)
+@triton.jit
+def count_live(live_ptr, tokens):
+    """How many tokens have experts; those after them are padding."""
+    live = tokens
+    if live_ptr is not None:
+        live = tl.load(live_ptr)
+    return live
+
+
+@triton.jit
+def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
+    """How many pairs have experts."""
+    return count_live(live_ptr, n // TOP_K) * TOP_K
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def count_kernel(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
 @triton.jit
@@ -152,19 +115,122 @@ def write_blocks(
     return begin
 
 
-@triton.jit
-def count_live(live_ptr, tokens):
-    """How many tokens have experts; those after them are padding."""
-    live = tokens
-    if live_ptr is not None:
-        live = tl.load(live_ptr)
-    return live
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def sort_small_kernel(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS pairs, each of which it compares with all the others.
+
+    position[i] = #{j: (id[j], j) < (id[i], i)}
+    """
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mine = tl.load(ids_ptr + i, i < live, E) * n + i
+    position = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
+        count += tl.histogram(other, BLOCK_E, j < live)
+        lower = (other * n + j)[None, :] < mine[:, None]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
 
 
 @triton.jit
-def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
-    """How many pairs have experts."""
-    return count_live(live_ptr, n // TOP_K) * TOP_K
+def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
+    """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
+
+    scores = softmax over the chosen logits; columns from TOP_K on are padding
+    """
+    keys = ordered(logits, experts)
+    ids = tl.zeros([logits.shape[0], choices.shape[1]], tl.int32)
+    best = tl.zeros([logits.shape[0], choices.shape[1]], tl.float32) - float("inf")
+    for choice in tl.static_range(TOP_K):
+        key = tl.max(keys, 1, keep_dims=True)  # [rows, 1]
+        taken = keys == key
+        value = tl.sum(tl.where(taken, logits, 0.0), 1, keep_dims=True)
+        ids = tl.where(choices == choice, index_of(key), ids)
+        best = tl.where(choices == choice, value, best)
+        keys = tl.where(taken, LOWEST, keys)
+    top = tl.sum(tl.where(choices == 0, best, 0.0), 1, keep_dims=True)
+    odds = tl.where(choices < TOP_K, tl.exp(best - top), 0.0)
+    return ids, odds / tl.sum(odds, 1, keep_dims=True)
+
+
+@triton.jit
+def store_top_k(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    scores_ptr,
+    rows,
+    tokens,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The choices of ``rows`` [rows, 1], by the sum of the parts [T, PARTS, E] and the
+    bias. Returns their ids, their places and which are real, [rows, BLOCK_K].
+    """
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    choices = tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < tokens) & (experts < E)
+    logits = tl.zeros([rows.shape[0], BLOCK_E], tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        where = (rows.to(tl.int64) * PARTS + part) * E + experts
+        logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
+    logits = tl.where(experts < E, logits, -float("inf"))
+    ids, scores = top_k_of(logits, experts, choices, TOP_K)
+    places = rows * TOP_K + choices
+    real = (rows < tokens) & (choices < TOP_K)
+    tl.store(ids_ptr + places, ids, real)
+    tl.store(scores_ptr + places, scores, real)
+    return ids, places, real
+
+
+@triton.jit(do_not_specialize=VARYING)
+def top_k_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    scores_ptr,
+    tokens,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS tokens: ids = the k largest; scores = their softmax."""
+    follow(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    store_top_k(
+        *(logits_ptr, bias_ptr, ids_ptr, scores_ptr, rows, tokens),
+        *(E, PARTS, TOP_K, BLOCK_E, BLOCK_K),
+    )
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
@@ -194,19 +260,12 @@ def route_kernel(
     position[i] = #{j: (id[j], j) < (id[i], i)}
     """
     live = count_live(live_ptr, tokens)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     rows = tl.arange(0, ROWS)[:, None]
-    experts = tl.arange(0, BLOCK_E)[None, :]
-    choices = tl.arange(0, BLOCK_K)[None, :]
-    logits = load_logits(logits_ptr, bias_ptr, rows, experts, tokens, E, PARTS)
-    ids, scores = top_k_of(logits, experts, choices, TOP_K)
-    where = rows * TOP_K + choices
-    inside = (rows < tokens) & (choices < TOP_K)
-    tl.store(ids_ptr + where, ids, inside)
-    tl.store(scores_ptr + where, scores, inside)
-
+    ids, where, inside = store_top_k(
+        *(logits_ptr, bias_ptr, ids_ptr, scores_ptr, rows, tokens),
+        *(E, PARTS, TOP_K, BLOCK_E, BLOCK_K),
+    )
     SIZE: tl.constexpr = ROWS * BLOCK_K
     # After every expert come the pairs of padding, and then what is no pair.
     ids = tl.where(rows < live, ids, E)
@@ -217,68 +276,6 @@ def route_kernel(
     tl.store(pairs_ptr + position, pair, expert <= E)
     count = tl.histogram(expert, BLOCK_E, expert < E)
     write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
-def sort_small_kernel(
-    ids_ptr,
-    pairs_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    live_ptr,
-    n,
-    num_blocks,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for ROWS pairs, each of which it compares with all the others.
-
-    position[i] = #{j: (id[j], j) < (id[i], i)}
-    """
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < live, E) * n + i
-    position = tl.zeros([ROWS], tl.int32)
-    count = tl.zeros([BLOCK_E], tl.int32)
-    for first in range(0, n, CHUNK):
-        j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
-        count += tl.histogram(other, BLOCK_E, j < live)
-        lower = (other * n + j)[None, :] < mine[:, None]
-        position += tl.sum(lower.to(tl.int32), 1)
-    tl.store(pairs_ptr + position, i, i < n)
-    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
-def count_kernel(
-    ids_ptr,
-    counts_ptr,
-    live_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    chunk = tl.program_id(0)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
@@ -308,9 +305,7 @@ def place_kernel(
     Pairs of padding stay in their places, after all others.
     """
     live = count_live_pairs(live_ptr, n, TOP_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    follow(PDL)
     chunk = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     count = tl.zeros([BLOCK_E], tl.int32)
@@ -335,7 +330,6 @@ def place_kernel(
     tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
 
 
-@lru_cache(1024)
 def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
     """What both kernels that choose experts are told about their logits."""
     return {
@@ -345,6 +339,13 @@ def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
         "BLOCK_E": power_of_two(experts),
         "BLOCK_K": power_of_two(top_k),
     }
+
+
+@cache
+def top_k_launcher(experts: int, parts: int, top_k: int, rows: int) -> Launcher:
+    """For logits in so many parts, ``rows`` tokens a program."""
+    options = choice_options(experts, parts, top_k)
+    return launcher(top_k_kernel, ROWS=rows, num_warps=rows, **options)
 
 
 def choose_experts(
@@ -357,10 +358,8 @@ def choose_experts(
     tokens, parts, experts = logits.shape
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
     scores = logits.new_empty(tokens, top_k)
-    options = choice_options(experts, parts, top_k)
-    arguments = logits, bias, ids, scores, tokens
-    grid = (-(-tokens // rows),)
-    launch(top_k_kernel, grid, *arguments, ROWS=rows, num_warps=rows, **options)
+    start = top_k_launcher(experts, parts, top_k, rows)
+    start((-(-tokens // rows), 1, 1), logits, bias, ids, scores, tokens)
     return ids, scores
 
 
@@ -380,8 +379,26 @@ def route_tokens(
     others.
     """
     logits = project_exactly(x, weight, batch_invariant)
-    rows = 1 if batch_invariant or len(x) <= 512 else 4
+    rows = 1 if batch_invariant or x.shape[0] <= 512 else 4
     return choose_experts(logits, bias, top_k, rows)
+
+
+@lru_cache(1024)
+def route_launcher(
+    tokens: int, parts: int, experts: int, top_k: int, block: int
+) -> tuple[Launcher, int]:
+    """For so few tokens; and how many blocks their pairs may fill."""
+    num_blocks = max_blocks(tokens * top_k, experts, block)
+    rows = power_of_two(tokens)
+    start = launcher(
+        route_kernel,
+        ROWS=rows,
+        BLOCK=block,
+        STEP=power_of_two(num_blocks),
+        num_warps=max(1, rows // 2),
+        **choice_options(experts, parts, top_k),
+    )
+    return start, num_blocks
 
 
 def route_and_dispatch(
@@ -397,50 +414,47 @@ def route_and_dispatch(
 
     Few tokens take one kernel after the router's product.
     """
-    experts, n = len(weight), len(x) * top_k
-    if batch_invariant or n > AT_ONCE:
+    if batch_invariant or x.shape[0] * top_k > AT_ONCE:
         ids, scores = route_tokens(x, weight, bias, top_k, batch_invariant)
-        return ids, scores, dispatch(ids, experts, block, live)
+        return ids, scores, dispatch(ids, weight.shape[0], block, live)
     logits = project_exactly(x, weight)
-    tokens, parts, _ = logits.shape
+    tokens, parts, experts = logits.shape
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
     scores = logits.new_empty(tokens, top_k)
-    num_blocks = max_blocks(n, experts, block)
+    start, num_blocks = route_launcher(tokens, parts, experts, top_k, block)
     result = Dispatch.empty(ids, experts, num_blocks)
-    rows = power_of_two(tokens)
-    launch(
-        route_kernel,
-        (1,),
-        *(logits, bias, ids, scores, *result, live, tokens, num_blocks),
-        ROWS=rows,
-        BLOCK=block,
-        STEP=power_of_two(num_blocks),
-        num_warps=max(1, rows // 2),
-        **choice_options(experts, parts, top_k),
-    )
+    outputs = *result, live, tokens, num_blocks
+    start((1, 1, 1), logits, bias, ids, scores, *outputs)
     return ids, scores, result
 
 
-@lru_cache(1024)
-def sort_options(
-    n: int, top_k: int, experts: int, block: int
-) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
-    """How many blocks and programs there are to sort n pairs, and what these are told:
-    all kernels, and those that write the blocks."""
+class SortPlan(NamedTuple):
+    """How pairs are sorted, in one launch or two."""
+
+    num_blocks: int
+    grid: tuple[int, int, int]
+    counter: Launcher | None  # if they are counted first
+    placer: Launcher
+
+
+@lru_cache(8192)
+def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
+    """For n pairs."""
     num_blocks = max_blocks(n, experts, block)
     rows = PLACED if n > COMPARED else 32
     programs = -(-n // rows)
-    common = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
-    if n > COMPARED:
-        common |= {"CHUNK": rows, "num_warps": 16}
-        sizes = {"TILE": 32}
-    else:
-        chunk = min(512, max(32, power_of_two(n)))
-        common |= {"CHUNK": chunk, "num_warps": 8}
-        sizes = {"ROWS": rows}
+    options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
     step = power_of_two(-(-num_blocks // programs))
-    sizes |= {"E": experts, "BLOCK": block, "STEP": step}
-    return num_blocks, programs, common, common | sizes
+    sizes: dict[str, Any] = {"E": experts, "BLOCK": block, "STEP": step}
+    grid = programs, 1, 1
+    if n > COMPARED:
+        options |= {"CHUNK": rows, "num_warps": 16}
+        counter = launcher(count_kernel, **options)
+        placer = launcher(place_kernel, TILE=32, **options, **sizes)
+        return SortPlan(num_blocks, grid, counter, placer)
+    options |= {"CHUNK": min(512, max(32, power_of_two(n))), "num_warps": 8}
+    small = launcher(sort_small_kernel, ROWS=rows, **options, **sizes)
+    return SortPlan(num_blocks, grid, None, small)
 
 
 def dispatch(
@@ -453,13 +467,13 @@ def dispatch(
     padding: their pairs come last, and no block has them. Never waits for the GPU.
     """
     n = ids.numel()
-    num_blocks, programs, common, sizes = sort_options(n, ids.shape[1], experts, block)
+    num_blocks, grid, counter, placer = sort_plan(n, ids.shape[1], experts, block)
     result = Dispatch.empty(ids, experts, num_blocks)
     outputs = *result, live, n, num_blocks
-    if n <= COMPARED:
-        launch(sort_small_kernel, (programs,), ids, *outputs, **sizes)
+    if counter is None:
+        placer(grid, ids, *outputs)
         return result
-    counts = ids.new_empty(programs, common["BLOCK_E"])
-    launch(count_kernel, (programs,), ids, counts, live, n, **common)
-    launch(place_kernel, (programs,), ids, counts, *outputs, **sizes)
+    counts = ids.new_empty(grid[0], power_of_two(experts))
+    counter(grid, ids, counts, live, n)
+    placer(grid, ids, counts, *outputs)
     return result

@@ -7,7 +7,7 @@ from pathlib import Path
 import simplellm
 from simplellm.harmony import HarmonyParser, render_message
 from simplellm.harmony.message import ENDS, ROLES
-from simplellm.harmony.parse import read_header, read_word
+from simplellm.harmony.parse import message_of, read_word
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 from wrong import wrong
 
@@ -126,6 +126,15 @@ def space_alone(message, tokenizer):
     return [*ids[: place - len(old)], *new, *ids[place:]]
 
 
+@wrong("render_message", "smuggled")
+def any_name(message, tokenizer):
+    if message.role == "tool" or message.name is None:
+        return render_message(message, tokenizer)
+    ids = render_message(replace(message, name=None), tokenizer)
+    place = 1 + len(tokenizer.encode(message.role))
+    return [*ids[:place], *tokenizer.encode(f":{message.name}"), *ids[place:]]
+
+
 @wrong("history", "current turn")
 def all_analysis(messages, *, finished=False):
     return [message for message in messages if message.channel != "analysis"]
@@ -216,7 +225,7 @@ class EndsOnlyWithEnd(HarmonyParser):
 class MessageAgain(HarmonyParser):
     def push(self, token_id):
         if self.message is not None and self._markers.get(token_id) == "<|message|>":
-            return self.finish() + self._begin(read_header(self._header_text()))
+            return self.finish() + self._begin(message_of(self._header_text()))
         return super().push(token_id)
 
 

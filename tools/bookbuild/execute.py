@@ -44,7 +44,7 @@ def fingerprint(root: Path, notebook: nbformat.NotebookNode) -> str:
     for cell in code_cells(notebook):
         digest.update(f"\0{cell.metadata.get('tags')}\0{cell.source}".encode())
     read_by_chapters = [
-        root / "chapters/course.py",
+        *sorted(root.glob("chapters/**/*.[!m]*")),  # all but the pages
         *sorted(root.glob("simplellm/**/*")),
         *sorted(root.glob("figures/*.json")),
     ]

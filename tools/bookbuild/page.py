@@ -10,6 +10,7 @@ from latex2mathml.converter import convert
 
 from bookbuild.execute import ANSI, BookError, Outputs, code_cells, read
 
+WIDGET = "application/vnd.simplellm.page+html"  # from chapters/widgets
 MADE = "page made by tools/book.py"  # a comment at the head of each page
 
 # What the text of a page may hold, in the order in which the readings are tried: code
@@ -31,6 +32,7 @@ TOKEN = re.compile(
 DIRECTIVE_LINE = re.compile(r"^[ \t>]*#\|.*\n?", re.MULTILINE)
 # ln, max, softmax: a name of several letters, and what follows if it opens a bracket.
 FUNCTION = re.compile(r"<(m[io])>([A-Za-z]{2,})</\1>(?P<call><mo[^>]*>&#x00028;)?")
+DETAILS = re.compile(r"<details\b")
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
@@ -55,10 +57,16 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
         raise BookError(f"{name}: {len(outputs)} outputs for another number of cells")
     remaining = iter(outputs)
     blocks, module = [f"<!-- {MADE} -->"], ""
+    depth = 0  # of the <details> that are open in the chapter itself
     for cell in notebook.cells:
         if cell.cell_type != "code":
             blocks.append(prose(name, cell.source))
+            depth += len(DETAILS.findall(cell.source)) - cell.source.count("</details>")
             continue
+        hidden = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+        fold = hidden and not depth
+        if fold:
+            blocks.append("<details><summary>Code</summary>")
         directives = [line.split() for line in DIRECTIVE_LINE.findall(cell.source)]
         for words in directives:
             if words[1:2] == ["default_exp"]:
@@ -68,9 +76,10 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
                 blocks.append(f'<div class="module">simplellm/{written}.py</div>')
         if code := without_directives(cell.source):
             blocks.append(fenced(code, "python"))
-        alt = " ".join(
-            " ".join(words[2:]) for words in directives if words[1:2] == ["alt"]
-        )
+        if fold:
+            blocks.append("</details>")
+        alts = [words[2:] for words in directives if words[1:2] == ["alt"]]
+        alt = " ".join(" ".join(words) for words in alts)
         for output in next(remaining):
             blocks.append(shown(name, page, output, alt))
     page.markdown = "\n\n".join(block for block in blocks if block) + "\n"
@@ -159,6 +168,8 @@ def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
     data = output["data"]
     if "figure" in output.get("metadata", {}):
         return ""  # the text below the cell shows the committed file
+    if WIDGET in data:  # HTML of a page, with its script
+        return joined(data[WIDGET])
     for mime, suffix in (("image/svg+xml", "svg"), ("image/png", "png")):
         if mime in data:
             if not alt:
@@ -166,12 +177,10 @@ def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
                     f"{name}: a cell shows an image without alt text; "
                     "add a line `#| alt What the image shows` to the cell"
                 )
-            is_text = mime == "image/svg+xml"
             content = joined(data[mime])
             path = f"outputs/{name}-{len(page.images) + 1}.{suffix}"
-            page.images[path] = (
-                content.encode() if is_text else base64.b64decode(content)
-            )
+            svg = suffix == "svg"
+            page.images[path] = content.encode() if svg else base64.b64decode(content)
             return f'<p><img src="{path}" alt="{html.escape(alt)}"></p>'
     if "text/html" in data:
         # One HTML block: it ends at the first blank line.

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib import import_module
@@ -86,10 +86,10 @@ def decode_variants(case: Case) -> Iterator[Variant]:
     now = decode_tiles(group.decodes, 64, group.window)
     shapes = (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)
     for shape, early in product(shapes, (False, True)):
-        tiles = replace(DecodeTiles(*shape), least=now.least, early=early)
+        tiles = DecodeTiles(*shape, least=now.least, early=early)
         yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
     for percent in (-1, 43, 64, 100):
-        tiles = replace(now, carveout=percent)
+        tiles = now._replace(carveout=percent)
         yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
 
 

@@ -1,0 +1,431 @@
+"""Chapter 2: opening a checkpoint."""
+
+import json
+import math
+import mmap
+import struct
+import tempfile
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from simplellm.checkpoint import Checkpoint, TensorInfo
+from simplellm.config import MODELS
+from simplellm.folder import EMBEDDED
+from simplellm.names import NAMES, kind, stored_shapes
+from simplellm.weights import MXFP4
+
+
+def a_file(entries: dict, data: bytes, padding: int = 0) -> bytes:
+    """A safetensors file, its header padded with spaces as writers do."""
+    text = json.dumps(entries, ensure_ascii=False).encode() + b" " * padding
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def check_read_header(candidate):
+    """Headers written by hand, and a mapping of which only the header may be read."""
+    entries = {
+        f"Gewicht {n} für Schicht {n}": {
+            "dtype": "U8",
+            "shape": [2],
+            "data_offsets": [2 * n, 2 * n + 2],
+        }
+        for n in range(5)
+    }
+    raw = a_file({"__metadata__": {"format": "pt"}, **entries}, bytes(range(10)), 3)
+    try:
+        header, start = candidate(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, struct.error) as error:
+        raise AssertionError(
+            f"what you took for the header is no JSON ({type(error).__name__}); its "
+            "length is in the first 8 bytes, the lowest byte first (little-endian), "
+            "and the JSON is the next so many bytes and no more"
+        ) from None
+    assert "__metadata__" not in header, (
+        "the entry __metadata__ is text about the file and no tensor; leave it out"
+    )
+    assert dict(header) == entries, (
+        f"the header has {len(entries)} tensors with what JSON says of each; yours has "
+        f"{len(header)} entries, the first {next(iter(header.items()), None)}"
+    )
+    assert start == len(raw) - 10, (
+        f"the data begins at byte {len(raw) - 10}, behind the 8 bytes of the length "
+        f"and the whole header with its padding; yours begins at {start}"
+    )
+    plain, _ = candidate(a_file(entries, bytes(10)))
+    assert dict(plain) == entries, "a file without __metadata__ is as good"
+    mapped = mmap.mmap(-1, 2**26)  # as if of a file of 64 MiB
+    mapped[: len(raw)] = raw
+    tracemalloc.start()
+    try:
+        candidate(mapped)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**22, (
+        f"of a file of 67 MB you copied {peak / 1e6:.0f} MB; a slice of a mapping is a "
+        "copy, so take 8 bytes and then the header"
+    )
+
+
+def check_tensor_view(candidate):
+    """Views of three dtypes at known places, which must share the file's bytes."""
+    data = bytearray(struct.pack("<16e6f", *range(16), *range(100, 106)))
+    data += bytes(range(40))
+
+    def view(dtype, shape, nbytes, offset):
+        info = TensorInfo("x", dtype, shape, nbytes, Path("x"), offset)
+        try:
+            return candidate(data, info)
+        except NotImplementedError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise AssertionError(
+                f"for {dtype} {list(shape)}, {nbytes} bytes from byte {offset} on, "
+                f"torch says: {error}. A count is in numbers, an offset in bytes"
+            ) from None
+
+    numbers = view("F32", (2, 3), 24, 32)
+    assert isinstance(numbers, torch.Tensor), "return a torch.Tensor"
+    assert numbers.dtype == torch.float32, (
+        f"the header says F32, which is torch.float32; your dtype is {numbers.dtype}"
+    )
+    assert tuple(numbers.shape) == (2, 3), (
+        f"the shape is [2, 3]; yours is {list(numbers.shape)}"
+    )
+    assert numbers.tolist() == [[100, 101, 102], [103, 104, 105]], (
+        f"the floats at byte 32 are 100 to 105, a row after the other; yours are "
+        f"{numbers.flatten().tolist()}: mind the offset"
+    )
+    struct.pack_into("<f", data, 36, 7.0)
+    assert numbers[0, 1] == 7, (
+        "the bytes of the file changed and the tensor did not: it is a copy"
+    )
+    numbers[1, 2] = -1
+    assert struct.unpack_from("<f", data, 52) == (-1.0,), (
+        "the tensor was written to and the file's bytes did not change: it is a copy"
+    )
+    halves = view("F16", (4, 1, 2), 16, 8)
+    assert halves.dtype == torch.float16 and tuple(halves.shape) == (4, 1, 2), (
+        f"[4, 1, 2] of F16 came out as {list(halves.shape)} of {halves.dtype}"
+    )
+    assert halves.flatten().tolist() == list(range(4, 12)), (
+        f"the halves at byte 8 are 4 to 11; yours are {halves.flatten().tolist()}: an "
+        "offset counts bytes, also where a number has two of them"
+    )
+    brain = view("BF16", (3,), 6, 34).dtype
+    assert brain == torch.bfloat16, f"BF16 is torch.bfloat16, not {brain}"
+    codes = view("U8", (2, 4), 8, 57)
+    assert codes.dtype == torch.uint8 and codes.tolist() == [
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+    ], f"the bytes from 57 on are 1 to 8; yours are {codes.tolist()} of {codes.dtype}"
+
+
+BY_OURS = {name.ours: name.at(3) for name in NAMES}
+LAYER = "model.layers.3."
+
+
+def check_stored_names(candidate):
+    """Names written out by hand, as they are in OpenAI's files and on the hub."""
+    qkv = BY_OURS["layers.{n}.attn.qkv.weight"]
+    down = BY_OURS["layers.{n}.experts.down"]
+    bias = BY_OURS["layers.{n}.experts.down_bias"]
+    norm = BY_OURS["layers.{n}.mlp_norm.weight"]
+    hub, theirs = "huggingface", "original"
+
+    def names(*arguments):
+        found = candidate(*arguments)
+        assert not isinstance(found, str) and found is not None, (
+            f"return a list of names, also of a single one; yours is {found!r}"
+        )
+        return list(found)
+
+    one = names(norm, hub, True)
+    assert one == [f"{LAYER}post_attention_layernorm.weight"], (
+        f"a norm is one tensor, under the name of the layout asked for; yours is {one}"
+    )
+    one = names(norm, theirs, True)
+    assert one == ["block.3.mlp.norm.scale"], (
+        f"a norm is one tensor, under the name of the layout asked for; yours is {one}"
+    )
+    three = names(qkv, hub, True)
+    assert sorted(three) == sorted(
+        f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"
+    ), f"{{qkv}} stands for three names, with q, k and v in its place; yours: {three}"
+    assert [name[-13] for name in three] == ["q", "k", "v"], (
+        f"the order is q, k, v, in which they are joined; yours is {three}"
+    )
+    fused = names(qkv, theirs, True)
+    assert fused == ["block.3.attn.qkv.weight"], (
+        f"OpenAI's files hold q, k and v as one tensor; yours are {fused}"
+    )
+    packed = names(down, hub, True)
+    base = f"{LAYER}mlp.experts.down_proj"
+    assert packed == [f"{base}_blocks", f"{base}_scales"], (
+        "on the hub, a packed expert is NAME_blocks and NAME_scales, in this order; "
+        f"yours: {packed}"
+    )
+    packed = names(down, theirs, True)
+    assert packed == [
+        "block.3.mlp.mlp2_weight.blocks",
+        "block.3.mlp.mlp2_weight.scales",
+    ], f"OpenAI puts a dot before the words blocks and scales; yours: {packed}"
+    for layout, name in ((hub, base), (theirs, "block.3.mlp.mlp2_weight")):
+        found = names(down, layout, False)
+        assert found == [name], (
+            f"an expert that is not packed is one tensor; yours: {found}"
+        )
+    for layout, name in ((hub, f"{base}_bias"), (theirs, "block.3.mlp.mlp2_bias")):
+        found = names(bias, layout, True)
+        assert found == [name], f"a bias is never packed; yours: {found}"
+
+
+def check_assembled(candidate):
+    """Each kind of weight, and that only q, k and v are copied."""
+    norm, bias = "layers.0.attn_norm.weight", "layers.1.experts.down_bias"
+    qkv, down = "layers.1.attn.qkv.weight", "layers.1.experts.down"
+    whole = torch.arange(12.0).view(4, 3)
+    for ours in (norm, bias, "layers.0.attn.qkv.weight"):
+        found = candidate([whole], ours, "huggingface")
+        assert torch.is_tensor(found) and found.shape == whole.shape, (
+            f"{ours} is one tensor on disk and comes back as it is"
+        )
+        assert found.data_ptr() == whole.data_ptr(), (
+            f"{ours} is one tensor on disk; yours is a copy of it"
+        )
+    q, k, v = whole, whole[:2] + 100, whole[:2] + 200
+    joined = candidate([q, k, v], qkv, "huggingface")
+    assert torch.is_tensor(joined) and tuple(joined.shape) == (8, 3), (
+        "4 rows of q, 2 of k and 2 of v make the shape [8, 3]; yours is "
+        f"{list(getattr(joined, 'shape', []))}"
+    )
+    expected = [0, 3, 6, 9, 100, 103, 200, 203]
+    assert joined[:, 0].tolist() == expected, (
+        f"rows of q first, then those of k, then those of v; your first column is "
+        f"{joined[:, 0].tolist()}, expected {expected}"
+    )
+    biases = [part[:, 0] for part in (q, k, v)]
+    joined = candidate(biases, "layers.1.attn.qkv.bias", "huggingface")
+    assert joined.tolist() == expected, (
+        "the biases of q, k and v have one axis and are joined along it; yours came "
+        f"out as {joined.tolist()}"
+    )
+    blocks = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
+    scales = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)
+    for layout in ("huggingface", "original"):
+        packed = candidate([blocks, scales], down, layout)
+        assert isinstance(packed, MXFP4), (
+            "blocks and scales become an MXFP4, which keeps them packed; yours is "
+            f"{type(packed).__name__}"
+        )
+        same = torch.equal(packed.blocks, blocks) and torch.equal(packed.scales, scales)
+        assert same, f"packed bytes are the same in both layouts ({layout}): keep them"
+        assert packed.blocks.data_ptr() == blocks.data_ptr(), "the blocks are a copy"
+    theirs = torch.arange(24.0).view(2, 4, 3)  # [E, in, out]
+    found = candidate([theirs], down, "huggingface")
+    assert tuple(found.shape) == (2, 3, 4), (
+        "Hugging Face stores unpacked experts [E, in, out], here [2, 4, 3], and we "
+        f"want [E, out, in]; yours is {list(found.shape)}"
+    )
+    assert found[1, 2, 0] == theirs[1, 0, 2], (
+        "the numbers of [E, in, out] have moved: swap the axes, don't reshape"
+    )
+    assert found.data_ptr() == theirs.data_ptr(), (
+        "turning the axes is a view with other strides; yours is a copy"
+    )
+    found = candidate([theirs], down, "original")
+    assert tuple(found.shape) == (2, 4, 3), (
+        "OpenAI's files hold unpacked experts as [E, out, in] already; yours is turned"
+    )
+
+
+def check_split_gate_up(candidate):
+    """Rows that tell their number, with and without leading experts."""
+    rows = torch.arange(6.0)
+    weight = rows[:, None] + torch.arange(4) / 10
+    for leading in ((), (3,), (2, 3)):
+        fused = weight.expand(*leading, 6, 4).clone()
+        found = candidate(fused)
+        assert isinstance(found, tuple | list) and len(found) == 2, (
+            "return two tensors, gate and up"
+        )
+        gate, up = found
+        wanted = (*leading, 3, 4)
+        assert tuple(gate.shape) == tuple(up.shape) == wanted, (
+            f"{list(fused.shape)} splits along the rows, the last axis but one, into "
+            f"{list(wanted)} each; yours are {list(gate.shape)} and {list(up.shape)}"
+        )
+        first, second = (t.flatten(0, -3)[0] if leading else t for t in (gate, up))
+        numbers = first[:, 0].tolist(), second[:, 0].tolist()
+        assert numbers != ([0, 1, 2], [3, 4, 5]), (
+            "gate and up are interleaved row by row; yours are the upper and the lower "
+            "half"
+        )
+        assert numbers == ([0, 2, 4], [1, 3, 5]), (
+            "row 0 is gate's, row 1 is up's, row 2 is gate's; your gate has the rows "
+            f"{numbers[0]}, your up {numbers[1]}"
+        )
+        fused += 10
+        assert gate.flatten()[0] == 10 and up.flatten()[0] == 11, (
+            "the weight changed and gate or up did not: it is a copy, and a slice with "
+            "a step is a view"
+        )
+
+
+def check_bytes_on_disk(candidate):
+    """The embedded file's own bytes, and gpt-oss-120b's by arithmetic."""
+    checkpoint = Checkpoint(EMBEDDED)
+    expected: dict[str, int] = {}
+    for ours in checkpoint.names():
+        expected[kind(ours)] = expected.get(kind(ours), 0) + checkpoint.nbytes(ours)
+    found = dict(candidate(checkpoint.config))
+    assert set(found) == set(expected), (
+        f"the kinds are {', '.join(expected)}; yours are {len(found)}, the first "
+        f"{', '.join(map(str, [*found][:3]))}"
+    )
+    for part in ("attention", "norms", "router", "embedding", "lm_head"):
+        assert found[part] == expected[part], (
+            f"{part} of the embedded model takes {expected[part]:,} bytes, two for "
+            f"each number; yours are {found[part]:,}"
+        )
+    assert found["experts"] == expected["experts"], (
+        f"the embedded model's experts take {expected['experts']:,} bytes in its file; "
+        f"yours are {found['experts']:,}. A block has 16 bytes, a scale one, and a "
+        "number of a bias two"
+    )
+    large = dict(candidate(MODELS["gpt-oss-120b"]))
+    numbers, biases = 3 * 2880 * 2880, 3 * 2880
+    assert large["experts"] == 36 * 128 * (numbers * 17 // 32 + 2 * biases), (
+        "gpt-oss-120b has other experts than the embedded model: count from the config "
+        "that you get"
+    )
+
+
+def check_2_1(candidate):
+    """Against a count of the pages that each byte lies in."""
+    assert candidate(0, 1) == 1, "one byte lies in one page"
+    assert candidate(0, 4096) == 1, (
+        "4,096 bytes from byte 0 on fill one page; the last of them is byte 4,095"
+    )
+    assert candidate(4095, 2) == 2, "two bytes can lie in two pages, across the border"
+    assert candidate(4096, 0) == 0, "reading no bytes touches no page"
+    for page in (16, 4096):
+        for offset in (0, 1, page - 1, page, 5 * page + 3):
+            for length in (1, 2, page - 1, page, page + 1, 3 * page, 3 * page + 2):
+                touched = len({byte // page for byte in range(offset, offset + length)})
+                found = candidate(offset, length, page)
+                assert found == touched, (
+                    f"{length} bytes from byte {offset} on touch {touched} pages of "
+                    f"{page} bytes, not {found}"
+                )
+
+
+def check_2_2(candidate):
+    """A small file whose bytes are known, and the first and last byte of each part."""
+    entries = {
+        "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
+        "a": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [3, 11]},
+    }
+    raw = a_file({"__metadata__": {"format": "pt"}, **entries}, bytes(11))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "two.safetensors"
+        path.write_bytes(raw)
+        start = len(raw) - 11
+        for position, wanted in (
+            (0, "header"),
+            (7, "header"),
+            (start - 1, "header"),
+            (start, "b"),
+            (start + 2, "b"),
+            (start + 3, "a"),
+            (start + 10, "a"),
+        ):
+            found = candidate(path, position)
+            assert found == wanted, (
+                f"the data begins at byte {start} with 3 bytes of b, then come 8 of a; "
+                f"byte {position} belongs to {wanted!r}, not to {found!r}"
+            )
+        for beyond in (-1, -5, len(raw), len(raw) + 100):
+            try:
+                found = candidate(path, beyond)
+            except ValueError:
+                continue
+            raise AssertionError(
+                f"byte {beyond} is not in the file of {len(raw)} bytes: ValueError, "
+                f"and not {found!r}"
+            )
+
+
+def check_2_3(candidate):
+    """Both models, from the shapes that OpenAI's model card describes."""
+    for name, layers, experts in (("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)):
+        hidden, q, kv = 2880, 64 * 64, 8 * 64
+        attention = (q + 2 * kv) * (hidden + 1) + hidden * (q + 1) + 64
+        others = 2 * (attention + 2 * hidden + experts * (hidden + 1))
+        expert = 3 * hidden * hidden * 17 // 32 + 2 * 3 * hidden
+        head = 2 * (201_088 * hidden + hidden)  # and the last norm
+        expected = layers * (others + 4 * expert) + head
+        found = candidate(MODELS[name])
+        all_experts = expected + layers * (experts - 4) * expert
+        assert not math.isclose(found, all_experts, rel_tol=1e-6), (
+            f"you read all {experts} experts of {name}; a token uses 4 of each layer"
+        )
+        more = expected + 2 * 201_088 * hidden
+        assert not math.isclose(found, more, rel_tol=1e-6), (
+            "you count the embedding, of which a token reads one row"
+        )
+        less = expected - 2 * 201_088 * hidden
+        assert not math.isclose(found, less, rel_tol=1e-6), (
+            "you left out the LM head, which a token reads in full"
+        )
+        assert math.isclose(found, expected, rel_tol=1e-6), (
+            f"{name}: {found / 1e9:.2f} GB is not what the experts in use, attention, "
+            "router, norms and LM head add up to; is each at its own bytes per number?"
+        )
+
+
+def check_2_4(candidate):
+    """Small plans by hand, and gpt-oss-120b at 5 GB."""
+    one, two = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    plan = candidate({"a": 3, "b": 3, "c": 3}, 6)
+    assert list(plan) == ["a", "b", "c"], "every tensor is in the plan, in order"
+    assert plan == {"a": one, "b": one, "c": two}, (
+        "at 6 bytes a shard, 3 and 3 just fit, and the next 3 begin a second shard: "
+        f"{plan}"
+    )
+    plan = candidate({"a": 4, "b": 5, "c": 2}, 6)
+    assert [file[6:11] for file in plan.values()] == ["00001", "00002", "00003"], (
+        "a shard that is left is never gone back to, so that tensors stay in order: "
+        f"{plan}"
+    )
+    plan = candidate({"a": 6}, 6)
+    assert plan == {"a": "model-00001-of-00001.safetensors"}, (
+        f"one tensor that fills a shard makes one shard of one: {plan}"
+    )
+    try:
+        plan = candidate({"a": 2, "b": 7}, 6)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(f"7 bytes do not fit into 6: ValueError, and not {plan}")
+    sizes = {}
+    for parts in stored_shapes(MODELS["gpt-oss-120b"], "huggingface", True).values():
+        for name, shape in parts.items():
+            itemsize = 1 if name.endswith(("_blocks", "_scales")) else 2
+            sizes[name] = math.prod(shape) * itemsize
+    limit = 5 * 10**9
+    filled: Counter[str] = Counter()
+    for name, file in candidate(sizes, limit).items():
+        filled[file] += sizes[name]
+    assert max(filled.values()) <= limit, "a shard is larger than the limit"
+    numbered = [f"model-{n:05}-of-{len(filled):05}.safetensors" for n in range(1, 99)]
+    assert list(filled) == numbered[: len(filled)], (
+        f"the files are numbered from 1 to their count: {list(filled)[:3]}"
+    )
+    assert len(filled) == 15, (
+        f"gpt-oss-120b comes to {len(filled)} shards; fill each until the next tensor "
+        "does not fit, and no further"
+    )

@@ -1,0 +1,360 @@
+"""Wrong answers to chapter 2."""
+
+import json
+import math
+import struct
+from collections import Counter
+
+import torch
+
+from simplellm.checkpoint import DTYPES, read_header
+from simplellm.names import is_expert_weight, kind, stored_shapes, tensor_shapes
+from simplellm.weights import MXFP4
+from wrong import wrong
+
+
+@wrong("read_header", "little-endian")
+def big_endian(data):
+    (length,) = struct.unpack(">Q", data[:8])
+    return json.loads(data[8 : 8 + length]), 8 + length
+
+
+@wrong("read_header", "8 bytes of the length")
+def starts_without_the_length(data):
+    header, start = read_header(data)
+    return header, start - 8
+
+
+@wrong("read_header", "__metadata__")
+def keeps_the_metadata(data):
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), 8 + length
+
+
+@wrong("read_header", "no more")
+def reads_on_into_the_data(data):
+    return json.loads(data[8:]), 8
+
+
+@wrong("read_header", "copied")
+def reads_the_whole_file(data):
+    return read_header(bytes(data))
+
+
+@wrong("read_header", "without __metadata__")
+def wants_metadata(data):
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    return (header, 8 + length) if header.pop("__metadata__", None) else ({}, 8)
+
+
+def flat(data, info, **changes):
+    facts = {
+        "dtype": DTYPES[info.dtype],
+        "count": math.prod(info.shape),
+        "offset": info.offset,
+    }
+    return torch.frombuffer(data, **(facts | changes))
+
+
+@wrong("tensor_view", "copy")
+def copies(data, info):
+    return flat(data, info).clone().view(info.shape)
+
+
+@wrong("tensor_view", "mind the offset")
+def from_the_first_byte(data, info):
+    return flat(data, info, offset=0).view(info.shape)
+
+
+@wrong("tensor_view", "A count is in numbers")
+def counts_bytes(data, info):
+    return flat(data, info, count=info.nbytes, offset=0).view(info.shape)
+
+
+@wrong("tensor_view", "F32, which is torch.float32")
+def bytes_as_numbers(data, info):
+    return flat(data, info, dtype=torch.uint8, count=info.nbytes)
+
+
+@wrong("tensor_view", "the shape is")
+def without_a_shape(data, info):
+    return flat(data, info)
+
+
+@wrong("tensor_view", "BF16 is torch.bfloat16")
+def another_half(data, info):
+    dtype = torch.float32 if info.dtype == "F32" else torch.float16
+    return flat(data, info, dtype=dtype).view(info.shape)
+
+
+@wrong("stored_names", "never packed")
+def packs_biases(name, layout, packed):
+    base = getattr(name, layout)
+    dot = "_" if layout == "huggingface" else "."
+    if packed and "experts" in name.ours:
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    return [base.replace("{qkv}", part) for part in "qkv"] if "{" in base else [base]
+
+
+@wrong("stored_names", "a dot before")
+def underscores_everywhere(name, layout, packed):
+    base = getattr(name, layout)
+    if packed and is_expert_weight(name.ours):
+        return [f"{base}_blocks", f"{base}_scales"]
+    return [base.replace("{qkv}", part) for part in "qkv"] if "{" in base else [base]
+
+
+@wrong("stored_names", "not packed is one tensor")
+def always_packed(name, layout, packed):
+    base = getattr(name, layout)
+    dot = "_" if layout == "huggingface" else "."
+    if is_expert_weight(name.ours):
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    return [base.replace("{qkv}", part) for part in "qkv"] if "{" in base else [base]
+
+
+@wrong("stored_names", "the order is q, k, v")
+def keys_first(name, layout, packed):
+    base = getattr(name, layout)
+    dot = "_" if layout == "huggingface" else "."
+    if packed and is_expert_weight(name.ours):
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    return [base.replace("{qkv}", part) for part in "kvq"] if "{" in base else [base]
+
+
+@wrong("stored_names", "as one tensor")
+def splits_in_both_layouts(name, layout, packed):
+    base = getattr(name, layout)
+    if packed and is_expert_weight(name.ours):
+        dot = "_" if layout == "huggingface" else "."
+        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
+    if ".qkv." in name.ours:
+        base = base.replace("{qkv}", "qkv")
+        return [base.replace("qkv", part) for part in "qkv"]
+    return [base]
+
+
+@wrong("stored_names", "a list of names")
+def one_string(name, layout, packed):
+    return getattr(name, layout)
+
+
+@wrong("assembled", "8, 3")
+def side_by_side(parts, ours, layout):
+    return torch.cat([part[:2] for part in parts], 1) if len(parts) > 1 else parts[0]
+
+
+@wrong("assembled", "rows of q first")
+def values_first(parts, ours, layout):
+    return torch.cat(parts[::-1]) if len(parts) > 1 else parts[0]
+
+
+@wrong("assembled", "Sizes of tensors must match")
+def stacks_rows(parts, ours, layout):
+    return torch.vstack(parts) if len(parts) > 1 else parts[0]
+
+
+@wrong("assembled", "keeps them packed")
+def unpacks(parts, ours, layout):
+    if len(parts) == 2:
+        return MXFP4(*parts).dequantize()
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def mostly(parts, ours):
+    """Right but for unpacked experts."""
+    if len(parts) == 2:
+        return MXFP4(*parts)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@wrong("assembled", "[E, out, in] already")
+def turns_in_both_layouts(parts, ours, layout):
+    made = mostly(parts, ours)
+    return made.transpose(1, 2) if made is parts[0] and is_expert_weight(ours) else made
+
+
+@wrong("assembled", "want [E, out, in]")
+def never_turns(parts, ours, layout):
+    return mostly(parts, ours)
+
+
+@wrong("assembled", "don't reshape")
+def reshapes(parts, ours, layout):
+    made = mostly(parts, ours)
+    if made is parts[0] and is_expert_weight(ours):
+        experts, inner, outer = made.shape
+        return made.reshape(experts, outer, inner)
+    return made
+
+
+@wrong("assembled", "yours is a copy")
+def turns_into_a_copy(parts, ours, layout):
+    made = mostly(parts, ours)
+    if made is parts[0] and is_expert_weight(ours):
+        return made.transpose(1, 2).contiguous()
+    return made
+
+
+@wrong("split_gate_up", "half")
+def halves(weight):
+    return weight.chunk(2, -2)
+
+
+@wrong("split_gate_up", "last axis but one")
+def columns(weight):
+    return weight[..., 0::2], weight[..., 1::2]
+
+
+@wrong("split_gate_up", "row 0 is gate's")
+def up_first(weight):
+    return weight[..., 1::2, :], weight[..., 0::2, :]
+
+
+@wrong("split_gate_up", "it is a copy")
+def picks_rows(weight):
+    even = torch.arange(0, weight.shape[-2], 2)
+    return weight[..., even, :], weight[..., even + 1, :]
+
+
+def weighed(config, itemsize):
+    found: Counter[str] = Counter()
+    for ours, parts in stored_shapes(config, "original", True).items():
+        for name, shape in parts.items():
+            found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
+    return found
+
+
+@wrong("bytes_on_disk", "a scale one")
+def everything_in_two_bytes(config):
+    return weighed(config, lambda ours, name: 2)
+
+
+@wrong("bytes_on_disk", "number of a bias two")
+def expert_biases_in_a_byte(config):
+    return weighed(config, lambda ours, name: 1 if "experts" in ours else 2)
+
+
+@wrong("bytes_on_disk", "A block has 16 bytes")
+def four_bits_and_no_scales(config):
+    found: Counter[str] = Counter()
+    for ours, shape in tensor_shapes(config).items():
+        size = 0.5 if is_expert_weight(ours) else 2
+        found[kind(ours)] += int(math.prod(shape) * size)
+    return found
+
+
+@wrong("bytes_on_disk", "the kinds are")
+def by_our_names(config):
+    found: Counter[str] = Counter()
+    for ours, parts in stored_shapes(config, "original", True).items():
+        for shape in parts.values():
+            found[ours] += math.prod(shape) * 2
+    return found
+
+
+@wrong("2.1", "byte 4,095")
+def one_too_many(offset, length, page=4096):
+    return (offset + length) // page - offset // page + 1 if length else 0
+
+
+@wrong("2.1", "across the border")
+def rounded_up(offset, length, page=4096):
+    return -(-length // page)
+
+
+@wrong("2.1", "no bytes")
+def nothing_forgotten(offset, length, page=4096):
+    return (offset + max(length, 1) - 1) // page - offset // page + 1
+
+
+def place(path, position, extra=0, last=0):
+    header, start = read_header(path.read_bytes())
+    if 0 <= position < start - extra:
+        return "header"
+    for name, entry in header.items():
+        begin, end = (start - extra + n for n in entry["data_offsets"])
+        if begin <= position < end + last:
+            return name
+    raise ValueError("not in the file")
+
+
+@wrong("2.2", "the data begins at")
+def offsets_without_the_length(path, position):
+    return place(path, position, extra=8)
+
+
+@wrong("2.2", "belongs to 'a'")
+def end_included(path, position):
+    return place(path, position, last=1)
+
+
+@wrong("2.2", "byte -1")
+def anything_before_the_data(path, position):
+    return "header" if position < 0 else place(path, position)
+
+
+def a_token(config, share, kinds):
+    sizes = weighed(
+        config, lambda ours, name: 1 if name.endswith(("blocks", "scales")) else 2
+    )
+    return sizes["experts"] * share + sum(sizes[kind] for kind in kinds)
+
+
+@wrong("2.3", "you read all")
+def all_experts(config):
+    return a_token(config, 1, ["attention", "norms", "router", "lm_head"])
+
+
+@wrong("2.3", "embedding")
+def the_embedding_too(config):
+    share = config.num_experts_per_tok / config.num_local_experts
+    kinds = ["attention", "norms", "router", "lm_head", "embedding"]
+    return a_token(config, share, kinds)
+
+
+@wrong("2.3", "LM head")
+def no_head(config):
+    share = config.num_experts_per_tok / config.num_local_experts
+    return a_token(config, share, ["attention", "norms", "router"])
+
+
+def shards(sizes, limit, fits=lambda size, limit: size <= limit):
+    number, filled, shard_of = 1, 0, {}
+    for name, size in sizes.items():
+        if filled and not fits(filled + size, limit):
+            number, filled = number + 1, 0
+        filled += size
+        shard_of[name] = number
+    return {
+        name: f"model-{shard:05}-of-{number:05}.safetensors"
+        for name, shard in shard_of.items()
+    }
+
+
+@wrong("2.4", "just fit")
+def never_full(sizes, limit):
+    return shards(sizes, limit, lambda size, limit: size < limit)
+
+
+@wrong("2.4", "do not fit into")
+def lets_anything_in(sizes, limit):
+    return shards(sizes, limit)
+
+
+@wrong("2.4", "never gone back to")
+def first_fit(sizes, limit):
+    rooms: list[int] = []
+    shard_of = {}
+    for name, size in sizes.items():
+        fitting = [n for n, room in enumerate(rooms) if size <= room]
+        if not fitting:
+            rooms.append(limit)
+        number = fitting[0] if fitting else len(rooms) - 1
+        rooms[number] -= size
+        shard_of[name] = number + 1
+    return {
+        name: f"model-{shard:05}-of-{len(rooms):05}.safetensors"
+        for name, shard in shard_of.items()
+    }
