@@ -1,7 +1,8 @@
 # Each command makes .venv with the versions of requirements.txt when it has to;
 # from then on it starts at once. Variables to set on the command line:
 #   PYTHON=/path/to/python3.12         the Python that .venv is made with
-#   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab or the evaluation
+#   OPTIONS="-k mxfp4"                 passed on to pytest, JupyterLab, the evaluation, or
+#                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
 .PHONY: demo test test-all lab workbook progress mine book export figures check evaluate clean help

@@ -12,6 +12,7 @@ since a reader's code may end the process or never end.
 
 import ast
 import contextlib
+import dis
 import importlib
 import io
 import json
@@ -20,9 +21,11 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import cells
@@ -33,6 +36,7 @@ from cells import Cell
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SECONDS = 90  # that a blank may take with the imports of its chapter
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
 
 
@@ -125,6 +129,65 @@ def written(blank: Blank, found: list[Cell]) -> str:
     return ""
 
 
+# Source
+
+
+def first_line(node: ast.stmt) -> int:
+    """The number of a statement's first line, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def text_of(node: ast.stmt, source: str) -> str:
+    """The lines of a statement, its decorators included, without their indent."""
+    lines = source.splitlines()[first_line(node) - 1 : node.end_lineno]
+    return textwrap.dedent("\n".join(lines))
+
+
+def is_definition(node: ast.stmt) -> bool:
+    """Whether a statement only names something and computes nothing."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        parts = ast.walk(node)
+        return not any(isinstance(p, ast.Call | ast.Await | ast.BinOp) for p in parts)
+    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+    return isinstance(node, kinds | ast.AsyncFunctionDef)
+
+
+def bindings(source: str, whole: bool = True) -> dict[str, str]:
+    """The names that ``source`` defines at its top level, with the code that does.
+
+    Not ``whole``: only by statements that compute nothing.
+    """
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                code = f"import {ast.unparse(alias)}"
+                if isinstance(node, ast.ImportFrom):
+                    code = f"from {'.' * node.level}{node.module or ''} {code}"
+                found[(alias.asname or alias.name).partition(".")[0]] = code
+        elif isinstance(node, Definition):
+            found[node.name] = text_of(node, source)
+        elif whole or is_definition(node):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    found[part.id] = text_of(node, source)
+    return found
+
+
+def used(source: str) -> set[str]:
+    """The names that ``source`` reads from the module it stands in."""
+    found: set[str] = set()
+    waiting = [compile(source, "", "exec")]
+    while waiting:
+        code = waiting.pop()
+        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                found.add(str(step.argval))
+    return found
+
+
 # The verdicts
 
 
@@ -184,7 +247,9 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
                 text=True,
                 timeout=SECONDS * len(asked),
             )
-            printed, status = done.stdout, f"ends the process with {done.returncode}"
+            last = done.stderr.strip().rpartition("\n")[2]
+            status = f"ends the process with {done.returncode} {last}".rstrip()
+            printed = done.stdout
         except subprocess.TimeoutExpired as error:
             told = error.stdout or b""
             printed = told.decode() if isinstance(told, bytes) else told
@@ -242,30 +307,33 @@ def run(source: str, name: str, names: dict[str, Any]) -> None:
     exec(compile(source, name, "exec"), names)
 
 
-def is_definition(node: ast.stmt) -> bool:
-    """Whether a statement only names something and computes nothing."""
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        parts = ast.walk(node)
-        return not any(isinstance(p, ast.Call | ast.Await | ast.BinOp) for p in parts)
-    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-    return isinstance(node, kinds | ast.AsyncFunctionDef)
-
-
 def define(cell: Cell, name: str, names: dict[str, Any]) -> None:
     """Run what a cell defines; an exported cell, which is a module's, as a whole."""
     with contextlib.suppress(SyntaxError):
         for node in ast.parse(cell.body).body:
             if is_definition(node) or "export" in cell.directives():
-                # Line numbers stay, for Triton reads a kernel's source by them.
-                source = "\n" * (node.lineno - 1) + (
-                    ast.get_source_segment(cell.body, node) or ""
-                )
-                if decorators := getattr(node, "decorator_list", []):
-                    lines = cell.body.splitlines()
-                    start = decorators[0].lineno - 1
-                    source = "\n" * start + "\n".join(lines[start : node.end_lineno])
                 with contextlib.suppress(Exception):
-                    run(source, f"{name}, line {node.lineno}", names)
+                    run(text_of(node, cell.body), f"{name}, line {node.lineno}", names)
+
+
+def provide(source: str, before: list[Cell], names: dict[str, Any]) -> None:
+    """Compute what ``source`` uses of the cells ``before`` and ``names`` lack."""
+    offered: dict[str, str] = {}
+    for cell in before:
+        with contextlib.suppress(SyntaxError):
+            offered |= bindings(cell.body)
+    seen = set(bindings(source))
+
+    def compute(code: str) -> None:
+        for name in sorted(used(code) - seen):
+            seen.add(name)
+            if name in offered:
+                compute(offered[name])
+                if name not in names:
+                    with contextlib.suppress(Exception):
+                        run(offered[name], f"cell of {name}", names)
+
+    compute(source)
 
 
 def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, str]]:
@@ -290,6 +358,8 @@ def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, st
         before = names.get(blank.root)
         if source and name not in skipped:
             yield {"start": name}
+            with contextlib.suppress(SyntaxError):
+                provide(source, found[:number], names)
             verdict, message = tried(blank, source, names)
         if verdict != "right":
             if before is not None:

@@ -11,7 +11,7 @@ stands now, in the copy, and ours comes back if it is not right there.
 
 import ast
 import builtins
-import dis
+import contextlib
 import json
 import shutil
 import subprocess
@@ -30,20 +30,22 @@ from blanks import (
     HERE,
     ROOT,
     Blank,
+    Definition,
     Result,
     WorkbookError,
+    bindings,
     course_blanks,
     environment,
+    first_line,
     has_gpu,
-    is_definition,
     saved,
+    text_of,
+    used,
     written,
 )
 from cells import Cell
 
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Unfit(Exception):
@@ -53,116 +55,73 @@ class Unfit(Exception):
 # One function in one module
 
 
-def text_of(node: ast.stmt, source: str) -> str:
-    """The lines of a statement, its decorators included, without their indent."""
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    lines = source.splitlines()[start - 1 : node.end_lineno]
-    return textwrap.dedent("\n".join(lines))
+def helpers(target: str, source: str, chapter: list[Cell], text: str) -> list[str]:
+    """What the code ``target`` needs that the module ``text`` lacks, in order.
 
-
-def bound(node: ast.stmt) -> set[str]:
-    """The names that a statement at the top level defines."""
-    if isinstance(node, Definition):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(a.asname or a.name).partition(".")[0] for a in node.names}
-    return {
-        part.id
-        for part in ast.walk(node)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    }
-
-
-def used(source: str) -> set[str]:
-    """The names that ``source`` reads from the module it stands in."""
-    found: set[str] = set()
-    waiting = [compile(source, "", "exec")]
-    while waiting:
-        code = waiting.pop()
-        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                found.add(str(step.argval))
-    return found
-
-
-def pieces(
-    blank: Blank, source: str, chapter: list[Cell], module: ast.Module
-) -> tuple[Definition, list[tuple[ast.stmt, str]]]:
-    """The reader's definition, and what it needs that ``module`` lacks, with sources.
-
-    Raises Unfit where the reader's helper has a name that means something else there.
+    It stands in the reader's cell ``source`` or in another one of the ``chapter``.
+    Raises Unfit where a helper has a name that means something else in the module.
     """
-    own = ast.parse(source)
-    found = [n for n in own.body if isinstance(n, Definition) and n.name == blank.root]
-    if not found:
-        raise Unfit(f"its cell defines no {blank.root}")
-    target = found[-1]
-    here = {name for node in module.body for name in bound(node)} | set(dir(builtins))
-    offered: dict[str, tuple[ast.stmt, str]] = {}
+    here = bindings(text)
+    offered: dict[str, str] = {}
     for cell in chapter:
-        if "blank" in cell.directives() and cell.body != source:
-            continue  # other blanks are in the package, as the reader's or as ours
-        try:
-            nodes = ast.parse(cell.body).body
-        except SyntaxError:
-            continue
-        for node in nodes:
-            if cell.body == source or is_definition(node):
-                offered |= dict.fromkeys(bound(node), (node, cell.body))
-    theirs = {ast.dump(node) for node in module.body}
-    needed: list[tuple[ast.stmt, str]] = []
-    waiting, seen = used(text_of(target, source)), {blank.root}
+        # Other blanks are in the package, as the reader's or as ours.
+        if "blank" not in cell.directives():
+            with contextlib.suppress(SyntaxError):
+                offered |= bindings(cell.body, whole=False)
+    own = bindings(source)
+    offered |= own
+    needed: set[str] = set()
+    waiting = used(target)
     while waiting:
         name = waiting.pop()
-        if name in seen or name not in offered:
+        code = offered.get(name)
+        if code is None or code == target or name in needed or here.get(name) == code:
             continue
-        seen.add(name)
-        node, text = offered[name]
-        in_cell = text == source
-        if ast.dump(node) in theirs or (name in here and not in_cell):
-            continue
-        if name in here:
+        if name in own and (name in here or hasattr(builtins, name)):
             raise Unfit(f"its helper {name} has the name of something of ours")
-        needed.insert(0, (node, text))
-        waiting |= used(text_of(node, text))
-    return target, needed
+        if name not in here:
+            needed.add(name)
+            waiting |= used(code)
+    return list(dict.fromkeys(code for name, code in offered.items() if name in needed))
 
 
 def spliced(text: str, blank: Blank, source: str, chapter: list[Cell]) -> str:
     """The module ``text`` with the reader's function in the place of ours."""
-    module = ast.parse(text)
-    target, needed = pieces(blank, source, chapter, module)
-    (ours,) = [
-        node
-        for node in module.body
-        if isinstance(node, Definition) and node.name == blank.root
-    ]
-    if isinstance(ours, ast.ClassDef) and "." in blank.name:
-        text = with_members(text, ours, target, source)
+    targets = definitions(source, blank.root)
+    if not targets:
+        raise Unfit(f"its cell defines no {blank.root}")
+    code = text_of(targets[-1], source)
+    needed = helpers(code, source, chapter, text)
+    (ours,) = definitions(text, blank.root)
+    if "." in blank.name:
+        text = with_members(text, targets[-1], source)
     else:
-        text = replaced(text, ours, text_of(target, source))
+        text = replaced(text, ours, code)
     if not needed:
         return text
     lines = text.splitlines()
-    start = min([ours.lineno, *(d.lineno for d in ours.decorator_list)]) - 1
+    start = first_line(ours) - 1
     while start and lines[start - 1].startswith("#"):
         start -= 1
-    helpers = [f"{text_of(node, origin)}\n\n" for node, origin in needed]
-    return "\n".join([*lines[:start], *helpers, *lines[start:]]) + "\n"
+    parts = [f"{part}\n\n" for part in needed]
+    return "\n".join([*lines[:start], *parts, *lines[start:]]) + "\n"
 
 
-def with_members(text: str, ours: ast.ClassDef, target: ast.stmt, source: str) -> str:
+def definitions(source: str, name: str) -> list[Definition]:
+    """The functions and classes of this name at the top level of ``source``."""
+    return [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, Definition) and node.name == name
+    ]
+
+
+def with_members(text: str, target: Definition, source: str) -> str:
     """``text`` with the members of the reader's class in ours, new ones at its end."""
-    name = ours.name
-    for member in getattr(target, "body", []):
+    for member in target.body:
         if not isinstance(member, Definition):
             continue
-        (ours,) = [
-            node
-            for node in ast.parse(text).body
-            if isinstance(node, ast.ClassDef) and node.name == name
-        ]
+        (ours,) = definitions(text, target.name)
         code = textwrap.indent(text_of(member, source), "    ")
         same = [n for n in ours.body if getattr(n, "name", None) == member.name]
         if same:
@@ -177,8 +136,8 @@ def with_members(text: str, ours: ast.ClassDef, target: ast.stmt, source: str) -
 def replaced(text: str, node: ast.stmt, code: str) -> str:
     """``text`` with the lines of ``node`` replaced by ``code``."""
     lines = text.splitlines()
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
-    return "\n".join([*lines[: start - 1], code, *lines[node.end_lineno :]]) + "\n"
+    lines[first_line(node) - 1 : node.end_lineno] = [code]
+    return "\n".join(lines) + "\n"
 
 
 # The whole package

@@ -38,7 +38,7 @@ from mine import ask
 MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's
 # What the reader's folder does not need of chapters/.
 LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "modules.toml"}
-LEFT_OUT |= {"workbook.py", "blanks.py", "mine.py"}
+LEFT_OUT |= {"workbook.py", "blanks.py", "cells.py", "mine.py"}
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
 KEEP = """\
 ```python
@@ -105,8 +105,10 @@ def with_cells(text: str, sources: dict[str, str]) -> str:
         source = sources.get(own_name(Cell(match["code"])))
         if source is None:
             return match[0]
-        start, stop = (place - match.start() for place in match.span("code"))
-        return match[0][:start] + source.rstrip("\n") + "\n" + match[0][stop:]
+        longest = max(map(len, re.findall("`+", source)), default=0)
+        ticks = "`" * max(3, longest + 1)
+        code = source.rstrip("\n")
+        return f"{ticks}python{match['options'] or ''}\n{code}\n{ticks}"
 
     return FENCE.sub(replaced, text)
 

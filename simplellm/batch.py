@@ -33,14 +33,9 @@ class KVGroup:
     @cached_property
     def chunks(self) -> "KVGroup":
         """The sequences after the decodes, put together once for all layers."""
-        return replace(
-            self,
-            tables=self.tables[self.decodes :],
-            offsets=self.offsets[self.decodes :],
-            lengths=self.lengths[self.decodes :],
-            queries=self.queries[self.decodes :],
-            decodes=0,
-        )
+        names = ("tables", "offsets", "lengths", "queries")
+        rest = {name: getattr(self, name)[self.decodes :] for name in names}
+        return replace(self, decodes=0, **rest)
 
     @cached_property
     def reads(self) -> list[Read]:
@@ -109,11 +104,6 @@ class Batch:
         )
         return cls(ids, positions, lengths, queries, samples, groups)
 
-    @cached_property
-    def live(self) -> Tensor:
-        """int32 [1], how many of the tokens are no padding."""
-        return self.queries[-1:]
-
     def pad(self) -> None:
         """Make every row a padding row: of no length, and written nowhere."""
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
@@ -121,3 +111,8 @@ class Batch:
         for group in self.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0
+
+    @cached_property
+    def live(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]

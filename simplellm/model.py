@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from simplellm.batch import Batch
-from simplellm.config import ModelConfig
+from simplellm.config import ModelConfig, expect
 from simplellm.layers import Layer
 from simplellm.ops import Ops
 from simplellm.pages import KVPool
@@ -120,19 +120,10 @@ def one_sequence(
 
 def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
     """Raise TypeError or ValueError unless the model can read ``tokens``."""
-    if tokens.ndim != 1 or len(tokens) == 0:
-        raise ValueError(
-            f"token_ids has shape {list(tokens.shape)}; expected [T], T > 0"
-        )
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"token_ids are {tokens.dtype}; expected integers")
-    if len(tokens) > config.max_position_embeddings:
-        raise ValueError(
-            f"{len(tokens)} tokens; expected at most {config.max_position_embeddings}, "
-            "the model's context"
-        )
+    shape, limit = list(tokens.shape), config.max_position_embeddings
+    right = len(shape) == 1 and 0 < shape[0] <= limit
+    expect(right, "token_ids' shape", shape, f"[T], T from 1 to {limit}")
+    whole, most = tokens.dtype in (torch.int64, torch.int32), config.vocab_size - 1
+    expect(whole, "token_ids' dtype", tokens.dtype, "integers", TypeError)
     low, high = (int(value) for value in tokens.aminmax())
-    if low < 0 or high >= config.vocab_size:
-        raise ValueError(
-            f"token ids run from {low} to {high}; expected 0 to {config.vocab_size - 1}"
-        )
+    expect(low >= 0 and high <= most, "token_ids' range", [low, high], f"0 to {most}")

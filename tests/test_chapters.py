@@ -45,9 +45,6 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "01-tokens.md",
-    "02-weights.md",
-    "03-mxfp4.md",
     "04-moe.md",
     "05-attention.md",
     "06-model.md",
@@ -475,6 +472,36 @@ def double(x):
 <!-- #endregion -->
 """
 STUB = "raise NotImplementedError"
+BLANK = """\
+# {number}
+
+```python
+class NotYours(Exception): ...
+
+
+def check(name, double):
+    try:
+        assert double(2) == 4
+    except NotImplementedError:
+        raise NotYours from None
+```
+
+```python
+#| blank double
+def double(x):
+    {stub}
+```
+
+```python tags=["raises-exception"]
+check("double", double)
+```
+
+```python jupyter={{"source_hidden": true}}
+#| solution double
+def double(x):
+    {solution}
+```
+"""
 
 
 def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
@@ -484,8 +511,10 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     chapters.mkdir()
     shutil.copy(ROOT / "chapters/cells.py", chapters)
 
-    def write(name: str, stub: str, solution: str, more: str = "") -> None:
-        text = EXERCISE.format(number=int(name[:2]), stub=stub, solution=solution)
+    def write(
+        name: str, stub: str, solution: str, more: str = "", form: str = EXERCISE
+    ) -> None:
+        text = form.format(number=int(name[:2]), stub=stub, solution=solution)
         (chapters / name).write_text(text + more)
 
     write("01-right.md", STUB, "return 2 * x")
@@ -494,6 +523,14 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     write("04-slow.md", STUB, "return 2 * x", "\n```python\nimport time\n```\n")
     with (chapters / "04-slow.md").open("a") as chapter:
         chapter.write("\n```python\ntime.sleep(2)\n```\n")
+    figure = "\n```python\nfrom pathlib import Path\n"
+    figure += "Path('../figures/05-a.svg').write_text('changed')\n```\n"
+    write("05-writes.md", STUB, "return 2 * x", figure)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/05-a.svg").write_text("as drawn")
+    write("06-blank.md", STUB, "return 2 * x", form=BLANK)
+    write("07-written-stub.md", "return x", "return 2 * x", form=BLANK)
+    write("08-wrong-kept.md", STUB, "return x", form=BLANK)
     (chapters / "index.md").write_text("```python\n1 / 0\n```\n")
     (chapters / "a-appendix.md").write_text("```python\n1 / 0\n```\n")
 
@@ -513,6 +550,9 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
         "02-solved-stub.md::check 2.1 on the stub",
         "03-wrong-solution.md::check 3.1 on the solution",
         "04-slow.md::time",
+        "05-writes.md::figures",
+        "07-written-stub.md::check double on the stub",
+        "08-wrong-kept.md::check double on the kept version",
         "a-appendix.md::cell 0",
     }, result.stdout
     assert {name for name in outcomes if name.startswith("01")} == {

@@ -53,7 +53,7 @@ TEXTS = (
 def chromium() -> Iterator[browser.Browser]:
     program = browser.find()
     if program is None:
-        pytest.skip(f"none of {', '.join(browser.NAMES)} is here")
+        pytest.skip(f"no browser is here: none of {', '.join(browser.NAMES)}")
     opened = browser.Browser(program)
     yield opened
     opened.close()
@@ -104,7 +104,7 @@ def given(llm: LLM, pattern: str) -> dict[str, Any]:
     large = replace(llm.config, num_local_experts=128)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     return {
-        "merge": merge_table(ranks, pattern, "Answer the tokenizer"),
+        "merge": [merge_table("the model", ranks, pattern, "Answer the tokenizer")],
         "scale": weight_block(torch.randn(32, generator=generator) / 8),
         "experts": batch_routers(
             routing["expert_ids"], llm.config, large, lambda config: 70_000
@@ -115,13 +115,13 @@ def given(llm: LLM, pattern: str) -> dict[str, Any]:
 
 
 def test_merges_end_in_the_tokens_of_the_tokenizer(llm, given, javascript) -> None:
-    table, texts = json.dumps(given["merge"]), json.dumps(TEXTS)
+    table, texts = json.dumps(given["merge"][0]), json.dumps(TEXTS)
     found = javascript(f"{texts}.map((text) => encode(text, {table}))", "merge")
     assert found == [llm.tokenizer.encode(text) for text in TEXTS]
 
 
 def test_each_merge_takes_the_pair_with_the_lowest_id(given, javascript) -> None:
-    table = given["merge"]
+    table = given["merge"][0]
     ids = {token: id for id, token in enumerate(table["tokens"])}
     pieces = javascript(f"walk('the tokenizer', {json.dumps(table)})", "merge")
     for states in pieces:
@@ -138,7 +138,7 @@ def test_a_tokenizer_of_one_merge(javascript) -> None:
     """Independent of the embedded one: only "ab" merges, and never across pieces."""
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256}
     small = Tokenizer.from_ranks(ranks, r"\w+|\W+", {})
-    table = json.dumps(merge_table(ranks, r"\w+|\W+", ""))
+    table = json.dumps(merge_table("small", ranks, r"\w+|\W+", ""))
     found = javascript(f"encode('abab a b', {table})", "merge")
     assert found == [256, 256, 32, 97, 32, 98] == small.encode("abab a b")
 
@@ -370,7 +370,7 @@ def test_the_chapters_widgets_have_words_and_modules() -> None:
 
 LINE = "document.querySelector('.line').textContent"
 MOVES = {  # how many Tabs to what is moved, and the key that moves it
-    "merge": (2, "ArrowRight"),
+    "merge": (3, "ArrowRight"),
     "scale": (1, "ArrowLeft"),
     "experts": (2, "ArrowRight"),
     "rope": (1, "ArrowRight"),

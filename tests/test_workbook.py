@@ -24,6 +24,7 @@ from blanks import (
     saved,
     written,
 )
+from bookbuild import execute
 from cells import Cell
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,31 @@ def test_all_else_stays(empty: Path) -> None:
         titles = [line for line in text.splitlines() if line.startswith(("# ", "##"))]
         assert set(titles) - set(made.splitlines()) <= set(blank.kept.splitlines())
         assert made.count("<details>") == made.count("</details>")
+
+
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(name, marks=[] if name == "03-mxfp4" else pytest.mark.exhaustive)
+        for name in dict.fromkeys(blank.chapter for blank in BLANKS)
+    ],
+)
+def test_a_chapter_runs_with_empty_blanks(
+    empty: Path, chapter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each check raises, as its tag says, and ours goes on in the blank's place."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = execute.read((empty / f"chapters/{chapter}.md").read_text("utf-8"))
+    execute.run(empty, chapter, notebook)
+    printed = [
+        output.text
+        for cell in execute.code_cells(notebook)
+        for output in cell.outputs
+        if output.output_type == "stream" and "keep(" in cell.source
+    ]
+    names = [blank.name for blank in BLANKS if blank.chapter == chapter]
+    told = "{}: not written yet\nFrom here on this page uses ours.\n"
+    assert printed == [told.format(name) for name in names]
 
 
 def test_empty_blanks_are_not_written_yet(empty: Path) -> None:
@@ -170,6 +196,18 @@ def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_code_may_use_what_its_chapter_computed(empty: Path) -> None:
+    kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
+    path = empty / "chapters/03-mxfp4.md"
+    helper = "HALF = abs(-2)\n\n\ndef zero():\n    return HALF - 2\n"
+    stub = "```python\n#| blank MXFP4.dequantize\n"
+    text = path.read_text("utf-8").replace(stub, f"```python\n{helper}```\n\n{stub}")
+    path.write_text(text, encoding="utf-8")
+    fill(empty, {"MXFP4.dequantize": f"ZERO = zero()\n{kept}"})
+    (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
+    assert result.verdict == "right", result.message
+
+
 def test_several_folders_are_judged(empty: Path) -> None:
     done = run("progress", empty, empty.parent / "none")
     assert done.returncode == 2 and "none is not there" in done.stderr
@@ -244,6 +282,13 @@ def test_new_text_comes_and_changed_blanks_stay(empty: Path) -> None:
     workbook.Writer(empty).chapter(name, changed)
     assert "MINE = 1" in path.read_text("utf-8")
     assert "NEW = 2" not in path.read_text("utf-8")
+
+
+def test_code_with_backticks_gets_a_longer_fence() -> None:
+    text = "```python\n#| blank a\ndef a(): ...\n```\n\nProse.\n"
+    code = '#| blank a\ndef a():\n    """\n```\n"""\n'
+    (cell,) = cells.cells(workbook.with_cells(text, {"a": code}))
+    assert cell.source == code
 
 
 def test_untouched_stubs_follow_the_course(empty: Path) -> None:

@@ -1,9 +1,13 @@
 """Things to move: the same JavaScript in JupyterLab and on the pages of the book.
 
 Each widget is a module beside this file, such as ``merge.js``, that exports ``render``
-as anywidget wants it. `widget` gives it data. A notebook shows it, and a page of the
+as anywidget wants it. A chapter's cell, its source hidden, ends in
+
+    widget("scale", weight_block(blocks[0, 0]), alt="What one sees, in words.")
+
+GitHub shows the cell with these words. A notebook shows the widget, and a page of the
 book holds the same code with the data of that run (`page`); whatever shows neither,
-such as a terminal, shows the text alternative.
+such as a terminal, prints the words.
 """
 
 import html

@@ -12,15 +12,17 @@ from simplellm.rope import yarn_frequencies
 from simplellm.weights import BLOCK, VALUES
 
 
-def merge_table(ranks: Mapping[bytes, int], pattern: str, text: str) -> dict[str, Any]:
-    """For merge.js: all ordinary tokens by id, and the first text to show.
+def merge_table(
+    name: str, ranks: Mapping[bytes, int], pattern: str, text: str
+) -> dict[str, Any]:
+    """For merge.js, which takes a list of these: a vocabulary and the text to begin.
 
     ``ranks`` are the ids of the tokens, from 0 on; ``pattern`` cuts a text into pieces.
     """
     tokens = sorted(ranks, key=lambda token: ranks[token])
     assert [ranks[token] for token in tokens] == [*range(len(tokens))]
     in_json = [token.decode("latin-1") for token in tokens]  # a character for each byte
-    return {"tokens": in_json, "pattern": pattern, "text": text}
+    return {"name": name, "tokens": in_json, "pattern": pattern, "text": text}
 
 
 def weight_block(weights: Tensor) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def batch_routers(
     layer and its last are shown. Nobody has routed for the ``large`` one, so that
     ``tokens`` tokens draw their experts.
     """
-    rng = random.Random(0)
+    rng = random.Random(1)
     number, top_k = large.num_local_experts, large.num_experts_per_tok
     drawn = [rng.sample(range(number), top_k) for _ in range(tokens)]
     found = [router(f"{number} experts, by chance", large, expert_bytes, drawn)]

@@ -102,9 +102,15 @@ export function render({ model, el }) {
     );
   }
 
-  function row(asked, state, seen) {
+  /** A request as it was last seen: those that have ended are in no snapshot. */
+  function known(number) {
+    const past = states.slice(0, step.value + 1).map((state) => places(state.snapshot));
+    return past.findLast((found) => found.has(number))?.get(number);
+  }
+
+  function row(asked, seen) {
     const { number } = asked;
-    const now = places(state.snapshot).get(number);
+    const now = known(number);
     const text = seen.map((event) => event.text).join("");
     const ended = seen.find((event) => event.finish_reason);
     const found = seen.length ? seen[0].cached_tokens : 0;
@@ -154,7 +160,7 @@ export function render({ model, el }) {
     const { snapshot } = state;
     const past = states.slice(1, step.value + 1).flatMap((one) => one.events);
     const of = (asked) => past.filter((event) => event.number === asked.number);
-    rows.replaceChildren(...run.requests.map((asked) => row(asked, state, of(asked))));
+    rows.replaceChildren(...run.requests.map((asked) => row(asked, of(asked))));
     for (const said of rows.querySelectorAll(".said")) said.scrollTop = said.scrollHeight;
     const held = owners(snapshot.pages);
     grid.replaceChildren(...held.map(cell));

@@ -1,4 +1,4 @@
-import { button, frame, h, slider } from "./parts.js";
+import { button, choice, frame, h, slider } from "./parts.js";
 
 /**
  * Every merge of one piece of a text, as byte-pair encoding does them.
@@ -27,16 +27,16 @@ export function latin(text) {
 }
 
 /** The pieces that a text is cut into, each with all its states. */
-export function walk(text, data) {
-  const ids = new Map(data.tokens.map((token, id) => [token, id]));
-  const pieces = text.match(new RegExp(data.pattern, "gu")) ?? [];
+export function walk(text, table) {
+  const ids = new Map(table.tokens.map((token, id) => [token, id]));
+  const pieces = text.match(new RegExp(table.pattern, "gu")) ?? [];
   return pieces.map((piece) => mergesOf(latin(piece), ids));
 }
 
 /** The ids of a text. */
-export function encode(text, data) {
-  const ends = walk(text, data).flatMap((states) => states.at(-1).parts);
-  return ends.map((part) => data.tokens.indexOf(part));
+export function encode(text, table) {
+  const ends = walk(text, table).flatMap((states) => states.at(-1).parts);
+  return ends.map((part) => table.tokens.indexOf(part));
 }
 
 /** A token as people read it: a space as a dot, other bytes as two digits each. */
@@ -50,11 +50,11 @@ function hex(character) {
 }
 
 export function render({ model, el }) {
-  const data = model.get("data");
+  const tables = model.get("data");
+  let table = tables[0];
   let pieces = []; // of the text, each with its states
   const input = h("input", {
     type: "text",
-    value: data.text,
     maxlength: 60,
     spellcheck: "false",
     oninput: () => retype(),
@@ -68,15 +68,22 @@ export function render({ model, el }) {
     button("All", () => go(total())),
   );
   const typed = h("label", {}, h("span", {}, "text"), input);
-  const controls = [typed, step.element, buttons];
+  const which = choice("merges of", tables.map(({ name }) => name), (place) => take(place));
+  const controls = [which, typed, step.element, buttons];
   const line = frame(el, "merge", model, controls, tiles);
 
   function total() {
     return pieces.reduce((sum, states) => sum + states.length - 1, 0);
   }
 
+  function take(place) {
+    table = tables[place];
+    input.value = table.text;
+    retype();
+  }
+
   function retype() {
-    pieces = walk(input.value, data);
+    pieces = walk(input.value, table);
     step.set(0, total());
     draw();
   }
@@ -92,7 +99,7 @@ export function render({ model, el }) {
     const row = h("span", { class: "piece" });
     parts.forEach((part, at) => {
       const chosen = active && next >= 0 && (at === next || at === next + 1);
-      const id = h("small", {}, String(data.tokens.indexOf(part)));
+      const id = h("small", {}, String(table.tokens.indexOf(part)));
       row.append(h("span", { class: chosen ? "tile chosen" : "tile" }, readable(part), id));
       if (at < pairs.length && active) {
         const mark = pairs[at] === undefined ? "–" : String(pairs[at]);
@@ -123,7 +130,7 @@ export function render({ model, el }) {
     line.textContent = `${count} tokens. ${told || end}`;
   }
 
-  retype();
+  take(0);
 }
 
 export default { render };

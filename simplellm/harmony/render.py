@@ -40,6 +40,18 @@ def system_text(
     )
 
 
+def check_message(message: Message) -> None:
+    """Raise ValueError if a header cannot be written for ``message``."""
+    role, channel, name = message.role, message.channel, message.name
+    expect(role in ROLES, "role", role, f"one of {ROLES}")
+    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
+    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
+    content_type = (message.content_type or "").removeprefix("<|constrain|>")
+    for word in (name, message.recipient, content_type):
+        ok = not word or HEADER_WORD.fullmatch(word)
+        expect(ok, "a word of a header", word, "no spaces and no '<'")
+
+
 def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
     """The token ids of one message, from `<|start|>` to `<|end|>` or `<|call|>`.
 
@@ -63,18 +75,6 @@ def render_message(message: Message, tokenizer: Tokenizer) -> list[int]:
     ids += [marker["<|message|>"], *text(message.content)]
     call = message.role == "assistant" and message.recipient
     return [*ids, marker["<|call|>" if call else "<|end|>"]]
-
-
-def check_message(message: Message) -> None:
-    """Raise ValueError if a header cannot be written for ``message``."""
-    role, channel, name = message.role, message.channel, message.name
-    expect(role in ROLES, "role", role, f"one of {ROLES}")
-    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
-    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
-    content_type = (message.content_type or "").removeprefix("<|constrain|>")
-    for word in (name, message.recipient, content_type):
-        ok = not word or HEADER_WORD.fullmatch(word)
-        expect(ok, "a word of a header", word, "no spaces and no '<'")
 
 
 def history(messages: Sequence[Message], *, finished: bool = False) -> list[Message]:

@@ -126,6 +126,15 @@ def space_alone(message, tokenizer):
     return [*ids[: place - len(old)], *new, *ids[place:]]
 
 
+@wrong("render_message", "smuggled")
+def any_name(message, tokenizer):
+    if message.role == "tool" or message.name is None:
+        return render_message(message, tokenizer)
+    ids = render_message(replace(message, name=None), tokenizer)
+    place = 1 + len(tokenizer.encode(message.role))
+    return [*ids[:place], *tokenizer.encode(f":{message.name}"), *ids[place:]]
+
+
 @wrong("history", "current turn")
 def all_analysis(messages, *, finished=False):
     return [message for message in messages if message.channel != "analysis"]

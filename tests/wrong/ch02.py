@@ -67,7 +67,7 @@ def from_the_first_byte(data, info):
     return flat(data, info, offset=0).view(info.shape)
 
 
-@wrong("tensor_view", "invalid for input of size")
+@wrong("tensor_view", "A count is in numbers")
 def counts_bytes(data, info):
     return flat(data, info, count=info.nbytes, offset=0).view(info.shape)
 
@@ -148,6 +148,11 @@ def side_by_side(parts, ours, layout):
 @wrong("assembled", "rows of q first")
 def values_first(parts, ours, layout):
     return torch.cat(parts[::-1]) if len(parts) > 1 else parts[0]
+
+
+@wrong("assembled", "Sizes of tensors must match")
+def stacks_rows(parts, ours, layout):
+    return torch.vstack(parts) if len(parts) > 1 else parts[0]
 
 
 @wrong("assembled", "keeps them packed")
