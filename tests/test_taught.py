@@ -19,12 +19,7 @@ RENAMED = {
     "down_kernel": "experts_kernel",
     "head_dot_kernel": "dot_kernel",
 }
-# Chapter 11 writes them; the bounds below are less until it does.
-LATER = {f"simplellm/kernels/{name}.py" for name in ("norm", "rope", "linear")} | {
-    f"simplellm/kernels/{name}.py" for name in ("decode", "prefill", "head", "draw")
-}
 LINES, TIME = 0.55, 0.95
-LINES_BEFORE, TIME_BEFORE = 0.45, 0.70
 
 
 def written() -> set[str]:
@@ -69,15 +64,11 @@ def share_of_time(modules: set[str]) -> float:
 
 
 def test_most_lines_of_triton_come_from_notebooks() -> None:
-    modules = written()
-    bound = LINES if modules >= LATER else LINES_BEFORE
-    assert share_of_lines(modules) >= bound
+    assert share_of_lines(written()) >= LINES
 
 
 def test_nearly_all_of_a_step_runs_in_kernels_from_notebooks() -> None:
-    modules = written()
-    bound = TIME if modules >= LATER else TIME_BEFORE
-    assert share_of_time(modules) >= bound
+    assert share_of_time(written()) >= TIME
 
 
 def recorded(name: str) -> Any:
