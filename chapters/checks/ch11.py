@@ -188,7 +188,7 @@ def check_product_kernel(kernel):
             told + "some of c is NaN: it was not written, or a load without its mask "
             "took what lies beyond a tensor"
         )
-        assert is_close(found, expected), (
+        assert is_close(found, expected, 2e-2), (
             told + "c is not a @ b.T. Is K masked in at least one operand, and does "
             "program (i, j) make tile (i, j)?"
         )
@@ -444,12 +444,12 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split):
     assert not is_close(found_sums, (total / weights.amax(-1)).log2(), 1e-3), (
         told + "the sum is that of exp2(logit - top): add top to its logarithm"
     )
-    assert is_close(found_sums, total.log2()), (
+    assert is_close(found_sums, total.log2(), 1e-2), (
         told + "sums is not log2 of the sum of exp2(logit) over the split's keys, and "
         "in the first split the sink"
     )
     expected = torch.einsum("hgs,shd->hgd", weights, v)
-    assert is_close(found_parts, expected / total[..., None]), (
+    assert is_close(found_parts, expected / total[..., None], 1e-2), (
         told + "the sum is right and the part is not: it is the weighted mean of "
         "values, divided by its own sum"
     )
