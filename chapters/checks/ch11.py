@@ -52,11 +52,27 @@ def is_close(found, expected, tolerance=2e-3):
     return bool(((found - expected).abs() <= tolerance * (1 + expected.abs())).all())
 
 
+def assert_kernel(kernel):
+    """Triton runs what it has decorated, and nothing else."""
+    assert hasattr(kernel, "__getitem__"), (
+        "this is no kernel, which would be started by kernel[grid](...): decorate it "
+        "with @triton.jit"
+    )
+
+
+def assert_jitted(function):
+    """A kernel calls what Triton has decorated, and nothing else."""
+    assert hasattr(function, "fn"), (
+        "a kernel can't call plain Python: decorate it with @triton.jit"
+    )
+
+
 # Residual and norm
 
 
 def check_add_norm_kernel(kernel):
     """Rows that fill no tile, updates in no, one and three parts."""
+    assert_kernel(kernel)
     rows, size, block, eps = 3, 48, 64, 0.5
     weight = Guarded(normal(size, seed=1))
     for count in (0, 1, 3):
@@ -126,6 +142,7 @@ def judge_rounding(kernel):
 
 def check_matvec_kernel(kernel):
     """Sizes that fill no tile; sums in float32."""
+    assert_kernel(kernel)
     for rows, columns in ((10, 40), (4, 16), (5, 7)):
         weight = Guarded(normal(rows, columns, seed=rows))
         x, y = Guarded(normal(columns, seed=9)), empty(rows)
@@ -163,6 +180,7 @@ def check_matvec_kernel(kernel):
 
 def check_product_kernel(kernel):
     """Sizes that fill no tile in any direction, and tiles that are not square."""
+    assert_kernel(kernel)
     for m, n, k in ((20, 40, 24), (16, 32, 16), (3, 70, 50)):
         a, b = Guarded(normal(m, k, seed=m)), Guarded(normal(n, k, seed=n))
         c = empty(m, n)
@@ -207,6 +225,7 @@ def key_parts(key):
 
 def check_argmax_kernel(kernel):
     """Blocks that end outside the row, negative logits, ties, several rows."""
+    assert_kernel(kernel)
     size, block = 50, 16
     logits = normal(3, size, seed=6)
     logits[0] -= 100
@@ -267,6 +286,7 @@ def rows_kernel(
 
 def check_find_rows(find):
     """Places in shuffled pages, behind the end, and beyond 2^31 numbers."""
+    assert_jitted(find)
     page, row = 4, 8
     for stride, pages in ((32, [5, 2, 7]), (96, [5, 2, 7]), (1 << 20, [5, 2, 3000])):
         table = Guarded(torch.tensor(pages, dtype=torch.int32), FAR)
@@ -333,6 +353,7 @@ def folded(fold, logits, values, scale):
 
 def check_fold(fold):
     """Tiles against a softmax of all, small and large, and tiles that nobody sees."""
+    assert_jitted(fold)
     scale = 0.5
     values = normal(3, 16, 16, seed=7)
     for size in (400.0, 1.0):
@@ -374,6 +395,7 @@ def check_fold(fold):
 
 def check_split_kernel(kernel):
     """One split and three, shuffled pages, rows of NaN behind the end, sinks."""
+    assert_kernel(kernel)
     heads, group, dim, page, length = 2, 4, 16, 8, 45
     q, sinks = normal(heads * group, dim, seed=10), normal(heads * group, seed=11)
     k, v = normal(length, heads, dim, seed=12), normal(length, heads, dim, seed=13)
@@ -474,6 +496,7 @@ def join_driver(
 
 def check_join_parts(join):
     """Parts of unequal weight, large sums, and parts that are not there."""
+    assert_jitted(join)
     parts = normal(4, 2, 8, seed=14)
     for shift, there in ((0.0, 4), (1000.0, 4), (-1000.0, 4), (0.0, 3), (500.0, 1)):
         sums = 3 * normal(4, 2, seed=15) + shift
@@ -557,6 +580,7 @@ def check_11_2(candidate):
 
 def check_11_3(kernel):
     """The kernel itself is launched; sizes that fill no tile; large numbers."""
+    assert_kernel(kernel)
     for size in (1, 16, 47):
         pairs = 8 * normal(size, 2, seed=size)
         x, out = Guarded(pairs), empty(size)
