@@ -532,10 +532,8 @@ def split_of(
     heads = head * G + group
     start = split * share
     stop = tl.minimum(start + share, length) if ENDS else length
-    if SINKS == "first":
-        counted = group < tl.where(split == 0, G, 0)
-    else:
-        counted = heads >= 0
+    having = tl.where(split == 0, G, 0) if SINKS == "first" else G
+    counted = group < having
     top, total, acc = initial(sinks_ptr, heads, counted, D, SINKS != "none")
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
     for first in range(start, stop, BLOCK):
