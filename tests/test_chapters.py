@@ -45,14 +45,8 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "04-moe.md",
-    "05-attention.md",
     "06-model.md",
-    "07-kv-cache.md",
-    "08-paged-cache.md",
-    "09-continuous-batching.md",
     "10-cuda-graphs.md",
-    "11-triton-fusions.md",
 }
 OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
 OLD_LEDGER = [
