@@ -50,7 +50,6 @@ OLD_FORM = {
     "03-mxfp4.md",
     "04-moe.md",
     "05-attention.md",
-    "06-model.md",
     "07-kv-cache.md",
     "08-paged-cache.md",
     "09-continuous-batching.md",
