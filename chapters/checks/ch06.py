@@ -181,7 +181,9 @@ def check_gumbel_draw(candidate):
         generator = torch.Generator().manual_seed(round(10 * temperature))
         uniform = torch.rand(draws, 5, generator=generator).clamp(1e-7, 1 - 1e-7)
         rows = logits.repeat(draws, 1)
-        found = torch.as_tensor(candidate(rows, temperature, uniform))
+        found = candidate(rows, temperature, uniform)
+        assert found is not None, "your function returns nothing"
+        found = torch.as_tensor(found)
         assert found.shape == (draws,), (
             f"{draws} rows make {draws} tokens, shape [{draws}]; yours is "
             f"{list(found.shape)}"
@@ -476,6 +478,7 @@ def check_generate_ids(candidate):
         f"the second step runs prompt and answer so far, {prompt + expected[:1]}: this "
         f"loop remembers nothing; yours ran {asked[1]}"
     )
+    assert found is not None, "your loop returns nothing"
     found = torch.as_tensor(found).tolist()
     assert found != prompt + expected, "return the new tokens alone, not the prompt"
     assert len(found) == 6, f"max_tokens is 6 and you return {len(found)} tokens"
@@ -520,7 +523,9 @@ def check_6_2(candidate):
     """Random streams, whose logits are known at every depth."""
     stream = seeded(1, 5, 32).cumsum(0) * 3
     norm, row = 1 + 0.3 * seeded(2, 32), seeded(3, 32)
-    terms = torch.as_tensor(candidate(stream.clone(), norm, EPS, row))
+    terms = candidate(stream.clone(), norm, EPS, row)
+    assert terms is not None, "your function returns nothing"
+    terms = torch.as_tensor(terms)
     assert terms.shape == (5,), "one term for the embedding and one for each layer"
     scale = (stream[-1].double().pow(2).mean() + EPS).rsqrt()
     logit = (stream[-1].double() * scale * norm.double() * row.double()).sum()
