@@ -20,7 +20,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
 SKIPPED = set() if find_spec("triton") else {"11-triton-fusions.md"}
-CHAPTER = re.compile(r"(\d\d|[a-z])-.*\.md$")  # a letter is an appendix's
+CHAPTER = re.compile(r"(index|(\d\d|[a-z])-.*)\.md$")  # a letter is an appendix's
 
 
 class Chapter(IPyNbFile):

@@ -310,8 +310,9 @@ def test_built_book_brings_its_files_along(book):
     assert all((book / image).read_bytes() for image in images)
 
 
-def test_pages_without_number_are_not_executed(book):
-    assert "not executed" in main_part(book / "index.html")
+def test_pages_beside_the_chapters_are_not_executed(book):
+    assert "42 and 42,000" in main_part(book / "index.html")
+    assert "not executed" in main_part(book / "glossary.html")
 
 
 def test_page_that_fails_stops_the_build_and_is_named(tmp_path):

@@ -1,10 +1,13 @@
 """What the README and the landing page say is what is there."""
 
+import ast
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
+import cells
 import headline
 import tables
 from export import chapter_files
@@ -13,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
+IMAGE = re.compile(r"!\[([^\]]*)\]\([./]*figures/([\w-]+)\.svg\)")
+CELLS = cells.cells(INDEX)
 
 
 def test_tables_are_up_to_date(capsys):
@@ -66,6 +71,42 @@ def test_every_chapter_is_listed():
     for chapter in chapter_files(ROOT):
         assert f"(chapters/{chapter.name})" in README
         assert f"({chapter.name})" in INDEX
+
+
+def test_drawings_are_described_as_they_say():
+    words = tomllib.loads((ROOT / "figures/drawings/alt.toml").read_text("utf-8"))
+    shown = IMAGE.findall(INDEX)
+    assert [name for _, name in shown] == ["engine", "model", "request"]
+    for alt, name in [*shown, *IMAGE.findall(README)]:
+        assert alt == words.get(name, alt)
+
+
+def test_the_first_page_has_no_long_cell():
+    for cell in CELLS:
+        lines = cell.body.splitlines()
+        assert len(lines) <= 40 and max(map(len, lines)) <= 88, cell.body[:200]
+
+
+def test_the_forward_pass_takes_about_eighty_lines():
+    lines = [
+        line
+        for cell in CELLS
+        for node in ast.parse(cell.body).body
+        if isinstance(node, ast.FunctionDef | ast.While)
+        for line in ast.unparse(node).splitlines()
+        if '"""' not in line
+    ]
+    assert "about eighty lines" in INDEX
+    assert 70 <= len(lines) <= 90
+
+
+def test_each_chapter_replaces_something_on_the_page():
+    code = "\n".join(cell.source for cell in CELLS)
+    row = re.compile(r"^\| \[[^\]]+\]\((\d\d-[\w-]+\.md)\) \| `([^`]+)` \| ", re.M)
+    rows = row.findall(INDEX)
+    numbered = [path.name for path in chapter_files(ROOT) if path.name[0].isdigit()]
+    assert [chapter for chapter, _ in rows] == numbered
+    assert [line for _, line in rows if line not in code] == []
 
 
 def test_commands_exist():

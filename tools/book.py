@@ -21,7 +21,7 @@ from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
 
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
-EXECUTED = re.compile(r"(\d\d|[a-z])-")  # names of pages whose code runs
+EXECUTED = re.compile(r"index$|(\d\d|[a-z])-")  # names of pages whose code runs
 
 
 def outputs(root: Path, name: str, source: str) -> execute.Outputs:

@@ -1,4 +1,4 @@
-"""Fill the tables that are computed: times in chapters/index.md, numbers in README.md.
+"""Fill in what is computed: times in chapters/index.md, numbers there and in README.md.
 
 python tools/tables.py            write them, and README's picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
@@ -49,7 +49,7 @@ def times(chapters: Iterable[Path]) -> str:
         exercises = sum(map(int, EXERCISE.findall(text)))
         rows.append((link, int(reading[1]), int(reading[2] or exercises)))
     total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    headers = ("chapter", "minutes to read", "minutes for the exercises")
+    headers = ("chapter", "minutes to read", "minutes to write")
     return table(headers, [*rows, total])
 
 
@@ -141,8 +141,10 @@ def filled() -> dict[Path, str]:
     landing = index.read_text(encoding="utf-8")
     landing = replace(landing, "times", times(chapter_files(ROOT)))
     figures = ROOT / "figures"
+    landing = replace(landing, "reach", headline.reach(figures))
     recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))
     text = readme.read_text(encoding="utf-8")
+    text = replace(text, "reach", headline.reach(figures))
     text = replace(text, "evaluation", evaluation(recorded))
     text = replace(text, "measurements", measurements(figures))
     headers, rows, below = headline.section(figures)
