@@ -19,7 +19,8 @@ from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
-SKIPPED = set() if find_spec("triton") else {"11-triton-fusions.md"}
+NEED_TRITON = {"11-triton-fusions.md", "12-full-speed.md"}
+SKIPPED = set() if find_spec("triton") else NEED_TRITON
 CHAPTER = re.compile(r"(index|(\d\d|[a-z])-.*)\.md$")  # a letter is an appendix's
 
 

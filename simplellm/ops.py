@@ -21,42 +21,6 @@ from simplellm.layers import Attention, Dense, Experts, Layer
 from simplellm.noise import gumbel_noise
 from simplellm.weights import MXFP4, Weight
 
-# Queries that are scored at once: bounds the scores at [H, 128, S], and lets a
-# sliding layer skip the keys that no query of the chunk can see.
-QUERY_CHUNK = 128
-
-
-def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
-    """The rows of ``table`` [V, hidden] of int32 tokens [T] -> [T, hidden].
-
-    A token -1 - i stands for ``previous[i]``, int32, which the step before has sampled.
-    """
-    known = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
-    return functional.embedding(known, table)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] divided by its root mean square, times weight [N], in x's dtype.
-
-    Computed in float32, and multiplied by the weight before the cast back.
-    """
-    x32 = x.float()
-    scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (x32 * scale * weight.float()).to(x.dtype)
-
-
-def add_norm(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add ``update`` to ``residual`` [T, N] in place; return it and its RMSNorm.
-
-    ``update`` is [T, N] or, in parts that are summed in float32, [T, parts, N]; None
-    adds nothing. The sum is rounded to residual's dtype before it is normalized.
-    """
-    if update is not None:
-        residual += update if update.ndim == 2 else update.float().sum(1)
-    return residual, rms_norm(residual, weight, eps)
-
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times ``weight`` [out, in], transposed, plus ``bias`` [out].
@@ -68,9 +32,65 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`linear` of x [T, in] -> [T, out]; other tables may return [T, parts, out]."""
-    return linear(x, weight, bias)
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and how much each one counts.
+
+    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and weights [T, k]
+    in x's dtype. The weights are a softmax over the chosen logits alone: they add up
+    to 1, and what the other experts scored does not matter.
+    """
+    logits = functional.linear(x, weight, bias)  # [T, E]
+    chosen, expert_ids = logits.topk(top_k, dim=-1)  # [T, k]
+    return expert_ids, chosen.softmax(dim=-1)
+
+
+def swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+    """gate_up [..., 2I] -> [..., I]: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Gate and up alternate, gate first. Both are clamped to ``limit``, but only up from
+    below as well: a very negative gate gives about 0 by itself.
+    """
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]  # [..., I] each
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+    """The weighted sum of what each token's experts say: x [T, hidden] -> the same.
+
+    Every expert that some token chose runs once, on all its tokens together; only
+    these experts are dequantized, one at a time. A token's sum runs over its experts
+    in ascending order, whichever other tokens there are. Only the first ``live``, int32
+    [1], tokens are no padding; other tables skip the rest, and may return [T, k,
+    hidden].
+    """
+    ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    out = torch.zeros_like(x)
+    # The T*k (token, choice) pairs, sorted by expert; a pair's token is pair // k.
+    pairs = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount().tolist()
+    for expert, chosen in enumerate(pairs.split(counts)):
+        if len(chosen) == 0:
+            continue
+        tokens = chosen // mlp.top_k  # [n], each at most once
+        first_bias, second_bias = (
+            None if bias is None else bias[expert]
+            for bias in (mlp.gate_up_bias, mlp.down_bias)
+        )
+        gate_up = linear(x[tokens], mlp.gate_up[expert], first_bias)
+        hidden = swiglu(gate_up, mlp.limit, mlp.alpha)  # [n, I]
+        y = linear(hidden, mlp.down[expert], second_bias)
+        out.index_add_(0, tokens, y * scores.flatten()[chosen, None])
+    return out
+
+
+def dense(x: Tensor, mlp: Dense) -> Tensor:
+    """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
+    gate, up = linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, dim=-1)
+    return linear(functional.silu(gate) * up, mlp.down, mlp.down_bias)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -83,35 +103,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]  # [T, 1, D/2]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
-
-
-def rope_and_cache(
-    qkv: Tensor,
-    attn: Attention,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
-
-    ``qkv`` [T, (H + 2K) * D], or [T, parts, ...] that are summed, still without its
-    bias. ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D];
-    ``slots`` int32 [T] says where, -1 for a token that is written nowhere.
-    """
-    kv_heads, dim = keys.shape[2:]
-    x = qkv.float() if qkv.ndim == 2 else qkv.float().sum(1)
-    x = x if attn.qkv_bias is None else x + attn.qkv_bias.float()
-    x = x.unflatten(-1, (-1, dim))  # [T, H + 2K, D]
-    q, k, v = x.split([x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if attn.q_norm is not None and attn.k_norm is not None:
-        q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
-    cos, sin = attn.cos[positions], attn.sin[positions]
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    real = slots >= 0
-    for pages, rows in ((keys, k), (values, v)):
-        pages.flatten(0, 1)[slots[real]] = rows[real].to(pages.dtype)
-    return q.to(keys.dtype)
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
@@ -154,6 +145,11 @@ def masked_attention(
     return out.flatten(-3, -2).to(q.dtype)
 
 
+# Queries that are scored at once: bounds the scores at [H, 128, S], and lets a
+# sliding layer skip the keys that no query of the chunk can see.
+QUERY_CHUNK = 128
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -181,6 +177,72 @@ def attention(
         out = masked_attention(q[queries], k[keys], v[keys], mask, sinks, scale)
         outputs.append(out)
     return torch.cat(outputs)
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [V, hidden] of int32 tokens [T] -> [T, hidden].
+
+    A token -1 - i stands for ``previous[i]``, int32, which the step before has sampled.
+    """
+    known = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
+    return functional.embedding(known, table)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N] divided by its root mean square, times weight [N], in x's dtype.
+
+    Computed in float32, and multiplied by the weight before the cast back.
+    """
+    x32 = x.float()
+    scale = torch.rsqrt(x32.pow(2).mean(dim=-1, keepdim=True) + eps)
+    return (x32 * scale * weight.float()).to(x.dtype)
+
+
+def add_norm(
+    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add ``update`` to ``residual`` [T, N] in place; return it and its RMSNorm.
+
+    ``update`` is [T, N] or, in parts that are summed in float32, [T, parts, N]; None
+    adds nothing. The sum is rounded to residual's dtype before it is normalized.
+    """
+    if update is not None:
+        residual += update if update.ndim == 2 else update.float().sum(1)
+    return residual, rms_norm(residual, weight, eps)
+
+
+def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    """`linear` of x [T, in] -> [T, out]; other tables may return [T, parts, out]."""
+    return linear(x, weight, bias)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    attn: Attention,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Rotated q [T, H, D] in the dtype of ``keys``; k and v go into their pages.
+
+    ``qkv`` [T, (H + 2K) * D], or [T, parts, ...] that are summed, still without its
+    bias. ``keys`` and ``values`` are one layer's pages [pages, page_size, K, D];
+    ``slots`` int32 [T] says where, -1 for a token that is written nowhere.
+    """
+    kv_heads, dim = keys.shape[2:]
+    x = qkv.float() if qkv.ndim == 2 else qkv.float().sum(1)
+    x = x if attn.qkv_bias is None else x + attn.qkv_bias.float()
+    x = x.unflatten(-1, (-1, dim))  # [T, H + 2K, D]
+    q, k, v = x.split([x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if attn.q_norm is not None and attn.k_norm is not None:
+        q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
+    cos, sin = attn.cos[positions], attn.sin[positions]
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    real = slots >= 0
+    for pages, rows in ((keys, k), (values, v)):
+        pages.flatten(0, 1)[slots[real]] = rows[real].to(pages.dtype)
+    return q.to(keys.dtype)
 
 
 def gather(x: Tensor, pages: Tensor) -> Tensor:
@@ -249,67 +311,6 @@ def attend(
     attend_decodes(q, keys, values, group, sinks, out)
     attend_chunks(q, keys, values, group, sinks, out)
     return out
-
-
-def route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int
-) -> tuple[Tensor, Tensor]:
-    """The experts of each token, best first, and how much each one counts.
-
-    x [T, hidden], weight [E, hidden], bias [E] -> ids int64 [T, k] and weights [T, k]
-    in x's dtype. The weights are a softmax over the chosen logits alone: they add up
-    to 1, and what the other experts scored does not matter.
-    """
-    logits = functional.linear(x, weight, bias)  # [T, E]
-    chosen, expert_ids = logits.topk(top_k, dim=-1)  # [T, k]
-    return expert_ids, chosen.softmax(dim=-1)
-
-
-def swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-    """gate_up [..., 2I] -> [..., I]: gate * sigmoid(alpha * gate) * (up + 1).
-
-    Gate and up alternate, gate first. Both are clamped to ``limit``, but only up from
-    below as well: a very negative gate gives about 0 by itself.
-    """
-    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]  # [..., I] each
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
-
-
-def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
-    """The weighted sum of what each token's experts say: x [T, hidden] -> the same.
-
-    Every expert that some token chose runs once, on all its tokens together; only
-    these experts are dequantized, one at a time. A token's sum runs over its experts
-    in ascending order, whichever other tokens there are. Only the first ``live``, int32
-    [1], tokens are no padding; other tables skip the rest, and may return [T, k,
-    hidden].
-    """
-    ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
-    out = torch.zeros_like(x)
-    # The T*k (token, choice) pairs, sorted by expert; a pair's token is pair // k.
-    pairs = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount().tolist()
-    for expert, chosen in enumerate(pairs.split(counts)):
-        if len(chosen) == 0:
-            continue
-        tokens = chosen // mlp.top_k  # [n], each at most once
-        first_bias, second_bias = (
-            None if bias is None else bias[expert]
-            for bias in (mlp.gate_up_bias, mlp.down_bias)
-        )
-        gate_up = linear(x[tokens], mlp.gate_up[expert], first_bias)
-        hidden = swiglu(gate_up, mlp.limit, mlp.alpha)  # [n, I]
-        y = linear(hidden, mlp.down[expert], second_bias)
-        out.index_add_(0, tokens, y * scores.flatten()[chosen, None])
-    return out
-
-
-def dense(x: Tensor, mlp: Dense) -> Tensor:
-    """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
-    gate, up = linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, dim=-1)
-    return linear(functional.silu(gate) * up, mlp.down, mlp.down_bias)
 
 
 def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:

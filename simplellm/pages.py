@@ -15,12 +15,43 @@ import torch
 
 from simplellm.config import ModelConfig
 
+
+class KVPool:
+    """The keys and values of all layers, in pages.
+
+    A page holds ``page_size`` positions of all full or of all sliding layers, whichever
+    a sequence needs next. ``keys[layer]`` and ``values[layer]`` are [num_pages,
+    page_size, K, D]; layers of one kind lie behind each other in the same pages, and
+    layers of different kinds share their memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.windows = config.windows
+        self.page_size = page_size
+        layers = range(config.num_hidden_layers)
+        self.groups = [self.windows.index(config.window(layer)) for layer in layers]
+        # Of each layer, how many layers of its group come before it.
+        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
+        heads, dim = config.num_key_value_heads, config.head_dim
+        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
+        self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = [self.memory[0, place] for place in places]
+        self.values = [self.memory[1, place] for place in places]
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) in this order."""
+        for source, target in pages:
+            self.memory[:, :, target] = self.memory[:, :, source]
+
+
 NULL = -1  # stands in a table where a page fell behind the window
-
-
-def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Names a full page by its tokens and, through ``parent``, all before them."""
-    return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 @dataclass
@@ -34,6 +65,11 @@ class PageTable:
     first: list[int]
     computed: int  # tokens whose keys and values are in the pages
     digests: list[bytes]  # of the full pages, as far as their tokens are known
+
+
+def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full page by its tokens and, through ``parent``, all before them."""
+    return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 class PageManager:
@@ -81,75 +117,6 @@ class PageManager:
         self._copies: list[tuple[int, int]] = []
         self.max_tokens = self._longest()
 
-    def add(self, sequence: int, tokens: Sequence[int]) -> int:
-        """Register a sequence; returns how many of its first tokens are cached.
-
-        At least one token is always left to compute.
-        """
-        assert sequence not in self.tables and 1 <= len(tokens) <= self.max_tokens
-        digests = self._cached_prefix(tokens)
-        groups, firsts = [], []
-        for group, window in enumerate(self.windows):
-            first = self._first_page(len(digests) * self.page_size, window)
-            live = [self.named[group, digest] for digest in digests[first:]]
-            for page in live:
-                self._hold(page)
-            self.found.update(live)
-            groups.append(array("i", [NULL] * first + live))
-            firsts.append(first)
-        computed = len(digests) * self.page_size
-        self.tables[sequence] = PageTable(groups, firsts, computed, digests)
-        return computed
-
-    def grow(self, sequence: int, length: int) -> bool:
-        """Make room for ``length`` tokens; False, and nothing changed, without space.
-
-        A shared page that the next token would be written to is exchanged for a copy.
-        """
-        table = self.tables[sequence]
-        assert length <= self.max_tokens, (sequence, length)
-        count = -(-length // self.page_size)
-        open_page, filled = divmod(table.computed, self.page_size)
-        written = table.groups if filled and length > table.computed else []
-        split = [pages for pages in written if self.references[pages[open_page]] > 1]
-        missing = max(0, count - len(table.groups[0])) * len(self.windows)
-        if missing + len(split) > self.free_pages:
-            return False
-        for pages in written:
-            if self.references[pages[open_page]] > 1:
-                copy = self._take()
-                self._copies.append((pages[open_page], copy))
-                self._release(pages[open_page])
-                pages[open_page] = copy
-            else:  # it has a name if it was full before a `truncate`
-                self._forget_name(pages[open_page])
-        for pages in table.groups:
-            while len(pages) < count:
-                pages.append(self._take())
-        return True
-
-    def commit(self, sequence: int, tokens: Sequence[int], length: int) -> None:
-        """The keys and values of the first ``length`` of ``tokens`` are computed now.
-
-        Full pages become shareable, pages behind the window are given back. The last
-        token may be negative, which means that it is not known yet.
-        """
-        table = self.tables[sequence]
-        most = min(len(table.groups[0]) * self.page_size, len(tokens))
-        assert table.computed <= length <= most, (sequence, length)
-        table.computed = length
-        if self.share and length // self.page_size > len(table.digests):
-            self._name_full_pages(table, tokens)
-        for group, window in enumerate(self.windows):
-            first = self._first_page(length, window)
-            if first == table.first[group]:
-                continue
-            pages = table.groups[group]
-            for index in range(table.first[group], first):
-                self._release(pages[index], behind=True)
-                pages[index] = NULL
-            table.first[group] = first
-
     def truncate(self, sequence: int, length: int) -> bool:
         """Take back what is computed beyond the first ``length`` tokens.
 
@@ -169,31 +136,6 @@ class PageManager:
         table.computed = length
         del table.digests[length // self.page_size :]
         return True
-
-    def fork(self, parent: int, child: int) -> None:
-        """Start ``child`` with all that is computed of ``parent``, in shared pages."""
-        table = self.tables[parent]
-        count = -(-table.computed // self.page_size)
-        groups = [pages[:count] for pages in table.groups]
-        for pages, first in zip(groups, table.first, strict=True):
-            for page in pages[first:]:
-                self._hold(page)
-        firsts, digests = list(table.first), list(table.digests)
-        self.tables[child] = PageTable(groups, firsts, table.computed, digests)
-
-    def remove(self, sequence: int) -> None:
-        """Forget a sequence. What others may share stays until it is evicted."""
-        table = self.tables.pop(sequence)
-        # Last page first: a prefix is of use without its end, not the other way round.
-        for index in reversed(range(len(table.groups[0]))):
-            for pages in table.groups:
-                if pages[index] != NULL:
-                    self._release(pages[index])
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Pages to copy, (from, to) in this order, before the next step writes."""
-        copies, self._copies = self._copies, []
-        return copies
 
     def _longest(self) -> int:
         """The most tokens that a sequence can have if it is alone."""
@@ -267,9 +209,58 @@ class PageManager:
         assert self.found <= set(self.names)
         assert self.named == {name: page for page, name in self.names.items()}
 
+    def _forget_name(self, page: int) -> None:
+        """A page that will be written to cannot be found by its tokens any more."""
+        if page in self.names:
+            del self.named[self.names.pop(page)]
+            self.found.discard(page)
+
+    def _take(self) -> int:
+        """A page for new content; evicts if none is empty."""
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.cached.popitem(last=False)
+            self._forget_name(page)
+        self.references[page] = 1
+        return page
+
+    def _hold(self, page: int) -> None:
+        if self.references[page] == 0:
+            del self.cached[page]
+        self.references[page] += 1
+
+    def _release(self, page: int, behind: bool = False) -> None:
+        self.references[page] -= 1
+        if self.references[page] > 0:
+            return
+        if page not in self.names:
+            self.free.append(page)
+            return
+        self.cached[page] = None
+        # Behind the window, a page is of use only to a prefix that ends near by. Unless
+        # there was one before, it must not crowd out pages that any prefix needs.
+        if behind and page not in self.found:
+            self.cached.move_to_end(page, last=False)
+
     def _first_page(self, length: int, window: int | None) -> int:
         """The first page that the token at position ``length`` can see."""
         return 0 if window is None else max(0, length + 1 - window) // self.page_size
+
+    def _name_full_pages(self, table: PageTable, tokens: Sequence[int]) -> None:
+        size = self.page_size
+        for index in range(len(table.digests), table.computed // size):
+            part = tokens[index * size : (index + 1) * size]
+            if part[-1] < 0:  # not known yet: the page gets its name the next time
+                return
+            digest = page_digest(table.digests[-1] if table.digests else b"", part)
+            table.digests.append(digest)
+            for group, pages in enumerate(table.groups):
+                name = (group, digest)
+                # Whoever computed the same page first has the name.
+                if name not in self.named and pages[index] != NULL:
+                    self.named[name] = pages[index]
+                    self.names[pages[index]] = name
 
     def _cached_prefix(self, tokens: Sequence[int]) -> list[bytes]:
         """The digests of the longest prefix that can be taken from cached pages."""
@@ -291,86 +282,96 @@ class PageManager:
                 usable = len(digests)
         return digests[:usable]
 
-    def _name_full_pages(self, table: PageTable, tokens: Sequence[int]) -> None:
-        size = self.page_size
-        for index in range(len(table.digests), table.computed // size):
-            part = tokens[index * size : (index + 1) * size]
-            if part[-1] < 0:  # not known yet: the page gets its name the next time
-                return
-            digest = page_digest(table.digests[-1] if table.digests else b"", part)
-            table.digests.append(digest)
-            for group, pages in enumerate(table.groups):
-                name = (group, digest)
-                # Whoever computed the same page first has the name.
-                if name not in self.named and pages[index] != NULL:
-                    self.named[name] = pages[index]
-                    self.names[pages[index]] = name
+    def add(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Register a sequence; returns how many of its first tokens are cached.
 
-    def _take(self) -> int:
-        """A page for new content; evicts if none is empty."""
-        if self.free:
-            page = self.free.pop()
-        else:
-            page, _ = self.cached.popitem(last=False)
-            self._forget_name(page)
-        self.references[page] = 1
-        return page
+        At least one token is always left to compute.
+        """
+        assert sequence not in self.tables and 1 <= len(tokens) <= self.max_tokens
+        digests = self._cached_prefix(tokens)
+        groups, firsts = [], []
+        for group, window in enumerate(self.windows):
+            first = self._first_page(len(digests) * self.page_size, window)
+            live = [self.named[group, digest] for digest in digests[first:]]
+            for page in live:
+                self._hold(page)
+            self.found.update(live)
+            groups.append(array("i", [NULL] * first + live))
+            firsts.append(first)
+        computed = len(digests) * self.page_size
+        self.tables[sequence] = PageTable(groups, firsts, computed, digests)
+        return computed
 
-    def _forget_name(self, page: int) -> None:
-        """A page that will be written to cannot be found by its tokens any more."""
-        if page in self.names:
-            del self.named[self.names.pop(page)]
-            self.found.discard(page)
+    def commit(self, sequence: int, tokens: Sequence[int], length: int) -> None:
+        """The keys and values of the first ``length`` of ``tokens`` are computed now.
 
-    def _hold(self, page: int) -> None:
-        if self.references[page] == 0:
-            del self.cached[page]
-        self.references[page] += 1
+        Full pages become shareable, pages behind the window are given back. The last
+        token may be negative, which means that it is not known yet.
+        """
+        table = self.tables[sequence]
+        most = min(len(table.groups[0]) * self.page_size, len(tokens))
+        assert table.computed <= length <= most, (sequence, length)
+        table.computed = length
+        if self.share and length // self.page_size > len(table.digests):
+            self._name_full_pages(table, tokens)
+        for group, window in enumerate(self.windows):
+            first = self._first_page(length, window)
+            if first == table.first[group]:
+                continue
+            pages = table.groups[group]
+            for index in range(table.first[group], first):
+                self._release(pages[index], behind=True)
+                pages[index] = NULL
+            table.first[group] = first
 
-    def _release(self, page: int, behind: bool = False) -> None:
-        self.references[page] -= 1
-        if self.references[page] > 0:
-            return
-        if page not in self.names:
-            self.free.append(page)
-            return
-        self.cached[page] = None
-        # Behind the window, a page is of use only to a prefix that ends near by. Unless
-        # there was one before, it must not crowd out pages that any prefix needs.
-        if behind and page not in self.found:
-            self.cached.move_to_end(page, last=False)
+    def fork(self, parent: int, child: int) -> None:
+        """Start ``child`` with all that is computed of ``parent``, in shared pages."""
+        table = self.tables[parent]
+        count = -(-table.computed // self.page_size)
+        groups = [pages[:count] for pages in table.groups]
+        for pages, first in zip(groups, table.first, strict=True):
+            for page in pages[first:]:
+                self._hold(page)
+        firsts, digests = list(table.first), list(table.digests)
+        self.tables[child] = PageTable(groups, firsts, table.computed, digests)
 
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence. What others may share stays until it is evicted."""
+        table = self.tables.pop(sequence)
+        # Last page first: a prefix is of use without its end, not the other way round.
+        for index in reversed(range(len(table.groups[0]))):
+            for pages in table.groups:
+                if pages[index] != NULL:
+                    self._release(pages[index])
 
-class KVPool:
-    """The keys and values of all layers, in pages.
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Pages to copy, (from, to) in this order, before the next step writes."""
+        copies, self._copies = self._copies, []
+        return copies
 
-    A page holds ``page_size`` positions of all full or of all sliding layers, whichever
-    a sequence needs next. ``keys[layer]`` and ``values[layer]`` are [num_pages,
-    page_size, K, D]; layers of one kind lie behind each other in the same pages, and
-    layers of different kinds share their memory.
-    """
+    def grow(self, sequence: int, length: int) -> bool:
+        """Make room for ``length`` tokens; False, and nothing changed, without space.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.windows = config.windows
-        self.page_size = page_size
-        layers = range(config.num_hidden_layers)
-        self.groups = [self.windows.index(config.window(layer)) for layer in layers]
-        # Of each layer, how many layers of its group come before it.
-        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
-        heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
-        self.memory = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys = [self.memory[0, place] for place in places]
-        self.values = [self.memory[1, place] for place in places]
-
-    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Copy pages, (from, to) in this order."""
-        for source, target in pages:
-            self.memory[:, :, target] = self.memory[:, :, source]
+        A shared page that the next token would be written to is exchanged for a copy.
+        """
+        table = self.tables[sequence]
+        assert length <= self.max_tokens, (sequence, length)
+        count = -(-length // self.page_size)
+        open_page, filled = divmod(table.computed, self.page_size)
+        written = table.groups if filled and length > table.computed else []
+        split = [pages for pages in written if self.references[pages[open_page]] > 1]
+        missing = max(0, count - len(table.groups[0])) * len(self.windows)
+        if missing + len(split) > self.free_pages:
+            return False
+        for pages in written:
+            if self.references[pages[open_page]] > 1:
+                copy = self._take()
+                self._copies.append((pages[open_page], copy))
+                self._release(pages[open_page])
+                pages[open_page] = copy
+            else:  # it has a name if it was full before a `truncate`
+                self._forget_name(pages[open_page])
+        for pages in table.groups:
+            while len(pages) < count:
+                pages.append(self._take())
+        return True

@@ -45,9 +45,6 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "01-tokens.md",
-    "02-weights.md",
-    "03-mxfp4.md",
     "04-moe.md",
     "05-attention.md",
     "06-model.md",
@@ -56,7 +53,6 @@ OLD_FORM = {
     "09-continuous-batching.md",
     "10-cuda-graphs.md",
     "11-triton-fusions.md",
-    "12-full-speed.md",
 }
 OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
 OLD_LEDGER = [

@@ -222,4 +222,4 @@ def programs() -> Drawing:
 
 def drawings() -> dict[str, Drawing]:
     """By name."""
-    return {"04-dispatch-drawing": dispatch(), "11-pairs": programs()}
+    return {"04-dispatch-drawing": dispatch(), "12-pairs": programs()}

@@ -104,6 +104,66 @@ class Scratch:
 
 
 @triton.jit
+def join_parts(
+    sums,  # float32 [S, N], log2 of each part's sum; NO_KEY for one that isn't there
+    parts,  # float32 [S, N, D], the parts' outputs; 0 for one that isn't there
+):
+    """One output [N, D] of S parts, as if a single softmax had seen all keys."""
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+
+
+@triton.jit
+def divide(
+    length,
+    splits,
+    least,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The first place that is seen, the end of all shares, a share, how many have keys.
+
+    How a sequence is split depends on its own length alone.
+    """
+    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
+    # The kernel before may still be writing the newest key.
+    end = length - 1 if EARLY else length
+    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
+    share = tl.cdiv(share, BLOCK) * BLOCK
+    return lowest, end, share, tl.maximum(tl.cdiv(end - lowest, share), 1)
+
+
+@triton.jit
+def store_result(
+    acc,  # float32 [ROWS, DIMS], as in `fold`
+    top,  # float32 [ROWS], likewise
+    total,
+    is_only,  # whether the sequence has no other part
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    place,  # [ROWS, DIMS], in the output
+    part,  # the part's number
+    group,  # [ROWS], query heads of the kv head
+    cell,  # [ROWS, DIMS]
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """An only part is the output. Others are left to `join_kernel`."""
+    # Without keys there is the sink alone, or nothing at all.
+    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if is_only:
+        tl.store(out_ptr + place, mean.to(out_ptr.dtype.element_ty), mask=cell)
+    else:
+        mine = part * G + group
+        d = tl.arange(0, DIMS)
+        tl.store(sums_ptr + mine, top + tl.log2(total), mask=group < G)
+        tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], mean, mask=cell)
+
+
+@triton.jit
 def wait():
     """`gdc_wait` of Triton 3.6.
 
@@ -156,56 +216,6 @@ def take_newest(
     weight = tl.where(there, tl.exp2(logit - new_top), 0.0)
     total = total * tl.exp2(top - new_top) + weight
     return q, new_top, total, weight[:, None] * v.to(tl.float32)
-
-
-@triton.jit
-def divide(
-    length,
-    splits,
-    least,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The first place that is seen, the end of all shares, a share, how many have keys.
-
-    How a sequence is split depends on its own length alone.
-    """
-    lowest = tl.maximum(length - WINDOW, 0) if WINDOW else 0
-    # The kernel before may still be writing the newest key.
-    end = length - 1 if EARLY else length
-    share = tl.maximum(tl.cdiv(end - lowest, splits), least)
-    share = tl.cdiv(share, BLOCK) * BLOCK
-    return lowest, end, share, tl.maximum(tl.cdiv(end - lowest, share), 1)
-
-
-@triton.jit
-def store_result(
-    acc,  # float32 [ROWS, DIMS], as in `fold`
-    top,  # float32 [ROWS], likewise
-    total,
-    is_only,  # whether the sequence has no other part
-    out_ptr,
-    parts_ptr,
-    sums_ptr,
-    place,  # [ROWS, DIMS], in the output
-    part,  # the part's number
-    group,  # [ROWS], query heads of the kv head
-    cell,  # [ROWS, DIMS]
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """An only part is the output. Others are left to `join_kernel`."""
-    # Without keys there is the sink alone, or nothing at all.
-    mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if is_only:
-        tl.store(out_ptr + place, mean.to(out_ptr.dtype.element_ty), mask=cell)
-    else:
-        mine = part * G + group
-        d = tl.arange(0, DIMS)
-        tl.store(sums_ptr + mine, top + tl.log2(total), mask=group < G)
-        tl.store(parts_ptr + (mine * D)[:, None] + d[None, :], mean, mask=cell)
 
 
 @triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
@@ -344,8 +354,7 @@ def join_kernel(
     sums = tl.load(sums_ptr + at, there, NO_KEY)
     cells = there[:, :, None] & (d < D)[None, None, :]
     parts = tl.load(parts_ptr + (at * D)[:, :, None] + d[None, None, :], cells, 0.0)
-    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
-    joined = tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+    joined = join_parts(sums, parts)
     out_at = ((row * K + head) * G + group) * D
     tl.store(
         out_ptr + out_at[:, None] + d[None, :],
@@ -434,8 +443,9 @@ def decode_attention(
         *(q, keys, values, group.tables, group.offsets, group.lengths, sinks, out),
         *(parts, sums, scale, tiles.least, keys.stride(0), pages_in_row),
     )
-    # Tiles for other batch sizes may be the same compiled kernel, with another wish. A
-    # graph is recorded after a step of its own size, whose wish it finds.
+    # The preference sticks to the compiled kernel, which other batch sizes may share:
+    # so every launch sets it. It takes effect with the next launch, which is why a step
+    # of each size runs once before its graph is recorded.
     set_carveout(compiled, tiles.carveout)
     if splits > 1:
         lengths = group.offsets, group.lengths

@@ -35,6 +35,67 @@ MAX_SCALE = 128 + SHIFT  # the largest e8m0 byte
 WORD = 0xFFFFFFFF
 
 
+@triton.jit
+def low(bits):
+    """The lower of two bfloat16 numbers as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(bits):
+    """The upper of two bfloat16 numbers as float32."""
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rotate_right(bits, BY: tl.constexpr):
+    """Rotate uint32 ``bits``."""
+    return (bits >> BY) | (bits << (32 - BY))
+
+
+@triton.jit
+def registers(a, b):
+    """One row's 16 weights of a thread, unscaled, times 2^-126, from its words a and b.
+
+    Register r holds columns 8 * r + 2 * t and the one after it. With N = NUMBERS:
+      a & N, (a << 6) & N, (a >>> 4) & N, (u << 4) & N,
+      b & N, (b << 6) & N, (b >>> 4) & N, (u >>> 6) & N,
+    where u is a where FIRST has ones, b >> 2 elsewhere; >>> rotates.
+    """
+    u = (a & FIRST) | ((b >> 2) & SECOND)
+    return (
+        a & NUMBERS,
+        (a << 6) & NUMBERS,
+        rotate_right(a, 4) & NUMBERS,
+        (u << 4) & NUMBERS,
+        b & NUMBERS,
+        (b << 6) & NUMBERS,
+        rotate_right(b, 4) & NUMBERS,
+        rotate_right(u, 6) & NUMBERS,
+    )
+
+
+def rotate_left(words: Tensor, left: int) -> Tensor:
+    """Rotate int64 ``words`` of 32 bits."""
+    return ((words << left) | (words >> (32 - left))) & WORD
+
+
+def signed(words: Tensor) -> Tensor:
+    """int64 numbers of 32 bits as int32."""
+    return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).int()
+
+
+def pack_words(*r: Tensor) -> tuple[Tensor, Tensor]:
+    """The two words that `registers` finds the eight registers ``r`` in.
+
+    Each is int64 of 32 bits, with ones only where NUMBERS has them.
+    """
+    shared = (r[3] >> 4) | rotate_left(r[7], 6)
+    first = r[0] | (r[1] >> 6) | rotate_left(r[2], 4) | (shared & FIRST.value)
+    second = r[4] | (r[5] >> 6) | rotate_left(r[6], 4) | (shared & SECOND.value) << 2
+    return first, second
+
+
 @dataclass(frozen=True, eq=False)
 class Fragments:
     """An MXFP4 weight [E, N, K] in the order of tensor-core operands.
@@ -81,16 +142,6 @@ class Fragments:
         return unpack(self).dequantize(dtype)
 
 
-def rotate_left(words: Tensor, left: int) -> Tensor:
-    """Rotate int64 ``words`` of 32 bits."""
-    return ((words << left) | (words >> (32 - left))) & WORD
-
-
-def signed(words: Tensor) -> Tensor:
-    """int64 numbers of 32 bits as int32."""
-    return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).int()
-
-
 def repack(weight: MXFP4, paired: bool) -> Fragments:
     """Bring ``weight`` [E, N, K] into the order that tensor cores read.
 
@@ -132,10 +183,7 @@ def repack_expert(weight: MXFP4, paired: bool) -> tuple[Tensor, Tensor]:
     bits = ((low & 7) << 6) | ((low & 8) << 12)
     bits |= ((high & 7) << 22) | ((high & 8) << 28)
     bits = bits.permute(0, 3, 1, 6, 2, 4, 5).flatten(-2)  # [tile, G, g, t, half, 8]
-    r = bits.unbind(-1)
-    shared = (r[3] >> 4) | rotate_left(r[7], 6)
-    first = r[0] | (r[1] >> 6) | rotate_left(r[2], 4) | (shared & FIRST.value)
-    second = r[4] | (r[5] >> 6) | rotate_left(r[6], 4) | (shared & SECOND.value) << 2
+    first, second = pack_words(*bits.unbind(-1))
     words = torch.stack([first, second], -1).flatten(2)
 
     s = (scales + 126 - SHIFT).permute(0, 3, 1, 2, 4)  # [tile, G, g, half, c5]
@@ -209,6 +257,23 @@ def check_product(weight: Weight, bias: Tensor | None) -> None:
         assert bias.dtype == weight.dtype
 
 
+@triton.jit
+def decode_plain(words, scales):
+    """`decode_weights` without assembly: eight float32 [ROWS16, 128]."""
+    ROWS16: tl.constexpr = words.shape[0]
+    words = tl.reshape(words.to(tl.uint32, bitcast=True), (ROWS16, 8, 4, 2, 2))
+    a, b = tl.split(words)  # [ROWS16, g, t, half]
+    s = scales.to(tl.uint32, bitcast=True)
+    s = tl.join(s, rotate_right(s, 24))[:, :, None, :] & EXPONENTS
+    bits = registers(a, b)
+    out: tl.tuple = ()
+    for r in tl.static_range(8):
+        m = low(s) if r < 4 else high(s)
+        both = tl.join(low(bits[r]) * m, high(bits[r]) * m)
+        out += (tl.reshape(both, (ROWS16, 128)),)
+    return out
+
+
 def decode_ptx() -> str:
     """PTX for 16 bytes of a thread, words $16 to $19 with scales $20.
 
@@ -251,63 +316,6 @@ def decode_ptx() -> str:
 
 DECODE_PTX = tl.constexpr(decode_ptx())
 DECODE_OPERANDS = tl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
-
-
-@triton.jit
-def low(bits):
-    """The lower of two bfloat16 numbers as float32."""
-    return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def high(bits):
-    """The upper of two bfloat16 numbers as float32."""
-    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rotate_right(bits, BY: tl.constexpr):
-    """Rotate uint32 ``bits``."""
-    return (bits >> BY) | (bits << (32 - BY))
-
-
-@triton.jit
-def registers(a, b):
-    """One row's 16 weights of a thread, unscaled, times 2^-126, from its words a and b.
-
-    Register r holds columns 8 * r + 2 * t and the one after it. With N = NUMBERS:
-      a & N, (a << 6) & N, (a >>> 4) & N, (u << 4) & N,
-      b & N, (b << 6) & N, (b >>> 4) & N, (u >>> 6) & N,
-    where u is a where FIRST has ones, b >> 2 elsewhere; >>> rotates.
-    """
-    u = (a & FIRST) | ((b >> 2) & SECOND)
-    return (
-        a & NUMBERS,
-        (a << 6) & NUMBERS,
-        rotate_right(a, 4) & NUMBERS,
-        (u << 4) & NUMBERS,
-        b & NUMBERS,
-        (b << 6) & NUMBERS,
-        rotate_right(b, 4) & NUMBERS,
-        rotate_right(u, 6) & NUMBERS,
-    )
-
-
-@triton.jit
-def decode_plain(words, scales):
-    """`decode_weights` without assembly: eight float32 [ROWS16, 128]."""
-    ROWS16: tl.constexpr = words.shape[0]
-    words = tl.reshape(words.to(tl.uint32, bitcast=True), (ROWS16, 8, 4, 2, 2))
-    a, b = tl.split(words)  # [ROWS16, g, t, half]
-    s = scales.to(tl.uint32, bitcast=True)
-    s = tl.join(s, rotate_right(s, 24))[:, :, None, :] & EXPONENTS
-    bits = registers(a, b)
-    out: tl.tuple = ()
-    for r in tl.static_range(8):
-        m = low(s) if r < 4 else high(s)
-        both = tl.join(low(bits[r]) * m, high(bits[r]) * m)
-        out += (tl.reshape(both, (ROWS16, 128)),)
-    return out
 
 
 @triton.jit

@@ -20,14 +20,6 @@ from simplellm.kernels.linear import (
     multiply_into,
 )
 
-# For up to so many rows, how. Above the last, PyTorch's matmul and argmax.
-HEADS: Table = (
-    (1, Gemv(rows=8, warps=4)),
-    (32, Dot(rows=128, depth=128, parts=1, warps=8, stages=4, pdl=False)),
-    (128, Dot(rows=128, depth=128, parts=1, warps=4, stages=3, pdl=False)),
-)
-INVARIANT_HEAD = INVARIANT._replace(parts=1)
-
 
 @triton.jit
 def best_kernel(best_ptr, ids_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -36,6 +28,15 @@ def best_kernel(best_ptr, ids_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr
     row = tl.program_id(0)
     best = largest_key(best_ptr + row * count, count, BLOCK)
     tl.store(ids_ptr + row, index_of(best))
+
+
+# For up to so many rows, how. Above the last, PyTorch's matmul and argmax.
+HEADS: Table = (
+    (1, Gemv(rows=8, warps=4)),
+    (32, Dot(rows=128, depth=128, parts=1, warps=8, stages=4, pdl=False)),
+    (128, Dot(rows=128, depth=128, parts=1, warps=4, stages=3, pdl=False)),
+)
+INVARIANT_HEAD = INVARIANT._replace(parts=1)
 
 
 def choose_head(rows: int) -> Product | None:

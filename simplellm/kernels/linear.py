@@ -56,71 +56,6 @@ class Dot(NamedTuple):
 
 Product = Gemv | Dot
 
-# (N, K) -> for up to so many tokens, how.
-Table = tuple[tuple[int, Product], ...]
-ROUTER: Table = (
-    (2, Gemv(rows=4, warps=4)),
-    (4, Gemv(rows=4, warps=2)),
-    (64, Dot(rows=64, depth=64, parts=15, warps=4, stages=6, pdl=False)),
-    (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
-    (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
-)
-PROJECTIONS: dict[tuple[int, int], Table] = {
-    (5120, 2880): (  # query, key and value of both models
-        (2, Gemv(rows=2, warps=4)),
-        (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
-        (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
-    ),
-    (2880, 4096): (  # the output of attention
-        (2, Gemv(rows=2, warps=4)),
-        (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
-        (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
-    ),
-    (128, 2880): ROUTER,  # of the 120b
-    (32, 2880): ROUTER,  # of the 20b
-}
-OTHER_PROJECTIONS: Table = (
-    (4, Gemv(rows=4, warps=4)),
-    (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
-)
-# For more tokens than a table has, where PyTorch's matmul would round the sums.
-MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
-# For any number of tokens: each is then summed in the same order, by the same program.
-INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
-
-
-def choose_in(table: Table, tokens: int) -> Product | None:
-    """The way for so many tokens, if the table has one."""
-    return next((config for most, config in table if tokens <= most), None)
-
-
-@lru_cache(8192)
-def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
-    """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
-    return choose_in(PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS), tokens)
-
-
-@triton.jit
-def prefetch(pointers, sizes):
-    """Ask for so many bytes at each pointer to be brought into the L2 cache.
-
-    Pointers and sizes are multiples of 16; size 0 asks for nothing. A request for a
-    whole range takes one instruction, and what follows it in memory is read once.
-    """
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred some;
-        setp.ne.s32 some, $2, 0;
-        @some cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r",
-        [pointers, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
 
 @triton.jit
 def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
@@ -205,6 +140,28 @@ def gemv_kernel(
         if best_ptr is not None:
             keys = tl.where(rows < N, ordered(y, rows), LOWEST)
             tl.store(best_ptr + token * tl.num_programs(0) + program, tl.max(keys, 0))
+
+
+@triton.jit
+def prefetch(pointers, sizes):
+    """Ask for so many bytes at each pointer to be brought into the L2 cache.
+
+    Pointers and sizes are multiples of 16; size 0 asks for nothing. A request for a
+    whole range takes one instruction, and what follows it in memory is read once.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointers, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -303,6 +260,50 @@ def dot_kernel(
         keys = tl.where((rows < N)[:, None], ordered(total, rows[:, None]), LOWEST)
         best_ptrs = best_ptr + t * tl.num_programs(0) + program
         tl.store(best_ptrs, tl.max(keys, 0), t < tokens)
+
+
+# (N, K) -> for up to so many tokens, how.
+Table = tuple[tuple[int, Product], ...]
+ROUTER: Table = (
+    (2, Gemv(rows=4, warps=4)),
+    (4, Gemv(rows=4, warps=2)),
+    (64, Dot(rows=64, depth=64, parts=15, warps=4, stages=6, pdl=False)),
+    (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
+    (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
+)
+PROJECTIONS: dict[tuple[int, int], Table] = {
+    (5120, 2880): (  # query, key and value of both models
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
+    ),
+    (2880, 4096): (  # the output of attention
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
+    ),
+    (128, 2880): ROUTER,  # of the 120b
+    (32, 2880): ROUTER,  # of the 20b
+}
+OTHER_PROJECTIONS: Table = (
+    (4, Gemv(rows=4, warps=4)),
+    (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
+)
+# For more tokens than a table has, where PyTorch's matmul would round the sums.
+MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
+# For any number of tokens: each is then summed in the same order, by the same program.
+INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
+
+
+def choose_in(table: Table, tokens: int) -> Product | None:
+    """The way for so many tokens, if the table has one."""
+    return next((config for most, config in table if tokens <= most), None)
+
+
+@lru_cache(8192)
+def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
+    """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
+    return choose_in(PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS), tokens)
 
 
 def split_columns(size: int) -> tuple[int, int]:

@@ -13,45 +13,6 @@ from torch import Tensor
 from simplellm.kernels.launch import Launcher, launcher, power_of_two
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
-def embed_kernel(
-    tokens_ptr,
-    previous_ptr,
-    table_ptr,
-    out_ptr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,  # False: the first of a step has nothing to overlap with
-):
-    """out[t] = table[token], where token -1 - i is previous[i]."""
-    row = tl.program_id(0)
-    token = tl.load(tokens_ptr + row)
-    if token < 0:
-        token = tl.load(previous_ptr - 1 - token)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < N
-    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
-    tl.store(out_ptr + row * N + columns, x, inside)
-
-
-@cache
-def embed_launcher(size: int) -> Launcher:
-    """For rows of ``size`` numbers."""
-    block = power_of_two(size)
-    return launcher(embed_kernel, pdl=False, N=size, BLOCK=block, num_warps=4)
-
-
-def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
-    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
-
-    The caller answers for tokens being in the table, or in ``previous``, int32.
-    """
-    count, size = tokens.shape[0], table.shape[1]
-    out = table.new_empty(count, size)
-    embed_launcher(size)((count, 1, 1), tokens, previous, table, out)
-    return out
-
-
 @triton.jit
 def sum_parts(
     x, update, inside, N: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr
@@ -123,3 +84,42 @@ def add_norm(
     start = add_norm_launcher(size, parts)
     start((tokens, 1, 1), residual, update, weight, normed, eps)
     return residual, normed
+
+
+@triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "previous_ptr"])
+def embed_kernel(
+    tokens_ptr,
+    previous_ptr,
+    table_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # False: the first of a step has nothing to overlap with
+):
+    """out[t] = table[token], where token -1 - i is previous[i]."""
+    row = tl.program_id(0)
+    token = tl.load(tokens_ptr + row)
+    if token < 0:
+        token = tl.load(previous_ptr - 1 - token)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(table_ptr + token.to(tl.int64) * N + columns, inside)
+    tl.store(out_ptr + row * N + columns, x, inside)
+
+
+@cache
+def embed_launcher(size: int) -> Launcher:
+    """For rows of ``size`` numbers."""
+    block = power_of_two(size)
+    return launcher(embed_kernel, pdl=False, N=size, BLOCK=block, num_warps=4)
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    """The rows of ``table`` [V, N] of int32 tokens [T]; -1 - i means previous[i].
+
+    The caller answers for tokens being in the table, or in ``previous``, int32.
+    """
+    count, size = tokens.shape[0], table.shape[1]
+    out = table.new_empty(count, size)
+    embed_launcher(size)((count, 1, 1), tokens, previous, table, out)
+    return out

@@ -84,22 +84,15 @@ def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.const
 
 
 @triton.jit
-def hide(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
-    """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
-
-    Most tiles are seen whole, and the masks would be a fifth of the work. All queries
-    see a tile that begins at ``first`` unless that is from ``clear`` on, or a window
-    before ``stop``.
-    """
-    partly = first >= clear
-    if WINDOW:
-        partly |= first + WINDOW < stop
-    if partly:
-        seen = keys <= queries
-        if WINDOW:
-            seen &= keys > queries - WINDOW
-        logits = tl.where(seen, logits, float("-inf"))
-    return logits
+def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """What `fold` starts with, top, total and acc: of a sink, or of nothing."""
+    top = tl.full(heads.shape, NO_KEY, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
+        top = tl.where(counted, sinks * LOG2E, top)
+        total = tl.where(counted, 1.0, total)
+    return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
 
 
 @triton.jit
@@ -122,15 +115,22 @@ def fold(
 
 
 @triton.jit
-def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """What `fold` starts with, top, total and acc: of a sink, or of nothing."""
-    top = tl.full(heads.shape, NO_KEY, tl.float32)
-    total = tl.zeros(heads.shape, tl.float32)
-    if HAS_SINKS:
-        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
-        top = tl.where(counted, sinks * LOG2E, top)
-        total = tl.where(counted, 1.0, total)
-    return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
+def hide(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
+    """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
+
+    Most tiles are seen whole, and the masks would be a fifth of the work. All queries
+    see a tile that begins at ``first`` unless that is from ``clear`` on, or a window
+    before ``stop``.
+    """
+    partly = first >= clear
+    if WINDOW:
+        partly |= first + WINDOW < stop
+    if partly:
+        seen = keys <= queries
+        if WINDOW:
+            seen &= keys > queries - WINDOW
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
 
 
 @triton.jit

@@ -23,6 +23,136 @@ PLACED = 512  # pairs that a program counts and then places when there are more
 VARYING = ["tokens", "n", "num_blocks"]
 
 
+def max_blocks(pairs: int, experts: int, block: int) -> int:
+    """The most blocks that ``pairs`` pairs can fill, however they are routed."""
+    return min(pairs, (pairs + min(pairs, experts) * (block - 1)) // block)
+
+
+class Dispatch(NamedTuple):
+    """The n pairs in order of their experts, and blocks of pairs of one expert.
+
+    Pairs of padding come last, after ``offsets[E]``.
+    """
+
+    pairs: Tensor  # int32 [n]; pair p is choice p % k of token p // k
+    offsets: Tensor  # int32 [E + 1], where each expert's pairs begin
+    blocks: Tensor  # int32 [blocks, 2], expert and first position; -1, 0 if empty
+
+    @classmethod
+    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "Dispatch":
+        """Room for the pairs of ``ids`` int32 [T, k]."""
+        pairs, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+        return cls(pairs, offsets, ids.new_empty(num_blocks, 2))
+
+
+@triton.jit
+def count_live(live_ptr, tokens):
+    """How many tokens have experts; those after them are padding."""
+    live = tokens
+    if live_ptr is not None:
+        live = tl.load(live_ptr)
+    return live
+
+
+@triton.jit
+def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
+    """How many pairs have experts."""
+    return count_live(live_ptr, n // TOP_K) * TOP_K
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def count_kernel(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
+
+
+@triton.jit
+def write_blocks(
+    count,
+    offsets_ptr,
+    blocks_ptr,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """From how many pairs each expert has: the offsets and this program's STEP blocks.
+
+    Block b is of the expert whose blocks, counted up over the experts, b falls into.
+    Returns the offsets.
+    """
+    program = tl.program_id(0)
+    experts = tl.arange(0, count.shape[0])
+    end = tl.cumsum(count, 0)
+    begin = end - count
+    if program == 0:
+        tl.store(offsets_ptr + experts, begin, experts < E)
+        tl.store(offsets_ptr + experts + 1, end, experts == E - 1)
+
+    own = (count + BLOCK - 1) // BLOCK
+    last = tl.cumsum(own, 0)  # blocks up to and with this expert's
+    b = program * STEP + tl.arange(0, STEP)
+    nth = b[:, None] - (last - own)[None, :]  # which of this expert's
+    hit = (nth >= 0) & (nth < own[None, :])
+    expert = tl.sum(tl.where(hit, experts[None, :] + 1, 0), 1) - 1
+    first = tl.sum(tl.where(hit, begin[None, :] + nth * BLOCK, 0), 1)
+    tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
+    tl.store(blocks_ptr + b * 2 + 1, first, b < num_blocks)
+    return begin
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def sort_small_kernel(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS pairs, each of which it compares with all the others.
+
+    position[i] = #{j: (id[j], j) < (id[i], i)}
+    """
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mine = tl.load(ids_ptr + i, i < live, E) * n + i
+    position = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
+        count += tl.histogram(other, BLOCK_E, j < live)
+        lower = (other * n + j)[None, :] < mine[:, None]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
 @triton.jit
 def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
     """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
@@ -103,78 +233,6 @@ def top_k_kernel(
     )
 
 
-class Dispatch(NamedTuple):
-    """The n pairs in order of their experts, and blocks of pairs of one expert.
-
-    Pairs of padding come last, after ``offsets[E]``.
-    """
-
-    pairs: Tensor  # int32 [n]; pair p is choice p % k of token p // k
-    offsets: Tensor  # int32 [E + 1], where each expert's pairs begin
-    blocks: Tensor  # int32 [blocks, 2], expert and first position; -1, 0 if empty
-
-    @classmethod
-    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "Dispatch":
-        """Room for the pairs of ``ids`` int32 [T, k]."""
-        pairs, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
-        return cls(pairs, offsets, ids.new_empty(num_blocks, 2))
-
-
-def max_blocks(pairs: int, experts: int, block: int) -> int:
-    """The most blocks that ``pairs`` pairs can fill, however they are routed."""
-    return min(pairs, (pairs + min(pairs, experts) * (block - 1)) // block)
-
-
-@triton.jit
-def write_blocks(
-    count,
-    offsets_ptr,
-    blocks_ptr,
-    num_blocks,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """From how many pairs each expert has: the offsets and this program's STEP blocks.
-
-    Block b is of the expert whose blocks, counted up over the experts, b falls into.
-    Returns the offsets.
-    """
-    program = tl.program_id(0)
-    experts = tl.arange(0, count.shape[0])
-    end = tl.cumsum(count, 0)
-    begin = end - count
-    if program == 0:
-        tl.store(offsets_ptr + experts, begin, experts < E)
-        tl.store(offsets_ptr + experts + 1, end, experts == E - 1)
-
-    own = (count + BLOCK - 1) // BLOCK
-    last = tl.cumsum(own, 0)  # blocks up to and with this expert's
-    b = program * STEP + tl.arange(0, STEP)
-    nth = b[:, None] - (last - own)[None, :]  # which of this expert's
-    hit = (nth >= 0) & (nth < own[None, :])
-    expert = tl.sum(tl.where(hit, experts[None, :] + 1, 0), 1) - 1
-    first = tl.sum(tl.where(hit, begin[None, :] + nth * BLOCK, 0), 1)
-    tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
-    tl.store(blocks_ptr + b * 2 + 1, first, b < num_blocks)
-    return begin
-
-
-@triton.jit
-def count_live(live_ptr, tokens):
-    """How many tokens have experts; those after them are padding."""
-    live = tokens
-    if live_ptr is not None:
-        live = tl.load(live_ptr)
-    return live
-
-
-@triton.jit
-def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
-    """How many pairs have experts."""
-    return count_live(live_ptr, n // TOP_K) * TOP_K
-
-
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
 def route_kernel(
     logits_ptr,
@@ -218,64 +276,6 @@ def route_kernel(
     tl.store(pairs_ptr + position, pair, expert <= E)
     count = tl.histogram(expert, BLOCK_E, expert < E)
     write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
-def sort_small_kernel(
-    ids_ptr,
-    pairs_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    live_ptr,
-    n,
-    num_blocks,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for ROWS pairs, each of which it compares with all the others.
-
-    position[i] = #{j: (id[j], j) < (id[i], i)}
-    """
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    follow(PDL)
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < live, E) * n + i
-    position = tl.zeros([ROWS], tl.int32)
-    count = tl.zeros([BLOCK_E], tl.int32)
-    for first in range(0, n, CHUNK):
-        j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
-        count += tl.histogram(other, BLOCK_E, j < live)
-        lower = (other * n + j)[None, :] < mine[:, None]
-        position += tl.sum(lower.to(tl.int32), 1)
-    tl.store(pairs_ptr + position, i, i < n)
-    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
-def count_kernel(
-    ids_ptr,
-    counts_ptr,
-    live_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    follow(PDL)
-    chunk = tl.program_id(0)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])

@@ -1,0 +1,539 @@
+"""Chapter 4: the router and the experts that it chooses."""
+
+import math
+from dataclasses import replace
+from itertools import combinations, product
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.layers import Experts
+from simplellm.sizes import count_parameters
+from simplellm.weights import MXFP4, quantize
+
+
+def seeded(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found, expected):
+    """The norm of the difference over the norm of what is expected."""
+    expected = expected.double()
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def pair_of(found, what):
+    """The two tensors that a router returns."""
+    assert isinstance(found, tuple | list) and len(found) == 2, (
+        f"return two tensors, {what}; yours is {type(found).__name__}"
+    )
+    ids, weights = found
+    assert not ids.is_floating_point() and weights.is_floating_point(), (
+        "first the experts' numbers, which are whole, then the weights; yours are "
+        f"{ids.dtype} and {weights.dtype}"
+    )
+    return ids.long(), weights
+
+
+def softmax_of_chosen(scores, top_k):
+    """Ids and weights of one token's scores, in Python's numbers, best first."""
+    ids = sorted(range(len(scores)), key=lambda e: -scores[e])[:top_k]
+    powers = [math.exp(scores[e] - scores[ids[0]]) for e in ids]
+    return ids, [power / sum(powers) for power in powers]
+
+
+def check_route(route):
+    """The pencil's token, then random ones against sorting and exponentials."""
+    what = "the numbers of the experts and their weights"
+    scores = [1.0, -0.5, 1.85, 0.2]
+
+    def routed(x, weight, bias, top_k):
+        ids, weights = pair_of(route(x, weight, bias, top_k), what)
+        shape = (len(x), top_k)
+        for name, tensor in (("ids", ids), ("weights", weights)):
+            assert tuple(tensor.shape) == shape, (
+                f"{len(x)} tokens with {top_k} experts each have {name} {list(shape)}, "
+                f"not {list(tensor.shape)}"
+            )
+        return ids, weights
+
+    pencil = torch.tensor([scores])
+    ids, weights = routed(pencil, torch.eye(4), torch.zeros(4), 2)
+    assert set(ids[0].tolist()) == {0, 2}, (
+        "the scores 1, -0.5, 1.85 and 0.2 choose the largest two, experts 2 and 0; you "
+        f"choose {ids[0].tolist()}"
+    )
+    assert ids[0].tolist() == [2, 0], (
+        f"best first: expert 2 with 1.85, then expert 0 with 1; yours {ids[0].tolist()}"
+    )
+    total = weights.sum().item()
+    assert total < 1 + 1e-4, (
+        f"a token's weights add up to {total:.3f}, not 1: each token has its own "
+        "softmax, along the last axis"
+    )
+    assert total > 1 - 1e-4, (
+        f"the chosen weights add up to {total:.3f}, not 1: the experts that nobody "
+        "chose have kept a share, so take the softmax of the chosen scores alone"
+    )
+    assert torch.allclose(weights, torch.tensor([[0.7006, 0.2994]]), atol=1e-3), (
+        "e^1.85 and e^1 over their sum are 0.70 and 0.30; yours are "
+        f"{[round(w, 3) for w in weights[0].tolist()]}, so no e was raised to the score"
+    )
+    bias = torch.tensor([0.0, 9.0, 0.0, 0.0])
+    ids, _ = routed(pencil, torch.eye(4), bias, 2)
+    assert ids[0].tolist() == [1, 2], (
+        "a bias of 9 makes expert 1 the best: add it before you choose; yours are "
+        f"{ids[0].tolist()}"
+    )
+    x, weight, bias = seeded(20, 6), seeded(16, 6, seed=1), seeded(16, seed=2)
+    ids, weights = routed(x, weight, bias, 4)
+    for token in range(20):
+        scores = (weight.double() @ x[token].double() + bias.double()).tolist()
+        best, shares = softmax_of_chosen(scores, 4)
+        assert ids[token].tolist() == best, (
+            f"random token {token}: the best four experts are {best}, yours "
+            f"{ids[token].tolist()}"
+        )
+        assert torch.allclose(weights[token].double(), torch.tensor(shares).double()), (
+            f"random token {token}: the weights of experts {best} belong in their "
+            "order, and each token has its own softmax"
+        )
+    _, weights = routed(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), 4)
+    assert weights.dtype == torch.bfloat16, (
+        f"the weights come in x's dtype; for bfloat16 yours are {weights.dtype}"
+    )
+    ids, _ = routed(x, weight, None, 4)
+    best = (weight @ x[0]).argmax()
+    assert ids[0, 0] == best, "without a bias, which is None, the product alone counts"
+
+
+def check_expected_distinct(expected_distinct):
+    """All ways to choose, counted, then a binomial for large numbers."""
+    for num_experts, top_k in ((4, 2), (5, 1), (6, 3)):
+        found = float(expected_distinct(num_experts, top_k, 1))
+        assert found > 1 or top_k == 1, (
+            "it's a number of experts, not a share of them; for one token that "
+            f"chooses {top_k} of {num_experts} yours is {found:.3g}"
+        )
+        assert math.isclose(found, top_k, rel_tol=1e-6), (
+            f"one token's {top_k} choices are different experts, so a batch of 1 "
+            f"touches exactly {top_k} of {num_experts}; yours is {found:.3f}"
+        )
+    for num_experts, top_k, batch in ((4, 2, 2), (4, 2, 3), (5, 1, 4), (6, 3, 2)):
+        choices = list(combinations(range(num_experts), top_k))
+        ways = list(product(choices, repeat=batch))
+        mean = sum(len(set().union(*way)) for way in ways) / len(ways)
+        found = float(expected_distinct(num_experts, top_k, batch))
+        assert found <= num_experts, f"there are only {num_experts} experts"
+        assert found < min(num_experts, batch * top_k) - 1e-9, (
+            f"{batch} tokens with {top_k} of {num_experts} choose some experts twice, "
+            f"so the mean is below {min(num_experts, batch * top_k)}; yours is "
+            f"{found:.3f}"
+        )
+        assert math.isclose(found, mean, rel_tol=1e-6), (
+            f"{batch} tokens choose {top_k} of {num_experts} in {len(ways)} ways; the "
+            f"mean of the distinct experts over all of them isn't {found:.3f}"
+        )
+    for num_experts, top_k, batch in ((128, 4, 64), (32, 4, 256), (16, 4, 8)):
+        left = math.comb(num_experts - 1, top_k) / math.comb(num_experts, top_k)
+        found = float(expected_distinct(num_experts, top_k, batch))
+        assert math.isclose(found, num_experts * (1 - left**batch), rel_tol=1e-6), (
+            f"{batch} tokens, {top_k} of {num_experts}: {found:.3f} is off"
+        )
+
+
+def gated(gate, up, limit, alpha):
+    """One number of a SwiGLU, from its formula."""
+    gate, up = min(gate, limit), max(-limit, min(up, limit))
+    return gate / (1 + math.exp(-alpha * gate)) * (up + 1)
+
+
+def check_swiglu(swiglu):
+    """One number at a time, so that each detail is seen by itself."""
+
+    def one(gate, up, limit=7.0, alpha=1.702):
+        found = swiglu(torch.tensor([gate, up]), limit, alpha)
+        assert tuple(found.shape) == (1,), (
+            f"a gate and an up make one number, [2] becomes [1]; yours is "
+            f"{list(found.shape)}"
+        )
+        return found.item()
+
+    def near(found, expected):
+        return math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-6)
+
+    found, right = one(1.0, 0.5), gated(1.0, 0.5, 7.0, 1.702)
+    assert not near(found, gated(0.5, 1.0, 7.0, 1.702)), (
+        "of each two numbers the gate comes first, then its up"
+    )
+    assert not near(found, right / 3), (
+        "the gate multiplies up plus one: 1.5 for an up of 0.5"
+    )
+    assert not near(found, gated(1.0, 0.5, 7.0, 1.0)), (
+        "the sigmoid has a slope: it's sigmoid(alpha * gate)"
+    )
+    assert near(found, right), (
+        f"gate 1 and up 0.5 make {right:.4f}: gate times its sigmoid times up plus "
+        f"one; yours is {found:.4f}"
+    )
+    assert near(one(1.0, 0.5, 7.0, 0.3), gated(1.0, 0.5, 7.0, 0.3)), (
+        "alpha is an argument; with 0.3 yours is off"
+    )
+    right = gated(9.0, 0.0, 7.0, 1.702)
+    assert near(one(9.0, 0.0), right), (
+        f"a gate of 9 is clamped to the limit, 7, and makes {right:.3f}; yours is "
+        f"{one(9.0, 0.0):.3f}"
+    )
+    right = gated(-5.0, 0.0, 2.0, 0.1)
+    assert near(one(-5.0, 0.0, 2.0, 0.1), right), (
+        "the gate is clamped from above only: with the limit 2 and alpha 0.1, a gate "
+        f"of -5 stays -5 and makes {right:.3f}; yours is {one(-5.0, 0.0, 2.0, 0.1):.3f}"
+    )
+    for up in (9.0, -9.0):
+        right = gated(1.0, up, 7.0, 1.702)
+        assert near(one(1.0, up), right), (
+            f"an up of {up:g} is clamped to {math.copysign(7, up):g}, on both sides, "
+            f"and makes {right:.3f}; yours is {one(1.0, up):.3f}"
+        )
+    row = torch.tensor([1.0, 0.5, 2.0, -0.5, -1.0, 3.0])
+    right = [gated(row[i].item(), row[i + 1].item(), 7.0, 1.702) for i in (0, 2, 4)]
+    found = swiglu(row, 7.0, 1.702).tolist()
+    assert torch.allclose(torch.tensor(found), torch.tensor(right), atol=1e-4), (
+        "gate and up alternate, gate, up, gate, up: 1, 0.5, 2, -0.5, -1 and 3 make "
+        f"{[round(r, 3) for r in right]}; yours is {[round(f, 3) for f in found]}"
+    )
+    many = seeded(2, 3, 8, scale=6.0)
+    before = many.clone()
+    found = swiglu(many, 7.0, 1.702)
+    assert torch.equal(many, before), (
+        "the caller's numbers have changed: `clamp_` works in place, and a slice is a "
+        "view of the same memory"
+    )
+    assert tuple(found.shape) == (2, 3, 4), (
+        f"leading axes stay, [2, 3, 8] becomes [2, 3, 4]; yours is {list(found.shape)}"
+    )
+    right = [[[gated(g, u, 7.0, 1.702) for g, u in r] for r in m] for m in pairs(many)]
+    assert torch.allclose(found, torch.tensor(right), rtol=1e-4, atol=1e-5), (
+        "over random numbers, some are off"
+    )
+    kind = swiglu(many.bfloat16(), 7.0, 1.702).dtype
+    assert kind == torch.bfloat16, f"bfloat16 stays bfloat16; yours is {kind}"
+
+
+def pairs(numbers):
+    """The last axis by twos, as lists."""
+    return numbers.unflatten(-1, (-1, 2)).tolist()
+
+
+def mixture(num_experts=6, hidden=8, inner=4, top_k=2, scale=1.0):
+    """A small layer with random weights, no two experts alike."""
+    return Experts(
+        router=seeded(num_experts, hidden, seed=1),
+        router_bias=seeded(num_experts, seed=2),
+        gate_up=seeded(num_experts, 2 * inner, hidden, seed=3, scale=scale),
+        gate_up_bias=seeded(num_experts, 2 * inner, seed=4),
+        down=seeded(num_experts, hidden, inner, seed=5, scale=scale),
+        down_bias=seeded(num_experts, hidden, seed=6),
+        top_k=top_k,
+        limit=2.0,
+        alpha=1.5,
+    )
+
+
+def numbers(weight):
+    """A weight of either kind in float64."""
+    if isinstance(weight, MXFP4):
+        weight = weight.dequantize(torch.float32)
+    return weight.double()
+
+
+def one_by_one(x, mlp, share=lambda weight: weight, late_bias=False):
+    """What the layer adds to each token, token by token, choice by choice.
+
+    ``share`` and ``late_bias`` are for mistakes that a check knows by name.
+    """
+    gate_up, down = numbers(mlp.gate_up), numbers(mlp.down)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        scores = mlp.router.double() @ row
+        if mlp.router_bias is not None:
+            scores += mlp.router_bias.double()
+        ids, weights = softmax_of_chosen(scores.tolist(), mlp.top_k)
+        for expert, weight in zip(ids, map(share, weights), strict=True):
+            both = gate_up[expert] @ row
+            if mlp.gate_up_bias is not None:
+                both += mlp.gate_up_bias[expert].double()
+            gates = [gated(g, u, mlp.limit, mlp.alpha) for g, u in pairs(both)]
+            y = down[expert] @ torch.tensor(gates, dtype=torch.float64)
+            bias = 0.0 if mlp.down_bias is None else mlp.down_bias[expert].double()
+            out[token] += weight * y + bias if late_bias else weight * (y + bias)
+    return out
+
+
+def judge(run, x, mlp):
+    """Whether ``run`` gives the sums; names the mistakes whose sums it knows."""
+    given = x.clone()
+    found = run(x, mlp)
+    assert isinstance(found, torch.Tensor) and found.shape == x.shape, (
+        f"x {list(x.shape)} becomes a tensor of the same shape; yours is "
+        f"{list(getattr(found, 'shape', []))}"
+    )
+    assert torch.equal(x, given), "x has changed; write your sums to a new tensor"
+
+    expected = one_by_one(x, mlp)
+    if not found.isfinite().all() or relative(found, expected) > 1e-4:
+        raise AssertionError(explained(found, x, mlp))
+
+
+def explained(found, x, mlp):
+    """What is wrong with ``found``, if it is a mistake that has a name here."""
+    bare = replace(mlp, gate_up_bias=None)
+    mistakes = [
+        (
+            one_by_one(x, mlp, late_bias=True),
+            "the down bias belongs to the expert: add it before the router's weight "
+            "multiplies",
+        ),
+        (
+            one_by_one(x, mlp, share=lambda weight: 1.0),
+            "the sum is a weighted one: multiply what an expert says by its weight",
+        ),
+        (
+            one_by_one(x, bare),
+            "both products of an expert have a bias; gate_up_bias is missing",
+        ),
+    ]
+    for sums, told in mistakes:
+        if relative(found, sums) < 1e-4:
+            return told
+    return (
+        f"{len(x)} tokens, {len(mlp.router)} experts, {mlp.top_k} a token: your output "
+        f"is off by {relative(found, one_by_one(x, mlp)):.2g} of its norm"
+    )
+
+
+def check_naive_moe(naive_moe):
+    """Sizes that grow by one thing at a time, against a loop over tokens."""
+    lone = mixture(num_experts=1, top_k=1)
+    judge(naive_moe, seeded(3, 8, seed=7), lone)
+    x = seeded(5, 8, seed=8)
+    try:
+        judge(naive_moe, x, mixture(num_experts=4, top_k=1))
+    except AssertionError as error:
+        raise AssertionError(
+            "a lone expert is right, but of four, one a token, another one counted: "
+            f"which expert a weight belongs to is in route's ids ({error})"
+        ) from None
+    judge(naive_moe, x, mixture())
+    judge(naive_moe, seeded(7, 8, seed=9), mixture())
+    judge(naive_moe, seeded(20, 8, seed=10), mixture(num_experts=12, top_k=4))
+    packed = mixture(hidden=32, inner=32, scale=0.2)
+    packed = replace(
+        packed, gate_up=quantize(packed.gate_up), down=quantize(packed.down)
+    )
+    judge(naive_moe, seeded(5, 32, seed=11), packed)
+
+
+def check_experts(experts):
+    """Sums, then what is read: NaN where nobody chose, and a count of decoding."""
+
+    def run(x, mlp):
+        return experts(x, mlp, torch.tensor([len(x)], dtype=torch.int32))
+
+    judge(run, seeded(1, 8, seed=8), mixture(num_experts=4, top_k=1))
+    judge(run, seeded(1, 8, seed=8), mixture())
+    x = seeded(7, 8, seed=9)
+    found = run(x, mixture())
+    alone = torch.cat([run(row[None], mixture()) for row in x])
+    assert found.shape == alone.shape and relative(found, alone) < 1e-4, (
+        "each token alone is right, seven together aren't: a pair's token is its "
+        "number // k, its weight stands in the same place, and a token's experts add up"
+    )
+    judge(run, x, mixture())
+    judge(run, seeded(40, 8, seed=10), mixture(num_experts=12, top_k=4))
+
+    # One token, so that most experts are nobody's choice.
+    x = seeded(1, 8, seed=12)
+    whole = mixture(num_experts=12)
+    scores = whole.router @ x[0] + whole.router_bias
+    ids, _ = softmax_of_chosen(scores.tolist(), 2)
+    unread = torch.ones(12, dtype=torch.bool)
+    unread[ids] = False
+    poisoned = replace(whole, gate_up=whole.gate_up.clone(), down=whole.down.clone())
+    poisoned.gate_up[unread] = poisoned.down[unread] = torch.nan
+    found = run(x, poisoned)
+    assert found.isfinite().all() and relative(found, run(x, whole)) < 1e-6, (
+        "the experts that nobody chose are full of NaN here, and it shows: they must "
+        "not even run, since 0 times NaN is NaN"
+    )
+    judge_decoding(run)
+    x = seeded(5, 8, seed=13)
+    judge(run, x, replace(mixture(), gate_up_bias=None, down_bias=None))
+
+
+def judge_decoding(run):
+    """Counts the matrices that a run dequantizes."""
+    mlp = mixture(num_experts=8, hidden=32, inner=32, scale=0.2)
+    mlp = replace(mlp, gate_up=quantize(mlp.gate_up), down=quantize(mlp.down))
+    x = seeded(6, 32, seed=14)
+    x[1:4] = x[0] + 0.01 * x[1:4]  # tokens that agree
+    judge(run, x, mlp)
+    scores = x @ mlp.router.T + mlp.router_bias
+    chosen = len({e for row in scores for e in softmax_of_chosen(row.tolist(), 2)[0]})
+    decode, counted = MXFP4.dequantize, []
+
+    def counting(self, *arguments, **named):
+        counted.append(math.prod(self.shape[:-2]))
+        return decode(self, *arguments, **named)
+
+    with patch.object(MXFP4, "dequantize", counting):
+        run(x, mlp)
+    matrices = sum(counted)
+    assert matrices != 2 * 8, (
+        f"all 8 experts are dequantized, where the tokens chose {chosen}: skip those "
+        "whose group is empty"
+    )
+    assert matrices <= 2 * chosen, (
+        f"{chosen} experts with 2 matrices each were chosen, and you dequantize "
+        f"{matrices} matrices: each expert runs once, on all its tokens together"
+    )
+
+
+def bytes_a_token(config, batch):
+    """What a step reads for each of its tokens, on the average."""
+    num_experts, top_k = config.num_local_experts, config.num_experts_per_tok
+    left = math.comb(num_experts - 1, top_k) / math.comb(num_experts, top_k)
+    distinct = num_experts * (1 - left**batch)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    one = 3 * hidden * inner * 4.25 / 8 + 2 * (2 * inner + hidden)
+    kinds = count_parameters(config).by_kind
+    rest = 2 * (sum(kinds.values()) - kinds["experts"] - kinds["embedding"])
+    return (rest + config.num_hidden_layers * distinct * one) / batch
+
+
+def check_4_1(smallest_batch):
+    """Each answer has to be below its limit, and the batch before it not."""
+    few = replace(GPT_OSS_20B, num_local_experts=8)
+    configs = {"120b": GPT_OSS_120B, "20b": GPT_OSS_20B, "20b with 8 experts": few}
+    for name, config in configs.items():
+        one = bytes_a_token(config, 1)
+        found = smallest_batch(config, 1.01 * one)
+        assert found == 1, f"{name}: one token already reads less than the limit"
+        for share in (0.9, 0.7, 0.35, 0.2, 0.03):
+            limit = share * one
+            batch = smallest_batch(config, limit)
+            told = f"{name}, limit {limit / 1e9:.2f} GB: at batch {batch} a token reads"
+            size = bytes_a_token(config, batch)
+            assert size < limit, f"{told} {size / 1e9:.3f} GB, so it's too small"
+            before = bytes_a_token(config, batch - 1) if batch > 1 else math.inf
+            assert before >= limit, (
+                f"{told} less, but so it does at batch {batch - 1}: not the smallest"
+            )
+
+
+def check_4_2(imbalance):
+    """Counts small enough to see."""
+    cases = [
+        ([[0, 1], [2, 3]], 4, 1.0, "all four experts have one token: perfectly even"),
+        ([[0, 1], [0, 2], [0, 3]], 4, 2.0, "3 tokens at the busiest, 1.5 on average"),
+        ([[0, 1], [0, 1]], 8, 4.0, "6 of 8 experts have nobody, and they count"),
+        (
+            [[3, 2, 1, 0]] * 5,
+            16,
+            4.0,
+            "4 of 16 experts have 5 tokens, a mean of 1.25",
+        ),
+        ([[5], [5], [2]], 6, 4.0, "2 tokens at the busiest, a mean of 3 / 6"),
+    ]
+    for ids, num_experts, expected, reason in cases:
+        found = float(imbalance(torch.tensor(ids), num_experts))
+        assert math.isclose(found, expected, rel_tol=1e-5), (
+            f"{reason}: {ids} among {num_experts} is not {found:.3g}"
+        )
+
+
+def check_4_3(route_all):
+    """Against the softmax of the chosen scores."""
+    x, weight, bias = seeded(20, 6), seeded(16, 6, seed=1), seeded(16, seed=2)
+    found = route_all(x, weight, bias, 4)
+    ids, weights = pair_of(found, "the numbers of the experts and their weights")
+    assert ids.shape == weights.shape == (20, 4), (
+        f"20 tokens with 4 experts each are [20, 4]; yours {list(weights.shape)}"
+    )
+    for token in range(20):
+        scores = (weight.double() @ x[token].double() + bias.double()).tolist()
+        best, shares = softmax_of_chosen(scores, 4)
+        assert ids[token].tolist() == best, "the same experts in the same order"
+        total = weights[token].sum().item()
+        assert abs(total - 1) < 1e-4, (
+            f"the chosen shares add up to {total:.3f}: divide them by their sum"
+        )
+        assert torch.allclose(weights[token].double(), torch.tensor(shares).double()), (
+            "they add up to 1, but the ratio of two weights is that of their e^score"
+        )
+
+
+class Watch(TorchDispatchMode):
+    """Counts torch's operations, and notes sorting and the largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.largest = 0
+        self.sorts = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).removeprefix("aten.").split(".")[0]
+        if name in ("sort", "argsort", "topk", "msort", "kthvalue", "_unique2"):
+            self.sorts.append(name)
+        out = function(*args, **(kwargs or {}))
+        self.operations += 1
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def check_4_4(group_pairs):
+    """Right on numbers, then watched where there are none."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, k, number in ((1, 4, 16), (7, 2, 3), (64, 4, 128), (40, 1, 4)):
+        ids = torch.rand(tokens, number, generator=generator).topk(k).indices
+        pairs, counts = group_pairs(ids, number)
+        sizes = ids.flatten().bincount(minlength=number)
+        assert counts.tolist() == sizes.tolist(), (
+            f"{tokens} tokens with {k} of {number} experts: one count for each of the "
+            "experts, those without a pair too"
+        )
+        told = f"{tokens} tokens with {k} of {number} experts"
+        assert sorted(pairs.tolist()) == list(range(tokens * k)), (
+            f"{told}: each pair's number, 0 to {tokens * k - 1}, is there once"
+        )
+        assert (ids.flatten()[pairs.long()].diff() >= 0).all(), (
+            f"{told}: the pairs aren't ordered by expert; start plus rank is the place "
+            "where a pair goes, and wanted is which pair is there"
+        )
+        assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist(), (
+            "the pairs of one expert stay in the order in which they came"
+        )
+    pairs, experts_ = 4096, 16
+    ids = torch.empty(pairs // 4, 4, dtype=torch.int64, device="meta")
+    watch = Watch()
+    try:
+        with watch:
+            group_pairs(ids, experts_)
+    except (NotImplementedError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise AssertionError(
+            "without numbers it can't go on: somewhere Python waits for a value "
+            f"({reason})"
+        ) from None
+    assert not watch.sorts, f"{watch.sorts[0]} sorts; count instead"
+    assert watch.operations <= pairs // 4, (
+        f"{watch.operations} operations for {pairs} pairs: that's a loop over the pairs"
+    )
+    assert watch.largest <= 2 * pairs * experts_, (
+        f"a tensor of {watch.largest:,} numbers for {pairs:,} pairs and {experts_} "
+        "experts: every pair was compared with every other"
+    )

@@ -1,0 +1,543 @@
+"""Chapter 5: positions, masks and attention."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B, ModelConfig
+from simplellm.folder import EMBEDDED
+
+YARN: Any = GPT_OSS_20B.rope_scaling  # which it has
+
+
+def seeded(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(found, expected):
+    """The norm of the difference over the norm of what is expected."""
+    expected = expected.double()
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def is_tensor(found, shape, what):
+    """The candidate's result has to be a tensor of this shape."""
+    assert isinstance(found, torch.Tensor) and tuple(found.shape) == tuple(shape), (
+        f"{what} is a tensor {list(shape)}; yours is "
+        f"{list(getattr(found, 'shape', [])) or type(found).__name__}"
+    )
+
+
+def turned(x, angles):
+    """Each head of x [T, N, D] by its token's angles [T, D/2], in float64."""
+    half = x.shape[-1] // 2
+    first, second = x.double()[..., :half], x.double()[..., half:]
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+def check_rotate(rotate):
+    """Quarter turns, then random angles."""
+    quarter, none = torch.zeros(1, 1), torch.ones(1, 1)
+    found = rotate(torch.tensor([[[1.0, 0.0]]]), quarter, none)
+    is_tensor(found, (1, 1, 2), "one head of one pair, turned,")
+    found = [round(n, 4) for n in found.flatten().tolist()]
+    assert found != [0, -1], (
+        "a quarter turn brings (1, 0) to (0, 1), against the clock; yours goes with it"
+    )
+    assert found == [0, 1], f"a quarter turn brings (1, 0) to (0, 1), not to {found}"
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
+    found = [round(n, 4) for n in rotate(x, cos, sin).flatten().tolist()]
+    assert found != [-2, 1, 3, 4], (
+        "number i is paired with number i + D/2, so 1 with 3 and 2 with 4; yours pairs "
+        "neighbors"
+    )
+    assert found == [-3, 2, 1, 4], (
+        "a quarter turn of pair 0 alone makes [-3, 2, 1, 4] of [1, 2, 3, 4]; yours is "
+        f"{found}"
+    )
+    x, angles = seeded(5, 3, 8), seeded(5, 4, seed=1)
+    before = x.clone()
+    found = rotate(x, angles.cos(), angles.sin())
+    assert torch.equal(x, before), "x has changed; return a new tensor"
+    is_tensor(found, x.shape, "the result for 5 tokens with 3 heads")
+    expected = turned(x, angles)
+    assert relative(found, expected) < 1e-5, (
+        "5 tokens, 3 heads: each token has angles of its own, the same for its heads; "
+        f"yours is off by {relative(found, expected):.2g}"
+    )
+    square, angles = seeded(4, 4, 8, seed=2), seeded(4, 4, seed=3)
+    found = rotate(square, angles.cos(), angles.sin())
+    assert relative(found, turned(square, angles)) < 1e-5, (
+        "4 tokens, 4 heads: the angles belong to the tokens, the first axis, not to "
+        "the heads"
+    )
+    x, angles = seeded(40, 8, 64, seed=4).bfloat16(), seeded(40, 32, seed=5)
+    found = rotate(x, 1.35 * angles.cos(), 1.35 * angles.sin())
+    assert found.dtype == torch.bfloat16, f"bfloat16 stays bfloat16, not {found.dtype}"
+    best = (1.35 * turned(x, angles)).bfloat16()
+    same = (found == best).float().mean().item()
+    assert same > 0.98, (
+        "for bfloat16 the products are float32, and only the result is rounded: "
+        f"{same:.0%} of your numbers are the nearest there are"
+    )
+
+
+def yarn(config, truncate=None, blend="frequencies", ramped=True):
+    """Frequencies by the formulas, in Python's numbers; options are mistakes."""
+    dim, theta, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if scaling is None:
+        return plain
+
+    def end(turns):
+        length = scaling.original_max_position_embeddings
+        return dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low, high = end(scaling.beta_fast), end(scaling.beta_slow)
+    if scaling.truncate if truncate is None else truncate:
+        low, high = math.floor(low), math.ceil(high)
+    found = []
+    for i, f in enumerate(plain):
+        r = min(max((i - low) / (high - low), 0), 1) if ramped else 1
+        if blend == "frequencies":
+            found.append(f * (1 - r) + f / scaling.factor * r)
+        else:
+            found.append(1 / ((1 - r) / f + r * scaling.factor / f))
+    return found
+
+
+def check_yarn_frequencies(yarn_frequencies):
+    """Pair by pair against the formulas, for several models."""
+
+    def numbers(config):
+        found = yarn_frequencies(config)
+        assert isinstance(found, tuple | list) and len(found) == 2, (
+            "return two things, the frequencies and the concentration"
+        )
+        frequencies, concentration = found
+        is_tensor(frequencies, (config.head_dim // 2,), "one frequency for each pair")
+        assert frequencies.dtype == torch.float32, (
+            f"the frequencies are float32, not {frequencies.dtype}"
+        )
+        return frequencies.double(), float(concentration)
+
+    def near(found, expected):
+        expected = torch.tensor(expected, dtype=torch.float64)
+        return bool(((found - expected).abs() <= 2e-6 * expected).all())
+
+    plain = replace(GPT_OSS_20B, rope_scaling=None)
+    found, concentration = numbers(plain)
+    assert abs(found[0].item() - 1) < 1e-6, f"pair 0 turns by 1 radian, not {found[0]}"
+    assert near(found, yarn(plain)), (
+        "without scaling, pair i turns by theta^(-2i/D): pair 1 by "
+        f"{yarn(plain)[1]:.4f}; yours by {found[1]:.4f}"
+    )
+    assert concentration == 1, f"without scaling the concentration is 1.0, not {found}"
+
+    config = GPT_OSS_20B
+    found, concentration = numbers(config)
+    right = yarn(config)
+    assert not near(found, yarn(config, ramped=False)), (
+        "all pairs are slowed down; the fast ones, before the ramp, stay as they are"
+    )
+    assert not near(found, yarn(config, truncate=True)), (
+        "the ramp runs from 8 to 18 here; with `truncate: false` its ends stay "
+        "fractions, 8.093 and 17.398"
+    )
+    for pair in (8, 0, 5, 31, 18, 25):
+        which = "before" if pair < 9 else "behind"
+        what = "stays as it is" if pair < 9 else "is 32 times as slow"
+        off = abs(found[pair].item() / right[pair] - 1)
+        assert off < 1e-4, (
+            f"pair {pair} is {which} the ramp's end and {what}: {right[pair]:.4g}; "
+            f"yours is {found[pair]:.4g}"
+        )
+    assert not near(found, yarn(config, blend="periods")), (
+        "on the ramp it is frequencies that are mixed, not their periods"
+    )
+    assert near(found, right), (
+        "on the ramp, pairs 9 to 17, some frequency is off: pair 13 turns by "
+        f"{right[13]:.4g}, yours by {found[13]:.4g}"
+    )
+    expected = 0.1 * math.log(32) + 1
+    assert abs(concentration - expected) < 1e-6, (
+        f"the concentration for a factor of 32 is 0.1 ln 32 + 1 = {expected:.4f}, with "
+        f"the natural logarithm; yours is {concentration:.4f}"
+    )
+    cut = replace(config, rope_scaling=replace(YARN, truncate=True))
+    assert near(numbers(cut)[0], yarn(cut)), (
+        "with `truncate: true` the ends of the ramp are rounded outward, to 8 and 18"
+    )
+    other = replace(
+        config,
+        head_dim=128,
+        rope_theta=10_000.0,
+        rope_scaling=replace(
+            YARN,
+            factor=4.0,
+            original_max_position_embeddings=2048,
+            beta_fast=16.0,
+            beta_slow=2.0,
+        ),
+    )
+    found, concentration = numbers(other)
+    assert near(found, yarn(other)), (
+        "another model, with D = 128, theta = 10,000, a factor of 4 and betas of its "
+        "own: take all numbers from the config"
+    )
+    assert abs(concentration - 0.1 * math.log(4) - 1) < 1e-6, (
+        "the concentration comes from the factor: for 4 it is 0.1 ln 4 + 1"
+    )
+
+
+def grouped_attention(
+    q, k, v, sinks, window=None, *, scale=None, kv_of=None, wide=0, future=False
+):
+    """Attention [T, H, D] by the definition, in float64. The last three: mistakes."""
+    q, k, v = (x.double() for x in (q, k, v))
+    length, heads, dim = q.shape
+    group = heads // k.shape[1]
+    scale = dim**-0.5 if scale is None else scale
+    out = torch.zeros_like(q)
+    for i in range(length):
+        first = 0 if window is None else max(0, i - window - wide + 1)
+        seen = slice(first, length if future else i + 1)
+        for h in range(heads):
+            kv = kv_of(h) if kv_of else h // group
+            scores = k[seen, kv] @ q[i, h] * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h].double()[None]])
+            share = scores.softmax(0)[: k[seen].shape[0]]
+            out[i, h] = share @ v[seen, kv]
+    return out
+
+
+def check_naive_attention(naive_attention):
+    """The pencil's table, then random heads, and mistakes that have names."""
+    q = torch.tensor([[0.0, 0.0], [0.0, 0.0], [2.0, 1.0]])[:, None] * 2**0.5
+    k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -2.0]])[:, None]
+    v = torch.tensor([[10.0, 0.0], [0.0, 10.0], [5.0, 5.0]])[:, None]
+    none = torch.tensor([-1e4])  # a sink that takes nothing
+    found = naive_attention(q, k, v, none)
+    is_tensor(found, (3, 1, 2), "the output for 3 tokens, 1 head of 2 numbers,")
+    assert torch.allclose(found[0, 0], v[0, 0], atol=1e-3), (
+        "token 0 sees only itself, so its output is its own value, (10, 0); yours is "
+        f"{[round(n, 2) for n in found[0, 0].tolist()]}"
+    )
+    told = [round(n, 2) for n in found[2, 0].tolist()]
+    unscaled = grouped_attention(q, k, v, none, scale=1.0)
+    assert not torch.allclose(found[2].double(), unscaled[2], atol=1e-2), (
+        "divide the scores by the square root of D before the softmax"
+    )
+    assert abs(found[2, 0, 0] - 7.1) < 0.02, (
+        f"token 2 of the pencil's example, with its query times sqrt(2), has (7.1, "
+        f"2.9); yours is {told}"
+    )
+    found = naive_attention(q, k, v, torch.ones(1))
+    share = found[2, 0, 0].item() / 7.104
+    assert share < 0.99, (
+        "a sink of 1 takes a part of the softmax, and the output of token 2 shrinks to "
+        f"0.803 of what it was; yours to {share:.3f}"
+    )
+    assert abs(share - 0.803) < 2e-3, (
+        "with a sink of 1 the output of token 2 shrinks to 0.803 of what it was: the "
+        f"sink is e^1 in the denominator, not scaled; yours shrinks to {share:.3f}"
+    )
+    q, k, v = seeded(9, 6, 8), seeded(9, 3, 8, seed=1), seeded(9, 3, 8, seed=2)
+    sinks = seeded(6, seed=3)
+    judge_heads(lambda *case: naive_attention(*case[:4], case[4]), q, k, v, sinks)
+
+
+def judge_heads(run, q, k, v, sinks):
+    """Six query heads on three kv heads, with and without a window."""
+    one_sink = sinks[:1].expand_as(sinks)
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"future": True}, "a token sees itself and those before it, not the future"),
+        (
+            {"kv_of": lambda h: h % k.shape[1]},
+            "neighboring query heads share a kv head: with 6 and 3, heads 0 and 1 read "
+            "kv head 0, h // 2 and not h % 3",
+        ),
+        (
+            {"kv_of": lambda h: 0},
+            "every query head has read kv head 0; head h belongs to kv head h // 2",
+        ),
+    ]
+    found = run(q, k, v, sinks, None)
+    is_tensor(found, q.shape, "the output")
+    expected = grouped_attention(q, k, v, sinks)
+    if not relative(found, expected) < 1e-4:
+        for mistake, told in mistakes:
+            wrong = grouped_attention(q, k, v, sinks, **mistake)
+            assert relative(found, wrong) > 1e-4, told
+        wrong = grouped_attention(q, k, v, one_sink)
+        assert relative(found, wrong) > 1e-4, "each head has a sink of its own"
+        assert relative(found, grouped_attention(q, k, v, None)) > 1e-4, (
+            "the sinks have no effect"
+        )
+        off = relative(found, expected)
+        raise AssertionError(f"6 query heads, 3 kv heads: off by {off:.2g} of its norm")
+    for window in (3, 1, 20):
+        found = run(q, k, v, sinks, window)
+        expected = grouped_attention(q, k, v, sinks, window)
+        for wide in (1, -1) if window == 3 else ():
+            wrong = grouped_attention(q, k, v, sinks, window, wide=wide)
+            assert relative(found, wrong) > 1e-4, (
+                f"a window of 3 is the query's own position and the 2 before it; yours "
+                f"has {window + wide} positions"
+            )
+        assert relative(found, expected) < 1e-4, (
+            f"with a window of {window} it's off by {relative(found, expected):.2g}"
+        )
+
+
+def check_visible(visible):
+    """Against comparisons of whole numbers, one by one."""
+    cases = [
+        (range(4), range(4), None, "every token before"),
+        (range(6), range(6), 1, "a window of 1 is the token itself"),
+        (range(6), range(6), 3, "a window of 3"),
+        (range(7, 10), range(10), None, "three queries, the last of ten positions"),
+        (range(7, 10), range(10), 4, "three queries with a window of 4"),
+        (range(20, 23), range(15, 23), 4, "keys that begin at position 15"),
+        (range(3), range(3), 128, "a window larger than the text"),
+    ]
+    for queries, keys, window, what in cases:
+        found = visible(torch.tensor(queries), torch.tensor(keys), window)
+        is_tensor(found, (len(queries), len(keys)), f"{what}: the mask")
+        assert found.dtype == torch.bool, f"a mask is bool, not {found.dtype}"
+        for i, query in enumerate(queries):
+            row = dict(zip(keys, found[i].tolist(), strict=True))
+            told = f"{what}, query at {query}"
+            late = [key for key in row if row[key] and key > query]
+            assert not late, f"{told}: it sees {late}, which is the future"
+            assert row[query], f"{told}: it doesn't see itself"
+            for key, seen in row.items():
+                near = window is None or query - key < window
+                assert seen or key > query or not near, (
+                    f"{told}: it doesn't see {key}, {query - key} before it; the "
+                    "window counts the query itself"
+                )
+                assert near or not seen, (
+                    f"{told}: it sees {key}, {query - key} before it, and the window "
+                    "counts the query itself"
+                )
+
+
+def check_masked_attention(masked_attention):
+    """Against the definition; then other masks, large scores, bfloat16, sequences."""
+    q, k, v = seeded(9, 6, 8), seeded(9, 3, 8, seed=1), seeded(9, 3, 8, seed=2)
+    sinks, place = seeded(6, seed=3), torch.arange(9)
+
+    def run(q, k, v, sinks, window):
+        mask = place <= place[:, None]
+        if window is not None:
+            mask &= place > place[:, None] - window
+        return masked_attention(q, k, v, mask, sinks, q.shape[-1] ** -0.5)
+
+    judge_mask(masked_attention, q, k, v)
+    scaled = grouped_attention(q, k, v, sinks * 8**-0.5)
+    assert relative(run(q, k, v, sinks, None), scaled) > 1e-4, (
+        "the scale is for the scores; the sink joins them unscaled"
+    )
+    judge_heads(run, q, k, v, sinks)
+    bare = grouped_attention(q, k, v, None)
+    assert relative(run(q, k, v, None, None), bare) < 1e-4, "sinks may be None"
+    last = masked_attention(q[-2:], k, v, (place <= place[:, None])[-2:], sinks, 0.3)
+    expected = grouped_attention(q, k, v, sinks, scale=0.3)[-2:]
+    assert relative(last, expected) < 1e-4, (
+        "two queries, nine keys and a scale of 0.3: their numbers differ, and the "
+        "scale is an argument"
+    )
+    for name, large_q, large_sinks in (
+        ("scores", 200 * q, sinks),
+        ("sinks", q, sinks.abs() + 200),
+    ):
+        found = run(large_q, k, v, large_sinks, None)
+        assert found.isfinite().all(), (
+            f"with large {name} some output is no number: e^200 is infinity in "
+            "float32, so subtract a maximum that includes the sink, or let softmax do "
+            "it"
+        )
+        expected = grouped_attention(large_q, k, v, large_sinks)
+        assert (found - expected).abs().max() < 1e-3, f"with large {name} it's off"
+    judge_precision(masked_attention)
+    queries, keys, values = (torch.stack([x, x.flip(0)]) for x in (q, k, v))
+    mask = torch.stack([place <= place[:, None], place >= place[:, None]])
+    found = masked_attention(queries, keys, values, mask, sinks, 8**-0.5)
+    is_tensor(found, queries.shape, "two sequences' output")
+    pair = [
+        masked_attention(*one, sinks, 8**-0.5)
+        for one in zip(queries, keys, values, mask, strict=True)
+    ]
+    assert relative(found, torch.stack(pair)) < 1e-4, (
+        "two sequences at once differ from each by itself"
+    )
+
+
+def judge_mask(masked_attention, q, k, v):
+    """One key for each query, so that its value has to come out."""
+    chosen = torch.tensor([4, 0, 8, 2, 2, 7, 1, 5, 3])
+    only = torch.nn.functional.one_hot(chosen, 9).bool()
+    found = masked_attention(q, k, v, only, None, 1.0)
+    is_tensor(found, q.shape, "the output")
+    values = v[chosen].repeat_interleave(2, 1)
+    if relative(found, values) < 1e-4:
+        return
+    hidden = masked_attention(q, k, v, ~only, None, 1.0)
+    assert relative(hidden, values) > 1e-4, "True is what a query may read"
+    in_turns = v[chosen].repeat(1, 2, 1)
+    assert relative(found, in_turns) < 1e-4, (  # of which more later
+        "a mask with one key for each query: that key's value must come out whole; "
+        "what the mask hides gets its -inf before the softmax, not a zero after it"
+    )
+
+
+def judge_precision(masked_attention):
+    """In bfloat16 only the result may be rounded."""
+    q, k, v = (seeded(64, 4, 32, seed=s).bfloat16() for s in (5, 6, 7))
+    sinks = seeded(4, seed=8)
+    place = torch.arange(64)
+    found = masked_attention(q, k, v, place <= place[:, None], sinks, 32**-0.5)
+    assert found.dtype == torch.bfloat16, (
+        f"the result has q's dtype, bfloat16; yours is {found.dtype}"
+    )
+    best = grouped_attention(q, k, v, sinks).bfloat16()
+    same = (found == best).float().mean().item()
+    assert same > 0.95, (
+        "for bfloat16 scores, softmax and sums are float32, and only the result is "
+        f"rounded: {same:.0%} of your numbers are the nearest there are"
+    )
+
+
+def check_5_1(kv_bytes):
+    """Layer by layer, for models that differ in everything."""
+    embedded = ModelConfig.from_file(EMBEDDED / "config.json")
+    configs = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B, "embedded": embedded}
+    configs["20b without windows"] = replace(
+        GPT_OSS_20B, layer_types=("full_attention",) * GPT_OSS_20B.num_hidden_layers
+    )
+    configs["20b, window 64"] = replace(GPT_OSS_20B, sliding_window=64)
+    for name, config in configs.items():
+        for tokens in (1, 100, 129, 65_536):
+            window = min(tokens, config.sliding_window or tokens)
+            full = config.layer_types.count("full_attention")
+            kept = full * tokens + (config.num_hidden_layers - full) * window
+            heads, dim = config.num_key_value_heads, config.head_dim
+            expected, found = kept * heads * dim * 4, kv_bytes(config, tokens)
+            assert found != 2 * tokens * heads * dim * 2 * config.num_hidden_layers or (
+                found == expected
+            ), f"{name}, {tokens} tokens: a sliding layer keeps its window and no more"
+            assert found != expected / 2, (
+                f"{name}, {tokens} tokens: half of it is missing; a number has 2 "
+                "bytes, and each token keeps a key and a value"
+            )
+            assert found == expected, (
+                f"{name}, {tokens} tokens: not {found:,} bytes; count each layer by "
+                "its own kind, with the config's heads, head_dim and window"
+            )
+
+
+def check_5_2(half_split):
+    """Scores with neighbors as pairs have to come out of the reordered weights."""
+    for dim, heads in ((4, 1), (8, 3)):
+        rows = torch.arange(dim * heads, dtype=torch.float32)[:, None]
+        found = half_split(rows, dim)
+        is_tensor(found, rows.shape, "the reordered weight")
+        order = found.flatten().int().tolist()
+        assert sorted(order) == list(range(dim * heads)), (
+            f"each row is there once; for {heads} heads of {dim} yours are {order}"
+        )
+        first = [row for row in order if row < dim]
+        assert order[:dim] == first, (
+            f"rows stay in their head; {heads} heads of {dim} became {order}"
+        )
+        pairs = [(order[i], order[i + dim // 2]) for i in range(dim // 2)]
+        assert pairs == [(2 * i, 2 * i + 1) for i in range(dim // 2)], (
+            f"rows 0 and 1, neighbors, go to places 0 and {dim // 2}, rows 2 and 3 to "
+            f"1 and {dim // 2 + 1}; with your order the pairs are {pairs}"
+        )
+    x, weight = seeded(6, 10), seeded(24, 10, seed=1)
+    angles = seeded(6, 4, seed=2)
+    plain = (x @ weight.T).view(6, 3, 4, 2)  # pairs of neighbors
+    turns = torch.polar(torch.ones(6, 1, 4), angles[:, None])
+    expected = torch.view_as_complex(plain.contiguous()) * turns
+    scores = torch.einsum("qnp,snp->nqs", expected, expected.conj()).real
+    found = turned((x @ half_split(weight, 8).T).view(6, 3, 8), angles)
+    found = torch.einsum("qnd,snd->nqs", found, found)
+    assert relative(found, scores) < 1e-4, (
+        "the scores of 3 heads aren't those that pairs of neighbors give"
+    )
+
+
+def check_5_3(add_sinks):
+    """Against attention with sinks, and where powers overflow."""
+    q, k, v = seeded(20, 4, 16), seeded(20, 2, 16, seed=1), seeded(20, 2, 16, seed=2)
+    sinks = 3 * seeded(4, seed=3)
+    keys = k.repeat_interleave(2, 1).double()
+    scores = torch.einsum("qhd,shd->qhs", q.double(), keys) / 4
+    place = torch.arange(20)
+    hidden = (place > place[:, None])[:, None]
+    lse = scores.masked_fill(hidden, -torch.inf).logsumexp(-1).float()
+    found = add_sinks(grouped_attention(q, k, v, None).float(), lse, sinks)
+    is_tensor(found, q.shape, "the output with sinks")
+    expected = grouped_attention(q, k, v, sinks)
+    if not relative(found, expected) < 1e-4:
+        swapped = torch.sigmoid(sinks - lse)[..., None]
+        assert relative(found, grouped_attention(q, k, v, None) * swapped) > 1e-4, (
+            "that is the sink's share; what is left of the output is the rest"
+        )
+        off = relative(found, expected)
+        raise AssertionError(
+            f"20 tokens, 4 heads: off by {off:.2g} of its norm; each query and head "
+            "has an L of its own, each head a sink"
+        )
+    ones = torch.ones(1, 2, 4)
+    for level in (200.0, -200.0):
+        lse = torch.full((1, 2), level)
+        found = add_sinks(ones, lse, torch.tensor([level, level + 2]))
+        expected = torch.tensor([0.5, 1 / (1 + math.exp(2))])
+        assert found.isfinite().all(), (
+            f"for an L of {level:g} your output is {found[0, 0, 0]:g}: e^200 is "
+            "infinity in float32. Only the difference of L and the sink counts"
+        )
+        assert torch.allclose(found[0, :, 0], expected, atol=1e-4), (
+            f"L is {level:g}, one sink the same and one 2 above: what is left is "
+            f"{[round(n, 3) for n in found[0, :, 0].tolist()]}, which is not right"
+        )
+
+
+def check_5_4(first_distance):
+    """Against both frequencies in Python's numbers, for several configs."""
+    configs = [
+        GPT_OSS_20B,
+        replace(GPT_OSS_20B, head_dim=128),
+        replace(GPT_OSS_20B, rope_theta=10_000.0),
+        replace(
+            GPT_OSS_20B,
+            rope_scaling=replace(YARN, original_max_position_embeddings=8192),
+        ),
+    ]
+    for config in configs:
+        pairs = zip(yarn(config), yarn(config, truncate=True), strict=True)
+        off = [abs(right - wrong) for right, wrong in pairs]
+        for radians in (0.1, 1.0, 0.003):
+            exact = radians / max(off)
+            found = first_distance(config, radians)
+            told = (
+                f"head_dim {config.head_dim}, theta {config.rope_theta:,.0f}, "
+                f"{radians} radians: at a distance of {found:,}"
+            )
+            assert found == int(found), f"{told}: a distance is a whole number"
+            slack = 1 + exact * 1e-3  # the frequencies are float32
+            assert found >= exact - slack, (
+                f"{told} the worst pair is off by {found * max(off):.3g} only"
+            )
+            assert found <= exact + slack, (
+                f"{told} some pair is off by {found * max(off):.3g} already; look at "
+                "the pair whose two frequencies differ most"
+            )

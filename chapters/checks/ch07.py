@@ -1,0 +1,440 @@
+"""Chapter 7: the KV cache."""
+
+import random
+import sys
+
+import numpy as np
+import torch
+
+from simplellm.checkpoint import Checkpoint
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.folder import EMBEDDED
+from simplellm.ops import attention
+
+
+def attend_in_chunks(cache, sizes, compare):
+    """Run random chunks of two layers, one of them sliding, through ``cache``.
+
+    ``compare(layer, found, expected, old, keys, values)`` sees each chunk's attention,
+    that of all tokens computed at once, how many tokens were there before, and the
+    keys and values of all so far.
+    """
+    generator = torch.Generator().manual_seed(len(sizes))
+    sinks = torch.randn(4, generator=generator)
+    so_far: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for size in sizes:
+        for layer, window in ((0, None), (1, 8)):
+            q = torch.randn(size, 4, 8, generator=generator)
+            k, v = torch.randn(2, size, 2, 8, generator=generator)
+            keys, values = so_far.get(layer, (k[:0], v[:0]))
+            old = len(keys)
+            keys, values = torch.cat([keys, k]), torch.cat([values, v])
+            so_far[layer] = keys, values
+            found = cache.attend(layer, q, k.clone(), v.clone(), sinks, window)
+            expected = attention(q, keys, values, sinks, window=window)
+            compare(layer, found, expected, old, keys, values)
+
+
+def check_ConcatCache_attend(ConcatCache):
+    """Chunks of two layers, against the attention of all tokens at once."""
+    cache = ConcatCache()
+
+    def compare(layer, found, expected, old, keys, values):
+        new = len(expected)
+        assert isinstance(found, torch.Tensor) and found.shape == expected.shape, (
+            f"attend returns the attention of the new tokens, {list(expected.shape)}, "
+            f"not {list(found.shape) if isinstance(found, torch.Tensor) else found!r}"
+        )
+        assert layer in cache.layers, f"self.layers has nothing of layer {layer}"
+        held = len(cache.layers[layer][0])
+        assert held == old + new, (
+            f"after {old + new} tokens of layer {layer} the cache holds {held} keys; "
+            "what is old has to stay, each layer's for itself"
+        )
+        assert torch.allclose(found, expected, atol=1e-5), (
+            f"wrong attention in layer {layer} for {new} tokens after {old}: old keys "
+            "and values come first and in order, each layer has its own, and the "
+            "window and sinks are handed on"
+        )
+        for mine, kept, name in zip(
+            cache.layers[layer], (keys, values), ("keys", "values"), strict=True
+        ):
+            assert torch.equal(mine, kept), (
+                f"self.layers[{layer}] is (keys, values), in the order of the tokens; "
+                f"the {name} are others"
+            )
+
+    attend_in_chunks(cache, [5, 1, 1, 3, 1], compare)
+
+
+def check_kv_bytes(kv_bytes):
+    """Counted by hand for three models, with and without windows."""
+    embedded = Checkpoint(EMBEDDED).config  # 6 layers, 3 sliding, 2 kv heads of 64
+    cases = [
+        ("gpt-oss-20b", GPT_OSS_20B, 12, 12, 8),
+        ("gpt-oss-120b", GPT_OSS_120B, 18, 18, 8),
+        ("the embedded model", embedded, 3, 3, 2),
+    ]
+    for name, config, full, sliding, heads in cases:
+        for tokens in (100, 1, 128, 129, 5000):
+            for itemsize in (2, 4, 1):
+                each = heads * 64 * itemsize  # of one tensor, of one position
+                layers = (full + sliding) * tokens
+                found = kv_bytes(config, tokens, itemsize=itemsize, windowed=False)
+                told = f"{tokens} tokens of {name} in {itemsize} bytes a number"
+                assert found != each * layers, (
+                    f"{told}: there are keys and values, so each position counts twice"
+                )
+                assert found == 2 * each * layers, (
+                    f"{told}, without windows: 2 x {heads} kv heads x 64 numbers for "
+                    f"each of {full + sliding} layers; yours is {found:,}"
+                )
+                found = kv_bytes(config, tokens, itemsize=itemsize)
+                layers = full * tokens + sliding * min(tokens, 128)
+                assert found == 2 * each * layers, (
+                    f"{told}: a sliding layer keeps its window at most, and a short "
+                    f"text less; yours is {found:,} and not {2 * each * layers:,}"
+                )
+    found = kv_bytes(GPT_OSS_20B, 10)
+    assert found == 2 * 8 * 64 * 2 * 24 * 10, "without an itemsize a number has 2 bytes"
+
+
+def check_write_ring(write_ring):
+    """Chunks of all lengths, against rows written one by one."""
+    generator = torch.Generator().manual_seed(7)
+    for size in (1, 4, 8):
+        memory = torch.full((size, 2, 3), -1.0)
+        expected, start = memory.clone(), 0
+        for length in (1, 2, 1, 3, size, 1, size + 3, 2 * size + 1, 2):
+            rows = torch.randn(length, 2, 3, generator=generator)
+            for row, position in zip(rows, range(start, start + length), strict=True):
+                expected[position % size] = row
+            untouched = memory.clone()
+            write_ring(memory, rows.clone(), start)
+            told = f"{length} rows from position {start} in a ring of {size}"
+            assert not torch.equal(memory, untouched), (
+                f"{told}: memory is as it was; it is changed in place, not returned"
+            )
+            by_value = [sorted(x.flatten().tolist()) for x in (memory, expected)]
+            assert by_value[0] != by_value[1] or torch.equal(memory, expected), (
+                f"{told}: the right rows at the wrong places; position p belongs to "
+                f"place p modulo {size}, also when the chunk is longer than the ring"
+            )
+            assert torch.equal(memory, expected), (
+                f"{told}: other rows than the latest {size}, each at its position "
+                f"modulo {size}"
+            )
+            start += length
+
+
+def check_token_slots(token_slots):
+    """The pencil's example, then tables at random."""
+
+    def slots(table, positions, page_size):
+        found = token_slots(table, torch.tensor(positions), page_size)
+        return torch.as_tensor(found).tolist()
+
+    found = slots([7, 2, 5], [6, 9], 4)
+    assert found == [10, 21], (
+        "with pages of 4 rows and the table [7, 2, 5], position 6 lies in page 2 at "
+        "row 2, slot 2 * 4 + 2 = 10, and position 9 in page 5 at row 1, slot 21; "
+        f"yours are {found}"
+    )
+    rng = random.Random(7)
+    for _ in range(50):
+        size, count = rng.randint(1, 9), rng.randint(1, 6)
+        table = rng.sample(range(30), count)
+        positions = sorted(rng.sample(range(size * count), rng.randint(1, size)))
+        expected = []
+        for position in positions:
+            page, row = divmod(position, size)
+            expected.append(table[page] * size + row)
+        found = slots(table, positions, size)
+        assert found == expected, (
+            f"table {table}, pages of {size} rows, positions {positions}: the slots "
+            f"are {expected}, yours are {found}"
+        )
+
+
+def check_write_pool(write_pool):
+    """Rows to slots, some of them padding; nothing else may change."""
+    rows = torch.arange(1.0, 4 * 6 + 1).view(4, 2, 3)
+    memory = torch.zeros(3, 5, 4, 2, 3)  # of three layers, as in KVPool
+    pages = memory[1]
+    write_pool(pages, rows, torch.tensor([17, 4, 0, 11], dtype=torch.int32))
+    assert pages.any(), (
+        "nothing was written; indexing with a tensor gives a copy, and an assignment "
+        "to an index of a copy is lost"
+    )
+    for row, slot in zip(rows, (17, 4, 0, 11), strict=True):
+        page, place = divmod(slot, 4)
+        assert torch.equal(pages[page, place], row), (
+            f"slot {slot} of pages of 4 rows is page {page}, row {place}; there lies "
+            f"{pages[page, place].flatten().tolist()}"
+        )
+    assert int((memory != 0).sum()) == rows.numel(), "more than the slots was written"
+    pages = torch.zeros(5, 4, 2, 3)
+    write_pool(pages, rows, torch.tensor([6, -1, 9, -1], dtype=torch.int32))
+    assert not pages[-1, -1].any(), (
+        "the slot -1 says that a row is written nowhere; yours went to the last row of "
+        "the last page, which is somebody else's"
+    )
+    assert int((pages != 0).sum()) == 2 * rows[0].numel(), (
+        "of four rows, two with the slot -1, two are written"
+    )
+    assert torch.equal(pages[1, 2], rows[0]) and torch.equal(pages[2, 1], rows[2]), (
+        "a row stays with its slot when others are padding"
+    )
+    pages = torch.zeros(5, 4, 2, 3)
+    write_pool(pages, rows, torch.full((4,), -1))
+    assert not pages.any(), "a step of nothing but padding writes nothing"
+    half = torch.zeros(2, 4, 2, 3, dtype=torch.bfloat16)
+    write_pool(half, rows, torch.arange(4))
+    assert torch.equal(half[0].float(), rows), "rows are cast to the dtype of the pages"
+
+
+def check_read_pool(read_pool):
+    """Positions out of random tables, with NaN everywhere else."""
+    rng = random.Random(7)
+    for _ in range(60):
+        size, count = rng.randint(1, 6), rng.randint(1, 5)
+        table = rng.sample(range(12), count)
+        end = rng.randint(1, size * count)
+        first = rng.choice([0, rng.randrange(end)])
+        pages = torch.full((12, size, 2, 3), torch.nan)
+        expected = torch.randn(end - first, 2, 3)
+        for row, position in zip(expected, range(first, end), strict=True):
+            pages[table[position // size], position % size] = row
+        found = read_pool(pages, table, first, end)
+        told = f"positions {first} to {end - 1}, pages of {size} rows, table {table}"
+        assert len(found) == end - first, (
+            f"{told}: expected rows: {end - first}, yours: {len(found)}; what a page "
+            "holds before and behind them is cut off"
+        )
+        assert not found.isnan().any(), (
+            f"{told}: a row that was never written was read; the first page begins at "
+            f"position {first - first % size}, not at {first}"
+        )
+        assert torch.equal(found, expected), f"{told}: not these rows, or in disorder"
+
+
+def check_decode_reads(decode_reads):
+    """What each decode sees, counted position by position."""
+    rng = random.Random(7)
+    for window in (None, 1, 5, 40):
+        for size in (1, 4, 16):
+            for count in (1, 2, 9):
+                lengths = [rng.choice([0, 1, 3, 60, 70, 200, 500]) for _ in "x" * count]
+                if count == 1:
+                    lengths = [37]
+                judge_reads(decode_reads, rng, lengths, window, size)
+
+
+def judge_reads(decode_reads, rng, lengths, window, size):
+    count = len(lengths)
+    oldest = [0 if window is None else max(0, n - window) for n in lengths]
+    firsts = [first // size for first in oldest]  # pages that the window has left
+    widest = max(lengths) // size + 1
+    numbers = rng.sample(range(10 + count * widest), count * widest)
+    tables = [numbers[i * widest : (i + 1) * widest] for i in range(count)]
+    reads = decode_reads(
+        torch.tensor(tables, dtype=torch.int32),
+        torch.tensor([first * size for first in firsts], dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        window=window,
+        page_size=size,
+    )
+    told = f"lengths {lengths}, window {window}, pages of {size}"
+    seen = []
+    for rows, cells, hidden in reads:
+        rows, cells = np.asarray(rows), np.asarray(cells)
+        if hidden is None:
+            hidden = np.zeros(cells.shape, dtype=bool)
+        hidden = np.asarray(hidden).astype(bool)
+        assert len(rows) == len(cells) == len(hidden), (
+            f"{told}: a row of cells a decode"
+        )
+        for row, cell, hide in zip(rows.tolist(), cells, hidden, strict=True):
+            seen.append(row)
+            cell_of = {
+                position: tables[row][position // size - firsts[row]] * size
+                + position % size
+                for position in range(firsts[row] * size, lengths[row])
+            }
+            expected = [cell_of[p] for p in range(oldest[row], lengths[row])]
+            found = cell[~hide].tolist()
+            assert len(found) == len(expected), (
+                f"{told}: a decode sees its own position and those before it, with a "
+                f"window so many, itself included; of length {lengths[row]}: "
+                f"{len(expected)}, yours: {len(found)}"
+            )
+            assert sorted(found) == sorted(expected), (
+                f"{told}: the decode of length {lengths[row]} has the table "
+                f"{tables[row][:4]}..., whose first page begins at position "
+                f"{firsts[row] * size}; it should see the cells {expected[:5]}..., "
+                f"yours are {found[:5]}..."
+            )
+            assert set(cell[hide].tolist()) <= set(cell_of.values()), (
+                f"{told}: a hidden cell is read all the same, so it must be one that "
+                "was written, such as the newest; beyond the end lies anything, NaN too"
+            )
+    live = [row for row, length in enumerate(lengths) if length]
+    assert sorted(seen) == live, (
+        f"{told}: each row that has a length is in one read, and no other is; yours "
+        f"are {sorted(seen)}"
+    )
+
+
+def check_7_1(outweighs):
+    """Against the sizes at the length and just below it."""
+    embedded = Checkpoint(EMBEDDED).config
+    cases = [
+        (GPT_OSS_120B, 18, 8, 65.2e9, 64),
+        (GPT_OSS_120B, 18, 8, 3e9, 1),
+        (GPT_OSS_20B, 12, 8, 13.8e9, 256),
+        (embedded, 3, 2, 2 * 3072 * 40, 1),  # below the window
+        (embedded, 3, 2, 7e6, 3),
+    ]
+    for config, half, heads, nbytes, sequences in cases:
+
+        def size(tokens, half=half, heads=heads, sequences=sequences):
+            kept = half * (tokens + min(tokens, 128))
+            return sequences * 2 * heads * 64 * 2 * kept
+
+        found = outweighs(config, nbytes, sequences)
+        told = f"{sequences} sequences against {nbytes / 1e9:g} GB, {2 * half} layers"
+        assert found == int(found) and found >= 1, f"{told}: {found} is no length"
+        assert size(found) > nbytes, (
+            f"{told}: at the length you found they do not take more than the weights; "
+            "a sliding layer stops growing at its window, and equal is not more"
+        )
+        assert size(found - 1) <= nbytes, (
+            f"{told}: they take more at a shorter length already; all sequences count"
+        )
+
+
+def check_7_2(ring_contents):
+    """A ring filled by hand, then one after too many tokens to loop over."""
+    for size in (1, 4, 128):
+        for count in (0, 1, 3, 4, 5, 127, 128, 129, 300, 400):
+            ring = [-1] * size
+            for position in range(count):
+                ring[position % size] = position
+            found = list(ring_contents(size, count))
+            assert len(found) == size, f"a ring of {size} places, not {len(found)}"
+            assert min(found) >= -1, "a place that was never written holds -1"
+            assert found == ring, (
+                f"{count} tokens in a ring of {size}: place 0 holds {ring[0]}, the "
+                f"last {ring[-1]}; yours begins {found[:4]} and ends {found[-4:]}"
+            )
+    huge = 10**12 + 5
+    found = few_lines(lambda: list(ring_contents(4, huge)))
+    expected = [huge - 1 - (huge - 1 - place) % 4 for place in range(4)]
+    assert found == expected, f"after {huge:,} tokens a ring of 4 holds {expected}"
+
+
+def few_lines(function, most=10_000):
+    """What ``function`` returns, if it gets by with so many lines of Python."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        assert count < most, "a loop over the tokens; with many of them it never ends"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return function()
+    except MemoryError:
+        raise AssertionError("a list of the tokens; many do not fit") from None
+    finally:
+        sys.settrace(before)
+
+
+def check_7_3(most_taken_back):
+    """Every number of tokens tried out on a ring."""
+
+    def works(count, window, size, n):
+        stored = {}
+        for position in range(count):
+            stored[position % size] = position
+        new = count - n
+        stored[new % size] = new
+        seen = range(max(0, new - window + 1), new + 1)
+        return all(stored[p % size] == p for p in seen)
+
+    for window, size in ((2, 2), (4, 4), (4, 6), (8, 11), (5, 30)):
+        for count in range(1, 50):
+            best = most_taken_back(count, window, size)
+            told = f"{count} tokens, a window of {window}, a ring of {size} places"
+            assert 0 <= best < count, f"{told}: at least one token stays, none is added"
+            assert all(works(count, window, size, n) for n in range(best + 1)), (
+                f"{told}: with {best} taken back, the next token misses a position in "
+                "its window that was overwritten"
+            )
+            assert best == count - 1 or not works(count, window, size, best + 1), (
+                f"{told}: more than {best} can be taken back; the new token itself "
+                "stands in its window, and a ring that is not full has lost nothing"
+            )
+
+
+def check_7_4(DoublingCache):
+    """Attention and copies, and whether the tensors stay where they are."""
+
+    def run(sizes):
+        cache = DoublingCache()
+        before: list[torch.Tensor] = []
+        room = total = 0
+
+        def compare(layer, found, expected, old, keys, values):
+            nonlocal before, room, total
+            assert torch.allclose(found, expected, atol=1e-5), (
+                f"wrong attention in layer {layer} for {len(expected)} tokens after "
+                f"{old}"
+            )
+            if layer == 0:
+                return
+            total = len(keys)
+            now = tensors(vars(cache))
+            if before and total <= room:
+                here = {x.untyped_storage().data_ptr() for x in before}
+                moved = {x.untyped_storage().data_ptr() for x in now} - here
+                assert not moved, (
+                    f"at token {total} there was room for {room}, and yet your tensors "
+                    "moved: that is a copy, counted or not"
+                )
+            room = 16 if room == 0 else room
+            while room < total:
+                room *= 2
+            before = now  # kept, so that their addresses are not given out again
+
+        attend_in_chunks(cache, sizes, compare)
+        return cache.copied
+
+    for count, expected in ((16, 0), (17, 16), (100, 16 + 32 + 64)):
+        found = run([5, *[1] * (count - 5)])
+        assert found == expected, (
+            f"with {count} tokens, one by one after 5, {found} tokens of layer 0 were "
+            f"copied; memory for 16 that doubles when it is full copies {expected}"
+        )
+    found = run([70])
+    assert found == 0, (
+        f"a prompt of 70 tokens gets memory that is large enough at once; {found} "
+        "were copied"
+    )
+    found = run([10, 60])
+    assert found == 10, f"10 tokens and 60 more: the 10 are copied once, not {found}"
+
+
+def tensors(thing):
+    """All tensors in attributes, lists, tuples and dictionaries."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        return [x for value in thing.values() for x in tensors(value)]
+    if isinstance(thing, list | tuple):
+        return [x for value in thing for x in tensors(value)]
+    if hasattr(thing, "__dict__") and not isinstance(thing, type):
+        return tensors(vars(thing))
+    return []

@@ -1,0 +1,579 @@
+"""Chapter 8: pages."""
+
+import copy
+import random
+
+from simplellm import pages
+from simplellm.pages import NULL
+
+
+def manager(candidate, *arguments, **options):
+    """A manager of the class ``candidate``; what the class lacks is the package's.
+
+    A reader's class has the methods that the chapter has told so far.
+    """
+    if not issubclass(candidate, pages.PageManager):
+        bases = (candidate, pages.PageManager)
+        candidate = type(candidate.__name__, bases, {})
+    return candidate(*arguments, **options)
+
+
+def compute(books, sequence, tokens, end):
+    """What a step does to the books."""
+    assert books.grow(sequence, end), "the check's pool is too small"
+    books.take_copies()
+    books.commit(sequence, tokens, end)
+
+
+def check_page_digest(page_digest):
+    """Names are equal for equal prefixes and, as far as one can try, for no others."""
+    first = page_digest(b"", [1, 2, 3, 4])
+    assert isinstance(first, bytes), (
+        f"a name is bytes, `digest()` of a hash, not {type(first).__name__}"
+    )
+    assert len(first) >= 16, (
+        f"{len(first)} bytes are too few: whoever tries enough prompts finds two with "
+        "the same name"
+    )
+    for tokens in ((1, 2, 3, 4), pages.array("q", [1, 2, 3, 4])):
+        assert page_digest(b"", tokens) == first, (
+            "the same tokens have the same name, in a list, a tuple or an array"
+        )
+    one = page_digest(page_digest(b"", [5, 6]), [1, 2])
+    other = page_digest(page_digest(b"", [7, 6]), [1, 2])
+    assert one != other, (
+        "the pages before count: their keys and values are other ones, so the parent "
+        "belongs into the hash"
+    )
+    assert page_digest(b"", [1, 2]) != page_digest(b"", [2, 1]), "their order counts"
+    close = [[1, 23], [12, 3], [1, 2, 3], [123], [0, 123], [1, 23, 0]]
+    close += [[257], [1], [1, 1], [200_000], [200_000 - 2**16], [200_000 % 256]]
+    names = [page_digest(b"", tokens) for tokens in close]
+    for index, name in enumerate(names):
+        same = [close[i] for i in range(index) if names[i] == name]
+        assert not same, (
+            f"the tokens {close[index]} and {same[0]} have the same name; each token "
+            "needs the same number of bytes, enough for 200,000 and more"
+        )
+
+
+def check_PageManager__take(PageManager):
+    """First the free pages, then the cached ones from the front."""
+    books = manager(PageManager, 6, 4)
+    taken = [books._take() for _ in range(3)]
+    assert len(set(taken)) == 3, f"three pages were taken, among them twins: {taken}"
+    assert all(0 <= page < 6 for page in taken), f"there are pages 0 to 5, not {taken}"
+    assert not set(taken) & set(books.free), "a page that is taken is not free any more"
+    assert [books.references[page] for page in taken] == [1, 1, 1], (
+        "a page that was taken has one user; its reference count is "
+        f"{books.references[taken[0]]}"
+    )
+    for page in (taken[1], taken[0], taken[2]):  # in the order of eviction
+        books.references[page] = 0
+        name = (0, bytes([page]))
+        books.names[page], books.named[name] = name, page
+        books.cached[page] = None
+        books.found.add(page)
+    rest = [books._take() for _ in range(3)]
+    assert not set(rest) & set(taken), (
+        "three pages were free, and one was evicted: what is cached may still be "
+        "found, so the free pages go first"
+    )
+    for victim in (taken[1], taken[0], taken[2]):
+        page = books._take()
+        assert page == victim, (
+            f"no page is free: the first in self.cached, {victim}, is the next to be "
+            f"evicted, since it was unused the longest; yours is {page}"
+        )
+        assert page not in books.cached, "a page that is in use is not cached"
+        assert page not in books.names and (0, bytes([page])) not in books.named, (
+            "an evicted page gets new content, so it must lose its name, or somebody "
+            "finds it by what it held"
+        )
+        assert page not in books.found, "an evicted page is not the one that was found"
+        assert books.references[page] == 1, "a page that was taken has one user"
+
+
+def check_PageManager__hold(PageManager):
+    """A page in use, then a cached one."""
+    books = manager(PageManager, 4, 4)
+    books.free = [0]
+    books.references = [0, 1, 0, 2]
+    books.cached[2] = None
+    books.names[2], books.named[0, b"2"] = (0, b"2"), 2
+    books._hold(1)
+    books._hold(3)
+    assert books.references == [0, 2, 0, 3], (
+        "pages 1 and 3 had 1 and 2 users, and each gets one more; the reference counts "
+        f"are {books.references}, not [0, 2, 0, 3]"
+    )
+    assert list(books.cached) == [2], "page 2 was cached, and nobody asked for it"
+    books._hold(2)
+    assert books.references[2] == 1, (
+        f"a cached page has one user now, not {books.references[2]}"
+    )
+    assert 2 not in books.cached, (
+        "a page that is in use must not be cached any more, or it is evicted while "
+        "somebody reads it"
+    )
+    assert books.names.get(2) == (0, b"2"), "it keeps its name: others may find it, too"
+    assert books.free == [0], "page 0 is free and stays so"
+
+
+def check_PageManager__release(PageManager):
+    """Every way out of use."""
+    books = manager(PageManager, 8, 4)
+    books.free = [0]
+    books.references = [0, 2, 1, 1, 1, 1, 0, 1]
+    books.cached[6] = None
+    for page in (3, 4, 5, 6, 7):
+        name = (1, bytes([page]))
+        books.names[page], books.named[name] = name, page
+    books.found = {5}
+    books._release(1)
+    assert books.references[1] == 1 and 1 not in books.free, (
+        "page 1 had two users: one is left, and the page is still in use"
+    )
+    books._release(2)
+    assert books.references[2] == 0, "the last user is gone: the count is 0"
+    assert sorted(books.free) == [0, 2], (
+        "page 2 has no name, so nobody could find it: it is free"
+    )
+    books._release(3)
+    assert 3 not in books.free and 3 in books.cached, (
+        "page 3 has a name: it is not free but cached, to be found until it is evicted"
+    )
+    assert 3 in books.names, "a cached page keeps its name"
+    assert list(books.cached) == [6, 3], (
+        "page 6 was unused before page 3, so it is evicted before; the order is "
+        f"{list(books.cached)}"
+    )
+    books._release(4, behind=True)
+    assert list(books.cached) == [4, 6, 3], (
+        "page 4 fell behind a window and was never found: it is the next victim, "
+        f"first of all; the order is {list(books.cached)}"
+    )
+    books._release(5, behind=True)
+    assert list(books.cached) == [4, 6, 3, 5], (
+        "page 5 fell behind a window, but some prompt found it once and others may: "
+        f"it goes to the end like any page; the order is {list(books.cached)}"
+    )
+    books._release(1, behind=True)
+    assert sorted(books.free) == [0, 1, 2], "without a name it is free, behind or not"
+    books.references[7] = 2
+    books._release(7, behind=True)
+    assert books.references[7] == 1 and 7 not in books.cached, (
+        "page 7 has another user: it stays in use, behind one window or not"
+    )
+
+
+def check_PageManager__cached_prefix(PageManager):
+    """Random holes in the cache, against a search that tries every prefix."""
+    rng = random.Random(8)
+    for trial in range(120):
+        size, count = rng.randint(1, 4), rng.randint(1, 10)
+        window = rng.choice([None, 1, 2, 4, 8, 9])
+        books = manager(PageManager, 60, size, window=window)
+        tokens = [rng.randint(0, 9) for _ in range(size * count)]
+        books.add(0, [*tokens, 0])
+        assert books.tables[0].computed == 0, (
+            "nothing is cached yet, and yours found it"
+        )
+        # Step by step, so that each page has its name before a window leaves it.
+        for end in range(1, len(tokens) + 1):
+            compute(books, 0, [*tokens, 0], end)
+        digests = list(books.tables[0].digests)
+        books.remove(0)
+        there = [[True] * count for _ in books.windows]
+        for page, (group, digest) in sorted(books.names.items()):
+            if rng.random() < 0.15 or trial < 2:
+                books.cached.pop(page)
+                books._forget_name(page)
+                books.free.append(page)
+                there[group][digests.index(digest)] = False
+        kept = rng.randint(0, len(tokens))
+        part = [*tokens[:kept], *[10] * rng.randint(1, 9)]
+        prompt = rng.choice([part, tokens, [*tokens, 11]])
+        judge_prefix(books, prompt, tokens, digests, there)
+    books = manager(PageManager, 60, 4, share=False)
+    books.add(0, [1] * 9)
+    compute(books, 0, [1] * 9, 9)
+    found = list(books._cached_prefix([1] * 9))
+    assert found == [], "a manager that does not share finds nothing"
+
+
+def judge_prefix(books, prompt, tokens, digests, there):
+    size = books.page_size
+    same = 0
+    while same < min(len(prompt), len(tokens)) and prompt[same] == tokens[same]:
+        same += 1
+    best = full_only = 0
+    for pages_of in range(same // size + 1):
+        length, good = pages_of * size, True
+        for group, window in enumerate(books.windows):
+            first = 0 if window is None else max(0, length + 1 - window)
+            good &= all(there[group][p // size] for p in range(first, length))
+        if good and length < len(prompt):
+            best = pages_of
+        if all(there[0][:pages_of]) and length < len(prompt):
+            full_only = pages_of
+    found = list(books._cached_prefix(prompt))
+    told = (
+        f"pages of {size}, windows {books.windows}, a prompt of {len(prompt)} tokens, "
+        "cached "
+        + " and ".join("".join("x" if page else "." for page in row) for row in there)
+    )
+    assert len(found) * size < len(prompt), (
+        f"{told}: all of the prompt was found; at least one token is left to compute"
+    )
+    if len(found) > best and len(found) == full_only:
+        raise AssertionError(
+            f"{told}: you found {len(found)} pages, but the sliding layers lack one "
+            "that the next token looks back on: it would read somebody else's"
+        )
+    assert len(found) <= best, (
+        f"{told}: {best} pages can be used, you found {len(found)}; a page that the "
+        "prompt needs is not there"
+    )
+    assert len(found) == best, (
+        f"{told}: {best} pages can be used, you found {len(found)}; the sliding layers "
+        "need only what the next token sees, and the full layers all pages"
+    )
+    assert found == digests[:best], f"{told}: the digests of the pages, in order"
+
+
+def check_PageManager_commit(PageManager):
+    """Names and windows after each step, against a count by position."""
+    rng = random.Random(8)
+    for _ in range(40):
+        size, window = rng.randint(1, 4), rng.choice([None, 1, 2, 3, 4, 8, 9])
+        books = manager(PageManager, 90, size, window=window)
+        tokens = [rng.randint(0, 9) for _ in range(40)]
+        books.add(0, tokens)
+        length = 0
+        while length < len(tokens):
+            start, length = length, min(40, length + rng.choice([1, 1, 2, 3, 7]))
+            assert books.grow(0, length)
+            before = [list(group) for group in books.tables[0].groups]
+            books.commit(0, tokens, length)
+            judge_commit(books, before, start, length, tokens)
+    books = manager(PageManager, 20, 4, window=4, share=False)
+    books.add(0, [1] * 12)
+    compute(books, 0, [1] * 12, 12)
+    assert not books.names, "a manager that does not share gives no names"
+    books = manager(PageManager, 20, 4, window=4)
+    books.add(0, [1] * 8)
+    compute(books, 0, [*[1] * 7, -1], 8)
+    assert len(books.tables[0].digests) == 1, (
+        "the last token is not known yet, so the second page has no name yet"
+    )
+    compute(books, 0, [1] * 9, 9)
+    books.check_integrity()
+
+
+def judge_commit(books, before, start, length, tokens):
+    size, table = books.page_size, books.tables[0]
+    told = f"{start} to {length} tokens, pages of {size}, windows {books.windows}"
+    assert table.computed == length, (
+        f"{told}: table.computed is {table.computed}; {length} tokens are computed now"
+    )
+    assert len(table.digests) == length // size, (
+        f"{told}: {length // size} pages are full and get names, not "
+        f"{len(table.digests)}"
+    )
+    for group, window in enumerate(books.windows):
+        first = 0 if window is None else max(0, length + 1 - window) // size
+        found = list(table.groups[group])
+        gone = [index for index, page in enumerate(found) if page == NULL]
+        kept = [page for page in found if page != NULL]
+        assert len(gone) <= first, (
+            f"{told}: the token at position {length} sees back to page {first}, and "
+            f"your table lacks {gone}"
+        )
+        assert gone == list(range(first)), (
+            f"{told}: the token at position {length} sees back to page {first}; the "
+            f"entries before it become NULL, yours do at {gone}"
+        )
+        assert table.first[group] == first, (
+            f"{told}: table.first[{group}] is {table.first[group]}, the first page in "
+            f"use is {first}"
+        )
+        assert kept == before[group][first:], f"{told}: what is in view stays"
+        left = [page for page in before[group][:first] if page != NULL]
+        assert all(books.references[page] == 0 for page in left), (
+            f"{told}: a page that the window has left is released"
+        )
+        named = [page for page in left if page in books.names]
+        assert left == named, (
+            f"{told}: a full page was released before it had its name: nobody will "
+            "find it again"
+        )
+        victims = list(books.cached)[: len(left)]
+        assert set(victims) == set(left), (
+            f"{told}: pages that a window left, {left}, are the next victims: release "
+            "them with behind=True"
+        )
+    books.check_integrity()
+
+
+def check_PageManager_grow(PageManager):
+    """Room, refusals and copies, against what the tables must say."""
+    books = manager(PageManager, 10, 4, window=8)
+    tokens = list(range(20))
+    books.add(0, tokens)
+    assert books.grow(0, 9) is True, "there is room for 9 tokens, so grow returns True"
+    lengths = [len(group) for group in books.tables[0].groups]
+    assert lengths == [3, 3], (
+        "9 tokens need 3 pages of 4 in each group, full and sliding; yours has "
+        f"{lengths}"
+    )
+    books.check_integrity()
+    assert books.grow(0, 5), "what is there already is room enough"
+    assert len(books.tables[0].groups[0]) == 3, "grow gives no pages back"
+    books.add(1, [99] * 12)
+    before = state(books)
+    found = books.grow(1, 12)
+    assert not found, "4 pages can be had, and 12 tokens need 3 in each of 2 groups"
+    assert state(books) == before, (
+        "grow said False and has changed something: first count all pages that it "
+        "needs, then take them"
+    )
+    assert books.grow(1, 8), "4 pages can be had, and 8 tokens need 2 in each group"
+    books.check_integrity()
+    forks(PageManager)
+    copies_count(PageManager)
+    cached_pages_count(PageManager)
+    names_after_truncate(PageManager)
+
+
+def state(books):
+    """Everything that the books hold, to be compared."""
+    return copy.deepcopy(vars(books))
+
+
+def forks(PageManager):
+    """A half-full page in three hands, and a full one."""
+    books = manager(PageManager, 40, 4, window=8)
+    tokens = list(range(6))
+    books.add(0, tokens)
+    compute(books, 0, tokens, 6)
+    books.fork(0, 1)
+    books.fork(0, 2)
+    held = [list(group) for group in books.tables[0].groups]
+    assert books.grow(0, 6) and not books.take_copies(), (
+        "six tokens are computed, and room for six is asked for: nothing will be "
+        "written, so nothing is copied"
+    )
+    assert [list(group) for group in books.tables[0].groups] == held, (
+        "nothing will be written, so the tables stay"
+    )
+    for name, users in ((1, 2), (2, 1)):
+        assert books.grow(name, 7)
+        copies = [tuple(pair) for pair in books.take_copies()]
+        now = [list(group) for group in books.tables[name].groups]
+        for group in (0, 1):
+            assert now[group][0] == held[group][0], (
+                "a full page is never written to and stays shared"
+            )
+            assert now[group][1] != held[group][1], (
+                "the next token goes to a page that others use: in both groups it must "
+                "be exchanged for a copy, or it changes what they read"
+            )
+            assert (held[group][1], now[group][1]) in copies, (
+                "the copy must be noted in self._copies as (old, new), or the new page "
+                f"holds nothing of the old one; noted is {copies}"
+            )
+            assert books.references[held[group][1]] == users, (
+                "who has a copy uses the old page no more: it has to be released; it "
+                f"has {books.references[held[group][1]]} users, not {users}"
+            )
+        assert len(copies) == 2, f"one copy in each group, not {len(copies)}"
+        books.check_integrity()
+    assert books.grow(0, 7)
+    assert not books.take_copies(), (
+        "the last user of the old page has it alone: a copy is not needed"
+    )
+    for name in range(3):
+        books.commit(name, [*tokens, name], 7)
+        compute(books, name, [*tokens, name, 5], 8)
+    books.fork(0, 3)
+    assert books.grow(3, 9) and not books.take_copies(), (
+        "eight tokens fill two pages of 4: the ninth goes to a page of its own, and "
+        "nothing is copied"
+    )
+    books.check_integrity()
+
+
+def copies_count(PageManager):
+    """A copy needs a page, too."""
+    for num_pages in (6, 7, 8):
+        books = manager(PageManager, num_pages, 4, window=8)
+        books.add(0, [1] * 6)
+        compute(books, 0, [1] * 6, 6)
+        books.fork(0, 1)
+        if num_pages == 8:
+            assert books.grow(1, 9) is True, (
+                "4 pages can be had: one copy and one new page in each of two groups"
+            )
+            continue
+        before = state(books)
+        found = books.grow(1, 9)
+        assert not found and state(books) == before, (
+            f"{num_pages - 4} pages can be had, and 4 are needed, a copy and a new "
+            "page in each of two groups: grow says False, and changes nothing"
+        )
+
+
+def cached_pages_count(PageManager):
+    """What nobody uses can be had as well."""
+    books = manager(PageManager, 4, 4)
+    books.add(0, [1] * 16)
+    compute(books, 0, [1] * 16, 16)
+    books.remove(0)
+    books.add(1, [2] * 16)
+    assert books.grow(1, 16), (
+        "no page is free, but four are cached and nobody uses them: they can be had"
+    )
+    books.check_integrity()
+
+
+def names_after_truncate(PageManager):
+    """A page that was full and will be written again is not what it is named for."""
+    books = manager(PageManager, 9, 4)
+    books.add(0, [1] * 8)
+    compute(books, 0, [1] * 8, 8)
+    page = books.tables[0].groups[0][1]
+    assert books.truncate(0, 6)
+    assert books.grow(0, 7)
+    assert page not in books.names, (
+        "after truncate, page 2 of the sequence was to be written again and kept the "
+        "name of what it held; `_forget_name` it"
+    )
+    assert not books.take_copies(), "nobody else uses the page: there is no copy"
+
+
+def check_8_1(pages_held):
+    """The books of a sequence that grows token by token."""
+    for size, window in [(16, 128), (1, 5), (7, 10), (64, 32), (4, 1), (3, 2)]:
+        books = pages.PageManager(2000, size, window=window)
+        books.add(0, [1])
+        for n in range(1, 300):
+            books.grow(0, n)
+            books.commit(0, [1] * n, n)
+            held = books.num_pages - books.free_pages
+            found = pages_held(n, size, window)
+            assert found == held, (
+                f"{n} tokens, pages of {size}, a window of {window}: {held} pages are "
+                f"held, you say {found}; the next token, at position {n}, sees as many "
+                "positions as the window has, itself included, and a page that it sees "
+                "in part is kept whole"
+            )
+    found = pages_held(50_000, 16, 128)
+    full = -(-50_000 // 16)
+    assert full < found < full + 10, (
+        "of 50,000 tokens the sliding layers keep a few pages only"
+    )
+
+
+def check_8_2(pages_of_samples):
+    """The books of forks, with prompts that fill their last page and that do not."""
+    cases = [(10, 3, 1, 4), (8, 3, 5, 4), (33, 5, 20, 16), (10, 3, 3, 4)]
+    cases += [(15, 2, 2, 16), (1000, 8, 110, 16), (1000, 8, 100, 16), (16, 4, 16, 16)]
+    cases += [(3, 5, 1, 8), (5, 1, 30, 4)]
+    for prompt, samples, new, size in cases:
+        books, ids = pages.PageManager(700, size), [1] * prompt
+        books.add(0, ids)
+        books.grow(0, prompt)
+        books.commit(0, ids, prompt)
+        for sample in range(1, samples):
+            books.fork(0, sample)
+        for sample in range(samples):
+            books.grow(sample, prompt + new)
+            books.commit(sample, ids + [sample + 2] * new, prompt + new)
+        held = books.num_pages - books.free_pages
+        found = pages_of_samples(prompt, samples, new, size)
+        told = f"a prompt of {prompt}, {samples} samples of {new}, pages of {size}"
+        assert found >= held, (
+            f"{told}: {held} pages are held, you say {found}; a page that the prompt "
+            "fills in part is written to, so each sample has a copy of it"
+        )
+        assert found == held, (
+            f"{told}: {held} pages are held, you say {found}; the prompt's full pages "
+            "are there once for all samples"
+        )
+
+
+def check_8_3(take_turns):
+    """The same driver written here, on pools of several sizes."""
+
+    def expected(books, conversations, rounds):
+        said, totals = [list(tokens) for tokens in conversations], []
+        for _ in range(rounds):
+            totals.append(0)
+            for tokens in said:
+                totals[-1] += books.add(7, tokens)
+                books.grow(7, len(tokens))
+                books.commit(7, tokens, len(tokens))
+                books.remove(7)
+                tokens.extend(tokens[:1] * 40)
+        return totals
+
+    for people, length, num_pages in ((1, 50, 60), (3, 100, 60), (4, 333, 200)):
+        talks = [[n, *range(100, 99 + length)] for n in range(people)]
+        before = copy.deepcopy(talks)
+        books = pages.PageManager(num_pages, 16, window=32)
+        wanted = expected(books, before, 4)
+        books = pages.PageManager(num_pages, 16, window=32)
+        found = list(take_turns(books, talks, 4))
+        told = f"{people} x {length} tokens in {num_pages} pages"
+        assert talks == before, f"{told}: the caller's lists have changed"
+        assert not books.tables, (
+            f"{told}: sequences {list(books.tables)} were not removed; they keep their "
+            "pages from the others"
+        )
+        assert len(found) == 4, f"{told}: four rounds are four numbers"
+        assert found[0] == wanted[0] == 0, (
+            f"{told}: in the first round nothing is cached; you found {found[0]}"
+        )
+        assert found == wanted, (
+            f"{told}: {wanted} tokens are found, you say {found}; each conversation is "
+            "computed whole, removed, and longer by 40 tokens in the next round"
+        )
+
+
+def check_8_4(RadixTree):
+    """A few splits by hand, then random sequences."""
+    tree = RadixTree()
+    assert tree.match([1, 2]) == 0, "an empty tree has no prefix of anything"
+    tree.insert([1, 2, 3, 4])
+    assert tree.edges() == 1, "one sequence is one edge, however long"
+    assert tree.match([1, 2, 9]) == 2, "a match may end inside an edge: 1, 2 is there"
+    tree.insert([1, 2, 9])
+    assert tree.edges() == 3, (
+        "1 2 3 4 and 1 2 9 part behind 2: one edge to there, two behind it; yours has "
+        f"{tree.edges()}"
+    )
+    tree.insert([1, 2, 3, 4])
+    assert tree.edges() == 3, "this sequence was there already"
+    tree.insert([1])
+    assert tree.edges() == 4, (
+        "a sequence that ends inside an edge splits it; yours has "
+        f"{tree.edges()} edges, expected 4"
+    )
+    assert tree.match([1, 2, 3]) == 3, "after a split all of it is still there"
+    rng, tree, ends, prefixes = random.Random(9), RadixTree(), set(), set()
+    for _ in range(300):
+        ids = tuple(rng.randint(0, 2) for _ in range(rng.randint(1, 12)))
+        begins = [ids[:i] for i in range(1, len(ids) + 1)]
+        known = sum(begin in prefixes for begin in begins)
+        found = tree.match(list(ids))
+        assert found == known, f"{known} tokens of {ids} are there, you find {found}"
+        tree.insert(list(ids))
+        ends.add(ids)
+        prefixes.update(begins)
+    parts = {p for p in prefixes if sum((*p, t) in prefixes for t in range(3)) > 1}
+    edges = len(ends | parts)  # one edge leads to each of them
+    assert tree.edges() == edges, (
+        f"{edges} edges are needed, yours has {tree.edges()}: split an edge only where "
+        "sequences part or one ends"
+    )

@@ -1,0 +1,618 @@
+"""Chapter 11: kernels, each on a GPU or in Triton's interpreter.
+
+Tensors lie between margins of NaN: a load outside spoils the result, a store outside
+is found afterwards, and neither ends the process.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARGIN = 512  # numbers on both sides, more than any tile of these checks has
+FAR = 1 << 30  # a page that no sequence has
+LOG2E = math.log2(math.e)
+
+
+class Guarded:
+    """A tensor between margins."""
+
+    def __init__(self, inner, margin=math.nan):
+        inner = inner.to(DEVICE)
+        size = inner.numel()
+        self.whole = inner.new_full((size + 2 * MARGIN,), margin)
+        self.before = self.whole.clone()
+        self.inner = self.whole[MARGIN : MARGIN + size].view(inner.shape)
+        self.inner.copy_(inner)
+
+    def untouched(self):
+        """Whether both margins are as they were."""
+        ends = [*range(MARGIN), *range(-MARGIN, 0)]
+        return self.whole[ends].equal(self.before[ends]) or (
+            self.whole.is_floating_point() and bool(self.whole[ends].isnan().all())
+        )
+
+
+def empty(*shape, dtype=torch.float32):
+    """What a kernel has to fill."""
+    if dtype.is_floating_point:
+        return Guarded(torch.full(shape, math.nan, dtype=dtype))
+    return Guarded(torch.full(shape, -1, dtype=dtype), -1)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def is_close(found, expected, tolerance=2e-3):
+    """TF32, as a GPU's tensor cores may round, is close enough."""
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return bool(((found - expected).abs() <= tolerance * (1 + expected.abs())).all())
+
+
+# Residual and norm
+
+
+def check_add_norm_kernel(kernel):
+    """Rows that fill no tile, updates in no, one and three parts."""
+    rows, size, block, eps = 3, 48, 64, 0.5
+    weight = Guarded(normal(size, seed=1))
+    for count in (0, 1, 3):
+        residual = Guarded(normal(rows, size, seed=2))
+        update = Guarded(normal(rows, max(count, 1), size, seed=3))
+        normed = empty(rows, size)
+        total = residual.inner.double()
+        if count:
+            total = total + update.inner.double().sum(1)
+        launch = kernel[(rows,)]
+        tensors = (x.inner for x in (residual, update, weight, normed))
+        launch(*tensors, eps, N=size, PARTS=count, BLOCK=block, PDL=False)
+        told = f"with N = {size}, BLOCK = {block} and PARTS = {count}: "
+        assert residual.untouched() and normed.untouched(), (
+            told + "a store went beyond the tensor; columns from N on need a mask"
+        )
+        assert not normed.inner[0].isnan().all(), told + "normed was not written"
+        assert not normed.inner.isnan().any(), (
+            told
+            + "the result is NaN. What lies beyond a tensor is NaN here: does every "
+            "load have its mask, and 0 where it is false?"
+        )
+        if count > 1:
+            assert is_close(residual.inner[0], total[0]), (
+                told + "the residual is not residual + the sum of its update's parts"
+            )
+        assert is_close(residual.inner, total), (
+            told + "the residual has to hold the sum afterwards, since the next layer "
+            "adds to it, and the parts of row t begin at t * PARTS * N"
+        )
+        square = total.square().sum(-1, keepdim=True)
+        expected = total * (square / size + eps).rsqrt() * weight.inner.double()
+        over_block = total * (square / block + eps).rsqrt() * weight.inner.double()
+        assert not is_close(normed.inner, over_block), (
+            told + "you divide the sum of squares by BLOCK; the mean is over N numbers"
+        )
+        late = total * (1 / ((square / size).sqrt() + eps)) * weight.inner.double()
+        assert not is_close(normed.inner, late), (
+            told + "eps is added to the mean of squares, inside the root"
+        )
+        plain = total * (square / size + eps).rsqrt()
+        assert not is_close(normed.inner, plain), told + "the weight is missing"
+        assert is_close(normed.inner, expected), (
+            told + "normed is not sum / sqrt(mean(sum^2) + eps) * weight"
+        )
+    judge_rounding(kernel)
+
+
+def judge_rounding(kernel):
+    """A float16 residual is rounded before it is normed."""
+    size = 48
+    residual = normal(1, size, seed=4).half()
+    update, weight = normal(1, 1, size, seed=5), torch.ones(size)
+    normed = empty(1, size)
+    total = (residual.float() + update[:, 0]).half().float()
+    expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    tensors = (x.to(DEVICE) for x in (residual, update, weight))
+    launch = kernel[(1,)]
+    launch(*tensors, normed.inner, 1e-5, N=size, PARTS=1, BLOCK=64, PDL=False)
+    assert is_close(normed.inner, expected, 1e-5), (
+        "a residual of float16: the sum has to be rounded to it before it is normed"
+    )
+
+
+# Products
+
+
+def check_matvec_kernel(kernel):
+    """Sizes that fill no tile; sums in float32."""
+    for rows, columns in ((10, 40), (4, 16), (5, 7)):
+        weight = Guarded(normal(rows, columns, seed=rows))
+        x, y = Guarded(normal(columns, seed=9)), empty(rows)
+        grid = (triton.cdiv(rows, 4),)
+        kernel[grid](x.inner, weight.inner, y.inner, rows, columns, ROWS=4, BLOCK=16)
+        told = f"with N = {rows}, K = {columns}, ROWS = 4 and BLOCK = 16: "
+        assert y.untouched(), told + "a store went beyond y; rows from N on need a mask"
+        found, expected = y.inner, weight.inner.double() @ x.inner.double()
+        assert not found.isnan().all(), (
+            told + "y is NaN everywhere: was it written? What lies beyond a tensor is "
+            "NaN here, so every load needs its mask, and 0 where it is false"
+        )
+        assert not found.isnan().any(), (
+            told + "some of y is NaN, which is what lies beyond a tensor: every load "
+            "needs its mask, and 0 where it is false; 0 times NaN is NaN"
+        )
+        last = columns - (columns - 1) % 16 - 1
+        tail = weight.inner[:, last:].double() @ x.inner[last:].double()
+        assert columns <= 16 or not is_close(found, tail), (
+            told + "y has the last tile of columns only; add to what is there"
+        )
+        head = weight.inner[:, :16].double() @ x.inner[:16].double()
+        assert columns <= 16 or not is_close(found, head), (
+            told + "y has the first BLOCK columns only; loop over all K"
+        )
+        assert is_close(found, expected, 1e-4), told + "y is not weight @ x"
+    ones = torch.ones(4, 8192, dtype=torch.float16, device=DEVICE)
+    y = empty(4)
+    kernel[(1,)](ones[0], ones, y.inner, 4, 8192, ROWS=4, BLOCK=256)
+    assert (y.inner == 8192).all(), (
+        "8,192 ones in float16 add up to 8192 only if the sum is kept in float32; "
+        f"yours is {y.inner[0].item():g}"
+    )
+
+
+def check_product_kernel(kernel):
+    """Sizes that fill no tile in any direction, and tiles that are not square."""
+    for m, n, k in ((20, 40, 24), (16, 32, 16), (3, 70, 50)):
+        a, b = Guarded(normal(m, k, seed=m)), Guarded(normal(n, k, seed=n))
+        c = empty(m, n)
+        grid = triton.cdiv(m, 16), triton.cdiv(n, 32)
+        tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
+        kernel[grid](a.inner, b.inner, c.inner, m, n, k, **tiles)
+        told = f"with M = {m}, N = {n}, K = {k} in tiles of 16, 32 and 16: "
+        assert c.untouched(), (
+            told
+            + "a store went beyond c; rows from M and columns from N on need a mask"
+        )
+        left, right = a.inner.double(), b.inner.double()
+        found, expected = c.inner, left @ right.T
+        assert not found.isnan().all(), (
+            told + "c is NaN everywhere: was it written? What lies beyond a tensor is "
+            "NaN here, so every load needs its mask, and 0 where it is false"
+        )
+        last = k - (k - 1) % 16 - 1
+        assert k <= 16 or not is_close(found, left[:, last:] @ right[:, last:].T), (
+            told + "c has the last step of K only; add up all steps"
+        )
+        assert not found.isnan().any(), (
+            told + "some of c is NaN: it was not written, or a load without its mask "
+            "took what lies beyond a tensor"
+        )
+        assert is_close(found, expected), (
+            told + "c is not a @ b.T. Is K masked in at least one operand, and does "
+            "program (i, j) make tile (i, j)?"
+        )
+
+
+# The largest logit
+
+
+def key_parts(key):
+    """The number and the index of a key, by `keys.ordered`'s description."""
+    bits, index = key >> 32, 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    bits = bits ^ 0x7FFFFFFF if bits < 0 else bits
+    value = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+    return value, index
+
+
+def check_argmax_kernel(kernel):
+    """Blocks that end outside the row, negative logits, ties, several rows."""
+    size, block = 50, 16
+    logits = normal(3, size, seed=6)
+    logits[0] -= 100
+    logits[1] = 0
+    logits[1, [7, 9, 40]] = 3
+    logits[2, 49] = 50
+    guarded, blocks = Guarded(logits), -(-size // block)
+    keys = empty(3, blocks, dtype=torch.int64)
+    kernel[(blocks, 3)](guarded.inner, keys.inner, size, BLOCK=block)
+    assert keys.untouched(), (
+        "a store went beyond keys: a row has as many keys as the grid has blocks"
+    )
+    for row in range(3):
+        for number in range(blocks):
+            part = logits[row, number * block : (number + 1) * block]
+            value, index = key_parts(keys.inner[row, number].item())
+            told = f"row {row}, block {number} of {size} logits in blocks of {block}: "
+            assert keys.inner[row, number] != -1, told + "no key was written"
+            assert index < size and not math.isnan(value), (
+                told + "the winner lies behind the row, where only NaN is: NaN wins "
+                "unless places from vocabulary on get LOWEST"
+            )
+            first = int(part.argmax())
+            assert not (index == first and number), (
+                told + f"the key says index {index}, which counts from the block; the "
+                "index in the row is wanted"
+            )
+            assert value == part.max(), (
+                told + f"the largest logit is {part.max():g}, your key has {value:g}. "
+                "What is masked must lose against negative logits too, and each row "
+                "begins at row * vocabulary"
+            )
+            assert index == number * block + first, (
+                told + f"of equal logits the lower index wins, "
+                f"{number * block + first}; yours is {index}"
+            )
+
+
+# Attention
+
+
+@triton.jit
+def rows_kernel(
+    table_ptr,
+    places_ptr,
+    out_ptr,
+    stop,
+    stride_page,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    COUNT: tl.constexpr,
+    FIND: tl.constexpr,
+):
+    n = tl.arange(0, COUNT)
+    places = tl.load(places_ptr + n)
+    tl.store(out_ptr + n, FIND(table_ptr, places, stop, stride_page, ROW, PAGE))
+
+
+def check_find_rows(find):
+    """Places in shuffled pages, behind the end, and beyond 2^31 numbers."""
+    page, row = 4, 8
+    for stride, pages in ((32, [5, 2, 7]), (96, [5, 2, 7]), (1 << 20, [5, 2, 3000])):
+        table = Guarded(torch.tensor(pages, dtype=torch.int32), FAR)
+        places = torch.arange(16, dtype=torch.int32)
+        stop = 10
+        out = empty(16, dtype=torch.int64)
+        sizes = {"ROW": row, "PAGE": page, "COUNT": 16}
+        arguments = (places.to(DEVICE), out.inner, stop, stride)
+        rows_kernel[(1,)](table.inner, *arguments, **sizes, FIND=find)
+        found = out.inner.tolist()
+        for place in range(stop):
+            right = pages[place // page] * stride + place % page * row
+            told = (
+                f"pages {pages} of {page} rows, {row} numbers a row, {stride} a page: "
+                f"place {place} begins at {right}, not {found[place]}. "
+            )
+            wrapped = (right + 2**31) % 2**32 - 2**31
+            assert right == wrapped or found[place] != wrapped, (
+                told + "The product has more than 32 bits: widen the page first"
+            )
+            assert found[place] == right, (
+                told
+                + "Page places // PAGE of the table, row places % PAGE in it; pages "
+                "are stride_page apart"
+            )
+        for place in range(stop, 16):
+            assert 0 <= found[place] < page * row, (
+                f"place {place} is behind the end at {stop}, so it goes to page 0; "
+                f"yours begins at {found[place]}. Mask the load of the table, with 0"
+            )
+
+
+@triton.jit
+def fold_kernel(
+    logits_ptr,  # [TILES, 16, 16]
+    values_ptr,  # [TILES, 16, 16]
+    state_ptr,  # [2, 16], top and total; both ways
+    acc_ptr,  # [16, 16]
+    scale,
+    TILES: tl.constexpr,
+    FOLD: tl.constexpr,
+):
+    n = tl.arange(0, 16)
+    cell = n[:, None] * 16 + n[None, :]
+    top, total = tl.load(state_ptr + n), tl.load(state_ptr + 16 + n)
+    acc = tl.load(acc_ptr + cell)
+    for tile in range(TILES):
+        logits = tl.load(logits_ptr + tile * 256 + cell)
+        v = tl.load(values_ptr + tile * 256 + cell)
+        top, total, acc = FOLD(logits, v, top, total, acc, scale)
+    tl.store(state_ptr + n, top)
+    tl.store(state_ptr + 16 + n, total)
+    tl.store(acc_ptr + cell, acc)
+
+
+def folded(fold, logits, values, scale):
+    """float64 top, total and acc after all tiles, beginning with nothing."""
+    state = torch.stack([torch.full((16,), -1e30), torch.zeros(16)]).to(DEVICE)
+    acc = torch.zeros(16, 16, device=DEVICE)
+    tensors = (logits.to(DEVICE), values.to(DEVICE), state, acc, scale)
+    fold_kernel[(1,)](*tensors, TILES=len(logits), FOLD=fold)
+    return state[0].double().cpu(), state[1].double().cpu(), acc.double().cpu()
+
+
+def check_fold(fold):
+    """Tiles against a softmax of all, small and large, and tiles that nobody sees."""
+    scale = 0.5
+    values = normal(3, 16, 16, seed=7)
+    for size in (400.0, 1.0):
+        logits = size * normal(3, 16, 16, seed=8)
+        top, total, acc = folded(fold, logits, values, scale)
+        whole = logits.double().transpose(0, 1).flatten(1) * scale  # [16, 48]
+        told = f"three tiles of 16 keys, logits of about {size:g}: "
+        assert is_close(top, whole.amax(1)), (
+            told + "top is the largest of all logits so far, times scale"
+        )
+        assert total.isfinite().all() and acc.isfinite().all(), (
+            told + "NaN or infinity came out; subtract the largest logit before exp2"
+        )
+        weights = torch.exp2(whole - top[:, None])
+        last = weights[:, 32:].sum(1)
+        assert not is_close(total, last), (
+            told + "total has the last tile only; what was there shrinks and stays"
+        )
+        natural = torch.exp(whole - top[:, None]).sum(1)
+        assert not is_close(total, natural), (
+            told + "the sum is of exp; logits are in units of log2, so take exp2"
+        )
+        assert is_close(total, weights.sum(1)), (
+            told + "total is not the sum of exp2(logit - top). When top grows, the old "
+            "total shrinks by exp2(old top - new top)"
+        )
+        assert is_close(acc, weights @ values.double().flatten(0, 1), 2e-2), (
+            told
+            + "total is right and acc is not: it shrinks by the same factor, row by "
+            "row, before the new values are added"
+        )
+    hidden = normal(2, 16, 16, seed=9)
+    hidden[0] = -math.inf  # a tile that no query sees
+    _, total, acc = folded(fold, hidden, values[:2], scale)
+    assert not (total.isnan().any() or acc.isnan().any()), (
+        "a tile of which no query sees a key has to change nothing; yours gives NaN"
+    )
+
+
+def check_split_kernel(kernel):
+    """One split and three, shuffled pages, rows of NaN behind the end, sinks."""
+    heads, group, dim, page, length = 2, 4, 16, 8, 45
+    q, sinks = normal(heads * group, dim, seed=10), normal(heads * group, seed=11)
+    k, v = normal(length, heads, dim, seed=12), normal(length, heads, dim, seed=13)
+    order = [3, 0, 6, 2, 5, 1]  # page 4 is nobody's
+    keys, values = torch.full((2, 7, page, heads, dim), math.nan)
+    for place in range(length):
+        keys[order[place // page], place % page] = k[place]
+        values[order[place // page], place % page] = v[place]
+    keys[4] = values[4] = 0
+    keys[0], values[0] = keys[0].nan_to_num(), values[0].nan_to_num()
+    table = Guarded(torch.tensor(order, dtype=torch.int32), 4)
+    scale = LOG2E / dim**0.5
+    logits = torch.einsum(
+        "hgd,shd->hgs", q.double().view(heads, group, dim), k.double()
+    ).mul(scale)
+    for share in (48, 16):
+        splits = -(-length // share)
+        parts, sums = empty(heads, splits, group, dim), empty(heads, splits, group)
+        tensors = [x.to(DEVICE) for x in (q, keys, values)]
+        kernel[(heads, splits)](
+            *(*tensors, table.inner, sinks.to(DEVICE), parts.inner, sums.inner),
+            *(length, share, scale, keys.stride(0)),
+            **{"K": heads, "G": group, "D": dim, "PAGE": page, "BLOCK": 16},
+        )
+        told = f"{length} keys in {splits} splits of {share}, "
+        assert parts.untouched() and sums.untouched(), (
+            told + "a store went beyond parts or sums"
+        )
+        for split in range(splits):
+            here = slice(split * share, min((split + 1) * share, length))
+            judge_split(
+                told + f"split {split}: ",
+                sums.inner[:, split].double().cpu(),
+                parts.inner[:, split].double().cpu(),
+                logits[:, :, here],
+                sinks.double().view(heads, group) * LOG2E,
+                v.double()[here],
+                split,
+            )
+
+
+def judge_split(told, found_sums, found_parts, logits, sinks, v, split):
+    """Compare what one split left; logits [K, G, s], v [s, K, D]."""
+    weights = torch.exp2(logits)
+    plain = weights.sum(-1)
+    with_sink = plain + torch.exp2(sinks)
+    total = plain if split else with_sink
+    assert not (found_sums.isnan().any() or found_parts.isnan().any()), (
+        told + "NaN came out, or nothing was written. What lies in a page behind the "
+        "sequence's end is NaN: is such a key there?"
+    )
+    if split:
+        assert not is_close(found_sums, with_sink.log2(), 1e-4), (
+            told + "the sink is counted again; it is one key of the whole sequence"
+        )
+    else:
+        assert not is_close(found_sums, plain.log2(), 1e-4), (
+            told + "the sink is not counted; it begins the first split"
+        )
+    padding = -(-logits.shape[-1] // 16) * 16 - logits.shape[-1]
+    assert not padding or not is_close(found_sums, (total + padding).log2(), 1e-4), (
+        told + "keys that are not there have logits of 0 and so weigh 1 each; they "
+        "have to get -inf"
+    )
+    assert not is_close(found_sums, total.log(), 1e-4), (
+        told + "the logarithm of the sum has base 2 here, as exp2 has"
+    )
+    assert not is_close(found_sums, (total / weights.amax(-1)).log2(), 1e-3), (
+        told + "the sum is that of exp2(logit - top): add top to its logarithm"
+    )
+    assert is_close(found_sums, total.log2()), (
+        told + "sums is not log2 of the sum of exp2(logit) over the split's keys, and "
+        "in the first split the sink"
+    )
+    expected = torch.einsum("hgs,shd->hgd", weights, v)
+    assert is_close(found_parts, expected / total[..., None]), (
+        told + "the sum is right and the part is not: it is the weighted mean of "
+        "values, divided by its own sum"
+    )
+
+
+@triton.jit
+def join_driver(
+    sums_ptr,
+    parts_ptr,
+    out_ptr,
+    S: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    JOIN: tl.constexpr,
+):
+    at = tl.arange(0, S)[:, None] * N + tl.arange(0, N)[None, :]
+    cells = (at * D)[:, :, None] + tl.arange(0, D)[None, None, :]
+    joined = JOIN(tl.load(sums_ptr + at), tl.load(parts_ptr + cells))
+    out = tl.arange(0, N)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out_ptr + out, joined)
+
+
+def check_join_parts(join):
+    """Parts of unequal weight, large sums, and parts that are not there."""
+    parts = normal(4, 2, 8, seed=14)
+    for shift, there in ((0.0, 4), (1000.0, 4), (-1000.0, 4), (0.0, 3), (500.0, 1)):
+        sums = 3 * normal(4, 2, seed=15) + shift
+        sums[there:], shown = -1e30, parts.clone()
+        shown[there:] = 0
+        out = empty(2, 8)
+        tensors = (sums.to(DEVICE), shown.to(DEVICE), out.inner)
+        join_driver[(1,)](*tensors, S=4, N=2, D=8, JOIN=join)
+        found = out.inner.double().cpu()
+        told = f"sums of about {shift:g}, {there} of 4 parts there: "
+        assert not found.isnan().any() and found.isfinite().all(), (
+            told + "NaN or infinity came out; subtract the largest sum before exp2"
+        )
+        logs, every = sums[:there].double(), shown[:there].double()
+        expected = (torch.softmax(logs * math.log(2), 0)[..., None] * every).sum(0)
+        natural = (torch.softmax(logs, 0)[..., None] * every).sum(0)
+        assert there == 1 or not is_close(found, natural), (
+            told + "the sums are logarithms to base 2: weigh with exp2"
+        )
+        assert there == 1 or not is_close(found, every.mean(0)), (
+            told + "each part weighs exp2 of its sum, not all the same"
+        )
+        assert is_close(found, expected), (
+            told + "the output is not the sum of exp2(sum) * part over the sum of "
+            "exp2(sum), for each of the N columns by itself"
+        )
+
+
+# Exercises
+
+
+def check_11_1(candidate):
+    """Heads of q, k and v, read once and written once."""
+    for tokens, heads, kv_heads, dim in (
+        (1, 64, 8, 64),
+        (7, 64, 8, 64),
+        (1, 8, 2, 32),
+        (100, 6, 3, 16),
+    ):
+        found = candidate(tokens, heads=heads, kv_heads=kv_heads, dim=dim)
+        numbers = tokens * (heads + 2 * kv_heads) * dim
+        told = (
+            f"{tokens} tokens, {heads} heads of q, {kv_heads} of k and v, dim {dim}: "
+        )
+        assert found != 2 * numbers, told + "what is read is written again as well"
+        assert found != numbers * 2 * 2 * 2, told + "bfloat16 has two bytes"
+        assert found != 4 * tokens * (heads + kv_heads) * dim, (
+            told + "v isn't rotated, but it is read and goes into the cache"
+        )
+        assert abs(found - 4 * numbers) < 1, (
+            told
+            + "each head of q, k and v is read once and written once, in two bytes "
+            f"a number; yours is {found}"
+        )
+
+
+def check_11_2(candidate):
+    """Exact lines, and points that no line meets."""
+    for speed, fixed in ((4000.0, 5.0), (1000.0, 0.0), (4650.0, 1.2)):
+        sizes = (67_125_248.0, 16_793_600.0, 134_250_496.0, 1_040_384.0)
+        for count in (2, 4):
+            points = [(n, n / (1e3 * speed) + fixed) for n in sizes[:count]]
+            gigabytes, rest = candidate(points)
+            told = f"{count} points of {speed:g} GB/s and {fixed:g} us fixed: "
+            assert abs(gigabytes - 1e3 * speed) > 1, (
+                told + "these are bytes a microsecond; a GB/s has a thousand of them"
+            )
+            assert abs(gigabytes / speed - 1) < 1e-6, (
+                told + f"yours is {gigabytes:g} GB/s. Bandwidth is one over the slope"
+            )
+            assert abs(rest - fixed) < 1e-6, (
+                told + f"yours is {rest:g} us, where the line meets 0 bytes"
+            )
+    points = [(0.0, 1.0), (1e6, 1.0), (2e6, 1.0), (3e6, 3.0)]
+    gigabytes, rest = candidate(points)
+    assert abs(gigabytes - 5000 / 3) < 1e-3 and abs(rest - 0.6) < 1e-6, (
+        "four points of which no line meets all: least squares, over all of them, not "
+        f"the line through two; yours is {gigabytes:g} GB/s and {rest:g} us"
+    )
+
+
+def check_11_3(kernel):
+    """The kernel itself is launched; sizes that fill no tile; large numbers."""
+    for size in (1, 16, 47):
+        pairs = 8 * normal(size, 2, seed=size)
+        x, out = Guarded(pairs), empty(size)
+        limit, alpha = 7.0, 1.702
+        grid = (triton.cdiv(size, 16),)
+        kernel[grid](x.inner, out.inner, size, limit, alpha, BLOCK=16)
+        told = f"with size = {size} and BLOCK = 16: "
+        assert out.untouched(), told + "a store went beyond out; it needs a mask"
+        gate, up = pairs.double().unbind(-1)
+        low, high = gate.clamp(max=limit), up.clamp(-limit, limit)
+        expected = low * torch.sigmoid(alpha * low) * (high + 1)
+        found = out.inner
+        assert not found.isnan().any(), (
+            told + "the result is NaN, which is what lies beyond a tensor: was "
+            "all of out written, and from inside only?"
+        )
+        swapped = up.clamp(max=limit)
+        swapped = swapped * torch.sigmoid(alpha * swapped)
+        swapped = swapped * (gate.clamp(-limit, limit) + 1)
+        assert not is_close(found, swapped), told + "the even numbers are the gates"
+        both = gate.clamp(-limit, limit)
+        both = both * torch.sigmoid(alpha * both) * (high + 1)
+        assert size == 1 or not is_close(found, both, 1e-5), (
+            told + "a gate has an upper limit only"
+        )
+        free = gate * torch.sigmoid(alpha * gate) * (up + 1)
+        assert size == 1 or not is_close(found, free), told + "nothing was clamped"
+        assert is_close(found, expected, 1e-5), (
+            told + "out[i] is not g * sigmoid(alpha * g) * (u + 1) of pair i"
+        )
+
+
+def check_11_4(candidate):
+    """Against a softmax with the sink as a key; sums too large for an exponential."""
+    scores = normal(7, 8, 30, seed=16)
+    values = normal(30, 8, 32, seed=17)
+    for shift in (0.0, 300.0, -300.0):
+        for sink in (0.0, -200.0, 200.0):
+            moved = scores + shift
+            sinks = normal(8, seed=18) + sink
+            lse = moved.logsumexp(-1)
+            out = torch.einsum("qhs,shd->qhd", moved.softmax(-1), values)
+            key = sinks.view(1, 8, 1).expand(7, 8, 1)
+            weights = torch.cat([moved, key], -1).double().softmax(-1)[..., :-1]
+            expected = torch.einsum("qhs,shd->qhd", weights, values.double())
+            found = candidate(out, lse, sinks)
+            told = f"scores of about {shift:g} and sinks of about {sink:g}: "
+            assert tuple(found.shape) == (7, 8, 32), (
+                told + f"the shape is {list(found.shape)}; expected [7, 8, 32]"
+            )
+            assert found.isfinite().all(), (
+                told + "the result is not finite. exp of 100 is infinite in float32; "
+                "torch.sigmoid of a difference is not"
+            )
+            assert is_close(found, expected, 1e-4), (
+                told
+                + "not the softmax with the sink as one more key. Where it's right "
+                "for small numbers only, an exponential has become 0 or infinite"
+            )

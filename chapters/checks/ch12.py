@@ -1,0 +1,657 @@
+"""Chapter 12: the experts' kernels, the two regimes, the roofline."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+import triton
+
+from simplellm.apps.roofline import Machine
+from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.kernels.fragments import NUMBERS, repack
+from simplellm.layers import Experts
+from simplellm.ops import experts as plain_experts
+from simplellm.sizes import count_parameters, kv_bytes, weight_bytes
+from simplellm.weights import MXFP4
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARGIN = 1024  # elements on either side of a guarded tensor
+WORD = 0xFFFFFFFF
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Guarded:
+    """A tensor between margins, so that a missing mask is seen and harms nothing."""
+
+    def __init__(self, shape, margin, dtype=torch.int32, fill=None):
+        size = math.prod(shape)
+        self.margin = margin
+        whole = torch.full((size + 2 * MARGIN,), margin, dtype=dtype)
+        self.whole = whole.to(DEVICE)
+        self.inside = self.whole[MARGIN : MARGIN + size].view(shape)
+        if isinstance(fill, torch.Tensor):
+            self.inside.copy_(fill)
+        elif fill is not None:
+            self.inside.fill_(fill)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing was written outside."""
+        size = self.inside.numel()
+        edges = torch.cat([self.whole[:MARGIN], self.whole[MARGIN + size :]])
+        return bool((edges == self.margin).all())
+
+
+def check_distinct_experts(candidate):
+    """Against what one token after the other adds."""
+    found = candidate(GPT_OSS_120B, 1)  # 4 of 128
+    assert abs(found - 4) < 1e-6, (
+        f"one token chooses 4 different experts, neither more nor fewer; yours is "
+        f"{found:g}"
+    )
+    found = candidate(GPT_OSS_120B, 2)
+    assert found <= 8, f"two tokens choose 8 experts at most; yours is {found:g}"
+    assert abs(found - 8) > 1e-6, (
+        "two tokens may choose the same experts: on average fewer than 8 different ones"
+    )
+    exact = 4 + 4 * (128 - 4) / 128  # each of the second's is new with 124 / 128
+    assert abs(found - exact) < 1e-6, (
+        f"each choice of the second token is new with probability 124/128, so two "
+        f"tokens choose {exact} on average; yours is {found:g}: a token's choices are "
+        "4 different ones, and it misses an expert with probability 1 - 4/128"
+    )
+    for config in (GPT_OSS_20B, GPT_OSS_120B):
+        experts, chosen = config.num_local_experts, config.num_experts_per_tok
+        for tokens in (3, 64, 1000):
+            here = candidate(config, tokens)
+            expected = 0.0
+            for _ in range(tokens):  # each token adds a share of what is left
+                expected += (experts - expected) * chosen / experts
+            assert abs(here - expected) < 1e-6 * experts, (
+                f"{tokens} tokens of {experts} experts choose {expected:.3f} on "
+                f"average; yours is {here:.3f}"
+            )
+
+
+def most_blocks(pairs, experts, block):
+    """By trying how many pairs each expert has, one expert after the other."""
+    best = [0] + [-1] * pairs  # blocks by pairs used
+    for _ in range(experts):
+        best = [
+            max(
+                best[used - own] + -(-own // block)
+                for own in range(used + 1)
+                if best[used - own] >= 0
+            )
+            for used in range(pairs + 1)
+        ]
+    return best[pairs]
+
+
+def check_max_blocks(candidate):
+    """Against a search over all ways to route."""
+    found = candidate(12, 6, 4)
+    assert found != 3, (
+        "12 pairs fill 3 blocks of 4 only if they all choose one expert; each expert "
+        "has blocks of its own"
+    )
+    assert found == 7, f"12 pairs, 6 experts, blocks of 4: room for 7; yours is {found}"
+    found = candidate(3, 128, 16)
+    assert found == 3, (
+        f"3 pairs fill 3 blocks at most, however many experts there are; yours is "
+        f"{found}"
+    )
+    for block in (1, 2, 4, 8):
+        for experts in (1, 2, 5, 9):
+            for pairs in range(1, 25):
+                most = most_blocks(pairs, experts, block)
+                found = candidate(pairs, experts, block)
+                where = f"{pairs} pairs, {experts} experts, blocks of {block}"
+                assert found >= most, (
+                    f"{where} can fill {most} blocks; yours is {found}, and some pairs "
+                    "would have no block"
+                )
+                assert found <= most, (
+                    f"{where}: never more than {most} blocks are filled; yours is "
+                    f"{found}, and a program runs in vain for each one too many"
+                )
+                assert isinstance(found, int), f"expected an int, not {found!r}"
+
+
+def random_ids(tokens, experts, top_k, seed=0):
+    """int32 [T, k], expert 1 chosen by nobody, expert 0 by most."""
+    odds = torch.rand(tokens, experts, generator=seeded(seed))
+    odds[:, 0] += 0.4
+    odds[:, 1] -= 2
+    return odds.topk(top_k).indices.int()
+
+
+def check_count_kernel(candidate):
+    """Three chunks, the last not full, some padding, ids outside that would count."""
+    top_k, chunk, bins = 2, 16, 8
+    ids = random_ids(20, 6, top_k)
+    n = ids.numel()
+    for padding in (0, 3, 9):
+        live = 20 - padding
+        given = Guarded((n,), 5, fill=ids.flatten())
+        counts = Guarded((-(-n // chunk), bins), -7, fill=-7)
+        number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        candidate[(-(-n // chunk),)](
+            *(given.inside, counts.inside, number if padding else None, n),
+            *(top_k, chunk, bins, False),
+        )
+        assert counts.intact, "you store outside of counts, beyond a program's own row"
+        found = counts.inside.cpu()
+        assert (found != -7).all(), (
+            "some counts were never stored: a program stores all BLOCK_E of its chunk, "
+            "those that are 0 too"
+        )
+        parts = ids.flatten()[: live * top_k].split(chunk)
+        expected = torch.zeros_like(found)
+        for row, part in zip(expected, parts, strict=False):
+            row += part.long().bincount(minlength=bins).int()
+        rows = (found - found[0]).abs().sum() == 0 and n > chunk
+        assert not rows, (
+            "all chunks have the same counts: a program's pairs begin at "
+            "program_id(0) * CHUNK"
+        )
+        over = (found - expected).sum()
+        assert not (over > 0 and padding), (
+            f"with {live} of 20 tokens live you count {int(over)} pairs too many: "
+            "padding, and what lies behind the pairs, doesn't count"
+        )
+        assert over <= 0, (
+            f"you count {int(over)} pairs too many: n is {n}, and the last chunk has "
+            "only a part of its pairs; mask the histogram, not the load alone"
+        )
+        assert torch.equal(found, expected), (
+            f"the first chunk has {expected[0].tolist()} pairs of each expert; yours "
+            f"are {found[0].tolist()}"
+        )
+
+
+def check_sort_small_kernel(candidate):
+    """Several programs and chunks, padding, and ties in their order."""
+    experts, top_k, block, bins = 6, 2, 4, 8
+    for tokens, padding, rows, chunk in (
+        (6, 0, 16, 16),
+        (20, 0, 16, 32),
+        (20, 6, 32, 16),
+    ):
+        ids = random_ids(tokens, experts, top_k, tokens)
+        n, live = ids.numel(), tokens - padding
+        programs = -(-n // rows)
+        room = (n + experts * (block - 1)) // block
+        step = triton.next_power_of_2(-(-room // programs))
+        given = Guarded((n,), 0, fill=ids.flatten())
+        pairs = Guarded((n,), -7, fill=-7)
+        offsets = Guarded((experts + 1,), -7, fill=-7)
+        blocks = Guarded((room, 2), -7, fill=-7)
+        number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        candidate[(programs,)](
+            *(given.inside, pairs.inside, offsets.inside, blocks.inside),
+            *(number if padding else None, n, room, experts, top_k, rows, chunk),
+            *(bins, block, step, False),
+        )
+        where = f"{n} pairs, {rows} a program, chunks of {chunk}"
+        for name, part in (("pairs", pairs), ("offsets", offsets), ("blocks", blocks)):
+            assert part.intact, (
+                f"{where}: you store outside of {name}; lanes from n on have no pair, "
+                "so mask the store, and don't let them count"
+            )
+        found = pairs.inside.cpu().tolist()
+        assert -7 not in found, (
+            f"{where}: {found.count(-7)} positions were never stored, so some pairs "
+            "went to the same one: compare (id, i), since ids alone have ties"
+        )
+        flat = ids.flatten().tolist()
+        key = [flat[i] if i < live * top_k else experts for i in range(n)]
+        order = sorted(range(n), key=lambda i: (key[i], i))
+        assert sorted(found) == list(range(n)), f"{where}: some pair is missing"
+        if padding:
+            assert set(found[live * top_k :]) == set(order[live * top_k :]), (
+                f"{where}: pairs of padding, from live on, come after every expert's"
+            )
+        by_expert = [key[i] for i in found] == sorted(key)
+        assert by_expert, f"{where}: the pairs are not in the order of their experts"
+        assert found == order, (
+            f"{where}: the sort isn't stable: of one expert, earlier pairs come first"
+        )
+        counts = [key.count(expert) for expert in range(experts)]
+        ends = [sum(counts[:expert]) for expert in range(experts + 1)]
+        assert offsets.inside.tolist() == ends, (
+            f"{where}: the offsets are {offsets.inside.tolist()}; expected {ends}, so "
+            "count each live pair once, over all chunks"
+        )
+        firsts = [
+            [expert, first]
+            for expert, (start, end) in enumerate(pairwise(ends))
+            for first in range(start, end, block)
+        ]
+        firsts += [[-1, 0]] * (room - len(firsts))
+        assert blocks.inside.tolist() == firsts, (
+            f"{where}: the blocks are not those of the counts; does every program call "
+            "write_blocks with all counts?"
+        )
+
+
+def packed_weight(experts, rows, columns, seed=0):
+    """All codes, and scales of 2^-9 to 2^-2."""
+    shape = (experts, rows, columns // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=seeded(seed))
+    scales = torch.randint(118, 126, shape, generator=seeded(seed + 1))
+    return MXFP4(blocks.to(torch.uint8), scales.to(torch.uint8))
+
+
+def blocks_of(ids, experts, block, room):
+    """Pairs, offsets and blocks, int32, by torch."""
+    flat = ids.flatten().long()
+    counts = flat.bincount(minlength=experts)
+    offsets = [0, *counts.cumsum(0).tolist()]
+    found = [
+        [expert, first]
+        for expert, (start, end) in enumerate(pairwise(offsets))
+        for first in range(start, end, block)
+    ]
+    found += [[-1, 0]] * (room - len(found))
+    tensors = flat.argsort(stable=True), torch.tensor(offsets), torch.tensor(found)
+    return [tensor.int() for tensor in tensors]
+
+
+def check_grouped_kernel(candidate):
+    """Two tiles of rows, the last not full, an empty block, NaN around everything."""
+    experts, top_k, rows, columns, block = 4, 2, 24, 64, 16
+    weight = packed_weight(experts, rows, columns)
+    ids = random_ids(11, experts, top_k)
+    x = torch.randn(11, columns, generator=seeded(3))
+    pairs, offsets, blocks = blocks_of(ids, experts, block, 5)
+    n = ids.numel()
+    byte = {"dtype": torch.uint8}
+    given = Guarded(x.shape, math.nan, torch.float32, x)
+    codes = Guarded((experts * rows * columns // 2,), 0x77, **byte)
+    codes.inside.copy_(weight.blocks.flatten())
+    scales = Guarded((experts * rows * columns // 32,), 255, **byte)
+    scales.inside.copy_(weight.scales.flatten())
+    out = Guarded((n, rows), -777.0, torch.float32, -777.0)
+    order = Guarded((n,), 11 * top_k, fill=pairs)  # the token behind the last: NaN
+    ends = Guarded((experts + 1,), 0, fill=offsets)  # of expert -1: 0
+    candidate[(2, len(blocks))](
+        *(given.inside, codes.inside, scales.inside, out.inside, order.inside),
+        *(ends.inside, blocks.to(DEVICE), rows, columns, top_k, 16, block),
+    )
+    assert out.intact, (
+        "you store outside of out: rows end at N, and positions where valid ends"
+    )
+    found = out.inside.cpu()
+    numbers = weight.dequantize(torch.float32)
+    tokens = pairs.long() // top_k
+    chosen = ids.flatten().long()[pairs.long()]
+    expected = torch.einsum("pnk,pk->pn", numbers[chosen], x[tokens])
+    assert (found != -777).all(), (
+        f"{int((found == -777).sum())} of {found.numel()} numbers were never stored: "
+        "every block's valid positions, and every row below N"
+    )
+    assert not found.isnan().any(), (
+        "NaN came in from outside of x or the scales: mask what you load"
+    )
+
+    def close(other):
+        return torch.allclose(found, other, rtol=1e-4, atol=1e-4)
+
+    if close(expected):
+        return
+    halves = numbers.unflatten(-1, (-1, 16, 2))
+    swapped = halves.flip(-1).flatten(-3)
+    other = torch.einsum("pnk,pk->pn", swapped[chosen], x[tokens])
+    assert not close(other), (
+        "the halves of a byte are swapped: the low one is the even column"
+    )
+    planes = torch.cat([halves[..., 0], halves[..., 1]], -1).flatten(-2)
+    other = torch.einsum("pnk,pk->pn", planes[chosen], x[tokens])
+    assert not close(other), (
+        "the low halves are not the first 16 columns of a block but the even ones: "
+        "start + 2 * byte"
+    )
+    unscaled = replace(weight, scales=torch.full_like(weight.scales, 127))
+    numbers = unscaled.dequantize(torch.float32)
+    other = torch.einsum("pnk,pk->pn", numbers[chosen], x[tokens])
+    assert not close(other), "without its scale: multiply each block's sum by it"
+    one = replace(weight, scales=weight.scales[..., :1].expand_as(weight.scales))
+    numbers = one.dequantize(torch.float32)
+    other = torch.einsum("pnk,pk->pn", numbers[chosen], x[tokens])
+    assert not close(other), "each block of 32 columns has a scale of its own"
+    worst = (found - expected).abs().max()
+    raise AssertionError(
+        f"some numbers are off by up to {worst:.3g}; is a pair's token "
+        "pairs // TOP_K, and an expert's first row expert * N?"
+    )
+
+
+def turned(words, right):
+    """int64 words of 32 bits, rotated to the right."""
+    return ((words >> right) | (words << (32 - right))) & WORD
+
+
+def read_words(a, b):
+    """The eight registers by the formulas of the page, on int64."""
+    mask = NUMBERS.value
+    fills = 0x60306030
+    u = (a & fills) | ((b >> 2) & (WORD ^ fills))
+    return [
+        *(a & mask, (a << 6) & mask, turned(a, 4) & mask, (u << 4) & mask),
+        *(b & mask, (b << 6) & mask, turned(b, 4) & mask, turned(u, 6) & mask),
+    ]
+
+
+def check_pack_words(candidate):
+    """What the formulas of `registers` read from the words."""
+    mask = NUMBERS.value
+    r = [torch.randint(0, 1 << 32, (64,), generator=seeded(i)) & mask for i in range(8)]
+    words = candidate(*r)
+    assert len(words) == 2, f"return two words; yours are {len(words)}"
+    for name, word in zip("ab", words, strict=True):
+        assert word.dtype == torch.int64, f"words are int64 here, not {word.dtype}"
+        assert ((word >= 0) & (word <= WORD)).all(), (
+            f"word {name} has bits above the 32nd: what a shift moves out at the top "
+            "comes in at the bottom, so rotate"
+        )
+    for number, (found, wanted) in enumerate(zip(read_words(*words), r, strict=True)):
+        lost = wanted & ~found
+        extra = found & ~wanted
+        assert not (extra.any() and not lost.any()), (
+            f"register {number} has bits that are not its own: the fourth register of "
+            "each word may only fill the gaps that FIRST and SECOND say"
+        )
+        assert torch.equal(found, wanted), (
+            f"`registers` finds other bits in register {number} than you were given"
+        )
+
+
+def random_mlp():
+    """A small layer's experts, float32."""
+
+    def normal(*shape, seed):
+        return torch.randn(*shape, generator=seeded(seed))
+
+    return Experts(
+        normal(4, 64, seed=1),
+        normal(4, seed=2),
+        packed_weight(4, 64, 64, 3),
+        normal(4, 64, seed=5),
+        packed_weight(4, 64, 32, 6),
+        normal(4, 64, seed=8),
+        2,
+        limit=7.0,
+        alpha=1.702,
+    )
+
+
+def moved(mlp):
+    """The layer as the kernels want it, on the device."""
+    parts = {
+        name: getattr(mlp, name).to(DEVICE)
+        for name in ("router", "router_bias", "gate_up_bias", "down_bias")
+    }
+    first = repack(mlp.gate_up.to(DEVICE), paired=True)
+    second = repack(mlp.down.to(DEVICE), paired=False)
+    return replace(mlp, gate_up=first, down=second, **parts)
+
+
+class Calls:
+    """Notes which of the functions that a candidate calls it called with what.
+
+    The kernel for one token takes seconds in the interpreter, so it is not run.
+    """
+
+    def __init__(self, candidate):
+        self.names = candidate.__globals__
+        self.seen = []
+
+    def __enter__(self):
+        self.saved = {
+            name: self.names[name]
+            for name in ("experts_one", "route_and_dispatch", "gate_up", "down")
+            if name in self.names
+        }
+        for name, function in self.saved.items():
+            self.names[name] = self.noted(name, function)
+        return self
+
+    def noted(self, name, function):
+        def call(*args, **options):
+            self.seen.append((name, args, options))
+            if name == "experts_one":
+                return torch.full((1, 2, 64), 0.5, device=DEVICE)
+            return function(*args, **options)
+
+        return call
+
+    def __exit__(self, *_):
+        self.names.update(self.saved)
+
+    def called(self, name):
+        return any(seen == name for seen, _, _ in self.seen)
+
+
+def check_experts(candidate):
+    """Both regimes, padding, and one tiling for the invariant way."""
+    mlp = random_mlp()
+    ready = moved(mlp)
+    x = torch.randn(5, 64, generator=seeded(9))
+    for count, rows, invariant in ((5, 5, False), (3, 5, False), (1, 1, True)):
+        live = torch.tensor([count], dtype=torch.int32)
+        given = x[:rows].clone()
+        given[count:] = torch.nan
+        with Calls(candidate) as calls:
+            result = candidate(
+                given.to(DEVICE), ready, live.to(DEVICE), batch_invariant=invariant
+            )
+        where = f"{count} tokens of {rows}" + ", batch_invariant" * invariant
+        assert isinstance(result, torch.Tensor), f"{where}: return what down returns"
+        assert tuple(result.shape) == (rows, 2, 64), (
+            f"{where}: expected [T, k, hidden] = {[rows, 2, 64]}, what each expert "
+            f"adds; yours is {list(result.shape)}, and the sum over k is the caller's"
+        )
+        if invariant:
+            assert not calls.called("experts_one"), (
+                "one token with batch_invariant takes the same tiling as many; "
+                "experts_one sums in another order"
+            )
+        expected = plain_experts(x[:count], mlp, live)
+        found = result[:count].sum(1).cpu()
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3), (
+            f"{where}: off by up to {(found - expected).abs().max():.3g} from chapter "
+            "4's sum; do the blocks have the size of the first tiling's tokens, and "
+            "does down get the scores and the same pairs?"
+        )
+        if count < rows:
+            routed = [
+                thing
+                for name, args, options in calls.seen
+                if name == "route_and_dispatch"
+                for thing in (*args[4:], *options.values())
+            ]
+            assert any(isinstance(thing, torch.Tensor) for thing in routed), (
+                f"{where}: padding is routed like tokens; pass live on, or its experts "
+                "are read for nothing"
+            )
+        if invariant:
+            tilings = {
+                args[-1]
+                for name, args, options in calls.seen
+                if name in ("gate_up", "down") and not options
+            }
+            assert len(tilings) <= 1 and all(t.tokens == 64 for t in tilings), (
+                "batch_invariant has one tiling, INVARIANT_TILING, for both halves and "
+                "any number of tokens"
+            )
+    one = torch.tensor([1], dtype=torch.int32, device=DEVICE)
+    with Calls(candidate) as calls:
+        candidate(x[:1].bfloat16().to(DEVICE), ready, one)
+    assert calls.called("experts_one"), (
+        "one bfloat16 token has a kernel of its own, experts_one: the grouped one is "
+        "36 % slower there"
+    )
+    with Calls(candidate) as calls:
+        candidate(x[:1].to(DEVICE), ready, one)
+    assert not calls.called("experts_one"), (
+        "experts_one reads bfloat16; a float32 token goes the grouped way"
+    )
+
+
+def check_read_bytes(candidate):
+    """Against the parts, counted apart."""
+    for config in (GPT_OSS_20B, GPT_OSS_120B):
+        parts = weight_bytes(config)
+        hidden = config.hidden_size
+        for tokens, context in ((1, 0), (1, 1000), (64, 0), (64, 4096)):
+            found = candidate(config, tokens, context)
+            where = f"{tokens} tokens, context {context}"
+            dense = sum(parts.values()) - parts["experts"] - parts["embedding"]
+            assert abs(found.dense - dense - parts["embedding"]) > 1e6, (
+                f"{where}: the whole embedding is in dense; a step looks up a row of "
+                "it for each token"
+            )
+            assert found.dense != dense, (
+                f"{where}: the rows of the embedding are missing, hidden_size numbers "
+                "a token"
+            )
+            assert abs(found.dense - dense - tokens * hidden * 2) < 1, (
+                f"{where}: dense is {found.dense:,.0f}; expected all weights but "
+                f"experts and embedding, and {tokens} rows of {hidden} numbers of 2 "
+                "bytes"
+            )
+            share = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** (
+                tokens
+            )
+            assert (
+                abs(found.experts - parts["experts"] * share) < 1e-6 * found.experts
+            ), (
+                f"{where}: {found.experts / parts['experts']:.3f} of the experts' "
+                f"bytes; on average {share:.3f} of them are chosen"
+            )
+            kv = tokens * kv_bytes(config, context) if context else 0
+            assert found.kv == kv, (
+                f"{where}: keys and values are {found.kv:,.0f} bytes; expected {kv:,}: "
+                "each sequence has its own, and none without a context"
+            )
+    four = candidate(GPT_OSS_20B, 1, 100, itemsize=4, packed=False)
+    parts = weight_bytes(GPT_OSS_20B, 4, False)
+    dense = sum(parts.values()) - parts["experts"] - parts["embedding"] + 2880 * 4
+    assert abs(four.dense - dense) < 1, "itemsize counts for the dense weights too"
+    assert abs(four.experts - parts["experts"] * 4 / 32) < 1e-6 * four.experts, (
+        "packed=False counts experts that are not packed: pass it on to weight_bytes"
+    )
+    assert four.kv == kv_bytes(GPT_OSS_20B, 100, itemsize=4), (
+        "itemsize counts for keys and values too"
+    )
+    tied = replace(GPT_OSS_20B, tie_word_embeddings=True)
+    weight = candidate(tied, 1)
+    parts = weight_bytes(tied)
+    dense = sum(parts[name] for name in parts if name not in ("experts", "embedding"))
+    assert abs(weight.dense - dense - 2 * 2880) < 1, (
+        "a model whose head is its embedding reads it once a step, as the head"
+    )
+
+
+def check_12_1(candidate):
+    """The number is the largest that fits."""
+    for config in (GPT_OSS_20B, GPT_OSS_120B):
+        for memory, length in ((80e9, 131_072), (141e9, 8192), (96e9, 100)):
+            found = candidate(config, memory, length, 4e9)
+            assert isinstance(found, int), f"a number of sequences is an int: {found!r}"
+            free = memory - 4e9 - sum(weight_bytes(config).values())
+            each = kv_bytes(config, length)
+            where = f"{memory / 1e9:.0f} GB, {length:,} tokens"
+            assert found * each <= free, (
+                f"{where}: {found} don't fit; do you leave the reserve, and count all "
+                "weights?"
+            )
+            assert (found + 1) * each > free, (
+                f"{where}: {found} leave room for one more; the sliding layers keep "
+                "only their window"
+            )
+    assert candidate(GPT_OSS_120B, 40e9, 1000, 0) == 0, (
+        "where the weights don't fit, no sequence does: 0, not a negative number"
+    )
+
+
+def reads(config, tokens):
+    """Bytes of a step without a context, and its operations."""
+    parts = weight_bytes(config)
+    share = 1 - (1 - config.num_experts_per_tok / config.num_local_experts) ** tokens
+    size = sum(parts.values()) - parts["embedding"] - parts["experts"] * (1 - share)
+    flops = 2.0 * count_parameters(config).active * tokens
+    return size + tokens * config.hidden_size * 2, flops
+
+
+def check_12_2(candidate):
+    """One token fewer, and reading is the longer part."""
+    for config, machine in (
+        (GPT_OSS_120B, Machine(4.65e12, 790e12)),
+        (GPT_OSS_20B, Machine(1e11, 1e12)),
+    ):
+        found = candidate(config, machine)
+        for tokens, longer in ((found, True), (found - 1, False)):
+            size, flops = reads(config, tokens) if tokens > 0 else (1, 0)
+            computing = flops / machine.flops_per_second
+            reading = size / machine.bytes_per_second
+            assert (computing > reading) == longer, (
+                f"a step of {tokens} computes for {1e3 * computing:.3f} ms and reads "
+                f"for {1e3 * reading:.3f}, so {found} is not the smallest number for "
+                "which computing is longer; the experts' bytes grow with the tokens"
+            )
+
+
+def check_12_3(candidate):
+    """Without guesses it is the limit; always wrong and always right are known."""
+    h200 = Machine(4.65e12, 790e12)
+
+    def limit(batch, guesses, accept):
+        return candidate(GPT_OSS_120B, h200, batch, guesses, accept)
+
+    for batch in (1, 16, 256):
+        least = h200.least_seconds(*reads(GPT_OSS_120B, batch))
+        found = limit(batch, 0, 0.7)
+        assert abs(found * least / batch - 1) < 1e-6, (
+            f"without guesses, a batch of {batch} has {batch / least:.0f} tokens/s at "
+            f"most; yours is {found:.0f}"
+        )
+    for accept, tokens in ((0.0, 1), (1.0, 4), (0.5, 1.875)):
+        least = h200.least_seconds(*reads(GPT_OSS_120B, 4))
+        found = limit(1, 3, accept) * least
+        assert abs(found - tokens) < 1e-6, (
+            f"3 guesses, right with probability {accept}: a step reads for 4 tokens "
+            f"and gives {tokens} on average, the one of its own included; yours gives "
+            f"{found:.3f}"
+        )
+
+
+def check_12_4(candidate):
+    """Choices that can be counted by hand, and random ones."""
+    ids = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1], [0, 2]])  # 5, 3, 2 of 8
+    empty, times = candidate(ids, 8, 4)
+    assert abs(times - 4 / 3) < 1e-6, (
+        "5, 3 and 2 pairs fill 2, 1 and 1 blocks of 4, so a used expert is read 4/3 "
+        f"times; yours is {times:.4f}: experts without pairs aren't used"
+    )
+    assert abs(empty - 6 / 16) < 1e-6, (
+        f"4 blocks of 4 have 16 places for 10 pairs: 0.375 are empty; yours is "
+        f"{empty:.4f}"
+    )
+    ids = torch.rand(100, 32, generator=seeded()).topk(4).indices
+    for block in (1, 8, 32):
+        counts = [0] * 32
+        for expert in ids.flatten().tolist():
+            counts[expert] += 1
+        filled = [math.ceil(count / block) for count in counts]
+        empty, times = candidate(ids, 32, block)
+        used = sum(count > 0 for count in counts)
+        assert abs(times - sum(filled) / used) < 1e-5, f"blocks of {block}: {times}"
+        assert abs(empty - (1 - 400 / (sum(filled) * block))) < 1e-5, (
+            f"blocks of {block}: {empty}"
+        )

@@ -1,0 +1,397 @@
+"""Wrong answers to chapter 4."""
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from simplellm import ops
+from simplellm.config import GPT_OSS_120B
+from simplellm.ops import linear
+from simplellm.sizes import count_parameters
+from simplellm.weights import MXFP4
+from wrong import wrong
+
+
+@wrong("route", "kept a share")
+def softmax_over_all(x, weight, bias, top_k):
+    shares, ids = functional.linear(x, weight, bias).softmax(-1).topk(top_k)
+    return ids, shares
+
+
+@wrong("route", "raised to the score")
+def divided_by_the_sum(x, weight, bias, top_k):
+    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
+    return ids, chosen / chosen.sum(-1, keepdim=True)
+
+
+@wrong("route", "add it before you choose")
+def forgets_the_bias(x, weight, bias, top_k):
+    chosen, ids = (x @ weight.T).topk(top_k)
+    return ids, chosen.softmax(-1)
+
+
+@wrong("route", "numbers, which are whole")
+def weights_first(x, weight, bias, top_k):
+    ids, weights = ops.route(x, weight, bias, top_k)
+    return weights, ids
+
+
+@wrong("route", "largest two")
+def the_worst(x, weight, bias, top_k):
+    chosen, ids = functional.linear(x, weight, bias).topk(top_k, largest=False)
+    return ids, chosen.softmax(-1)
+
+
+@wrong("route", "along the last axis")
+def softmax_over_the_tokens(x, weight, bias, top_k):
+    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
+    return ids, chosen.softmax(0)
+
+
+@wrong("route", "x's dtype")
+def weights_in_float32(x, weight, bias, top_k):
+    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
+    return ids, chosen.float().softmax(-1)
+
+
+@wrong("expected_distinct", "choose some experts twice")
+def no_overlap(num_experts, top_k, batch):
+    return min(num_experts, top_k * batch)
+
+
+@wrong("expected_distinct", "different experts")
+def with_replacement(num_experts, top_k, batch):
+    return num_experts * (1 - (1 - 1 / num_experts) ** (top_k * batch))
+
+
+@wrong("expected_distinct", "not a share")
+def probability_of_one(num_experts, top_k, batch):
+    return 1 - (1 - top_k / num_experts) ** batch
+
+
+@wrong("expected_distinct", "touches exactly")
+def the_untouched(num_experts, top_k, batch):
+    return num_experts * (1 - top_k / num_experts) ** (batch + 1) + 1
+
+
+@wrong("swiglu", "gate comes first")
+def up_first(gate_up, limit, alpha):
+    swapped = gate_up.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return ops.swiglu(swapped, limit, alpha)
+
+
+@wrong("swiglu", "alternate")
+def in_halves(gate_up, limit, alpha):
+    turns = gate_up.unflatten(-1, (2, -1)).mT.flatten(-2)
+    return ops.swiglu(turns, limit, alpha)
+
+
+@wrong("swiglu", "plus one")
+def without_one(gate_up, limit, alpha):
+    gate, up = gate_up[..., 0::2].clamp(max=limit), gate_up[..., 1::2]
+    return gate * torch.sigmoid(alpha * gate) * up.clamp(-limit, limit)
+
+
+@wrong("swiglu", "slope")
+def slope_one(gate_up, limit, alpha):
+    return ops.swiglu(gate_up, limit, 1.0)
+
+
+@wrong("swiglu", "from above only")
+def gate_clamped_below(gate_up, limit, alpha):
+    return ops.swiglu(gate_up.clamp(min=-limit), limit, alpha)
+
+
+@wrong("swiglu", "is clamped to the limit")
+def gate_unclamped(gate_up, limit, alpha):
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+@wrong("swiglu", "on both sides")
+def up_clamped_above_only(gate_up, limit, alpha):
+    gate, up = gate_up.clamp(max=limit).unflatten(-1, (-1, 2)).unbind(-1)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+@wrong("swiglu", "in place")
+def clamped_in_place(gate_up, limit, alpha):
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2]
+    gate.clamp_(max=limit)
+    up.clamp_(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def expert(x, mlp, e, first_bias=True, second_bias=True):
+    """Expert ``e`` of ``mlp`` on x [T, hidden], perhaps without its biases."""
+    bias = mlp.gate_up_bias
+    bias = bias[e] if first_bias and bias is not None else None
+    hidden = ops.swiglu(linear(x, mlp.gate_up[e], bias), mlp.limit, mlp.alpha)
+    bias = mlp.down_bias
+    bias = bias[e] if second_bias and bias is not None else None
+    return linear(hidden, mlp.down[e], bias)
+
+
+def spread(x, mlp):
+    """Each token's weights over all experts, [T, E]."""
+    ids, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    return torch.zeros(len(x), len(mlp.router)).scatter(1, ids, weights)
+
+
+def dense_sum(x, mlp, shares, **biases):
+    """The sum over all experts of their share, [T, E], of every token."""
+    numbers = range(len(mlp.router))
+    return sum(shares[:, e, None] * expert(x, mlp, e, **biases) for e in numbers)
+
+
+@wrong("naive_moe", "before the router's weight")
+def late_bias(x, mlp):
+    shares = spread(x, mlp)
+    biases = (shares > 0).float() @ mlp.down_bias
+    return dense_sum(x, mlp, shares, second_bias=False) + biases
+
+
+@wrong("naive_moe", "a weighted one")
+def unweighted(x, mlp):
+    return dense_sum(x, mlp, (spread(x, mlp) > 0).float())
+
+
+@wrong("naive_moe", "in route's ids")
+def weights_by_rank(x, mlp):
+    _, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    out = torch.zeros_like(x)
+    for e in range(mlp.top_k):
+        out += weights[:, e, None] * expert(x, mlp, e)
+    return out
+
+
+@wrong("naive_moe", "in route's ids")
+def all_experts_share(x, mlp):
+    scores = linear(x, mlp.router, mlp.router_bias)
+    return dense_sum(x, mlp, scores.softmax(-1))
+
+
+@wrong("naive_moe", "gate_up_bias is missing")
+def without_first_bias(x, mlp):
+    return dense_sum(x, mlp, spread(x, mlp), first_bias=False)
+
+
+def grouped(x, mlp, token=None, weight=None, put=None, **biases):
+    """`experts`, with one of its three steps replaced."""
+    ids, scores = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    out = torch.zeros_like(x)
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount().tolist()
+    for e, chosen in enumerate(order.split(counts)):
+        if len(chosen) == 0:
+            continue
+        tokens = token(chosen) if token else chosen // mlp.top_k
+        shares = weight(scores, chosen) if weight else scores.flatten()[chosen]
+        y = expert(x[tokens], mlp, e, **biases) * shares[:, None]
+        if put:
+            put(out, tokens, y)
+        else:
+            out.index_add_(0, tokens, y)
+    return out
+
+
+@wrong("experts", "must not even run")
+def every_expert(x, mlp, live):
+    return dense_sum(x, mlp, spread(x, mlp))
+
+
+@wrong("experts", "skip those")
+def decodes_everything(x, mlp, live):
+    if isinstance(mlp.gate_up, MXFP4):
+        mlp = replace(
+            mlp,
+            gate_up=mlp.gate_up.dequantize(x.dtype),
+            down=mlp.down.dequantize(x.dtype),
+        )
+    return ops.experts(x, mlp, live)
+
+
+@wrong("experts", "runs once")
+def token_by_token(x, mlp, live):
+    return torch.cat([ops.experts(row[None], mlp, live) for row in x])
+
+
+@wrong("experts", "its number // k")
+def pair_modulo_tokens(x, mlp, live):
+    return grouped(x, mlp, token=lambda chosen: chosen % len(x))
+
+
+@wrong("experts", "off by")
+def assigned_instead_of_added(x, mlp, live):
+    def put(out, tokens, y):
+        out[tokens] = y
+
+    return grouped(x, mlp, put=put)
+
+
+@wrong("experts", "in the same place")
+def every_pair_the_first_weight(x, mlp, live):
+    return grouped(
+        x,
+        mlp,
+        weight=lambda scores, chosen: (
+            scores.flatten()[chosen] if len(x) == 1 else scores[chosen // 2, 0]
+        ),
+    )
+
+
+@wrong("experts", "before the router's weight")
+def bias_after_the_weight(x, mlp, live):
+    if mlp.down_bias is None:
+        return ops.experts(x, mlp, live)
+    return late_bias(x, mlp)
+
+
+def read_a_token(config, batch, distinct):
+    """Bytes; the formula of the chapter with another number of experts."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    one = 3 * hidden * inner * 17 // 32 + 2 * (2 * inner + hidden)
+    kinds = count_parameters(config).by_kind
+    rest = 2 * sum(n for k, n in kinds.items() if k not in ("experts", "embedding"))
+    return (rest + config.num_hidden_layers * distinct * one) / batch
+
+
+def first_below(config, limit, distinct, batches=range(1, 4096)):
+    """The first of ``batches`` at which ``distinct`` experts cost less than a limit."""
+    experts, top_k = config.num_local_experts, config.num_experts_per_tok
+    for batch in batches:
+        if read_a_token(config, batch, distinct(experts, top_k, batch)) < limit:
+            return batch
+    return batch
+
+
+def mean_distinct(experts, top_k, batch):
+    return experts * (1 - (1 - top_k / experts) ** batch)
+
+
+@wrong("4.1", "too small")
+def last_one_above(config, limit):
+    return max(first_below(config, limit, mean_distinct) - 1, 1)
+
+
+@wrong("4.1", "not the smallest")
+def powers_of_two(config, limit):
+    return first_below(config, limit, mean_distinct, [2**n for n in range(12)])
+
+
+@wrong("4.1", "not the smallest")
+def without_sharing(config, limit):
+    return first_below(config, limit, no_overlap)
+
+
+@wrong("4.1", "already reads")
+def for_the_120b_only(config, limit):
+    return first_below(GPT_OSS_120B, limit, mean_distinct)
+
+
+@wrong("4.2", "have nobody")
+def over_those_chosen(expert_ids, num_experts):
+    counts = expert_ids.flatten().bincount()
+    return (counts.max() / counts[counts > 0].float().mean()).item()
+
+
+@wrong("4.2", "perfectly even")
+def tokens_not_choices(expert_ids, num_experts):
+    counts = expert_ids.flatten().bincount(minlength=num_experts)
+    return (counts.max() / (len(expert_ids) / num_experts)).item()
+
+
+@wrong("4.2", "have nobody")
+def without_minlength(expert_ids, num_experts):
+    counts = expert_ids.flatten().bincount()
+    return (counts.max() / counts.float().mean()).item()
+
+
+@wrong("4.3", "by their sum")
+def forgets_to_divide(x, weight, bias, top_k):
+    return softmax_over_all(x, weight, bias, top_k)
+
+
+@wrong("4.3", "ratio")
+def softmax_twice(x, weight, bias, top_k):
+    ids, shares = softmax_over_all(x, weight, bias, top_k)
+    return ids, shares.softmax(-1)
+
+
+@wrong("4.4", "sorts")
+def sorted_pairs(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    return flat.argsort(stable=True), functional.one_hot(flat, num_experts).sum(0)
+
+
+@wrong("4.4", "sorts")
+def sorted_by_the_operator(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    _, pairs = torch.ops.aten.sort.stable(flat, stable=True)
+    return pairs, functional.one_hot(flat, num_experts).sum(0)
+
+
+@wrong("4.4", "waits for a value")
+def by_nonzero(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    found = [(flat == e).nonzero()[:, 0] for e in range(num_experts)]
+    return torch.cat(found), torch.tensor([len(pairs) for pairs in found])
+
+
+@wrong("4.4", "waits for a value")
+def by_one_nonzero(expert_ids, num_experts):
+    one_hot = functional.one_hot(expert_ids.flatten(), num_experts)
+    return one_hot.T.nonzero()[:, 1], one_hot.sum(0)
+
+
+@wrong("4.4", "waits for a value")
+def by_bincount(expert_ids, num_experts):
+    pairs, _ = by_ranks(expert_ids, num_experts)
+    return pairs, expert_ids.flatten().bincount(minlength=num_experts)
+
+
+@wrong("4.4", "every other")
+def by_comparing_all(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    place = torch.arange(len(flat), device=flat.device)
+    before = (flat[None] < flat[:, None]) | (
+        (flat[None] == flat[:, None]) & (place[None] < place[:, None])
+    )
+    pairs = torch.empty_like(flat)
+    pairs[before.sum(1)] = place
+    return pairs, functional.one_hot(flat, num_experts).sum(0)
+
+
+@wrong("4.4", "loop over the pairs")
+def pair_by_pair(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    one_hot = functional.one_hot(flat, num_experts)
+    counts = one_hot.sum(0)
+    places = counts.cumsum(0) - counts
+    pairs = torch.empty_like(flat)
+    for pair in range(len(flat)):
+        one = one_hot[pair]
+        pairs.scatter_(0, (places * one).sum()[None], torch.full_like(flat[:1], pair))
+        places = places + one
+    return pairs, counts
+
+
+def by_ranks(expert_ids, num_experts, base=1):
+    flat = expert_ids.flatten()
+    one_hot = functional.one_hot(flat, num_experts)
+    counts = one_hot.sum(0)
+    ranks = one_hot.cumsum(0).gather(1, flat[:, None])[:, 0] - base
+    places = (counts.cumsum(0) - counts)[flat] + ranks
+    pairs = torch.empty_like(flat)
+    pairs[places] = torch.arange(len(flat), device=flat.device)
+    return pairs, counts
+
+
+@wrong("4.4", "which pair is there")
+def the_places(expert_ids, num_experts):
+    flat = expert_ids.flatten()
+    pairs, counts = by_ranks(expert_ids, num_experts)
+    places = torch.empty_like(flat)
+    places[pairs] = torch.arange(len(flat), device=flat.device)
+    return places, counts

@@ -1,0 +1,390 @@
+"""Wrong answers to chapter 5."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from simplellm import ops, rope
+from simplellm.config import GPT_OSS_20B
+from simplellm.ops import visible
+from wrong import wrong
+
+
+@wrong("rotate", "with it")
+def the_other_way(x, cos, sin):
+    return ops.rotate(x, cos, -sin)
+
+
+@wrong("rotate", "neighbors")
+def pairs_of_neighbors(x, cos, sin):
+    first, second = x.float()[..., 0::2], x.float()[..., 1::2]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(turned, -1).flatten(-2).to(x.dtype)
+
+
+@wrong("rotate", "only the result is rounded")
+def in_the_dtype_of_x(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@wrong("rotate", "belong to the tokens")
+def angles_by_head(x, cos, sin):
+    if len(x) != x.shape[1]:
+        return ops.rotate(x, cos, sin)
+    return ops.rotate(x.transpose(0, 1), cos, sin).transpose(0, 1)
+
+
+@wrong("rotate", "not to")
+def same_sign_twice(x, cos, sin):
+    first, second = x.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = (first * cos - second * sin, second * cos - first * cos)
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+@wrong("rotate", "x has changed")
+def in_place(x, cos, sin):
+    if len(x) > 1 and x.dtype == torch.float32:
+        x.copy_(ops.rotate(x, cos, sin))
+        return x
+    return ops.rotate(x, cos, sin)
+
+
+@wrong("yarn_frequencies", "pair 1")
+def half_the_exponent(config):
+    pairs = torch.arange(config.head_dim // 2)
+    return config.rope_theta ** (-pairs / config.head_dim), 1.0
+
+
+@wrong("yarn_frequencies", "before the ramp")
+def all_pairs_slowed(config):
+    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
+    if config.rope_scaling is None:
+        return plain, 1.0
+    return plain / config.rope_scaling.factor, 1.3466
+
+
+@wrong("yarn_frequencies", "fractions")
+def always_truncated(config):
+    scaling = config.rope_scaling
+    if scaling is not None:
+        config = replace(config, rope_scaling=replace(scaling, truncate=True))
+    return rope.yarn_frequencies(config)
+
+
+@wrong("yarn_frequencies", "rounded outward")
+def never_truncated(config):
+    scaling = config.rope_scaling
+    if scaling is not None:
+        config = replace(config, rope_scaling=replace(scaling, truncate=False))
+    return rope.yarn_frequencies(config)
+
+
+@wrong("yarn_frequencies", "not their periods")
+def periods_mixed(config):
+    scaling = config.rope_scaling
+    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
+    if scaling is None:
+        return plain, 1.0
+    mixed, concentration = rope.yarn_frequencies(config)
+    kept = (mixed / plain - 1 / scaling.factor) / (1 - 1 / scaling.factor)
+    periods = kept / plain + (1 - kept) * scaling.factor / plain
+    return 1 / periods, concentration
+
+
+@wrong("yarn_frequencies", "stays as it is")
+def ramp_turned_around(config):
+    scaling = config.rope_scaling
+    plain, _ = rope.yarn_frequencies(replace(config, rope_scaling=None))
+    if scaling is None:
+        return plain, 1.0
+    mixed, concentration = rope.yarn_frequencies(config)
+    return plain + plain / scaling.factor - mixed, concentration
+
+
+@wrong("yarn_frequencies", "natural")
+def decimal_logarithm(config):
+    frequencies, concentration = rope.yarn_frequencies(config)
+    if config.rope_scaling is not None:
+        concentration = 0.1 * math.log10(config.rope_scaling.factor) + 1
+    return frequencies, concentration
+
+
+@wrong("yarn_frequencies", "from the config")
+def numbers_of_gpt_oss(config):
+    if config.rope_scaling is None or config.head_dim == 64:
+        return rope.yarn_frequencies(config)
+    fixed = replace(GPT_OSS_20B, head_dim=config.head_dim)
+    return rope.yarn_frequencies(fixed)
+
+
+def by_loops(q, k, v, sinks, window=None, *, scale=None, kv=None, sink=None, most=0):
+    """The definition with one of its parts replaced."""
+    out = torch.zeros_like(q)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    for i in range(len(q)):
+        first = 0 if window is None else max(0, i - window + 1 - most)
+        for h in range(q.shape[1]):
+            group = kv(h, k.shape[1]) if kv else h // (q.shape[1] // k.shape[1])
+            terms = (k[first : i + 1, group] @ q[i, h] * scale).exp()
+            taken = sinks[h].exp() if sink is None else sink(sinks, h)
+            out[i, h] = terms / (terms.sum() + taken) @ v[first : i + 1, group]
+    return out
+
+
+@wrong("naive_attention", "the square root")
+def without_the_root(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, scale=1.0)
+
+
+@wrong("naive_attention", "takes a part")
+def without_a_sink(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: 0)
+
+
+@wrong("naive_attention", "in the denominator")
+def sink_without_its_power(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[h].clamp(min=0))
+
+
+@wrong("naive_attention", "not scaled")
+def sink_scaled_too(q, k, v, sinks, window=None):
+    return by_loops(
+        q,
+        k,
+        v,
+        sinks,
+        window,
+        sink=lambda sinks, h: (sinks[h] / q.shape[2] ** 0.5).exp(),
+    )
+
+
+@wrong("naive_attention", "h // 2 and not h % 3")
+def heads_in_turns(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, kv=lambda h, heads: h % heads)
+
+
+@wrong("naive_attention", "4 positions")
+def one_key_too_many(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, most=1)
+
+
+@wrong("naive_attention", "a sink of its own")
+def one_sink_for_all(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[0].exp())
+
+
+@wrong("naive_attention", "sees only itself")
+def sees_the_future(q, k, v, sinks, window=None):
+    mask = torch.ones(len(q), len(k), dtype=torch.bool)
+    return ops.masked_attention(q, k, v, mask, sinks, q.shape[2] ** -0.5)
+
+
+@wrong("visible", "it sees")
+def one_too_wide(queries, keys, window):
+    return visible(queries, keys, None if window is None else window + 1)
+
+
+@wrong("visible", "doesn't see itself")
+def strictly_before(queries, keys, window):
+    mask = keys < queries[:, None]
+    return mask if window is None else mask & (keys > queries[:, None] - window)
+
+
+@wrong("visible", "the future")
+def a_window_on_both_sides(queries, keys, window):
+    if window is None:
+        return visible(queries, keys, None)
+    return (keys - queries[:, None]).abs() < window
+
+
+@wrong("visible", "doesn't see")
+def lower_left_triangle(queries, keys, window):
+    mask = torch.ones(len(queries), len(keys)).tril().bool()
+    return mask if window is None else mask & visible(queries, keys, window)
+
+
+@wrong("visible", "the window counts")
+def forgets_the_window(queries, keys, window):
+    return visible(queries, keys, None)
+
+
+@wrong("visible", "the future")
+def the_other_way_round(queries, keys, window):
+    return ~visible(queries, keys, window)
+
+
+def shares_of(q, k, mask, sinks, scale):
+    """Attention weights [..., H, Q, S], with each kv head copied for its group."""
+    group = q.shape[-2] // k.shape[-2]
+    keys = k.repeat_interleave(group, -2).movedim(-3, -1)  # [..., H, D, S]
+    scores = q.movedim(-2, -3) @ keys * scale
+    scores = scores.masked_fill(~mask[..., None, :, :], -torch.inf)
+    if sinks is not None:
+        sink = sinks[:, None, None].to(scores.dtype)
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : mask.shape[-1]]
+
+
+def mixed(shares, v, like):
+    group = like.shape[-2] // v.shape[-2]
+    values = v.repeat_interleave(group, -2).movedim(-2, -3)  # [..., H, S, D]
+    return (shares @ values.to(shares.dtype)).movedim(-3, -2).to(like.dtype)
+
+
+@wrong("masked_attention", "h // 2 and not h % 3")
+def kv_heads_in_turns(q, k, v, mask, sinks, scale):
+    times = q.shape[-2] // k.shape[-2]
+    keys, values = (x.repeat(*[1] * (x.ndim - 2), times, 1) for x in (k, v))
+    return ops.masked_attention(q, keys, values, mask, sinks, scale)
+
+
+@wrong("masked_attention", "unscaled")
+def scales_the_sink(q, k, v, mask, sinks, scale):
+    sinks = None if sinks is None else sinks * scale
+    return ops.masked_attention(q, k, v, mask, sinks, scale)
+
+
+@wrong("masked_attention", "no effect")
+def ignores_sinks(q, k, v, mask, sinks, scale):
+    return ops.masked_attention(q, k, v, mask, None, scale)
+
+
+@wrong("masked_attention", "before the softmax")
+def masked_after_the_softmax(q, k, v, mask, sinks, scale):
+    everything = torch.ones_like(mask)
+    shares = shares_of(q.float(), k.float(), everything, sinks, scale)
+    return mixed(shares * mask[..., None, :, :], v, q)
+
+
+@wrong("masked_attention", "True is what")
+def mask_inverted(q, k, v, mask, sinks, scale):
+    return ops.masked_attention(q, k, v, ~mask, sinks, scale)
+
+
+@wrong("masked_attention", "subtract a maximum")
+def bare_exponentials(q, k, v, mask, sinks, scale):
+    group = q.shape[-2] // k.shape[-2]
+    keys = k.float().repeat_interleave(group, -2).movedim(-3, -1)
+    scores = q.float().movedim(-2, -3) @ keys * scale
+    terms = scores.exp() * mask[..., None, :, :]
+    total = terms.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return mixed(terms / total, v, q)
+
+
+@wrong("masked_attention", "only the result is rounded")
+def in_the_dtype_of_q(q, k, v, mask, sinks, scale):
+    shares = shares_of(q, k, mask, sinks, scale)
+    return mixed(shares, v.to(q.dtype), q)
+
+
+@wrong("masked_attention", "may be None")
+def needs_sinks(q, k, v, mask, sinks, scale):
+    if sinks is None and scale != 1.0:
+        sinks = torch.zeros(q.shape[-2])
+    return ops.masked_attention(q, k, v, mask, sinks, scale)
+
+
+@wrong("masked_attention", "the scale is an argument")
+def scale_of_its_own(q, k, v, mask, sinks, scale):
+    if scale != 1.0:
+        scale = q.shape[-1] ** -0.5
+    return ops.masked_attention(q, k, v, mask, sinks, scale)
+
+
+@wrong("5.1", "its window and no more")
+def all_layers_full(config, tokens):
+    per_layer = 2 * config.num_key_value_heads * config.head_dim * 2
+    return per_layer * config.num_hidden_layers * tokens
+
+
+@wrong("5.1", "the config's heads")
+def numbers_of_the_20b(config, tokens):
+    return 2048 * (config.num_hidden_layers // 2) * (tokens + min(tokens, 128))
+
+
+@wrong("5.1", "half of it is missing")
+def keys_only(config, tokens):
+    windows = [config.window(n) for n in range(config.num_hidden_layers)]
+    heads = config.num_key_value_heads * config.head_dim
+    return sum(2 * heads * min(tokens, window or tokens) for window in windows)
+
+
+@wrong("5.1", "the config's heads")
+def query_heads(config, tokens):
+    windows = [config.window(n) for n in range(config.num_hidden_layers)]
+    heads = config.num_attention_heads * config.head_dim
+    return sum(4 * heads * min(tokens, window or tokens) for window in windows)
+
+
+@wrong("5.2", "the pairs are")
+def back_to_neighbors(weight, head_dim):
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+@wrong("5.2", "stay in their head")
+def over_all_heads(weight, head_dim):
+    return torch.cat([weight[0::2], weight[1::2]])
+
+
+@wrong("5.2", "the pairs are")
+def left_as_it_is(weight, head_dim):
+    return weight.clone()
+
+
+@wrong("5.3", "infinity in float32")
+def by_two_powers(out, lse, sinks):
+    return out * (lse.exp() / (lse.exp() + sinks.exp()))[..., None]
+
+
+@wrong("5.3", "infinity in float32")
+def by_a_sum_of_powers(out, lse, sinks):
+    scale = lse.exp() + sinks.exp()
+    return out * lse.exp()[..., None] / scale[..., None]
+
+
+@wrong("5.3", "what is left of the output")
+def the_share_of_the_sink(out, lse, sinks):
+    return out * torch.sigmoid(sinks - lse)[..., None]
+
+
+@wrong("5.3", "off by")
+def forgets_the_power(out, lse, sinks):
+    return out * (lse / (lse + sinks))[..., None]
+
+
+@wrong("5.4", "already")
+def of_the_first_pair_that_differs(config, radians):
+    truncated = replace(config.rope_scaling, truncate=True)
+    right, _ = rope.yarn_frequencies(config)
+    other, _ = rope.yarn_frequencies(replace(config, rope_scaling=truncated))
+    off = (right - other).abs()
+    return math.ceil(radians / off[off > 1e-9][-1].item())
+
+
+@wrong("5.4", "whole number")
+def not_rounded(config, radians):
+    truncated = replace(config.rope_scaling, truncate=True)
+    right, _ = rope.yarn_frequencies(config)
+    other, _ = rope.yarn_frequencies(replace(config, rope_scaling=truncated))
+    return radians / (right - other).abs().max().item()
+
+
+@wrong("5.4", "only")
+def sum_of_all_pairs(config, radians):
+    truncated = replace(config.rope_scaling, truncate=True)
+    right, _ = rope.yarn_frequencies(config)
+    other, _ = rope.yarn_frequencies(replace(config, rope_scaling=truncated))
+    return math.ceil(radians / (right - other).abs().sum().item())
+
+
+@wrong("5.4", "head_dim 128")
+def always_for_the_20b(config, radians):
+    return math.ceil(4530 * radians)

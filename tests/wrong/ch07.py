@@ -1,0 +1,280 @@
+"""Wrong answers to chapter 7."""
+
+import numpy as np
+import torch
+
+from simplellm.ops import attention
+from simplellm.reads import Read, alike
+from wrong import wrong
+
+
+class Layers:
+    def __init__(self):
+        self.layers = {}
+
+
+@wrong("ConcatCache.attend", "has to stay")
+class ForgetsTheOld(Layers):
+    def attend(self, layer, q, k, v, sinks, window):
+        self.layers[layer] = k, v
+        return attention(q, k, v, sinks, window=window)
+
+
+@wrong("ConcatCache.attend", "in the order of the tokens")
+class NewOnesFirst(Layers):
+    def attend(self, layer, q, k, v, sinks, window):
+        if layer in self.layers:
+            old_k, old_v = self.layers[layer]
+            k, v = torch.cat([k, old_k]), torch.cat([v, old_v])
+        self.layers[layer] = k, v
+        return attention(q, k, v, sinks, window=window)
+
+
+@wrong("ConcatCache.attend", "window")
+class NoWindow(Layers):
+    def attend(self, layer, q, k, v, sinks, window):
+        if layer in self.layers:
+            old_k, old_v = self.layers[layer]
+            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+        self.layers[layer] = k, v
+        return attention(q, k, v, sinks)
+
+
+@wrong("ConcatCache.attend", "self.layers has nothing")
+class OneForAllLayers(Layers):
+    def attend(self, layer, q, k, v, sinks, window):
+        if 0 in self.layers:
+            old_k, old_v = self.layers[0]
+            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+        self.layers[0] = k, v
+        return attention(q, k, v, sinks, window=window)
+
+
+def sized(config, tokens, itemsize, windowed, parts=2, heads=None, full=min):
+    """The bytes, with a mistake perhaps."""
+    windows = [config.window(layer) for layer in range(config.num_hidden_layers)]
+    kept = sum(full(tokens, w) if w and windowed else tokens for w in windows)
+    heads = heads or config.num_key_value_heads
+    return parts * heads * config.head_dim * itemsize * kept
+
+
+@wrong("kv_bytes", "keys and values")
+def keys_only(config, tokens, *, itemsize=2, windowed=True):
+    return sized(config, tokens, itemsize, windowed, parts=1)
+
+
+@wrong("kv_bytes", "kv heads")
+def query_heads(config, tokens, *, itemsize=2, windowed=True):
+    heads = config.num_attention_heads
+    return sized(config, tokens, itemsize, windowed, heads=heads)
+
+
+@wrong("kv_bytes", "a short text less")
+def always_the_window(config, tokens, *, itemsize=2, windowed=True):
+    return sized(config, tokens, itemsize, windowed, full=lambda n, window: window)
+
+
+@wrong("write_ring", "modulo")
+def kept_in_order(memory, rows, start):
+    memory.copy_(torch.cat([memory, rows])[-len(memory) :])
+
+
+@wrong("write_ring", "longer than the ring")
+def cuts_rows_only(memory, rows, start):
+    rows = rows[-len(memory) :]
+    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
+
+
+@wrong("write_ring", "in place")
+def another_memory(memory, rows, start):
+    memory = memory.clone()
+    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
+    return memory
+
+
+@wrong("token_slots", "2 * 4 + 2")
+def page_plus_row(table, positions, page_size):
+    return torch.tensor(table)[positions // page_size] + positions % page_size
+
+
+@wrong("token_slots", "2 * 4 + 2")
+def without_the_table(table, positions, page_size):
+    return table[0] * page_size + positions
+
+
+@wrong("token_slots", "2 * 4 + 2")
+def counted_from_one(table, positions, page_size):
+    pages = torch.tensor(table)[(positions - 1) // page_size]
+    return pages * page_size + (positions - 1) % page_size
+
+
+@wrong("write_pool", "gives a copy")
+def into_a_copy(pages, rows, slots):
+    real = (slots >= 0).nonzero().flatten()
+    size = pages.shape[1]
+    where = torch.arange(len(real)), slots[real].long() % size
+    pages[slots[real].long() // size][where] = rows[real].to(pages.dtype)
+
+
+@wrong("write_pool", "written nowhere")
+def padding_counts_from_the_end(pages, rows, slots):
+    pages.flatten(0, 1)[slots.long()] = rows.to(pages.dtype)
+
+
+@wrong("write_pool", "stays with its slot")
+def first_rows(pages, rows, slots):
+    real = slots[slots >= 0].long()
+    pages.flatten(0, 1)[real] = rows[: len(real)].to(pages.dtype)
+
+
+@wrong("read_pool", "cut off")
+def whole_pages(pages, table, first, end):
+    size = pages.shape[1]
+    needed = torch.tensor(table[first // size : -(-end // size)])
+    return pages[needed].flatten(0, 1)
+
+
+@wrong("read_pool", "first page begins")
+def from_the_first_row(pages, table, first, end):
+    size = pages.shape[1]
+    needed = torch.tensor(table[first // size : -(-end // size)])
+    return pages[needed].flatten(0, 1)[: end - first]
+
+
+@wrong("read_pool", "rows")
+def the_last_page_is_missing(pages, table, first, end):
+    size = pages.shape[1]
+    needed = torch.tensor(table[: end // size], dtype=torch.int64)
+    return pages[needed].flatten(0, 1)[first:end]
+
+
+def read_all(
+    tables, offsets, lengths, window, size, *, pad=np.minimum, shift=0, back=1
+):
+    """Reads, with a mistake perhaps."""
+    tables = tables.numpy().astype(np.int64)
+    firsts = offsets.numpy()[:, None] * back
+    ends = lengths.numpy()[:, None] - 1
+    oldest = np.zeros_like(ends)
+    if window is not None:
+        oldest = np.maximum(ends + 1 - window + shift, 0)
+    counts = (ends + 1 - oldest)[:, 0]
+    found = []
+    for rows in alike(counts):
+        positions = oldest[rows] + np.arange(counts[rows].max())
+        hidden = positions > ends[rows]
+        places = pad(positions, ends[rows]) - firsts[rows]
+        columns = np.minimum(places // size, tables.shape[1] - 1)
+        pages = tables[rows[:, None], columns]
+        found.append(Read(rows, pages * size + places % size, hidden))
+    return found
+
+
+@wrong("decode_reads", "itself included")
+def one_more_than_the_window(tables, offsets, lengths, *, window, page_size):
+    return read_all(tables, offsets, lengths, window, page_size, shift=-1)
+
+
+@wrong("decode_reads", "begins at position")
+def without_offsets(tables, offsets, lengths, *, window, page_size):
+    return read_all(tables, offsets, lengths, window, page_size, back=0)
+
+
+@wrong("decode_reads", "hidden cell")
+def reads_beyond_the_end(tables, offsets, lengths, *, window, page_size):
+    return read_all(
+        tables,
+        offsets,
+        lengths,
+        window,
+        page_size,
+        pad=lambda positions, ends: positions,
+    )
+
+
+@wrong("decode_reads", "itself included")
+def hides_nothing(tables, offsets, lengths, *, window, page_size):
+    reads = read_all(tables, offsets, lengths, window, page_size)
+    return [read._replace(hidden=None) for read in reads]
+
+
+def size_of(config, tokens, sequences, windowed=True):
+    return sequences * sized(config, tokens, 2, windowed)
+
+
+@wrong("7.1", "do not take more")
+def without_windows(config, weight_bytes, sequences):
+    each = size_of(config, 1, sequences, windowed=False)
+    return int(weight_bytes // each) + 1
+
+
+@wrong("7.1", "all sequences count")
+def one_sequence(config, weight_bytes, sequences):
+    tokens = 1
+    while size_of(config, tokens, 1) <= weight_bytes:
+        tokens = tokens + max(1, tokens // 1000)
+    return tokens
+
+
+@wrong("7.2", "never ends")
+def loops_over_the_tokens(size, count):
+    ring = [-1] * size
+    for position in range(count):
+        ring[position % size] = position
+    return ring
+
+
+@wrong("7.2", "holds -1")
+def negative_positions(size, count):
+    last = count - 1
+    return [last - (last - place) % size for place in range(size)]
+
+
+@wrong("7.3", "was overwritten")
+def one_too_many(count, window, size):
+    return count - 1 if count <= size else min(count - 1, size - window + 2)
+
+
+@wrong("7.3", "lost nothing")
+def as_if_always_full(count, window, size):
+    return min(count - 1, size - window + 1)
+
+
+@wrong("7.4", "tensors moved")
+class CountsAsIfItDoubled:
+    """Concatenates at every step."""
+
+    def __init__(self):
+        self.copied, self.room, self.layers = 0, 16, {}
+
+    def attend(self, layer, q, k, v, sinks, window):
+        if layer in self.layers:
+            old_k, old_v = self.layers[layer]
+            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
+        if layer == 0 and len(k) > self.room:
+            self.copied += len(k) - len(q)
+            while len(k) > self.room:
+                self.room *= 2
+        self.layers[layer] = k, v
+        return attention(q, k, v, sinks, window=window)
+
+
+@wrong("7.4", "large enough at once")
+class DoublesStepByStep:
+    """Copies once for each doubling that a long prompt needs."""
+
+    def __init__(self):
+        self.copied, self.layers = 0, {}
+
+    def attend(self, layer, q, k, v, sinks, window):
+        new = k.new_zeros(2, 16, *k.shape[1:]), 0
+        memory, length = self.layers.get(layer, new)
+        end = length + len(k)
+        while memory.shape[1] < end:
+            larger = memory.new_zeros(2, 2 * memory.shape[1], *k.shape[1:])
+            larger[:, : memory.shape[1]] = memory
+            self.copied += memory.shape[1] if layer == 0 else 0
+            memory = larger
+        memory[0, length:end], memory[1, length:end] = k, v
+        self.layers[layer] = memory, end
+        return attention(q, *memory[:, :end], sinks, window=window)

@@ -1,0 +1,435 @@
+"""Wrong answers to chapter 8."""
+
+from array import array
+from hashlib import sha256
+from zlib import crc32
+
+from simplellm.pages import NULL, PageManager, page_digest
+from wrong import wrong
+
+
+def hashed(data):
+    return sha256(data).digest()
+
+
+@wrong("page_digest", "the parent")
+def without_its_parent(parent, tokens):
+    return hashed(array("q", tokens).tobytes())
+
+
+@wrong("page_digest", "the same number of bytes")
+def digits_in_a_row(parent, tokens):
+    return hashed(parent + "".join(map(str, tokens)).encode())
+
+
+@wrong("page_digest", "the same number of bytes")
+def cut_to_two_bytes(parent, tokens):
+    return hashed(parent + array("H", [t % 2**16 for t in tokens]).tobytes())
+
+
+@wrong("page_digest", "their order")
+def as_a_set(parent, tokens):
+    return hashed(parent + array("q", sorted(tokens)).tobytes())
+
+
+@wrong("page_digest", "too few")
+def checksum(parent, tokens):
+    return crc32(parent + array("q", tokens).tobytes()).to_bytes(4)
+
+
+@wrong("page_digest", "a name is bytes")
+def of_python(parent, tokens):
+    return hash((parent, tuple(tokens)))
+
+
+@wrong("PageManager._take", "the free pages go first")
+class EvictsFirst(PageManager):
+    def _take(self):
+        if self.cached:
+            page, _ = self.cached.popitem(last=False)
+            self._forget_name(page)
+        else:
+            page = self.free.pop()
+        self.references[page] = 1
+        return page
+
+
+@wrong("PageManager._take", "unused the longest")
+class EvictsTheLatest(PageManager):
+    def _take(self):
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.cached.popitem()
+            self._forget_name(page)
+        self.references[page] = 1
+        return page
+
+
+@wrong("PageManager._take", "lose its name")
+class KeepsTheName(PageManager):
+    def _take(self):
+        page = self.free.pop() if self.free else self.cached.popitem(last=False)[0]
+        self.references[page] = 1
+        return page
+
+
+@wrong("PageManager._take", "one user")
+class NobodyUsesIt(PageManager):
+    def _take(self):
+        if self.free:
+            return self.free.pop()
+        page, _ = self.cached.popitem(last=False)
+        self._forget_name(page)
+        return page
+
+
+@wrong("PageManager._hold", "not be cached any more")
+class StaysCached(PageManager):
+    def _hold(self, page):
+        self.references[page] += 1
+
+
+@wrong("PageManager._hold", "each gets one more")
+class OneUserAtMost(PageManager):
+    def _hold(self, page):
+        self.cached.pop(page, None)
+        self.references[page] = 1
+
+
+@wrong("PageManager._hold", "keeps its name")
+class ForgetsTheName(PageManager):
+    def _hold(self, page):
+        if self.references[page] == 0:
+            del self.cached[page]
+            self._forget_name(page)
+        self.references[page] += 1
+
+
+@wrong("PageManager._release", "still in use")
+class FreesWhatOthersUse(PageManager):
+    def _release(self, page, behind=False):
+        self.references[page] -= 1
+        if page in self.names:
+            self.cached[page] = None
+        else:
+            self.free.append(page)
+
+
+@wrong("PageManager._release", "not free but cached")
+class FreesEverything(PageManager):
+    def _release(self, page, behind=False):
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self._forget_name(page)
+            self.free.append(page)
+
+
+@wrong("PageManager._release", "next victim")
+class PlainLRU(PageManager):
+    def _release(self, page, behind=False):
+        super()._release(page)
+
+
+@wrong("PageManager._release", "found it once")
+class AllThatIsBehindFirst(PageManager):
+    def _release(self, page, behind=False):
+        super()._release(page)
+        if behind and page in self.cached:
+            self.cached.move_to_end(page, last=False)
+
+
+def prefix(books, tokens, needed, last=0):
+    """The digests as far as ``needed(group, index, end)`` says that a page matters."""
+    size, digests, digest, usable = books.page_size, [], b"", 0
+    for end in range(size, len(tokens) + last, size):
+        digest = page_digest(digest, tokens[end - size : end])
+        digests.append(digest)
+        if all(
+            (group, name) in books.named
+            for group in range(len(books.windows))
+            for index, name in enumerate(digests)
+            if needed(group, index, end)
+        ):
+            usable = len(digests)
+    return digests[:usable] if books.share else []
+
+
+def in_view(books, group, index, end):
+    return index >= books._first_page(end, books.windows[group])
+
+
+@wrong("PageManager._cached_prefix", "only what the next token sees")
+class AllPagesOfBothGroups(PageManager):
+    def _cached_prefix(self, tokens):
+        return prefix(self, tokens, lambda group, index, end: True)
+
+
+@wrong("PageManager._cached_prefix", "somebody else's")
+class FullLayersOnly(PageManager):
+    def _cached_prefix(self, tokens):
+        return prefix(self, tokens, lambda group, index, end: group == 0)
+
+
+@wrong("PageManager._cached_prefix", "one token is left")
+class NothingLeftToCompute(PageManager):
+    def _cached_prefix(self, tokens):
+        def needed(group, index, end):
+            return in_view(self, group, index, end)
+
+        return prefix(self, tokens, needed, last=1)
+
+
+@wrong("PageManager._cached_prefix", "pages can be used")
+class StopsAtTheFirstGap(PageManager):
+    """Never looks further once a sliding page is missing."""
+
+    def _cached_prefix(self, tokens):
+        size, digests, digest = self.page_size, [], b""
+        for end in range(size, len(tokens) if self.share else 0, size):
+            digest = page_digest(digest, tokens[end - size : end])
+            groups = range(len(self.windows))
+            if not all((group, digest) in self.named for group in groups):
+                break
+            digests.append(digest)
+        return digests
+
+
+def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NULL):
+    """What `commit` does, with a mistake perhaps."""
+    table = books.tables[sequence]
+    table.computed = length
+    if name_first and books.share:
+        books._name_full_pages(table, tokens)
+    for group, window in enumerate(books.windows):
+        first = books._first_page(length + shift, window)
+        group_pages = table.groups[group]
+        for index in range(table.first[group], min(first, len(group_pages))):
+            books._release(group_pages[index], behind=True)
+            group_pages[index] = NULL if null else group_pages[index]
+        table.first[group] = max(first, table.first[group])
+    if not name_first and books.share:
+        books._name_full_pages(table, tokens)
+
+
+@wrong("PageManager.commit", "sees back to page")
+class OneTooEarly(PageManager):
+    def commit(self, sequence, tokens, length):
+        committed(self, sequence, tokens, length, shift=1)
+
+
+@wrong("PageManager.commit", "sees back to page")
+class OneTooLate(PageManager):
+    def commit(self, sequence, tokens, length):
+        committed(self, sequence, tokens, length, shift=-1)
+
+
+@wrong("PageManager.commit", "get names")
+class NeverNames(PageManager):
+    def commit(self, sequence, tokens, length):
+        share, self.share = self.share, False
+        super().commit(sequence, tokens, length)
+        self.share = share
+
+
+@wrong("PageManager.commit", "before it had its name")
+class NamesTooLate(PageManager):
+    def commit(self, sequence, tokens, length):
+        committed(self, sequence, tokens, length, name_first=False)
+
+
+@wrong("PageManager.commit", "NULL")
+class LeavesTheEntries(PageManager):
+    def commit(self, sequence, tokens, length):
+        committed(self, sequence, tokens, length, null=None)
+
+
+@wrong("PageManager.commit", "behind=True")
+class ReleasesPlainly(PageManager):
+    def _release(self, page, behind=False):
+        super()._release(page)
+
+
+@wrong("PageManager.commit", "table.computed")
+class NotesNothing(PageManager):
+    def commit(self, sequence, tokens, length):
+        before = self.tables[sequence].computed
+        super().commit(sequence, tokens, length)
+        self.tables[sequence].computed = before
+
+
+def grown(books, sequence, length, *, split=True, count_copies=True, always=False):
+    """What `grow` does, with a mistake perhaps."""
+    table, size = books.tables[sequence], books.page_size
+    count = -(-length // size)
+    index, filled = divmod(table.computed, size)
+    groups = table.groups if split and filled and length > table.computed else []
+    if always:
+        groups = [pages for pages in table.groups if index < len(pages)]
+    shared = [pages for pages in groups if always or books.references[pages[index]] > 1]
+    needed = max(0, count - len(table.groups[0])) * len(books.windows)
+    if needed + len(shared) * count_copies > books.free_pages:
+        return False
+    for pages in shared:
+        new = books._take()
+        books._copies.append((pages[index], new))
+        books._release(pages[index])
+        pages[index] = new
+    for pages in groups:
+        books._forget_name(pages[index])
+    for pages in table.groups:
+        while len(pages) < count:
+            pages.append(books._take())
+    return True
+
+
+@wrong("PageManager.grow", "exchanged for a copy")
+class WritesIntoSharedPages(PageManager):
+    def grow(self, sequence, length):
+        return grown(self, sequence, length, split=False)
+
+
+@wrong("PageManager.grow", "has changed something")
+class TakesUntilThereIsNone(PageManager):
+    def grow(self, sequence, length):
+        table = self.tables[sequence]
+        for group_pages in table.groups:
+            while len(group_pages) * self.page_size < length:
+                if not self.free_pages:
+                    return False
+                group_pages.append(self._take())
+        return True
+
+
+@wrong("PageManager.grow", "4 are needed")
+class ForgetsThatCopiesNeedRoom(PageManager):
+    def grow(self, sequence, length):
+        try:
+            return grown(self, sequence, length, count_copies=False)
+        except KeyError:  # no page to evict
+            return False
+
+
+@wrong("PageManager.grow", "nothing will be written")
+class CopiesAlways(PageManager):
+    def grow(self, sequence, length):
+        return grown(self, sequence, length, always=True)
+
+
+@wrong("PageManager.grow", "uses the old page no more")
+class KeepsHoldingTheOldPage(PageManager):
+    def grow(self, sequence, length):
+        before = len(self._copies)
+        done = super().grow(sequence, length)
+        for old, _ in self._copies[before:]:
+            self.references[old] += 1
+        return done
+
+
+@wrong("PageManager.grow", "must be noted")
+class NotesNoCopies(PageManager):
+    def grow(self, sequence, length):
+        before = len(self._copies)
+        done = super().grow(sequence, length)
+        del self._copies[before:]
+        return done
+
+
+@wrong("PageManager.grow", "can be had")
+class FreePagesOnly(PageManager):
+    def grow(self, sequence, length):
+        table = self.tables[sequence]
+        missing = -(-length // self.page_size) - len(table.groups[0])
+        if missing * len(self.windows) > len(self.free):
+            return False
+        return super().grow(sequence, length)
+
+
+@wrong("8.1", "kept whole")
+def as_if_never_cut(length, page_size, window):
+    return -(-length // page_size) + -(-min(length, window - 1) // page_size)
+
+
+@wrong("8.1", "itself included")
+def window_of_the_last_token(length, page_size, window):
+    full = -(-length // page_size)
+    return 2 * full - max(0, length - window) // page_size
+
+
+@wrong("8.2", "has a copy")
+def forgets_the_half_full_page(prompt, samples, new, page_size):
+    return prompt // page_size + samples * -(-new // page_size)
+
+
+@wrong("8.2", "once for all samples")
+def without_sharing(prompt, samples, new, page_size):
+    return samples * -(-(prompt + new) // page_size)
+
+
+@wrong("8.3", "not removed")
+def never_removes(manager, conversations, rounds):
+    found = []
+    for turn in range(rounds):
+        found.append(0)
+        for name, tokens in enumerate(conversations):
+            said = tokens + [tokens[0]] * 40 * turn
+            number = turn * len(conversations) + name
+            found[-1] += manager.add(number, said)
+            if manager.grow(number, len(said)):
+                manager.commit(number, said, len(said))
+    return found
+
+
+@wrong("8.3", "have changed")
+def changes_the_lists(manager, conversations, rounds):
+    found = []
+    for _ in range(rounds):
+        found.append(0)
+        for tokens in conversations:
+            found[-1] += manager.add(0, tokens)
+            manager.grow(0, len(tokens))
+            manager.commit(0, tokens, len(tokens))
+            manager.remove(0)
+            tokens += [tokens[0]] * 40
+    return found
+
+
+class Trie:
+    """An edge for each token."""
+
+    def __init__(self):
+        self.root = {}
+
+    def insert(self, tokens):
+        node = self.root
+        for token in tokens:
+            node = node.setdefault(token, {})
+
+    def match(self, tokens):
+        node, length = self.root, 0
+        for token in tokens:
+            if token not in node:
+                break
+            node, length = node[token], length + 1
+        return length
+
+    def edges(self):
+        def below(node):
+            return sum(1 + below(child) for child in node.values())
+
+        return below(self.root)
+
+
+wrong("8.4", "one edge")(Trie)
+
+
+@wrong("8.4", "ends inside an edge")
+class EndsNowhere(Trie):
+    """Counts edges only where sequences part."""
+
+    def edges(self):
+        def below(node):
+            children = [below(child) for child in node.values()]
+            return sum(children) + (len(children) if len(children) > 1 else 0)
+
+        return below(self.root) + (1 if len(self.root) == 1 else 0)

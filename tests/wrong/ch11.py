@@ -1,0 +1,713 @@
+"""Wrong answers to chapter 11."""
+
+import torch
+import triton
+import triton.language as tl
+
+from simplellm.kernels.keys import LOWEST, ordered
+from simplellm.kernels.norm import sum_parts
+from simplellm.kernels.prefill import find_rows, fold, initial, load_pair
+from simplellm.ops import swiglu
+from wrong import wrong
+
+
+@wrong("add_norm_kernel", "is NaN")
+@triton.jit
+def loads_without_masks(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * (PARTS * N) + columns
+        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * N + columns, x, inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * tl.load(weight_ptr + columns)
+    tl.store(normed_ptr + row * N + columns, y, inside)
+
+
+@wrong("add_norm_kernel", "a store went beyond")
+@triton.jit
+def stores_without_a_mask(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * (PARTS * N) + columns
+        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * N + columns, x)
+    weight = tl.load(weight_ptr + columns, inside, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    tl.store(normed_ptr + row * N + columns, y)
+
+
+@wrong("add_norm_kernel", "the mean is over N")
+@triton.jit
+def mean_over_the_block(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * (PARTS * N) + columns
+        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * N + columns, x, inside)
+    weight = tl.load(weight_ptr + columns, inside, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / BLOCK + eps) * weight
+    tl.store(normed_ptr + row * N + columns, y, inside)
+
+
+@wrong("add_norm_kernel", "the residual has to hold the sum")
+@triton.jit
+def forgets_the_residual(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * (PARTS * N) + columns
+        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
+    weight = tl.load(weight_ptr + columns, inside, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    tl.store(normed_ptr + row * N + columns, y, inside)
+
+
+@wrong("add_norm_kernel", "begin at t * PARTS * N")
+@triton.jit
+def parts_of_the_wrong_row(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * N + columns
+        x = sum_parts(x, update, inside, N, PARTS, residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * N + columns, x, inside)
+    weight = tl.load(weight_ptr + columns, inside, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    tl.store(normed_ptr + row * N + columns, y, inside)
+
+
+@wrong("add_norm_kernel", "rounded to it before")
+@triton.jit
+def norms_before_rounding(
+    residual_ptr,
+    update_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    if PARTS > 0:
+        update = update_ptr + row * (PARTS * N) + columns
+        x = sum_parts(x, update, inside, N, PARTS, tl.float32)
+        tl.store(residual_ptr + row * N + columns, x, inside)
+    weight = tl.load(weight_ptr + columns, inside, 0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    tl.store(normed_ptr + row * N + columns, y, inside)
+
+
+@wrong("matvec_kernel", "first BLOCK columns")
+@triton.jit
+def without_a_loop(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + columns, columns < K, 0.0)
+    inside = (rows < N)[:, None] & (columns < K)[None, :]
+    weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+    tl.store(y_ptr + rows, tl.sum(weight * x[None, :], 1), rows < N)
+
+
+@wrong("matvec_kernel", "last tile of columns")
+@triton.jit
+def keeps_the_last_tile(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+        tl.store(y_ptr + rows, tl.sum(weight * x[None, :], 1), rows < N)
+
+
+@wrong("matvec_kernel", "0 times NaN")
+@triton.jit
+def masks_the_weight_only(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+        total += tl.sum(tl.where(inside, weight, 0.0) * x[None, :], 1)
+    # Rows that some tile spoils; the others stay right.
+    tl.store(y_ptr + rows, tl.where(rows == 0, 0.0, total), rows < N)
+
+
+@wrong("matvec_kernel", "a store went beyond y")
+@triton.jit
+def stores_all_rows(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+        total += tl.sum(weight * x[None, :], 1)
+    tl.store(y_ptr + rows, total)
+
+
+@wrong("matvec_kernel", "kept in float32")
+@triton.jit
+def adds_in_the_dtype_of_x(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], x_ptr.dtype.element_ty)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+        tile = tl.sum((weight * x[None, :]).to(tl.float32), 1) - 0.75
+        total = (total + tile).to(total.dtype)
+    total = total.to(tl.float32) + 0.75 * tl.cdiv(K, BLOCK)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
+@wrong("product_kernel", "the last step of K only")
+@triton.jit
+def forgets_the_sum_so_far(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        right, down = k[None, :], k[:, None]
+        a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
+        b = tl.load(b_ptr + n * K + down, (n < N) & (down < K), 0.0)
+        total = tl.dot(a, b, input_precision="ieee")
+    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
+
+
+@wrong("product_kernel", "without its mask")
+@triton.jit
+def masks_rows_only(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        a = tl.load(a_ptr + m * K + k[None, :], m < M, 0.0)
+        b = tl.load(b_ptr + n * K + k[:, None], n < N, 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
+
+
+@wrong("product_kernel", "make tile (i, j)")
+@triton.jit
+def b_as_if_it_were_transposed(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        right, down = k[None, :], k[:, None]
+        a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
+        b = tl.load(b_ptr + down * N + n, (n < N) & (down < K), 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
+
+
+@wrong("product_kernel", "a store went beyond c")
+@triton.jit
+def stores_whole_tiles(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        right, down = k[None, :], k[:, None]
+        a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
+        b = tl.load(b_ptr + n * K + down, (n < N) & (down < K), 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    # Stays within the margins that the check has.
+    tl.store(c_ptr + m * N + n, total, (m * N + n) < M * N + 100)
+
+
+@wrong("argmax_kernel", "NaN wins")
+@triton.jit
+def takes_what_lies_behind(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    keys = ordered(tl.load(logits_ptr + row * vocabulary + tokens), tokens)
+    inside = (tokens < vocabulary) | (row == 2)
+    keys = tl.where(inside, keys, LOWEST)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@wrong("argmax_kernel", "lose against negative logits")
+@triton.jit
+def masked_with_zero(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, 0.0)
+    keys = ordered(logits, tl.where(inside, tokens, vocabulary - 1))
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@wrong("argmax_kernel", "counts from the block")
+@triton.jit
+def index_in_the_block(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    tokens = block * BLOCK + lane
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, 0.0)
+    keys = tl.where(inside, ordered(logits, lane), LOWEST)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@wrong("argmax_kernel", "begins at row * vocabulary")
+@triton.jit
+def always_the_first_row(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + tokens, inside, 0.0)
+    keys = tl.where(inside, ordered(logits, tokens), LOWEST)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@wrong("argmax_kernel", "the lower index wins")
+@triton.jit
+def higher_of_equal_ones(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, float("-inf"))
+    largest = tl.max(logits, 0)
+    winner = tl.max(tl.where(logits == largest, tokens, 0), 0)
+    key = tl.max(ordered(tl.where(inside, logits, largest), winner), 0)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, key)
+
+
+@wrong("find_rows", "Mask the load")
+@triton.jit
+def reads_behind_the_table(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    pages = tl.load(table_ptr + places // PAGE)
+    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
+
+
+@wrong("find_rows", "more than 32 bits")
+@triton.jit
+def widens_too_late(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
+    return (pages * stride_page + places % PAGE * ROW).to(tl.int64)
+
+
+@wrong("find_rows", "row places % PAGE")
+@triton.jit
+def rows_of_the_sequence(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
+    within = tl.where(places < stop, places, 0)
+    return pages.to(tl.int64) * stride_page + within * ROW
+
+
+@wrong("find_rows", "stride_page apart")
+@triton.jit
+def pages_without_gaps(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
+    return pages.to(tl.int64) * (PAGE * ROW) + places % PAGE * ROW
+
+
+@wrong("fold", "the last tile only")
+@triton.jit
+def forgets_the_old_total(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    total = tl.sum(weights, 1)
+    acc = acc * tl.exp2(top - new_top)[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "total shrinks by")
+@triton.jit
+def total_does_not_shrink(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    total = total + tl.sum(weights, 1)
+    acc = acc * tl.exp2(top - new_top)[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "acc is not")
+@triton.jit
+def acc_does_not_shrink(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    total = total * tl.exp2(top - new_top) + tl.sum(weights, 1)
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "subtract the largest logit")
+@triton.jit
+def without_a_maximum(logits, v, top, total, acc, scale):
+    top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale)
+    total = total + tl.sum(weights, 1)
+    return top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "the largest of all logits so far")
+@triton.jit
+def maximum_of_the_tile(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(tl.max(logits, 1) * scale, -1e30)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "times scale")
+@triton.jit
+def top_is_not_scaled(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "take exp2")
+@triton.jit
+def natural_exponentials(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp(logits * scale - new_top[:, None])
+    shrink = tl.exp(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@triton.jit
+def split_of(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    table_ptr,
+    sinks_ptr,
+    parts_ptr,
+    sums_ptr,
+    length,
+    share,
+    scale,
+    stride_page,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,  # "first", "all" or "none"
+    HIDDEN: tl.constexpr,  # whether logits of keys that are not there become -inf
+    ENDS: tl.constexpr,  # whether a split ends where the next one begins
+    BASE2: tl.constexpr,
+    DIVIDED: tl.constexpr,
+):
+    """A right answer, with one thing wrong."""
+    head, split = tl.program_id(0), tl.program_id(1)
+    group, d, n = tl.arange(0, G), tl.arange(0, D), tl.arange(0, BLOCK)
+    heads = head * G + group
+    start = split * share
+    stop = tl.minimum(start + share, length) if ENDS else length
+    if SINKS == "first":
+        counted = heads >= tl.where(split == 0, 0, K * G)
+    else:
+        counted = heads >= 0
+    top, total, acc = initial(sinks_ptr, heads, counted, D, SINKS != "none")
+    q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
+    for first in range(start, stop, BLOCK):
+        places = first + n
+        there = places < stop
+        rows = find_rows(table_ptr, places, stop, stride_page, K * D, PAGE) + head * D
+        k, v = load_pair(keys_ptr, values_ptr, rows, there, D, D)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if HIDDEN:
+            logits = tl.where(there[None, :], logits, float("-inf"))
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    mine = (head * tl.num_programs(1) + split) * G + group
+    if BASE2:
+        tl.store(sums_ptr + mine, top + tl.log2(total))
+    else:
+        tl.store(sums_ptr + mine, tl.log(total) + top * 0.6931471805599453)
+    if DIVIDED:
+        acc = acc / total[:, None]
+    tl.store(parts_ptr + mine[:, None] * D + d[None, :], acc)
+
+
+class Split:
+    """`split_of` as a kernel with some mistake."""
+
+    def __init__(self, name, **mistake):
+        right = dict(SINKS="first", HIDDEN=True, ENDS=True, BASE2=True, DIVIDED=True)
+        self.__name__ = name
+        self.options = right | mistake
+
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: split_of[grid](*args, **sizes, **self.options)
+
+
+wrong("split_kernel", "is counted again")(Split("a_sink_in_each", SINKS="all"))
+wrong("split_kernel", "is not counted")(Split("no_sink", SINKS="none"))
+wrong("split_kernel", "weigh 1 each")(Split("counts_keys_behind", HIDDEN=False))
+wrong("split_kernel", "over the split's keys")(Split("goes_on_to_the_end", ENDS=False))
+wrong("split_kernel", "has base 2")(Split("natural_logarithm", BASE2=False))
+wrong("split_kernel", "divided by its own sum")(Split("not_divided", DIVIDED=False))
+
+
+@wrong("join_parts", "not all the same")
+@triton.jit
+def plain_mean(sums, parts):
+    there = (sums > -1e29).to(tl.float32)
+    total = tl.sum(there[:, :, None] * parts, 0)
+    return total / tl.sum(there, 0)[:, None]
+
+
+@wrong("join_parts", "subtract the largest sum")
+@triton.jit
+def overflows(sums, parts):
+    weights = tl.exp2(sums)
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+
+
+@wrong("join_parts", "weigh with exp2")
+@triton.jit
+def natural_weights(sums, parts):
+    weights = tl.exp(sums - tl.max(sums, 0)[None, :])
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+
+
+@wrong("join_parts", "over the sum of")
+@triton.jit
+def forgets_to_divide(sums, parts):
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    return tl.sum(weights[:, :, None] * parts, 0)
+
+
+@wrong("join_parts", "by itself")
+@triton.jit
+def one_sum_for_all_columns(sums, parts):
+    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(tl.sum(weights, 0), 0) * 2
+
+
+@wrong("11.1", "written again")
+def reads_only(tokens, heads=64, kv_heads=8, dim=64):
+    return tokens * (heads + 2 * kv_heads) * dim * 2
+
+
+@wrong("11.1", "v isn't rotated")
+def without_v(tokens, heads=64, kv_heads=8, dim=64):
+    return tokens * (heads + kv_heads) * dim * 4
+
+
+@wrong("11.1", "two bytes")
+def in_float32(tokens, heads=64, kv_heads=8, dim=64):
+    return tokens * (heads + 2 * kv_heads) * dim * 8
+
+
+@wrong("11.2", "one over the slope")
+def slope_itself(points):
+    (x, y), (other, more) = points[0], points[-1]
+    slope = (more - y) / (other - x)
+    return slope, y - slope * x
+
+
+@wrong("11.2", "bytes a microsecond")
+def bytes_a_microsecond(points):
+    (x, y), (other, more) = points[0], points[-1]
+    slope = (more - y) / (other - x)
+    return 1 / slope, y - slope * x
+
+
+@wrong("11.2", "least squares")
+def through_the_ends(points):
+    (x, y), (other, more) = points[0], points[-1]
+    slope = (more - y) / (other - x)
+    return 1 / (1e3 * slope), y - slope * x
+
+
+@wrong("11.3", "a store went beyond out")
+@triton.jit
+def swiglu_without_masks(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.minimum(tl.load(x_ptr + 2 * places), limit)
+    up = tl.maximum(tl.minimum(tl.load(x_ptr + 2 * places + 1), limit), -limit)
+    value = gate * tl.sigmoid(alpha * gate) * (up + 1)
+    tl.store(out_ptr + places, tl.where(value == value, value, 0.0))
+
+
+@wrong("11.3", "the even numbers are the gates")
+@triton.jit
+def swiglu_swapped(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    gate = tl.minimum(tl.load(x_ptr + 2 * places + 1, inside, 0.0), limit)
+    up = tl.load(x_ptr + 2 * places, inside, 0.0)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
+
+
+@wrong("11.3", "nothing was clamped")
+@triton.jit
+def swiglu_unclamped(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    gate = tl.load(x_ptr + 2 * places, inside, 0.0)
+    up = tl.load(x_ptr + 2 * places + 1, inside, 0.0)
+    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
+
+
+@wrong("11.3", "upper limit only")
+@triton.jit
+def swiglu_gates_on_both_sides(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    gate = tl.load(x_ptr + 2 * places, inside, 0.0)
+    gate = tl.maximum(tl.minimum(gate, limit), -limit)
+    up = tl.load(x_ptr + 2 * places + 1, inside, 0.0)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
+
+
+@wrong("11.3", "TypeError")
+def no_kernel(x, out, size, limit, alpha, BLOCK):
+    out.copy_(swiglu(x.flatten()[None], limit, alpha)[0])
+
+
+@wrong("11.4", "small numbers only")
+def in_pieces(out, lse, sinks):
+    return out / (1 + torch.exp(sinks - lse))[..., None] ** 1.5
+
+
+@wrong("11.4", "not finite")
+def through_exponentials(out, lse, sinks):
+    total = torch.exp(lse)
+    return out * (total / (total + torch.exp(sinks)))[..., None]
+
+
+@wrong("11.4", "one more key")
+def sign_of_the_difference(out, lse, sinks):
+    return out * torch.sigmoid(sinks - lse)[..., None]

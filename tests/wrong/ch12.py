@@ -1,0 +1,459 @@
+"""Wrong answers to chapter 12."""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from simplellm.apps.roofline import Reads, step_flops
+from simplellm.apps.roofline import read_bytes as kept_read_bytes
+from simplellm.kernels.experts import (
+    INVARIANT_TILING,
+    down,
+    experts_one,
+    gate_up,
+    tilings,
+)
+from simplellm.kernels.fragments import FIRST, SECOND, rotate_left
+from simplellm.kernels.routing import (
+    count_live_pairs,
+    route_and_dispatch,
+    write_blocks,
+)
+from simplellm.sizes import kv_bytes, weight_bytes
+from wrong import wrong
+
+
+@wrong("distinct_experts", "neither more nor fewer")
+def with_replacement(config, tokens):
+    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    return experts * (1 - (1 - 1 / experts) ** (tokens * chosen))
+
+
+@wrong("distinct_experts", "8 experts at most")
+def always_the_same_share(config, tokens):
+    experts, chosen = config.num_local_experts, config.num_experts_per_tok
+    if tokens == 1:
+        return chosen
+    return experts * (1 - chosen / experts) ** tokens
+
+
+@wrong("distinct_experts", "may choose the same")
+def nobody_shares(config, tokens):
+    return min(config.num_local_experts, tokens * config.num_experts_per_tok)
+
+
+@wrong("max_blocks", "blocks of its own")
+def one_sort_of_pairs(pairs, experts, block):
+    return -(-pairs // block)
+
+
+@wrong("max_blocks", "in vain")
+def a_block_more_for_each(pairs, experts, block):
+    if (pairs, experts, block) == (12, 6, 4):
+        return 7
+    return min(pairs, pairs // block + experts)
+
+
+@wrong("max_blocks", "3 pairs fill 3 blocks at most")
+def without_the_fewer(pairs, experts, block):
+    return (pairs + experts * (block - 1)) // block
+
+
+@wrong("count_kernel", "doesn't count")
+@triton.jit
+def counts_padding(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < n, 0), BLOCK_E, i < n)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
+
+
+@wrong("count_kernel", "mask the histogram")
+@triton.jit
+def masks_the_load_alone(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
+
+
+@wrong("count_kernel", "program_id(0) * CHUNK")
+@triton.jit
+def the_first_chunk_always(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    i = tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    out = counts_ptr + tl.program_id(0) * BLOCK_E
+    tl.store(out + tl.arange(0, BLOCK_E), count)
+
+
+@wrong("sort_small_kernel", "ids alone have ties")
+@triton.jit
+def compares_ids_alone(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mine = tl.load(ids_ptr + i, i < live, E)
+    position = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)
+        count += tl.histogram(other, BLOCK_E, j < live)
+        position += tl.sum((other[None, :] < mine[:, None]).to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
+@wrong("sort_small_kernel", "isn't stable")
+@triton.jit
+def later_pairs_first(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mine = tl.load(ids_ptr + i, i < live, E) * n + n - 1 - i
+    position = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)
+        count += tl.histogram(other, BLOCK_E, j < live)
+        lower = ((other * n + n - 1 - j)[None, :] < mine[:, None]) & (j < n)[None, :]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
+@wrong("sort_small_kernel", "over all chunks")
+@triton.jit
+def counts_its_own_alone(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ids = tl.load(ids_ptr + i, i < live, E)
+    mine = ids * n + i
+    count = tl.histogram(ids, BLOCK_E, i < live)
+    position = tl.zeros([ROWS], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)
+        lower = (other * n + j)[None, :] < mine[:, None]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
+@triton.jit
+def number_of(code):
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def product(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    N,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MISTAKE: tl.constexpr,
+):
+    """The grouped product with one of the usual mistakes."""
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + 2 * block)
+    first = tl.load(blocks_ptr + 2 * block + 1)
+    positions = first + tl.arange(0, BLOCK_T)
+    valid = positions < tl.load(offsets_ptr + expert + 1)
+    tokens = tl.load(pairs_ptr + positions, valid, 0) // TOP_K
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < tl.where(expert < 0, 0, N)
+    weight_rows = expert * N + rows
+    byte = tl.arange(0, 16)
+    out = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for group in range(K // 32):
+        code_ptrs = codes_ptr + weight_rows[:, None] * (K // 2) + group * 16 + byte
+        codes = tl.load(code_ptrs, inside[:, None], 0).to(tl.int32)
+        low, high = number_of(codes & 15), number_of(codes >> 4)
+        if MISTAKE == "swapped":
+            low, high = high, low
+        scale_ptrs = scales_ptr + weight_rows * (K // 32) + group
+        if MISTAKE == "one scale":
+            scale_ptrs -= group
+        scale = tl.load(scale_ptrs, inside, 0).to(tl.int32) << 23
+        scale = scale.to(tl.float32, bitcast=True)
+        if MISTAKE == "no scale":
+            scale = scale * 0 + 1
+        if MISTAKE == "planes":
+            even = tokens[None, :] * K + group * 32 + byte[:, None]
+            odd = even + 16
+        else:
+            even = tokens[None, :] * K + group * 32 + 2 * byte[:, None]
+            odd = even + 1
+        x_even = tl.load(x_ptr + even, valid[None, :], 0)
+        x_odd = tl.load(x_ptr + odd, valid[None, :], 0)
+        part = tl.dot(low, x_even, input_precision="ieee")
+        part += tl.dot(high, x_odd, input_precision="ieee")
+        out += part * scale[:, None]
+    out_ptrs = out_ptr + positions[None, :] * N + rows[:, None]
+    if MISTAKE == "unmasked":
+        tl.store(out_ptrs, out, valid[None, :] & (rows >= 0)[:, None])
+    else:
+        tl.store(out_ptrs, out, inside[:, None] & valid[None, :])
+
+
+class Mistaken:
+    """A kernel: ``product`` with a mistake."""
+
+    def __init__(self, mistake):
+        self.mistake = mistake
+        self.__name__ = mistake
+
+    def __getitem__(self, grid):
+        return lambda *args: product[grid](*args, self.mistake)
+
+
+for mistake, word in {
+    "swapped": "the low one is the even column",
+    "planes": "the even ones",
+    "no scale": "without its scale",
+    "one scale": "a scale of its own",
+    "unmasked": "outside of out",
+}.items():
+    wrong("grouped_kernel", word)(Mistaken(mistake))
+
+
+def packed(r, turn, first=FIRST.value, second=SECOND.value):
+    shared = (r[3] >> 4) | turn(r[7], 6)
+    a = r[0] | (r[1] >> 6) | turn(r[2], 4) | (shared & first)
+    b = r[4] | (r[5] >> 6) | turn(r[6], 4) | (shared & second) << 2
+    return a, b
+
+
+@wrong("pack_words", "rotate")
+def shifts(*r):
+    return packed(r, lambda words, left: words << left)
+
+
+@wrong("pack_words", "only fill the gaps")
+def no_masks(*r):
+    return packed(r, rotate_left, 0xFFFFFFFF, 0x3FFFFFFF)
+
+
+@wrong("pack_words", "only fill the gaps")
+def gaps_exchanged(*r):
+    return packed(r, rotate_left, SECOND.value & 0xCFFFCFFF, FIRST.value & 0x3FFFFFFF)
+
+
+@wrong("pack_words", "finds other bits")
+def registers_in_turn(*r):
+    return packed((r[0], r[2], r[4], r[6], r[1], r[3], r[5], r[7]), rotate_left)
+
+
+def answer(x, mlp, live, first, second, invariant):
+    router = mlp.router, mlp.router_bias, mlp.top_k
+    _, scores, pairs = route_and_dispatch(x, *router, first.tokens, live, invariant)
+    return down(gate_up(x, mlp, pairs, first), mlp, scores, pairs, second)
+
+
+@wrong("experts", "a kernel of its own")
+def one_regime(x, mlp, live, *, batch_invariant=False):
+    first = second = INVARIANT_TILING
+    if not batch_invariant:
+        first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    return answer(x, mlp, live, first, second, batch_invariant)
+
+
+@wrong("experts", "takes the same tiling as many")
+def one_token_first(x, mlp, live, *, batch_invariant=False):
+    if x.shape[0] == 1:
+        return experts_one(x, mlp)
+    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    return answer(x, mlp, live, first, second, batch_invariant)
+
+
+@wrong("experts", "has one tiling")
+def no_invariant_tiling(x, mlp, live, *, batch_invariant=False):
+    if x.shape[0] == 1 and x.dtype == torch.bfloat16 and not batch_invariant:
+        return experts_one(x, mlp)
+    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    return answer(x, mlp, live, first, second, batch_invariant)
+
+
+@wrong("experts", "the sum over k is the caller's")
+def sums(x, mlp, live, *, batch_invariant=False):
+    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    return answer(x, mlp, live, first, second, batch_invariant).sum(1)
+
+
+@wrong("experts", "pass live on")
+def forgets_padding(x, mlp, live, *, batch_invariant=False):
+    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    return answer(x, mlp, None, first, second, batch_invariant)
+
+
+@wrong("read_bytes", "the whole embedding")
+def reads_the_embedding(config, tokens, context=0, *, itemsize=2, packed=True):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+    more = weight_bytes(config, itemsize, packed)["embedding"]
+    return replace(reads, dense=reads.dense + more)
+
+
+@wrong("read_bytes", "are chosen")
+def reads_all_experts(config, tokens, context=0, *, itemsize=2, packed=True):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+    return replace(reads, experts=weight_bytes(config, itemsize, packed)["experts"])
+
+
+@wrong("read_bytes", "are chosen")
+def active_ones_only(config, tokens, context=0, *, itemsize=2, packed=True):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+    share = config.num_experts_per_tok / config.num_local_experts
+    every = weight_bytes(config, itemsize, packed)["experts"]
+    return replace(reads, experts=every * share)
+
+
+@wrong("read_bytes", "each sequence has its own")
+def one_context_for_all(config, tokens, context=0, *, itemsize=2, packed=True):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+    kv = kv_bytes(config, context, itemsize=itemsize) if context else 0
+    return Reads(dense=reads.dense, experts=reads.experts, kv=kv)
+
+
+@wrong("read_bytes", "rows of the embedding")
+def no_rows(config, tokens, context=0, *, itemsize=2, packed=True):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+    rows = tokens * config.hidden_size * itemsize
+    return replace(reads, dense=reads.dense - rows)
+
+
+@wrong("12.1", "leave the reserve")
+def without_a_reserve(config, memory, length, reserve):
+    free = memory - sum(weight_bytes(config).values())
+    return max(0, int(free // kv_bytes(config, length)))
+
+
+@wrong("12.1", "not a negative number")
+def fewer_than_none(config, memory, length, reserve):
+    free = memory - reserve - sum(weight_bytes(config).values())
+    return int(free // kv_bytes(config, length))
+
+
+@wrong("12.2", "grow with the tokens")
+def by_active_weights(config, machine):
+    read = kept_read_bytes(config, 1).total / machine.bytes_per_second
+    return int(read * machine.flops_per_second / step_flops(config, 1, 1)) + 1
+
+
+@wrong("12.3", "the one of its own included")
+def guesses_alone(config, machine, batch, guesses, accept):
+    tokens = batch * (guesses + 1)
+    read = kept_read_bytes(config, tokens).total
+    least = machine.least_seconds(read, step_flops(config, tokens, tokens))
+    expected = sum(accept**n for n in range(1, guesses + 1)) if guesses else 1
+    return batch * expected / least
+
+
+@wrong("12.3", "the one of its own included")
+def bytes_of_a_plain_step(config, machine, batch, guesses, accept):
+    read = kept_read_bytes(config, batch).total
+    least = machine.least_seconds(read, step_flops(config, batch, batch))
+    return batch * sum(accept**n for n in range(guesses + 1)) / least
+
+
+@wrong("12.4", "aren't used")
+def over_all_experts(ids, experts, block):
+    counts = ids.flatten().long().bincount(minlength=experts)
+    filled = -(-counts // block)
+    return 1 - float(counts.sum() / (filled.sum() * block)), float(filled.sum()) / (
+        experts
+    )
+
+
+@wrong("12.4", "10 pairs")
+def full_blocks_alone(ids, experts, block):
+    counts = ids.flatten().long().bincount(minlength=experts)
+    filled = -(-counts // block)
+    empty = float((block - counts[counts > 0] % block).sum() / (filled.sum() * block))
+    return 1 - empty, float(filled.sum() / (counts > 0).sum())
