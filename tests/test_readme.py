@@ -15,6 +15,7 @@ from export import chapter_files
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
+TEACHING = (ROOT / "chapters/teaching.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 IMAGE = re.compile(r"!\[([^\]]*)\]\([./]*figures/([\w-]+)\.svg\)")
 CELLS = cells.cells(INDEX)
@@ -55,13 +56,17 @@ def test_speed_follows_its_records(tmp_path):
         ["the GPU's limit", "1,000"],
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below
+    first_page = " ".join(headline.reach(tmp_path).split())
+    assert "601 tokens a second of gpt-oss-120b for one request" in first_page
+    assert "That's 60 % and " in first_page
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)
     assert not headline.is_old(tmp_path)
 
 
 def test_linked_files_exist():
-    for text, folder in ((README, ROOT), (INDEX, ROOT / "chapters")):
+    chapters = ROOT / "chapters"
+    for text, folder in ((README, ROOT), (INDEX, chapters), (TEACHING, chapters)):
         links = LINK.findall(text)
         assert links
         assert [link for link in links if not (folder / link).exists()] == []
@@ -71,6 +76,7 @@ def test_every_chapter_is_listed():
     for chapter in chapter_files(ROOT):
         assert f"(chapters/{chapter.name})" in README
         assert f"({chapter.name})" in INDEX
+        assert f"({chapter.name})" in TEACHING
 
 
 def test_drawings_are_described_as_they_say():
@@ -107,6 +113,17 @@ def test_each_chapter_replaces_something_on_the_page():
     numbered = [path.name for path in chapter_files(ROOT) if path.name[0].isdigit()]
     assert [chapter for chapter, _ in rows] == numbered
     assert [line for _, line in rows if line not in code] == []
+
+
+def test_wrong_turns_are_of_blanks_whose_wrong_answers_are_kept():
+    parts = re.split(r"^\*\*\[(\w+)\. .*", TEACHING, flags=re.MULTILINE)[1:]
+    told = dict(zip(parts[0::2], parts[1::2], strict=True))
+    for number, part in told.items():
+        kept = ROOT / f"tests/wrong/ch{number:0>2}.py"
+        text = kept.read_text(encoding="utf-8") if kept.exists() else ""
+        named = set(re.findall(r"^- `([\w.]+)`:", part, re.MULTILINE))
+        assert not text or named
+        assert not text or named <= set(re.findall(r'^@wrong\("([\w.]+)"', text, re.M))
 
 
 def test_commands_exist():
