@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from simplellm.llm import LLM
     from simplellm.load import load_model
     from simplellm.model import Model
-    from simplellm.reply import ChatChoice, ChatOutput, RequestOutput, Usage
+    from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
     from simplellm.request import EngineError, QueueFullError, SamplingParams
     from simplellm.stats import Stats
     from simplellm.tokenizer import Tokenizer, TokenizerError
@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 
 # Importing torch takes a second or more: a name brings its module when first used.
 _MODULE_OF = {
-    "ChatChoice": "reply",
-    "ChatOutput": "reply",
+    "ChatChoice": "outputs",
+    "ChatOutput": "outputs",
     "Checkpoint": "checkpoint",
     "CheckpointError": "checkpoint",
     "ConfigError": "config",
@@ -32,14 +32,14 @@ _MODULE_OF = {
     "Model": "model",
     "ModelConfig": "config",
     "QueueFullError": "request",
-    "RequestOutput": "reply",
+    "RequestOutput": "outputs",
     "SamplingParams": "request",
     "Stats": "stats",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "Tool": "harmony",
     "ToolCall": "harmony",
-    "Usage": "reply",
+    "Usage": "outputs",
     "load_model": "load",
 }
 __all__ = list(_MODULE_OF)

@@ -104,11 +104,6 @@ class Batch:
         )
         return cls(ids, positions, lengths, queries, samples, groups)
 
-    @cached_property
-    def live(self) -> Tensor:
-        """int32 [1], how many of the tokens are no padding."""
-        return self.queries[-1:]
-
     def pad(self) -> None:
         """Make every row a padding row: of no length, and written nowhere."""
         self.tokens[:] = self.positions[:] = self.lengths[:] = 0
@@ -116,3 +111,8 @@ class Batch:
         for group in self.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0
+
+    @cached_property
+    def live(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]

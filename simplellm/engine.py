@@ -67,30 +67,6 @@ class Engine:
             raise RuntimeError("requests wait, but none of them can run")
         self.land(self.depth if works else 0)
 
-    def launch(self, works: Sequence[Work]) -> None:
-        """Begin to compute works; should that fail, each of them by itself."""
-        try:
-            flight = self.runner.launch(works)
-        except Exception as error:
-            LOGGER.error("a step failed, whose requests are tried alone: %s", error)
-            # The frames hold memory, and whoever gets the error may keep it for long.
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = None
-            self.land(0)  # what is tried again must know its last token
-            self.runner.forget()
-            if len(works) == 1:
-                why = failure("the step of this request failed", error)
-                self.end(works[0].request, "error", why)
-                return
-            for work in works:
-                if work.request.finish_reason is None:  # a flight may have ended it
-                    self.launch([work])
-                    self.land(self.depth)
-            return
-        with self.lock:
-            self.scheduler.begin(works)
-        self.flights.append((works, flight))
-
     def land(self, depth: int) -> None:
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
@@ -119,6 +95,30 @@ class Engine:
         number, reason, cached = request.number, request.finish_reason, request.cached
         event = Event(number, tokens, logprobs, reason, error, now, cached or 0)
         self.events.put(event)
+
+    def launch(self, works: Sequence[Work]) -> None:
+        """Begin to compute works; should that fail, each of them by itself."""
+        try:
+            flight = self.runner.launch(works)
+        except Exception as error:
+            LOGGER.error("a step failed, whose requests are tried alone: %s", error)
+            # The frames hold memory, and whoever gets the error may keep it for long.
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
+            self.land(0)  # what is tried again must know its last token
+            self.runner.forget()
+            if len(works) == 1:
+                why = failure("the step of this request failed", error)
+                self.end(works[0].request, "error", why)
+                return
+            for work in works:
+                if work.request.finish_reason is None:  # a flight may have ended it
+                    self.launch([work])
+                    self.land(self.depth)
+            return
+        with self.lock:
+            self.scheduler.begin(works)
+        self.flights.append((works, flight))
 
     def end(
         self, request: Request, reason: str, error: EngineError | None = None

@@ -277,7 +277,7 @@ class Stream(Iterator[Part]):
         raise StopIteration
 
     def output(self) -> Any:
-        """What the parts add up to; of a chat, a ChatChoice."""
+        """All so far, even what is not read yet; of a chat, a ChatChoice."""
         return self.reader.reply.output()
 
     def close(self) -> None:

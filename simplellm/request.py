@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from simplellm.config import MAX_SIZE, check, check_number, declared, expect
+from simplellm.config import MAX_SIZE, check_number, declared, expect
+from simplellm.config import check as check_declared
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
@@ -64,7 +65,7 @@ class SamplingParams:
             ok = listed and all(isinstance(entry, kind) for entry in entries)
             expect(ok, name, entries, f"a list of {kind.__name__}", TypeError)
             object.__setattr__(self, name, tuple(entries))
-        check(self)
+        check_declared(self)
         characters = sum(map(len, self.stop))
         if len(self.stop) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
             raise ValueError(
@@ -96,18 +97,6 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest (token id, logprob), best first
-
-
-class Event(NamedTuple):
-    """What happened to a request: all that leaves the engine, and plain data."""
-
-    number: int
-    tokens: Sequence[int] = ()  # new ones
-    logprobs: Sequence[TokenLogprobs] | None = None  # theirs, if they were asked for
-    finish_reason: str | None = None  # "stop", "length", "timeout", "abort", "error"
-    error: Exception | None = None
-    time: float = 0.0  # time.monotonic() when the tokens came
-    cached_tokens: int = 0  # of the prompt that the cache held when it began
 
 
 @dataclass(eq=False)
@@ -154,3 +143,15 @@ class Request:
     def complete(self) -> bool:
         """Its last token is there, or at least being computed."""
         return self.num_output >= self.max_tokens
+
+
+class Event(NamedTuple):
+    """What happened to a request: all that leaves the engine, and plain data."""
+
+    number: int
+    tokens: Sequence[int] = ()  # new ones
+    logprobs: Sequence[TokenLogprobs] | None = None  # theirs, if they were asked for
+    finish_reason: str | None = None  # "stop", "length", "timeout", "abort", "error"
+    error: Exception | None = None
+    time: float = 0.0  # time.monotonic() when the tokens came
+    cached_tokens: int = 0  # of the prompt that the cache held when it began

@@ -130,13 +130,6 @@ class Runner:
         else:
             self._compute(self.view(self.inputs, *shape), len(sampling))
 
-    def _pages(self, works: Sequence[Work]) -> int:
-        """Columns of a step's block tables."""
-        if self.device.type == "cuda":  # always the same, for graphs and kernels
-            return self.pages
-        ends = max(work.start + work.length for work in works)
-        return -(-ends // self.pool.page_size)
-
     def _compute(self, batch: Batch, count: int) -> None:
         """The forward pass of a step, of which the first ``count`` samples count."""
         hidden = self.model.forward(batch, self.pool, self.output)
@@ -144,6 +137,45 @@ class Runner:
             hidden = hidden[batch.samples[:count]]
         if count:
             self.output[:count] = self.model.head(hidden, self.logits[:count])
+
+    def _fill(self, batch: Any, works: Sequence[Work]) -> None:
+        """Write ``works`` into ``batch``, whose arrays are NumPy's."""
+        page_size = self.pool.page_size
+        batch.pad()
+        tokens: list[int] = []
+        positions: list[int] = []
+        for row, (request, start, length, _) in enumerate(works):
+            tokens += request.tokens[start : start + length]
+            if tokens[-1] == UNKNOWN:
+                tokens[-1] = -1 - self.previous[request.number]
+            positions += range(start, start + length)
+            table = self.manager.tables[request.number]
+            held = zip(batch.groups, table.groups, table.first, strict=True)
+            for group, pages, first in held:
+                live = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(live)] = live
+                group.offsets[row] = first * page_size
+        # The rest is done for all rows at once: a call costs more than a number.
+        count, rows = len(tokens), len(works)
+        counts = [work.length for work in works]
+        ends = np.cumsum(counts)
+        batch.tokens[:count], batch.positions[:count] = tokens, positions
+        batch.lengths[:rows] = [work.start + work.length for work in works]
+        batch.queries[1 : rows + 1], batch.queries[rows + 1 :] = ends, count
+        samples = ends[[work.samples for work in works]] - 1
+        batch.samples[: len(samples)] = samples
+        owners = np.repeat(np.arange(rows), counts)
+        for group in batch.groups:
+            place = batch.positions[:count] - group.offsets[owners]
+            pages = group.tables[owners, place // page_size]
+            group.slots[:count] = pages * page_size + place % page_size
+
+    def _pages(self, works: Sequence[Work]) -> int:
+        """Columns of a step's block tables."""
+        if self.device.type == "cuda":  # always the same, for graphs and kernels
+            return self.pages
+        ends = max(work.start + work.length for work in works)
+        return -(-ends // self.pool.page_size)
 
     @torch.inference_mode()
     def choose(self, requests: Sequence[Request]) -> Flight:
@@ -206,38 +238,6 @@ class Runner:
             return Landed([[token] for token in tokens], found)
 
         return wait
-
-    def _fill(self, batch: Any, works: Sequence[Work]) -> None:
-        """Write ``works`` into ``batch``, whose arrays are NumPy's."""
-        page_size = self.pool.page_size
-        batch.pad()
-        tokens: list[int] = []
-        positions: list[int] = []
-        for row, (request, start, length, _) in enumerate(works):
-            tokens += request.tokens[start : start + length]
-            if tokens[-1] == UNKNOWN:
-                tokens[-1] = -1 - self.previous[request.number]
-            positions += range(start, start + length)
-            table = self.manager.tables[request.number]
-            held = zip(batch.groups, table.groups, table.first, strict=True)
-            for group, pages, first in held:
-                live = np.frombuffer(pages, dtype=np.int32)[first:]
-                group.tables[row, : len(live)] = live
-                group.offsets[row] = first * page_size
-        # The rest is done for all rows at once: a call costs more than a number.
-        count, rows = len(tokens), len(works)
-        counts = [work.length for work in works]
-        ends = np.cumsum(counts)
-        batch.tokens[:count], batch.positions[:count] = tokens, positions
-        batch.lengths[:rows] = [work.start + work.length for work in works]
-        batch.queries[1 : rows + 1], batch.queries[rows + 1 :] = ends, count
-        samples = ends[[work.samples for work in works]] - 1
-        batch.samples[: len(samples)] = samples
-        owners = np.repeat(np.arange(rows), counts)
-        for group in batch.groups:
-            place = batch.positions[:count] - group.offsets[owners]
-            pages = group.tables[owners, place // page_size]
-            group.slots[:count] = pages * page_size + place % page_size
 
 
 def token_logprobs(

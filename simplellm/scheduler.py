@@ -66,6 +66,25 @@ class Scheduler:
         self._closed = False  # to newcomers, until the running requests have ended
         self._refused = (-1, 0)  # who did not fit last, and how much room was spare
 
+    def _ready(self, request: Request, busy: set[int]) -> bool:
+        """Whether a running request can have a part in the step."""
+        if request.number in busy or request.complete:
+            return False
+        # Most know enough to go on while their last token is still being computed.
+        return not (request.needs_last_token and request.tokens[-1] == UNKNOWN)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many tokens of ``request`` to compute in this step."""
+        wanted = request.missing
+        if request.siblings and wanted > 1:
+            wanted -= 1  # each sample computes the prompt's last token
+        if self.prefill_chunk is None:
+            return wanted if wanted <= budget else 0
+        return min(wanted, self.prefill_chunk, budget)
+
+    def _work(self, request: Request, length: int) -> Work:
+        return Work(request, request.computed, length, length == request.missing)
+
     @property
     def num_waiting(self) -> int:
         """Requests that wait, samples that wait for their prompt included."""
@@ -103,6 +122,99 @@ class Scheduler:
                     discard(self.waiting, request)
         left = self.requests
         self.deadlines = [entry for entry in self.deadlines if entry[1] in left]
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, wherever it is, and give back its room; once only."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        self.finished[reason] += 1
+        del self.requests[request.number]
+        if request.deadline < math.inf:
+            entry = (request.deadline, request.number)
+            del self.deadlines[bisect_left(self.deadlines, entry)]
+        if discard(self.running, request):
+            self.manager.remove(request.number)
+            self._closed = not self.continuous
+        else:
+            discard(self.waiting, request)
+        self._release_siblings(request)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline is over."""
+        late = self.deadlines[: bisect_left(self.deadlines, (now, -1))]
+        expired = [self.requests[number] for _, number in late]
+        for request in expired:
+            self.finish(request, "timeout")
+        return expired
+
+    def _release_siblings(self, request: Request) -> None:
+        """Start the other samples from what is computed of their prompt, or line up."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if sibling.finish_reason is not None:
+                continue
+            if (
+                request.finish_reason is None
+                and request.computed > 0
+                and not self._closed
+                and len(self.running) < self.max_num_seqs
+            ):
+                self.manager.fork(request.number, sibling.number)
+                sibling.computed = sibling.cached = request.computed
+                insort(self.running, sibling, key=by_rank)
+            else:
+                insort(self.waiting, sibling, key=by_rank)
+
+    def _preempt(self, request: Request) -> None:
+        discard(self.running, request)
+        self.manager.remove(request.number)
+        request.computed = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=by_rank)
+
+    def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
+        """Room for ``length`` more tokens, at the cost of who comes last if need be."""
+        while not self.manager.grow(request.number, request.computed + length):
+            behind = reversed(self.running)
+            victim = next(other for other in behind if other.number not in busy)
+            if victim is request:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _admit(self, works: list[Work], budget: int) -> None:
+        """Let the first in line start, as long as there is room for their tokens."""
+        promised = sum(map(attrgetter("missing"), self.running))
+        promised -= sum(work.length for work in works)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request, spare = self.waiting[0], self.manager.free_tokens - promised
+            if request.tokens[-1] == UNKNOWN:
+                return  # preempted just now; its pages cannot be looked up yet
+            refused, room = self._refused
+            if self.running and refused == request.number and spare <= room:
+                return  # as little room as the last time
+            request.computed = self.manager.add(request.number, request.tokens)
+            length = self._chunk(request, budget)
+            fits = promised + request.missing <= self.manager.free_tokens
+            fits = fits or not self.running  # alone, it may use all there is
+            end = request.computed + length
+            if length == 0 or not fits or not self.manager.grow(request.number, end):
+                self.manager.remove(request.number)
+                request.computed = 0
+                if length > 0:  # it was not the budget
+                    self._refused = (request.number, spare)
+                return
+            del self.waiting[0]
+            insort(self.running, request, key=by_rank)
+            if request.cached is None:
+                request.cached = request.computed
+            works.append(self._work(request, length))
+            promised += request.missing - length
+            budget -= length
+            if request.missing == 1:
+                self._release_siblings(request)
 
     def schedule(self) -> list[Work]:
         """What to compute now: decodes, then prompts under way, then new requests."""
@@ -146,6 +258,20 @@ class Scheduler:
             elif request.siblings and request.missing == 1:
                 self._release_siblings(request)
 
+    @staticmethod
+    def _keep(
+        request: Request, first: int, tokens: Sequence[int]
+    ) -> tuple[str | None, Sequence[int]]:
+        """Why the request ends with ``tokens`` from position ``first``, if it does.
+
+        Also returns the tokens up to that end.
+        """
+        room = request.num_prompt + request.max_tokens - first
+        for count, token in enumerate(tokens[:room], 1):
+            if token in request.stop_ids:
+                return "stop", tokens[:count]
+        return "length" if len(tokens) >= room else None, tokens[:room]
+
     def commit(
         self, works: Sequence[Work], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
@@ -167,129 +293,3 @@ class Scheduler:
             if reason is not None:
                 self.finish(request, reason)
         return new
-
-    @staticmethod
-    def _keep(
-        request: Request, first: int, tokens: Sequence[int]
-    ) -> tuple[str | None, Sequence[int]]:
-        """Why the request ends with ``tokens`` from position ``first``, if it does.
-
-        Also returns the tokens up to that end.
-        """
-        room = request.num_prompt + request.max_tokens - first
-        for count, token in enumerate(tokens[:room], 1):
-            if token in request.stop_ids:
-                return "stop", tokens[:count]
-        return "length" if len(tokens) >= room else None, tokens[:room]
-
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and give back its room; once only."""
-        if request.finish_reason is not None:
-            return
-        request.finish_reason = reason
-        self.finished[reason] += 1
-        del self.requests[request.number]
-        if request.deadline < math.inf:
-            entry = (request.deadline, request.number)
-            del self.deadlines[bisect_left(self.deadlines, entry)]
-        if discard(self.running, request):
-            self.manager.remove(request.number)
-            self._closed = not self.continuous
-        else:
-            discard(self.waiting, request)
-        self._release_siblings(request)
-
-    def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline is over."""
-        late = self.deadlines[: bisect_left(self.deadlines, (now, -1))]
-        expired = [self.requests[number] for _, number in late]
-        for request in expired:
-            self.finish(request, "timeout")
-        return expired
-
-    def _ready(self, request: Request, busy: set[int]) -> bool:
-        """Whether a running request can have a part in the step."""
-        if request.number in busy or request.complete:
-            return False
-        # Most know enough to go on while their last token is still being computed.
-        return not (request.needs_last_token and request.tokens[-1] == UNKNOWN)
-
-    def _work(self, request: Request, length: int) -> Work:
-        return Work(request, request.computed, length, length == request.missing)
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        """How many tokens of ``request`` to compute in this step."""
-        wanted = request.missing
-        if request.siblings and wanted > 1:
-            wanted -= 1  # each sample computes the prompt's last token
-        if self.prefill_chunk is None:
-            return wanted if wanted <= budget else 0
-        return min(wanted, self.prefill_chunk, budget)
-
-    def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
-        """Room for ``length`` more tokens, at the cost of who comes last if need be."""
-        while not self.manager.grow(request.number, request.computed + length):
-            behind = reversed(self.running)
-            victim = next(other for other in behind if other.number not in busy)
-            if victim is request:
-                return False
-            self._preempt(victim)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        discard(self.running, request)
-        self.manager.remove(request.number)
-        request.computed = 0
-        request.preemptions += 1
-        self.preemptions += 1
-        insort(self.waiting, request, key=by_rank)
-
-    def _admit(self, works: list[Work], budget: int) -> None:
-        """Let the first in line start, as long as there is room for their tokens."""
-        promised = sum(map(attrgetter("missing"), self.running))
-        promised -= sum(work.length for work in works)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request, spare = self.waiting[0], self.manager.free_tokens - promised
-            if request.tokens[-1] == UNKNOWN:
-                return  # preempted just now; its pages cannot be looked up yet
-            refused, room = self._refused
-            if self.running and refused == request.number and spare <= room:
-                return  # as little room as the last time
-            request.computed = self.manager.add(request.number, request.tokens)
-            length = self._chunk(request, budget)
-            fits = promised + request.missing <= self.manager.free_tokens
-            fits = fits or not self.running  # alone, it may use all there is
-            end = request.computed + length
-            if length == 0 or not fits or not self.manager.grow(request.number, end):
-                self.manager.remove(request.number)
-                request.computed = 0
-                if length > 0:  # it was not the budget
-                    self._refused = (request.number, spare)
-                return
-            del self.waiting[0]
-            insort(self.running, request, key=by_rank)
-            if request.cached is None:
-                request.cached = request.computed
-            works.append(self._work(request, length))
-            promised += request.missing - length
-            budget -= length
-            if request.missing == 1:
-                self._release_siblings(request)
-
-    def _release_siblings(self, request: Request) -> None:
-        """Start the other samples from what is computed of their prompt, or line up."""
-        siblings, request.siblings = request.siblings, []
-        for sibling in siblings:
-            if sibling.finish_reason is not None:
-                continue
-            if (
-                request.finish_reason is None
-                and request.computed > 0
-                and not self._closed
-                and len(self.running) < self.max_num_seqs
-            ):
-                self.manager.fork(request.number, sibling.number)
-                sibling.computed = sibling.cached = request.computed
-                insort(self.running, sibling, key=by_rank)
-            else:
-                insort(self.waiting, sibling, key=by_rank)

@@ -24,6 +24,21 @@ def relative(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+def number(found, what):
+    """The candidate's result has to be one number."""
+    one = isinstance(found, int | float) or getattr(found, "shape", None) == ()
+    assert one, f"{what} is one number; yours is {found!r}"[:200]
+    return float(found)
+
+
+def is_tensor(found, shape, what):
+    """The candidate's result has to be a tensor of this shape."""
+    assert isinstance(found, torch.Tensor) and tuple(found.shape) == tuple(shape), (
+        f"{what} is a tensor {list(shape)}; yours is "
+        f"{list(getattr(found, 'shape', [])) or type(found).__name__}"
+    )
+
+
 def pair_of(found, what):
     """The two tensors that a router returns."""
     assert isinstance(found, tuple | list) and len(found) == 2, (
@@ -112,7 +127,7 @@ def check_route(route):
 def check_expected_distinct(expected_distinct):
     """All ways to choose, counted, then a binomial for large numbers."""
     for num_experts, top_k in ((4, 2), (5, 1), (6, 3)):
-        found = float(expected_distinct(num_experts, top_k, 1))
+        found = number(expected_distinct(num_experts, top_k, 1), "the mean")
         assert found > 1 or top_k == 1, (
             "it's a number of experts, not a share of them; for one token that "
             f"chooses {top_k} of {num_experts} yours is {found:.3g}"
@@ -155,10 +170,7 @@ def check_swiglu(swiglu):
 
     def one(gate, up, limit=7.0, alpha=1.702):
         found = swiglu(torch.tensor([gate, up]), limit, alpha)
-        assert tuple(found.shape) == (1,), (
-            f"a gate and an up make one number, [2] becomes [1]; yours is "
-            f"{list(found.shape)}"
-        )
+        is_tensor(found, (1,), "a gate and an up, [2], make one number, which")
         return found.item()
 
     def near(found, expected):
@@ -199,7 +211,9 @@ def check_swiglu(swiglu):
         )
     row = torch.tensor([1.0, 0.5, 2.0, -0.5, -1.0, 3.0])
     right = [gated(row[i].item(), row[i + 1].item(), 7.0, 1.702) for i in (0, 2, 4)]
-    found = swiglu(row, 7.0, 1.702).tolist()
+    found = swiglu(row, 7.0, 1.702)
+    is_tensor(found, (3,), "three gates and three ups, [6], make three numbers, which")
+    found = found.tolist()
     assert torch.allclose(torch.tensor(found), torch.tensor(right), atol=1e-4), (
         "gate and up alternate, gate, up, gate, up: 1, 0.5, 2, -0.5, -1 and 3 make "
         f"{[round(r, 3) for r in right]}; yours is {[round(f, 3) for f in found]}"
@@ -211,9 +225,7 @@ def check_swiglu(swiglu):
         "the caller's numbers have changed: `clamp_` works in place, and a slice is a "
         "view of the same memory"
     )
-    assert tuple(found.shape) == (2, 3, 4), (
-        f"leading axes stay, [2, 3, 8] becomes [2, 3, 4]; yours is {list(found.shape)}"
-    )
+    is_tensor(found, (2, 3, 4), "leading axes stay; what becomes of [2, 3, 8]")
     right = [[[gated(g, u, 7.0, 1.702) for g, u in r] for r in m] for m in pairs(many)]
     assert torch.allclose(found, torch.tensor(right), rtol=1e-4, atol=1e-5), (
         "over random numbers, some are off"
@@ -276,10 +288,7 @@ def judge(run, x, mlp):
     """Whether ``run`` gives the sums; names the mistakes whose sums it knows."""
     given = x.clone()
     found = run(x, mlp)
-    assert isinstance(found, torch.Tensor) and found.shape == x.shape, (
-        f"x {list(x.shape)} becomes a tensor of the same shape; yours is "
-        f"{list(getattr(found, 'shape', []))}"
-    )
+    is_tensor(found, x.shape, f"x is {list(x.shape)}, and the output")
     assert torch.equal(x, given), "x has changed; write your sums to a new tensor"
 
     expected = one_by_one(x, mlp)
@@ -419,7 +428,7 @@ def check_4_1(smallest_batch):
     configs = {"120b": GPT_OSS_120B, "20b": GPT_OSS_20B, "20b with 8 experts": few}
     for name, config in configs.items():
         one = bytes_a_token(config, 1)
-        found = smallest_batch(config, 1.01 * one)
+        found = number(smallest_batch(config, 1.01 * one), "a batch size")
         assert found == 1, f"{name}: one token already reads less than the limit"
         for share in (0.9, 0.7, 0.35, 0.2, 0.03):
             limit = share * one
@@ -448,7 +457,7 @@ def check_4_2(imbalance):
         ([[5], [5], [2]], 6, 4.0, "2 tokens at the busiest, a mean of 3 / 6"),
     ]
     for ids, num_experts, expected, reason in cases:
-        found = float(imbalance(torch.tensor(ids), num_experts))
+        found = number(imbalance(torch.tensor(ids), num_experts), "the ratio")
         assert math.isclose(found, expected, rel_tol=1e-5), (
             f"{reason}: {ids} among {num_experts} is not {found:.3g}"
         )
@@ -498,15 +507,19 @@ class Watch(TorchDispatchMode):
 def check_4_4(group_pairs):
     """Right on numbers, then watched where there are none."""
     generator = torch.Generator().manual_seed(0)
-    for tokens, k, number in ((1, 4, 16), (7, 2, 3), (64, 4, 128), (40, 1, 4)):
-        ids = torch.rand(tokens, number, generator=generator).topk(k).indices
-        pairs, counts = group_pairs(ids, number)
-        sizes = ids.flatten().bincount(minlength=number)
+    for tokens, k, total in ((1, 4, 16), (7, 2, 3), (64, 4, 128), (40, 1, 4)):
+        ids = torch.rand(tokens, total, generator=generator).topk(k).indices
+        found = group_pairs(ids, total)
+        assert isinstance(found, tuple | list) and len(found) == 2, (
+            "return two tensors, the pairs in order and the experts' counts"
+        )
+        pairs, counts = found
+        sizes = ids.flatten().bincount(minlength=total)
         assert counts.tolist() == sizes.tolist(), (
-            f"{tokens} tokens with {k} of {number} experts: one count for each of the "
+            f"{tokens} tokens with {k} of {total} experts: one count for each of the "
             "experts, those without a pair too"
         )
-        told = f"{tokens} tokens with {k} of {number} experts"
+        told = f"{tokens} tokens with {k} of {total} experts"
         assert sorted(pairs.tolist()) == list(range(tokens * k)), (
             f"{told}: each pair's number, 0 to {tokens * k - 1}, is there once"
         )

@@ -28,6 +28,14 @@ def is_tensor(found, shape, what):
         f"{what} is a tensor {list(shape)}; yours is "
         f"{list(getattr(found, 'shape', [])) or type(found).__name__}"
     )
+    assert found.isfinite().all(), f"{what} has NaN or infinity in it"
+
+
+def number(found, what):
+    """The candidate's result has to be one number."""
+    one = isinstance(found, int | float) or getattr(found, "shape", None) == ()
+    assert one and math.isfinite(found), f"{what} is one number; yours is {found!r}"
+    return found
 
 
 def turned(x, angles):
@@ -428,7 +436,8 @@ def check_5_1(kv_bytes):
             full = config.layer_types.count("full_attention")
             kept = full * tokens + (config.num_hidden_layers - full) * window
             heads, dim = config.num_key_value_heads, config.head_dim
-            expected, found = kept * heads * dim * 4, kv_bytes(config, tokens)
+            expected = kept * heads * dim * 4
+            found = number(kv_bytes(config, tokens), "a count of bytes")
             assert found != 2 * tokens * heads * dim * 2 * config.num_hidden_layers or (
                 found == expected
             ), f"{name}, {tokens} tokens: a sliding layer keeps its window and no more"
@@ -527,7 +536,7 @@ def check_5_4(first_distance):
         off = [abs(right - wrong) for right, wrong in pairs]
         for radians in (0.1, 1.0, 0.003):
             exact = radians / max(off)
-            found = first_distance(config, radians)
+            found = number(first_distance(config, radians), "a distance")
             told = (
                 f"head_dim {config.head_dim}, theta {config.rope_theta:,.0f}, "
                 f"{radians} radians: at a distance of {found:,}"

@@ -1,4 +1,4 @@
-"""Draw each row's next token from its logits, with `simplellm.sampler`'s noise.
+"""Draw each row's next token from its logits, with the noise of `simplellm.noise`.
 
 S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first are the
 sampler's own business.
@@ -21,7 +21,7 @@ COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 
 @triton.jit
 def mix_bits(x):
-    """`simplellm.sampler.mix` in uint32, whose products wrap around by themselves."""
+    """`simplellm.noise.mix` in uint32, whose products wrap around by themselves."""
     x = (x ^ (x >> 16)) * 0x21F0AAAD
     x = (x ^ (x >> 15)) * 0x735A2D97
     return x ^ (x >> 15)
@@ -115,7 +115,7 @@ def draw(
 
     ``best`` int32 [S] is each row's likeliest token, as `head` finds it; rows whose
     ``temperature``, float32 [S], is 0 get that one. ``seeds`` int64 [S] and ``steps``
-    int64 [S] fix the noise, as in `simplellm.sampler.sample`, whose tokens these are:
+    int64 [S] fix the noise, as in `simplellm.ops.draw`, whose tokens these are:
     hash, subtraction, division and sum are the same to the bit, and on a GPU the
     logarithms come from the same library. All are contiguous.
     """

@@ -1,0 +1,696 @@
+"""Chapter 9: continuous batching."""
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.resources import files
+from statistics import mean
+from typing import Any
+
+from simplellm.llm import LLM
+from simplellm.pages import PageManager
+from simplellm.reader import END
+from simplellm.reply import TextReply
+from simplellm.request import UNKNOWN, Event, Request, SamplingParams, TokenLogprobs
+from simplellm.scheduler import Scheduler, Work
+from simplellm.tokenizer import Tokenizer
+
+STEPS = 500  # more than any of these schedules takes
+
+
+def whole(candidate, ours):
+    """The reader's class, with our methods where it has none of its own yet."""
+    if issubclass(candidate, ours):
+        return candidate
+    return type(candidate.__name__, (candidate, ours), {})
+
+
+def of(works):
+    """The length of each work by its request's number."""
+    return {work.request.number: work.length for work in works}
+
+
+def book(scheduler, works):
+    """Book a step as if it had been computed; every token is 7."""
+    scheduler.begin(works)
+    scheduler.commit(works, [[7]] * sum(work.samples for work in works))
+
+
+def numbered(*sizes):
+    """Requests 0, 1, … from pairs (tokens of the prompt, tokens to generate)."""
+    return [
+        Request([number + 1] * prompt, most, number=number)
+        for number, (prompt, most) in enumerate(sizes)
+    ]
+
+
+def make(kind, pages=100, seqs=8, budget=16, **limits):
+    """A scheduler over pages of 4 that shares nothing."""
+    manager = PageManager(pages, 4, share=False)
+    limits = dict(max_num_seqs=seqs, max_num_batched_tokens=budget) | limits
+    return kind(manager, **limits)
+
+
+def check_next_batch(next_batch):
+    """The places stay full, in order of arrival, and nobody is interrupted."""
+
+    def rows(lengths, places):
+        left = dict(enumerate(lengths))
+        batch: list[int] = []
+        found: list[list[int]] = []
+        waiting = list(left)
+        for _ in range(STEPS):
+            if not any(left.values()):
+                return found
+            batch = list(next_batch(dict(left), list(batch), list(waiting), places))
+            assert len(batch) == len(set(batch)), f"somebody is there twice: {batch}"
+            assert len(batch) <= places, (
+                f"{len(batch)} requests in {places} places: only as many may join as "
+                "there are free places"
+            )
+            row = [number for number in batch if left[number]]
+            assert row, (
+                "nobody runs while somebody waits: a request that has ended gives its "
+                "place to the first who waits"
+            )
+            waiting = [number for number in waiting if number not in batch]
+            for number in row:
+                left[number] -= 1
+            found.append(row)
+        raise AssertionError("the requests never end")
+
+    found = rows([10, 10, 10, 50, 5], 4)
+    first = next(step for step, row in enumerate(found) if 4 in row)
+    assert first == 10, (
+        "requests of 10, 10, 10, 50 and 5 tokens in 4 places: three places are free "
+        f"after step 10, so the fifth starts in step 11; with you in step {first + 1}"
+    )
+    rng = random.Random(0)
+    for places in (1, 3, 4):
+        lengths = [rng.randrange(1, 12) for _ in range(20)]
+        found = rows(lengths, places)
+        starts = [min(s for s, row in enumerate(found) if n in row) for n in range(20)]
+        assert starts == sorted(starts), "who came first starts first"
+        for number, length in enumerate(lengths):
+            steps = [step for step, row in enumerate(found) if number in row]
+            assert steps[-1] - steps[0] == length - 1, (
+                f"request {number} was interrupted: whoever runs goes on to the end"
+            )
+        for step, row in enumerate(found):
+            queued = any(start > step for start in starts)
+            assert len(row) == places or not queued, (
+                f"a place is empty in step {step + 1} while somebody waits"
+            )
+
+
+def check_Scheduler__make_room(candidate):
+    """Four requests of two full pages each, and a pool of eight pages."""
+    kind = whole(candidate, Scheduler)
+
+    def full(pages=8):
+        scheduler = make(kind, pages, budget=64)
+        four = numbered(*[(8, 9)] * 4)
+        scheduler.add(four)
+        works: list[Work] = []
+        scheduler._admit(works, 64)
+        scheduler.begin(works)
+        return scheduler, four
+
+    def state(four):
+        return [request.preemptions for request in four]
+
+    scheduler, four = full(pages=9)
+    assert scheduler._make_room(four[1], 1, set()) is True, (
+        "one page is free, so there is room: say so"
+    )
+    assert state(four) == [0] * 4, "there was room, and yet somebody was preempted"
+    scheduler, four = full()
+    made = scheduler._make_room(four[1], 1, set())
+    assert state(four) == [0, 0, 0, 1], (
+        "no page is free: the last in rank gives way, request 3 of four; preempted "
+        f"were {[n for n, times in enumerate(state(four)) if times]}"
+    )
+    assert made is True, "request 3 gave its pages, so now there is room: try again"
+    assert len(scheduler.manager.tables[1].groups[0]) == 3, (
+        "you say there is room, and request 1 has not got a third page: "
+        "`manager.grow` has to succeed once more behind the preemption"
+    )
+    assert four[3] in scheduler.waiting, "who gave way waits again"
+
+    scheduler, four = full()
+    made = scheduler._make_room(four[1], 1, {0, 3})
+    assert state(four) == [0, 0, 1, 0], (
+        "request 3 has work in this step and is spared: request 2 is the last "
+        f"without; preempted were {[n for n, t in enumerate(state(four)) if t]}"
+    )
+    scheduler, four = full()
+    held = len(scheduler.manager.tables[1].groups[0])
+    made = scheduler._make_room(four[1], 1, {0, 2, 3})
+    assert made is False and state(four) == [0] * 4, (
+        "all others have work, so request 1 itself is the last without: it does not "
+        "preempt itself, but returns False and waits a step"
+    )
+    assert len(scheduler.manager.tables[1].groups[0]) == held, "it keeps what it has"
+    scheduler, four = full()
+    made = scheduler._make_room(four[0], 20, set())
+    assert state(four) == [0, 1, 1, 1] and made is True, (
+        "request 0 needs five more pages and each preemption gives two: preempt until "
+        f"there is room, three times here and not {sum(state(four))}"
+    )
+
+
+def check_Scheduler_schedule(candidate):
+    """Pencil and paper's steps, then rules that every step keeps."""
+    kind = whole(candidate, Scheduler)
+    decodes_come_first(kind)
+    steps_of_the_drawing(kind)
+    no_work_without_a_token_to_compute(kind)
+    static_batches_end(kind)
+    random_crowds(kind)
+
+
+def decodes_come_first(kind):
+    """A prompt that is first in line and needs more than a step leaves."""
+    scheduler = make(kind, budget=10, prefill_chunk=8)
+    *others, long = numbered((1, 9), (1, 9), (1, 9), (40, 2))
+    long.priority = -1
+    scheduler.add(others)
+    book(scheduler, scheduler.schedule())
+    scheduler.add([long])
+    works = scheduler.schedule()
+    assert of(works).get(3) == 7, (
+        "three requests decode and a prompt of 40 tokens comes: of a budget of 10 it "
+        f"starts with the 7 that the decodes leave; you have {of(works)}"
+    )
+    book(scheduler, works)
+    works = scheduler.schedule()
+    expected = {0: 1, 1: 1, 2: 1, 3: 7}
+    assert of(works) == expected, (
+        "three requests decode, an urgent prompt before them in line has 33 tokens "
+        "missing: of a budget of 10 the decodes take one each, the prompt the rest; "
+        f"yours is {of(works)}"
+    )
+    assert list(of(works))[-1] == 3, (
+        "the decodes come first in the list as well: a batch expects them there"
+    )
+
+
+def steps_of_the_drawing(kind):
+    """A, B and C decode; D has a prompt of 20 tokens and E one of 6."""
+    scheduler = make(kind, prefill_chunk=16)
+    requests = numbered((1, 9), (1, 9), (1, 9), (20, 9), (6, 9))
+    scheduler.add(requests[:3])
+    book(scheduler, scheduler.schedule())
+    scheduler.add(requests[3:])
+    plan = [
+        {0: 1, 1: 1, 2: 1, 3: 13},
+        {0: 1, 1: 1, 2: 1, 3: 7, 4: 6},
+        {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
+    ]
+    for step, expected in enumerate(plan, start=1):
+        works = scheduler.schedule()
+        found = of(works)
+        assert sum(found.values()) <= 16, (
+            f"step {step} of the drawing computes {sum(found.values())} tokens, and "
+            "the budget is 16: what a work takes is gone for those after it"
+        )
+        assert found == expected, (
+            f"step {step} of the drawing is {expected}; yours is {found}"
+        )
+        book(scheduler, works)
+
+
+def no_work_without_a_token_to_compute(kind):
+    """A request whose last token is in the air, and one that must know its last."""
+    scheduler = make(kind)
+    one, other = numbered((3, 1), (3, 5))
+    other.needs_last_token = True
+    scheduler.add([one, other])
+    works = scheduler.schedule()
+    assert len(works) == 2, "both prompts fit into the first step"
+    scheduler.begin(works)  # and nothing is committed yet
+    found = of(scheduler.schedule())
+    assert 0 not in found, (
+        "request 0 may have one token, and that is being computed: `_ready` says that "
+        "it has no part in the next step"
+    )
+    assert 1 not in found, "request 1 must know its last token first: ask `_ready`"
+
+
+def static_batches_end(kind):
+    """With continuous=False the third of three in two places waits for both."""
+    scheduler = make(kind, seqs=2, continuous=False)
+    scheduler.add(numbered((3, 2), (3, 6), (3, 2)))
+    rows = []
+    for _ in range(STEPS):
+        if not scheduler.requests:
+            break
+        works = scheduler.schedule()
+        assert works, (
+            "static batches, everybody has ended and somebody waits, and nobody is "
+            "admitted: `_closed` has to become false when nobody runs"
+        )
+        rows.append(set(of(works)))
+        book(scheduler, works)
+    expected = [{0, 1}] * 2 + [{1}] * 4 + [{2}] * 2
+    assert rows == expected, f"static batches of two, step by step: {rows}"
+
+
+def random_crowds(kind):
+    """Requests of all sizes in tight memory."""
+    rng = random.Random(5)
+    for _ in range(12):
+        pages, budget = rng.randrange(14, 30), rng.randrange(6, 30)
+        scheduler = make(kind, pages, 6, budget, prefill_chunk=rng.randrange(2, 20))
+        manager = scheduler.manager
+        requests = numbered(
+            *[(rng.randrange(1, 25), rng.randrange(1, 25)) for _ in range(12)]
+        )
+        scheduler.add(requests)
+        for _ in range(STEPS):
+            if not scheduler.requests:
+                break
+            decoding = [r for r in scheduler.running if r.missing == 1]
+            works = scheduler.schedule()
+            found = of(works)
+            assert works, "requests wait or run, and the step is empty"
+            assert len(found) == len(works), "a request has two works in one step"
+            assert sum(found.values()) <= budget, "the step is over its budget"
+            for request, begin, length, samples in works:
+                assert request in scheduler.running, (
+                    f"request {request.number} has work in this step and was preempted "
+                    "for another: note who has work, so that `_make_room` spares it"
+                )
+                assert begin == request.computed and 0 < length <= request.missing
+                assert samples == (length == request.missing)
+                held = len(manager.tables[request.number].groups[0])
+                assert 4 * held >= begin + length, (
+                    f"request {request.number} has work and no room for it in the cache"
+                )
+            room = manager.free_pages
+            for request in decoding:
+                stays = request in scheduler.running
+                assert not stays or request.number in found or room == 0, (
+                    f"request {request.number} decodes, there is room, and it has no "
+                    "work: every decode gets its token in every step"
+                )
+            book(scheduler, works)
+        assert not scheduler.requests, f"not done after {STEPS} steps"
+
+
+def check_Scheduler_commit(candidate):
+    """Ends, placeholders, and works that sample nothing."""
+    kind = whole(candidate, Scheduler)
+
+    def started(*sizes, **limits):
+        scheduler = make(kind, **limits)
+        requests = numbered(*sizes)
+        scheduler.add(requests)
+        works = make_works(scheduler)
+        scheduler.begin(works)
+        return scheduler, requests, works
+
+    def make_works(scheduler):
+        works = Scheduler.schedule(scheduler)
+        assert works, "the scheduler has nothing to compute"
+        return works
+
+    scheduler, (one, two), works = started((3, 5), (2, 5))
+    told = scheduler.commit(works, [[11], [12]])
+    assert (one.tokens, two.tokens) == ([1, 1, 1, 11], [2, 2, 12]), (
+        f"the placeholder {UNKNOWN} behind the prompt is replaced by the token that "
+        f"was sampled: {one.tokens}, {two.tokens}"
+    )
+    told = [(request.number, list(kept)) for request, kept in told]
+    assert told == [(0, [11]), (1, [12])], (
+        f"return pairs of each request and the tokens that it keeps; yours are {told}"
+    )
+    assert one.finish_reason is None, "5 tokens are asked for, and this was the first"
+
+    scheduler, (one, two), works = started((9, 5), (2, 5), prefill_chunk=4)
+    scheduler.commit(works, [[12]])
+    assert one.tokens == [1] * 9 and two.tokens == [2, 2, 12], (
+        "request 0 computed a chunk and samples nothing: tokens has a list for each "
+        f"work that samples, and no other; {one.tokens}, {two.tokens}"
+    )
+
+    scheduler, (one, two), works = started((3, 1), (2, 5))
+    two.stop_ids = frozenset([13])
+    scheduler.commit(works, [[11], [13]])
+    assert one.finish_reason == "length", (
+        "request 0 has all of its tokens: it has to be finished, with the reason that "
+        f"`_keep` gives, 'length', not {one.finish_reason!r}"
+    )
+    assert two.finish_reason == "stop" and two.tokens[-1] == 13, (
+        "token 13 is one of request 1's stop_ids: it ends it, and stays among its "
+        f"tokens; {two.finish_reason!r}, {two.tokens}"
+    )
+    assert not scheduler.requests and scheduler.manager.usage == 0, (
+        "requests that end give back their room: call `finish`"
+    )
+
+    scheduler, (one, two), works = started((3, 5), (2, 5))
+    scheduler.finish(one, "abort")
+    told = scheduler.commit(works, [[11], [12]])
+    assert [request.number for request, _ in told] == [1], (
+        "request 0 was aborted while its step ran: nobody is told of its token"
+    )
+    assert two.tokens == [2, 2, 12] and one.finish_reason == "abort"
+
+    scheduler, (one,), works = started((3, 9))
+    later = make_works(scheduler)
+    scheduler.begin(later)  # with overlap: two steps are in the air
+    scheduler.commit(works, [[11]])
+    assert one.tokens == [1, 1, 1, 11, UNKNOWN], (
+        "two steps are in the air, and the first of them lands: its token belongs to "
+        f"position start + length, not to the end of the list; {one.tokens}"
+    )
+    scheduler.commit(later, [[12]])
+    assert one.tokens == [1, 1, 1, 11, 12], f"then the second one: {one.tokens}"
+
+    scheduler, (one, two), works = started((3, 2), (2, 9))
+    two.stop_ids = frozenset([15])
+    told = scheduler.commit(works, [[11, 12, 13], [14, 15, 16]])
+    kept = [list(tokens) for _, tokens in told]
+    assert kept == [[11, 12], [14, 15]], (
+        "a step may land several tokens: what is beyond max_tokens or a stop token is "
+        f"dropped; {kept}"
+    )
+    assert one.tokens[3:] == [11, 12] and two.tokens[2:] == [14, 15]
+
+
+@cache
+def embedded():
+    return Tokenizer.from_file(str(files("simplellm") / "embedded" / "tokenizer.json"))
+
+
+def check_TextReply_push(candidate):
+    """Characters and stop strings that come in pieces."""
+    tokenizer = embedded()
+    kind = whole(candidate, TextReply)
+
+    def reply(**params):
+        asked = Request([1, 2], 99, SamplingParams(**params))
+        return kind(asked, tokenizer)
+
+    def pushed(answer, *events):
+        """The parts' texts; each event is its tokens and a reason or None."""
+        parts = []
+        for tokens, reason in events:
+            found = answer.push(Event(0, tokens, finish_reason=reason))
+            assert isinstance(found, list), f"a list of parts, not {found!r}"
+            assert len(found) == 1, f"{len(found)} parts of one event; expected one"
+            parts += found
+        return parts
+
+    ids = tokenizer.encode("a 🙂 b")
+    answer = reply()
+    parts = pushed(answer, *[([token], None) for token in ids], ([], "length"))
+    texts = [part.text for part in parts]
+    assert "".join(texts) == "a 🙂 b" and "\ufffd" not in "".join(texts), (
+        "a character of several tokens is shown once it is complete: push tokens "
+        f"through the decoder that remembers, not each by itself; {texts}"
+    )
+    assert answer.output().text == "a 🙂 b" and answer.token_ids == ids, (
+        "note texts and tokens, so that `output` can give all of them: "
+        f"{answer.output().text!r}"
+    )
+    assert parts[-1].finish_reason == "length" == answer.finish_reason, (
+        "the engine's reason is the part's and the reply's"
+    )
+    assert parts[0].finish_reason is None, "no reason before the end"
+    assert list(answer.push(Event(0, ids))) == [], "behind the end comes nothing"
+
+    half = tokenizer.encode("🙂")[:1]
+    texts = [p.text for p in pushed(reply(), (half, None), ([], "length"))]
+    assert texts == ["", "\ufffd"], (
+        "an answer that ends within a character: the end flushes what the decoder "
+        f"holds, a replacement character; {texts}"
+    )
+    ids = tokenizer.encode("So far STO")
+    texts = [p.text for p in pushed(reply(stop="STOP"), (ids, None), ([], "length"))]
+    assert texts[0] == "So far ", (
+        f"STO may be the beginning of the stop string STOP: hold it back; {texts}"
+    )
+    assert "".join(texts) == "So far STO", (
+        "the answer ended, and no stop string came of STO: flush what they hold; "
+        f"{texts}"
+    )
+    one, two, rest = (tokenizer.encode(text) for text in ("So ST", "OP", " and on"))
+    answer = reply(stop="STOP", logprobs=0)
+    values = [TokenLogprobs(token, -1.0, ()) for token in (*two, *rest)]
+    first = [TokenLogprobs(token, -1.0, ()) for token in one]
+    parts = answer.push(Event(0, one, first))
+    parts += answer.push(Event(0, [*two, *rest], values, "length"))
+    assert "".join(part.text for part in parts) == "So ", (
+        "a stop string ends the text and is no part of it, even if it comes in two "
+        f"events; {[part.text for part in parts]}"
+    )
+    assert answer.finish_reason == parts[-1].finish_reason == "stop", (
+        f"found a stop string, so the reason is 'stop', not {answer.finish_reason!r}"
+    )
+    assert answer.token_ids == [*one, *two], (
+        "the token that completes a stop string is the last that counts: "
+        f"{len(answer.token_ids)} tokens, expected {len(one) + len(two)}"
+    )
+    assert parts[-1].token_ids == two, "a part has the tokens that it adds"
+    assert len(answer.logprobs or ()) == len(answer.token_ids), (
+        f"{len(answer.logprobs or ())} logprobs for {len(answer.token_ids)} tokens"
+    )
+    assert list(parts[-1].logprobs or ()) == values[: len(two)]
+    plain = kind(Request([1], 9), None)
+    (part,) = plain.push(Event(0, [5], finish_reason="stop"))
+    assert part.text == "" and part.token_ids == [5], "no tokenizer, no text"
+
+
+class Echo:
+    """A reply whose parts are an event's tokens; at token 0 it ends by itself."""
+
+    def __init__(self):
+        self.finish_reason = None
+
+    def push(self, event):
+        if 0 in event.tokens:
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = event.finish_reason
+        return list(event.tokens)
+
+
+def check_Reader_push(candidate):
+    """Parts in order, one END, and nothing that escapes."""
+    end = candidate.push.__globals__.get("END", END)  # the page's or the package's
+
+    def reader(deliver):
+        return candidate(Request([1], 9, number=3), Echo(), deliver)
+
+    got: list[Any] = []
+    one = reader(got.append)
+    over = one.push(Event(3, [4, 5], cached_tokens=16))
+    assert got == [4, 5], f"each part of the reply is delivered, in order: {got}"
+    assert over is False, "the reply goes on, so this was not the last"
+    assert one.cached_tokens == 16, "note the event's cached_tokens"
+    over = one.push(Event(3, [6], finish_reason="length"))
+    assert got[2:] == [6, end], (
+        f"the last parts are followed by END, once; they are {got[2:]}"
+    )
+    assert over is True, "the engine said how the request ended: that was the last"
+
+    got = []
+    over = reader(got.append).push(Event(3, [4, 0]))
+    assert got[2:] == [end] and over is True, (
+        "the reply found an end of its own, a stop string, and the event has no "
+        f"reason: ask the reply's finish_reason; {got}, {over}"
+    )
+    got, error = [], RuntimeError("the step failed")
+    over = reader(got.append).push(Event(3, (), finish_reason="error", error=error))
+    assert got == [error] and over is True, (
+        f"an event's error is delivered in place of parts, and it is over; {got}"
+    )
+
+    for broken_for in (1, 99):
+        got = []
+        calls: list[Any] = []
+
+        def deliver(part, limit=broken_for, got=got, calls=calls):
+            calls.append(part)
+            if len(calls) <= limit:
+                raise ZeroDivisionError("a user's bug")
+            got.append(part)
+
+        for event in (Event(3, [4, 5]), Event(3, (), error=error)):
+            calls.clear()
+            try:
+                over = reader(deliver).push(event)
+            except ZeroDivisionError:
+                raise AssertionError(
+                    "deliver raised, and it escaped: it would end the thread that "
+                    "all other readers share"
+                ) from None
+            assert over is True, "what cannot be delivered ends the request: say so"
+            assert len(calls) <= 2, "deliver raised, and you went on delivering parts"
+            if event.error is None and broken_for == 1:
+                assert len(got) == 1 and isinstance(got[0], ZeroDivisionError), (
+                    f"try to deliver the exception, once, in place of the rest: {got}"
+                )
+
+
+def check_9_1(useful_share):
+    """Places counted one by one, the last batch's empty ones included."""
+    rng = random.Random(1)
+    cases = [([5] * 4, 2), ([10] * 7 + [100], 8), ([10] * 7 + [100], 2), ([3], 4)]
+    cases += [([rng.randrange(1, 50) for _ in range(n)], 4) for n in (9, 10, 12)]
+    for lengths, batch in cases:
+        used = places = 0
+        for first in range(0, len(lengths), batch):
+            group = lengths[first : first + batch]
+            for step in range(max(group)):
+                used += sum(length > step for length in group)
+                places += batch
+        found = useful_share(list(lengths), batch)
+        assert abs(found - used / places) < 1e-9, (
+            f"batches of {batch} of {lengths}: {used} of {places} places give a token"
+            + (
+                ", the empty places of a last batch that is not full included"
+                if len(lengths) % batch
+                else ""
+            )
+            + f"; yours is {found:.3f}"
+        )
+
+
+def check_9_2(steps_to_first_token):
+    """The scheduler's own steps."""
+    for prompt, decodes, budget, chunk in [
+        (1, 3, 8, 4),
+        (17, 3, 8, 4),
+        (17, 3, 8, 40),
+        (16, 4, 8, 8),
+        (64, 0, 64, 64),
+        (65, 2, 66, 64),
+        (4000, 100, 256, 512),
+    ]:
+        limits = dict(seqs=decodes + 1, budget=budget, prefill_chunk=chunk)
+        scheduler = make(Scheduler, 2000, **limits)
+        *others, request = numbered(*[(1, 999)] * decodes, (prompt, 9))
+        if others:
+            scheduler.add(others)
+            book(scheduler, scheduler.schedule())
+        scheduler.add([request])
+        steps = 0
+        while request.num_output == 0:
+            book(scheduler, scheduler.schedule())
+            steps += 1
+            assert steps < 10_000
+        found = steps_to_first_token(prompt, decodes, budget, chunk)
+        assert found == steps, (
+            f"a prompt of {prompt}, {decodes} decodes, budget {budget}, chunk {chunk}: "
+            f"the scheduler computes its last token in another step than {found}"
+        )
+
+
+def check_9_3(first_done):
+    """One answer is short and two are long; the engine has to hear of the end."""
+    question = "What is 47 + 85?"
+
+    def params(most):
+        return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+
+    async def run(llm):
+        asked = [params(1500), params(5), params(1500)]
+        found = await asyncio.wait_for(first_done(llm, [question] * 3, asked), 40)
+        for _ in range(200):
+            if not llm.stats().running:
+                break
+            await asyncio.sleep(0.02)
+        return found
+
+    with LLM(device="cpu") as llm:
+        # In a thread of its own: a notebook has an event loop in this one.
+        with ThreadPoolExecutor(1) as pool:
+            index, text = pool.submit(asyncio.run, run(llm)).result()
+        expected = llm.generate(question, params(5)).result()[0].text
+        stats = llm.stats()
+    assert index == 1, f"prompt 1 asks for 5 tokens, the others for 1,500; {index}"
+    assert text == expected, f"the text is {expected!r}, all of its parts; {text!r}"
+    aborted = stats.finished.get("abort", 0)
+    assert aborted == 2, (
+        "two requests were nobody's any more and have to be aborted: cancel their "
+        f"tasks; the engine aborted {aborted}"
+    )
+    assert stats.generated_tokens < 1000, "the others went on for nobody"
+
+
+def check_9_4(candidate):
+    """Requests that come in one call, and one by one."""
+
+    def ends(kind, lengths, together):
+        """The step in which each request ends, one running at a time."""
+        scheduler = make(kind, seqs=1, budget=64, overtakes=5)
+        requests = numbered(*[(1, most) for most in lengths])
+        for group in [requests] if together else [[r] for r in requests]:
+            scheduler.add(group)
+        found = {}
+        for step in range(5000):
+            if not scheduler.requests:
+                break
+            works = scheduler.schedule()
+            book(scheduler, works)
+            found[works[0].request.number] = step
+        assert not scheduler.requests, "not done after 5,000 steps"
+        return [found[number] for number in range(len(lengths))]
+
+    lengths = [40, 3, 25, 8, 2, 60, 5]
+    plain = ends(Scheduler, lengths, together=True)
+    for together in (True, False):
+        found = ends(candidate, lengths, together)
+        order = sorted(range(7), key=found.__getitem__)
+        call = "in one call of add" if together else "one call of add each"
+        assert order == [4, 1, 6, 3, 2, 0, 5], (
+            f"requests of {lengths} tokens, {call}, end in the order {order}; the "
+            "shortest goes first"
+        )
+        assert mean(found) < 0.6 * mean(plain)
+        found = ends(candidate, [20] + 120 * [2], together)
+        passed = sum(end < found[0] for end in found)
+        assert passed < 120, (
+            "a request of 20 tokens waits until all 120 short ones are done: with a "
+            "server's endless stream of those it would wait forever (starvation)"
+        )
+        assert passed == 5 * (20 - 2), (
+            f"{passed} of 120 requests of 2 tokens overtook one of 20; with "
+            "overtakes=5 each token of difference is worth 5 places"
+        )
+
+
+def check_9_5(candidate):
+    """Who is let in at once, counted from the room there is."""
+    room = 48 * 4
+
+    def play(reserve):
+        manager = candidate(48, 4, share=False)
+        manager.reserve = reserve
+        scheduler = Scheduler(manager, max_num_seqs=12, max_num_batched_tokens=1000)
+        scheduler.add(numbered(*[(12, 40)] * 12))
+        first, steps = None, 0
+        while scheduler.requests:
+            works = scheduler.schedule()
+            first = len(works) if first is None else first
+            book(scheduler, works)
+            steps += 1
+            assert steps < 2000, (
+                f"with a reserve of {reserve} tokens some request never ends: those "
+                "that run may use the reserve, only admission may not"
+            )
+        return first, scheduler.preemptions, steps
+
+    for reserve in (0, 30, 80, 110, 170):
+        first, _, _ = play(reserve)
+        expected = max(1, (room - reserve) // 12)
+        assert first == min(12, expected), (
+            f"room for {room} tokens, {reserve} in reserve, prompts of 12: the first "
+            f"step lets {first} in, expected {min(12, expected)}"
+        )
+    none, some = play(0)[1], play(80)[1]
+    assert some < none, f"{some} preemptions with a reserve, {none} without"

@@ -1,0 +1,485 @@
+"""Chapter 10: CUDA graphs."""
+
+import random
+import time
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplellm.batch import Batch
+from simplellm.graphs import Captured
+from simplellm.pages import PageManager
+from simplellm.request import Request
+from simplellm.runner import Landed, Runner
+from simplellm.scheduler import Scheduler, Work
+
+STEPS = 500  # more than any of these schedules takes
+
+
+def whole(candidate, ours):
+    """The reader's class, with our methods where it has none of its own yet."""
+    if issubclass(candidate, ours):
+        return candidate
+    return type(candidate.__name__, (candidate, ours), {})
+
+
+def check_time_by_kind(time_by_kind):
+    """Calls whose lengths and gaps are powers of two, so that each part shows."""
+    calls = [
+        ("linear", 100.0, 101.0, True),
+        ("view", 103.0, 107.0, False),
+        ("mul", 107.0, 115.0, True),
+        ("matmul", 131.0, 163.0, True),
+        ("add", 227.0, 355.0, True),
+    ]
+    expected = {"products": 33.0, "others": 140.0, "between": 82.0}
+    found = tuple(time_by_kind(list(calls), {"linear", "matmul"}))
+    assert len(found) == 3, f"three numbers, not {len(found)}"
+    rows = zip(expected.items(), found, strict=True)
+    for (name, value), own in rows:
+        assert abs(own - value) < 1e-6, {
+            "products": f"the two products take 33 s of this trace, not {own:g}",
+            "others": (
+                "every operator that is no product counts, those too that only look at "
+                f"numbers otherwise: 140 s, not {own:g}"
+            ),
+            "between": (
+                "between the calls lies what is left from the first start, 100, to the "
+                f"last end, 355: 82 s, not {own:g}"
+            ),
+        }[name]
+    found = tuple(time_by_kind([("view", 5.0, 7.0, False)], {"linear"}))
+    assert found == (0, 2, 0), f"a trace of one view of 2 s: (0, 2, 0), not {found}"
+
+
+class Ticks:
+    """A runner that notes when steps are launched and waited for."""
+
+    def __init__(self, stops=()):
+        self.log: list[Any] = []
+        self.stops = dict(stops)  # request -> token after which 0 comes, a stop token
+        self.given: dict[int, int] = {}
+
+    def launch(self, works):
+        number = sum(kind == "launch" for kind, _ in self.log)
+        self.log.append(("launch", number))
+        sampling = [work.request.number for work in works if work.samples]
+
+        def wait():
+            self.log.append(("wait", number))
+            tokens = []
+            for request in sampling:
+                self.given[request] = self.given.get(request, 0) + 1
+                last = self.given[request] >= self.stops.get(request, STEPS)
+                tokens.append([0 if last else 7])
+            return Landed(tokens, [None] * len(tokens))
+
+        return wait
+
+
+def requests_of(*sizes):
+    return [
+        Request([number + 1] * prompt, most, number=number, stop_ids=frozenset([0]))
+        for number, (prompt, most) in enumerate(sizes)
+    ]
+
+
+def scheduler_of(requests):
+    manager = PageManager(200, 4, share=False)
+    scheduler = Scheduler(manager, max_num_seqs=8, max_num_batched_tokens=64)
+    scheduler.add(requests)
+    return scheduler
+
+
+def check_step_ahead(step_ahead):
+    """The order of launches and waits, and that all is booked in the end."""
+    requests = requests_of((3, 4), (5, 6))
+    scheduler, runner = scheduler_of(requests), Ticks()
+    flights: list[Any] = []
+    for step in range(3):
+        step_ahead(scheduler, runner, flights)
+        launches = [number for kind, number in runner.log if kind == "launch"]
+        waits = [number for kind, number in runner.log if kind == "wait"]
+        assert launches == list(range(step + 1)), "each call starts one step"
+        assert waits == list(range(step)), (
+            f"after {step + 1} calls the steps {waits} have been waited for; expected "
+            "all but the last one, which is in the air"
+        )
+        assert len(flights) == 1, f"one step in the air, not {len(flights)}"
+    assert runner.log[3:] == [("launch", 2), ("wait", 1)], (
+        "the next step is launched before the host waits for the one before; "
+        f"yours: {runner.log}"
+    )
+    assert requests[0].tokens[3:] == [7, 7, -1], (
+        "two steps have landed and one is in the air: two tokens and a placeholder, "
+        f"which `begin` puts there; the request has {requests[0].tokens[3:]}"
+    )
+    for _ in range(STEPS):
+        if not (scheduler.requests or flights):
+            break
+        step_ahead(scheduler, runner, flights)
+    assert not scheduler.requests and not flights, (
+        "nothing is left to schedule, and the last step is still in the air: land it, "
+        "and launch nothing"
+    )
+    assert [request.tokens[request.num_prompt :] for request in requests] == [
+        [7] * 4,
+        [7] * 6,
+    ], "the tokens of each step belong to the works of the same step"
+    launched = sum(kind == "launch" for kind, _ in runner.log)
+    assert launched == 6, f"the longest has 6 tokens, so 6 steps; launched {launched}"
+
+
+def storage(x):
+    return x.untyped_storage().data_ptr()
+
+
+class Recorder(TorchDispatchMode):
+    """A tape of our own."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        assert torch.Tag.data_dependent_output not in func.tags, (
+            "your step makes a Python number of a tensor: the host would have to wait "
+            "for it, and a replay would never ask again"
+        )
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            new = func(*args, **kwargs)
+            several = not isinstance(out, Tensor)
+            for old, fresh in zip(
+                out if several else [out], new if several else [new], strict=True
+            ):
+                if storage(old) != storage(fresh):
+                    old.copy_(fresh)
+
+
+def check_Tape_replay(Tape):
+    """New numbers in the old buffers, and the old outputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    weight, x = numbers(4, 4), numbers(3, 4)
+    with Tape() as tape:
+        y = (x @ weight).relu() + 1
+    place = storage(y)
+    for _ in range(2):
+        x.copy_(numbers(3, 4))
+        tape.replay()
+        assert storage(y) == place
+        assert torch.allclose(y, (x @ weight).relu() + 1), (
+            "x has new numbers, and the output that was kept doesn't fit them: each "
+            "result has to be copied to where the first one was, also those in the "
+            "middle, which later calls read"
+        )
+    x = numbers(3, 4)
+    with Tape() as tape:
+        values, places = x.max(dim=1)
+        twice = values * 2
+    x.copy_(numbers(3, 4))
+    tape.replay()
+    assert torch.equal(twice, 2 * x.amax(1)) and torch.equal(places, x.argmax(1)), (
+        "max along a dimension has two outputs, values and places: its `out` is a "
+        "tuple, and each of them has to be copied"
+    )
+    counter = torch.zeros(1)
+    with Tape() as tape:
+        counter.add_(1)
+    for _ in range(4):
+        tape.replay()
+    assert counter.item() == 5, (
+        "`counter.add_(1)` ran once while it was recorded and four times replayed; the "
+        f"counter says {counter.item():g}: each call runs once in a replay"
+    )
+    x = torch.zeros(2, 3)
+    with Tape() as tape:
+        row = x[1]
+        total = row.sum()
+    x.copy_(torch.ones(2, 3))
+    tape.replay()
+    assert total.item() == 3, "a view is on the tape too; its memory is x's"
+    x = numbers(2, 3)
+    with Tape() as tape:
+        y = torch.clamp(x, min=0.5)
+    x.copy_(numbers(2, 3))
+    tape.replay()
+    assert torch.equal(y, x.clamp(min=0.5)), "calls have kwargs, too"
+
+
+def check_Batch_of(candidate):
+    """Two decodes and a chunk of three, for two groups, as in the drawing."""
+    kind = whole(candidate, Batch)
+    tokens, sequences, pages = 5, 3, 2
+    size = Batch.size(tokens, sequences, pages, groups=2)
+    arrays = [
+        ("tokens", [tokens]),
+        ("positions", [tokens]),
+        ("lengths", [sequences]),
+        ("queries", [sequences + 1]),
+        ("samples", [sequences]),
+    ]
+    grouped = [
+        ("slots", [tokens]),
+        ("tables", [sequences, pages]),
+        ("offsets", [sequences]),
+    ]
+    for flat in (
+        torch.arange(size + 4, dtype=torch.int32),
+        np.arange(size + 4, dtype=np.int32),
+    ):
+        shape = tokens, sequences, pages
+        batch = kind.of(flat, *shape, 2, windows=(None, 128), page_size=16)
+        assert len(batch.groups) == 2, "a group for each of the windows"
+        owners: list[Any] = [(name, batch, sizes) for name, sizes in arrays]
+        for number, group in enumerate(batch.groups):
+            owners += [(name, group, sizes) for name, sizes in grouped]
+            assert group.window == (None, 128)[number], "each group has its window"
+            assert group.decodes == 2 and group.page_size == 16
+            assert group.lengths is batch.lengths or np.shares_memory(
+                np.asarray(group.lengths), np.asarray(batch.lengths)
+            ), "groups share the batch's lengths and queries"
+        begin = 0
+        for name, owner, sizes in owners:
+            view = getattr(owner, name)
+            assert list(view.shape) == sizes, (
+                f"{name} has the shape {list(view.shape)}; expected {sizes}"
+            )
+            first = int(view.reshape(-1)[0])
+            assert first == begin, (
+                f"{name} begins at {first} of the flat array; expected {begin}: the "
+                "pieces follow each other in the drawing's order, and none overlap"
+            )
+            count = int(np.prod(sizes))
+            assert view.reshape(-1).tolist() == list(range(begin, begin + count)), (
+                f"{name} is not in rows, one after the other"
+            )
+            begin += count
+        assert begin == size
+        for name, owner, _ in owners:
+            view = getattr(owner, name)
+            flat[:] = 0
+            view[:] = 9
+            assert int((flat == 9).sum()) == int(np.prod(view.shape)), (
+                f"writing into {name} does not write into the flat array: a copy, "
+                "where a view was wanted"
+            )
+
+
+def check_Batch_pad(candidate):
+    """Numbers of an earlier step in all of the arrays."""
+    kind = whole(candidate, Batch)
+    size = Batch.size(4, 3, 2, groups=2)
+    for flat in (
+        torch.arange(1, size + 1, dtype=torch.int32),
+        np.arange(1, size + 1, dtype=np.int32),
+    ):
+        batch = kind.of(flat, 4, 3, 2, 3, windows=(None, 128), page_size=16)
+        batch.pad()
+        for group in batch.groups:
+            slots = group.slots.tolist()
+            assert slots == [-1] * 4, (
+                "a padding row writes nowhere: slot -1 in every group. Slot 0 is the "
+                f"first of page 0, and somebody's; {slots}"
+            )
+            assert not group.tables.any() and not group.offsets.any(), (
+                "what a table held in an earlier step may be too large for the pool or "
+                "somebody's page: zeros, in every group"
+            )
+        assert not batch.lengths.any(), "a padding row attends to nothing: length 0"
+        assert not batch.queries.any(), "no row has tokens, and none is real"
+        assert not batch.tokens.any(), (
+            "a token of an earlier step may be a placeholder for a row that is gone: 0"
+        )
+        assert not batch.positions.any() and not batch.samples.any(), (
+            "positions and samples are indices: 0 is always there"
+        )
+
+
+def check_Runner__graph(candidate):
+    """Buckets of 1, 2, 4 and 8."""
+    runner = object.__new__(whole(candidate, Runner))
+
+    def chosen(captured, *lengths, samples=True):
+        runner.captured = [Captured(size, lambda: None) for size in captured]
+        works = [
+            Work(Request([1] * 9, 9, number=n), 0, length, samples)
+            for n, length in enumerate(lengths)
+        ]
+        found = runner._graph(works)
+        assert found is None or found in runner.captured, "a Captured, or None"
+        return None if found is None else found.size
+
+    sizes = [1, 2, 4, 8]
+    for rows in range(1, 9):
+        expected = min(size for size in sizes if size >= rows)
+        found = chosen(sizes, *[1] * rows)
+        assert found == expected, (
+            f"{rows} decodes fit into the graph for {expected}, the smallest with a "
+            f"place for each; you chose {found}"
+        )
+    assert chosen(sizes, *[1] * 9) is None, (
+        "9 decodes are more than the largest graph has rows: None, and its kernels are "
+        "launched one by one"
+    )
+    assert chosen([], 1) is None, "nothing was captured, so there is no graph"
+    assert chosen(sizes, 1, 1, 5) is None, (
+        "one of the works is a chunk of 5 tokens, and a graph has one token a row: None"
+    )
+    assert chosen(sizes, 1, samples=False) is None, (
+        "a chunk of one token of a prompt does not sample, and is no decode: None"
+    )
+
+
+def check_10_1(idle_time):
+    """A queue played in steps of a quarter of a microsecond."""
+
+    def played(kernels, launch):
+        now, idle, running, begun, left = 0.0, 0.0, 0.0, 0, len(kernels)
+        while left or running > 0:
+            queued = int(now // launch) - begun  # launched and not started
+            if running <= 0 and left and queued > 0:
+                running, begun, left = kernels[begun], begun + 1, left - 1
+            if running > 0:
+                running -= 0.25
+            elif begun:
+                idle += 0.25
+            now += 0.25
+        return idle
+
+    cases = [
+        ([2.0] * 10, 5.0),
+        ([8.0] * 10, 5.0),
+        ([50.0] + [2.0] * 10, 5.0),
+        ([2.0] * 10 + [50.0], 5.0),
+        ([3.0, 20.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 6.0], 4.0),
+    ]
+    for kernels, launch in cases:
+        found, expected = idle_time(list(kernels), launch), played(kernels, launch)
+        assert abs(found - expected) < 1e-6, (
+            f"kernels of {kernels} us at {launch:g} us a launch: the GPU is idle for "
+            f"another time than {found:g} us between the first start and the last end. "
+            "A kernel starts when it is launched and the one before it has ended"
+        )
+
+
+def check_10_2(padding_share):
+    """Rows counted one by one."""
+    rng = random.Random(2)
+    many = [rng.randint(1, 64) for _ in range(50)]
+    cases = [([1, 2, 4, 8], [3, 5, 8]), ([8], [1]), (range(1, 9), [3, 5, 8])]
+    cases += [([1, 8, 24, 64], many)]
+    for sizes, batches in cases:
+        rows = padding = 0
+        for batch in batches:
+            size = min(size for size in sizes if size >= batch)
+            rows, padding = rows + size, padding + size - batch
+        found = padding_share(list(sizes), list(batches))
+        assert abs(found - padding / rows) < 1e-9, (
+            f"of the rows that the graphs of {list(sizes)} compute, padding rows "
+            f"included, {padding} of {rows} are padding; yours is {found:.3f}"
+        )
+
+
+def check_10_3(make_step):
+    """A step recorded once and replayed nine times."""
+    table = torch.randperm(50, generator=torch.Generator().manual_seed(0))
+    token, place = torch.tensor([7]), torch.tensor([0])
+    history = torch.full([12], -1)
+    step = make_step(table, token, place, history)
+    with Recorder() as tape:  # on a CPU recording is also the first step
+        step()
+    expected = [int(table[7])]
+    assert history[0] == expected[0], (
+        f"the first step writes the token after 7 at place 0: {expected[0]}, not "
+        f"{int(history[0])}"
+    )
+    for _ in range(9):
+        tape.replay()
+        expected.append(int(table[expected[-1]]))
+    assert history.tolist() == [*expected, -1, -1], (
+        "replayed nine times, the history is not the next nine tokens: is a Python "
+        f"number on the tape, or a buffer that is replaced? {history.tolist()}"
+    )
+
+
+def check_10_4(rows_computed):
+    """The scheduler's own rows, with a step in the air and without."""
+
+    def counted(answers, overlap):
+        sizes = [(3, n if reason == "length" else n + 9) for n, reason in answers]
+        requests = requests_of(*sizes)
+        stops = [(n, a[0]) for n, a in enumerate(answers) if a[1] == "stop"]
+        scheduler, runner = scheduler_of(requests), Ticks(stops)
+        flights: list[Any] = []
+        rows = 0
+        while scheduler.requests or flights:
+            works = scheduler.schedule()
+            if works:
+                flights.append((works, runner.launch(works)))
+                scheduler.begin(works)
+                rows += sum(work.samples for work in works)
+            while len(flights) > bool(works and overlap):
+                before, flight = flights.pop(0)
+                scheduler.commit(before, flight().tokens)
+        return rows
+
+    for answers in (
+        [(6, "stop"), (6, "length")],
+        [(1, "stop"), (2, "length"), (5, "stop"), (9, "length")],
+        [(20, "stop")] * 3,
+    ):
+        for overlap in (False, True):
+            found, rows = (
+                rows_computed(list(answers), overlap),
+                counted(answers, overlap),
+            )
+            assert found == rows, (
+                f"{answers} with overlap={overlap}: the scheduler computes other than "
+                f"{found} rows. A stop is seen a step late, max_tokens is foreseen"
+            )
+
+
+def check_10_5(best_sizes):
+    """All choices tried, for batches that are few."""
+
+    def rows(sizes, batches):
+        assert list(sizes) == sorted(sizes), "sizes ascend"
+        assert max(batches) <= max(sizes), "the largest batch has no bucket"
+        return sum(min(s for s in sizes if s >= batch) for batch in batches)
+
+    rng = random.Random(10)
+    for most in (1, 2, 3):
+        for _ in range(10):
+            batches = [rng.randint(1, 12) for _ in range(15)]
+            largest = max(batches)
+            below = range(1, largest)
+            fewest = min(
+                rows([*sizes, largest], batches)
+                for sizes in combinations(below, min(most - 1, len(below)))
+            )
+            found = list(best_sizes(list(batches), most))
+            assert len(found) <= most, f"{len(found)} sizes where {most} are allowed"
+            assert rows(found, batches) == fewest, (
+                f"batches {sorted(batches)}: {found} need {rows(found, batches)} rows, "
+                f"and with {most} sizes {fewest} are possible"
+            )
+    day = [min(256, 1 + int(rng.expovariate(1 / 30))) for _ in range(5000)]
+    start = time.perf_counter()
+    found = list(best_sizes(day, 9))
+    seconds = time.perf_counter() - start
+    assert seconds < 10, f"{seconds:.0f} s: too slow, there are only 256 sizes"
+    powers = [2**n for n in range(9)]
+    assert len(found) <= 9 and rows(found, day) < rows(powers, day)

@@ -1,0 +1,427 @@
+"""Wrong answers to chapter 9."""
+
+import asyncio
+from contextlib import suppress
+from importlib.resources import files
+
+from simplellm.outputs import RequestOutput
+from simplellm.pages import PageManager
+from simplellm.reader import END, Reader
+from simplellm.reply import TextReply
+from simplellm.scheduler import Scheduler, Work
+from simplellm.tokenizer import Tokenizer
+from wrong import wrong
+
+TOKENIZER = Tokenizer.from_file(str(files("simplellm") / "embedded" / "tokenizer.json"))
+
+
+@wrong("next_batch", "nobody runs while somebody waits")
+def no_refill(left, batch, waiting, places):
+    return [n for n in batch if left[n]] if batch else waiting[:places]
+
+
+@wrong("next_batch", "three places are free")
+def static(left, batch, waiting, places):
+    return batch if any(left[n] for n in batch) else waiting[:places]
+
+
+@wrong("next_batch", "only as many may join")
+def too_many(left, batch, waiting, places):
+    return [n for n in batch if left[n]] + waiting[:places]
+
+
+@wrong("next_batch", "the fifth starts")
+def newest_first(left, batch, waiting, places):
+    stay = [n for n in batch if left[n]]
+    return stay + waiting[::-1][: places - len(stay)]
+
+
+@wrong("Scheduler._make_room", "the last in rank gives way")
+class FirstGivesWay(Scheduler):
+    def _make_room(self, request, length, busy):
+        while not self.manager.grow(request.number, request.computed + length):
+            victim = next(r for r in self.running if r.number not in busy)
+            if victim is request:
+                return False
+            self._preempt(victim)
+        return True
+
+
+@wrong("Scheduler._make_room", "has work in this step and is spared")
+class NobodySpared(Scheduler):
+    def _make_room(self, request, length, busy):
+        while not self.manager.grow(request.number, request.computed + length):
+            victim = self.running[-1]
+            if victim is request:
+                return False
+            self._preempt(victim)
+        return True
+
+
+@wrong("Scheduler._make_room", "does not preempt itself")
+class PreemptsItself(Scheduler):
+    def _make_room(self, request, length, busy):
+        while not self.manager.grow(request.number, request.computed + length):
+            victim = next(r for r in self.running[::-1] if r.number not in busy)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+
+@wrong("Scheduler._make_room", "try again")
+class OnlyOnce(Scheduler):
+    def _make_room(self, request, length, busy):
+        if self.manager.grow(request.number, request.computed + length):
+            return True
+        victim = next(r for r in self.running[::-1] if r.number not in busy)
+        if victim is not request:
+            self._preempt(victim)
+        return False
+
+
+class Schedules(Scheduler):
+    """The kept schedule, with a step for each of its parts."""
+
+    def schedule(self):
+        works: list[Work] = []
+        busy: set[int] = set()
+        self.budget = self.max_num_batched_tokens
+        self.rounds(works, busy)
+        if not self.running:
+            self._closed = False
+        if not self._closed:
+            self._admit(works, self.budget)
+        return works
+
+    def rounds(self, works, busy):
+        for decodes in (True, False):
+            self.round(works, busy, lambda r, d=decodes: (r.missing == 1) == d)
+
+    def round(self, works, busy, wanted):
+        index = 0
+        while index < len(self.running) and self.budget > 0:
+            request = self.running[index]
+            index += 1
+            if wanted(request) and self._ready(request, busy):
+                length = self._chunk(request, self.budget)
+                if length and self._make_room(request, length, busy):
+                    self.give(works, busy, request, length)
+
+    def give(self, works, busy, request, length):
+        works.append(self._work(request, length))
+        busy.add(request.number)
+        self.budget -= length
+
+
+@wrong("Scheduler.schedule", "the decodes take one each")
+class OnePass(Schedules):
+    def rounds(self, works, busy):
+        self.round(works, busy, lambda request: True)
+
+
+@wrong("Scheduler.schedule", "the decodes take one each")
+class PromptsFirst(Schedules):
+    def rounds(self, works, busy):
+        for decodes in (False, True):
+            self.round(works, busy, lambda r, d=decodes: (r.missing == 1) == d)
+
+
+@wrong("Scheduler.schedule", "the decodes")
+class BudgetNeverSpent(Schedules):
+    def give(self, works, busy, request, length):
+        works.append(self._work(request, length))
+        busy.add(request.number)
+
+
+@wrong("Scheduler.schedule", "note who has work")
+class NobodyBusy(Schedules):
+    def rounds(self, works, busy):
+        for decodes in (True, False):
+            self.round(works, set(), lambda r, d=decodes: (r.missing == 1) == d)
+
+
+@wrong("Scheduler.schedule", "_closed")
+class ClosedForGood(Scheduler):
+    def schedule(self):
+        if not self.running and self._closed:
+            return []
+        return super().schedule()
+
+
+@wrong("Scheduler.schedule", "is being computed")
+class ReadyOrNot(Scheduler):
+    def _ready(self, request, busy):
+        return request.number not in busy
+
+
+@wrong("Scheduler.commit", "position start + length")
+class AtTheEnd(Scheduler):
+    def commit(self, works, tokens):
+        new = []
+        sampling = [work for work in works if work.samples]
+        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+            if request.finish_reason is None:
+                reason, kept = self._keep(request, start + length, found)
+                request.tokens[-1:] = kept
+                new.append((request, kept))
+                if reason:
+                    self.finish(request, reason)
+        return new
+
+
+@wrong("Scheduler.commit", "is replaced")
+class Appended(Scheduler):
+    def commit(self, works, tokens):
+        new = []
+        sampling = [work for work in works if work.samples]
+        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+            if request.finish_reason is None:
+                reason, kept = self._keep(request, start + length, found)
+                request.tokens += kept
+                new.append((request, kept))
+                if reason:
+                    self.finish(request, reason)
+        return new
+
+
+@wrong("Scheduler.commit", "samples nothing")
+class EveryWork(Scheduler):
+    def commit(self, works, tokens):
+        new = []
+        for (request, start, length, _), found in zip(works, tokens, strict=False):
+            if request.finish_reason is None:
+                reason, kept = self._keep(request, start + length, found)
+                request.tokens[start + length : start + length + 1] = kept
+                new.append((request, kept))
+                if reason:
+                    self.finish(request, reason)
+        return new
+
+
+@wrong("Scheduler.commit", "was aborted")
+class ToldAfterItsEnd(Scheduler):
+    def commit(self, works, tokens):
+        ended = [w.request for w in works if w.request.finish_reason is not None]
+        return super().commit(works, tokens) + [(request, [0]) for request in ended]
+
+
+@wrong("Scheduler.commit", "has to be finished")
+class NeverFinished(Scheduler):
+    def finish(self, request, reason):
+        pass
+
+
+def part(text, event, reason):
+    return [RequestOutput(text, list(event.tokens), reason, None, [])]
+
+
+@wrong("TextReply.push", "each by itself")
+class TokenByToken(TextReply):
+    def push(self, event):
+        if self.finish_reason is not None:
+            return []
+        text = "".join(TOKENIZER.decode([token]) for token in event.tokens)
+        self.finish_reason = event.finish_reason
+        self.token_ids += event.tokens
+        self._texts.append(text)
+        return part(text, event, self.finish_reason)
+
+
+class Pushes(TextReply):
+    """The kept version, with what students change as switches."""
+
+    flushes = checks_end = True
+    takes_all = trusts_the_engine = forgets = False
+
+    def push(self, event):
+        if self.checks_end and self.finish_reason is not None:
+            return []
+        text, count = "", len(event.tokens)
+        if self._decoder is not None:
+            for number, token in enumerate(event.tokens, 1):
+                text += self._stops.push(self._decoder.push(token))
+                if self._stops.found:
+                    count = len(event.tokens) if self.takes_all else number
+                    break
+            if event.finish_reason and self.flushes and not self._stops.found:
+                text += self._stops.push(self._decoder.flush()) + self._stops.flush()
+        stopped = self._stops.found and not self.trusts_the_engine
+        self.finish_reason = "stop" if stopped else event.finish_reason
+        tokens = list(event.tokens[:count])
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = list(event.logprobs or ())[:count]
+            self.logprobs += logprobs
+        self.token_ids += tokens
+        if not self.forgets:
+            self._texts.append(text)
+        return [RequestOutput(text, tokens, self.finish_reason, logprobs, [])]
+
+
+@wrong("TextReply.push", "flushes what the decoder")
+class NoFlush(Pushes):
+    flushes = False
+
+
+@wrong("TextReply.push", "the last that counts")
+class AllTokens(Pushes):
+    takes_all = True
+
+
+@wrong("TextReply.push", "the reason is 'stop'")
+class TheEnginesReason(Pushes):
+    trusts_the_engine = True
+
+
+@wrong("TextReply.push", "note texts")
+class TextsForgotten(Pushes):
+    forgets = True
+
+
+@wrong("TextReply.push", "behind the end")
+class GoesOn(Pushes):
+    checks_end = False
+
+
+@wrong("Reader.push", "it escaped")
+class Escapes(Reader):
+    def push(self, event):
+        self.cached_tokens = event.cached_tokens
+        if event.error is not None:
+            self.deliver(event.error)
+            return True
+        for piece in self.reply.push(event):
+            self.deliver(piece)
+        if self.reply.finish_reason is None:
+            return False
+        self.deliver(END)
+        return True
+
+
+@wrong("Reader.push", "an end of its own")
+class TheEventsReason(Reader):
+    def push(self, event):
+        self.cached_tokens = event.cached_tokens
+        with suppress(Exception):
+            if event.error is not None:
+                self.deliver(event.error)
+                return True
+            for piece in self.reply.push(event):
+                self.deliver(piece)
+            if event.finish_reason is None:
+                return False
+            self.deliver(END)
+        return True
+
+
+@wrong("Reader.push", "in place of the rest")
+class SwallowsTheFault(Reader):
+    def push(self, event):
+        self.cached_tokens = event.cached_tokens
+        with suppress(Exception):
+            if event.error is not None:
+                self.deliver(event.error)
+                return True
+            for piece in self.reply.push(event):
+                self.deliver(piece)
+            if self.reply.finish_reason is None:
+                return False
+            self.deliver(END)
+        return True
+
+
+@wrong("Reader.push", "followed by END")
+class NoEnd(Reader):
+    def push(self, event):
+        self.cached_tokens = event.cached_tokens
+        if event.error is not None:
+            with suppress(Exception):
+                self.deliver(event.error)
+            return True
+        try:
+            for piece in self.reply.push(event):
+                self.deliver(piece)
+        except Exception as error:
+            with suppress(Exception):
+                self.deliver(error)
+            return True
+        return self.reply.finish_reason is not None
+
+
+@wrong("9.1", "not full")
+def narrow_last_batch(lengths, batch):
+    groups = [lengths[first : first + batch] for first in range(0, len(lengths), batch)]
+    return sum(lengths) / sum(len(group) * max(group) for group in groups)
+
+
+@wrong("9.1", "places give a token")
+def one_batch(lengths, batch):
+    return sum(lengths) / (len(lengths) * max(lengths))
+
+
+@wrong("9.2", "decodes")
+def without_company(prompt, decodes, budget, chunk):
+    return -(-prompt // min(chunk, budget))
+
+
+@wrong("9.2", "the scheduler computes")
+def rounded_down(prompt, decodes, budget, chunk):
+    return prompt // min(chunk, budget - decodes) + 1
+
+
+@wrong("9.3", "nobody's")
+async def others_go_on(llm, prompts, params):
+    async def ask(index):
+        parts = llm.stream_async(prompts[index], params[index])
+        return index, "".join([piece.text async for piece in parts])
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
+    await asyncio.wait(tasks)
+    return min((task.result() for task in tasks), key=lambda found: len(found[1]))
+
+
+@wrong("9.4", "the shortest goes first")
+class SortedCalls(Scheduler):
+    def add(self, requests):
+        super().add(sorted(requests, key=lambda request: request.max_tokens))
+
+
+@wrong("9.4", "starvation")
+class Absolute(Scheduler):
+    def add(self, requests):
+        for request in requests:
+            request.priority = 1000 * request.max_tokens
+        super().add(requests)
+
+
+@wrong("9.4", "the shortest goes first")
+class LongestFirst(Scheduler):
+    def add(self, requests):
+        for request in requests:
+            request.priority = -request.max_tokens
+        super().add(requests)
+
+
+@wrong("9.5", "in reserve")
+class CountedTwice(PageManager):
+    reserve = 0
+
+    @property
+    def free_tokens(self):
+        return super().free_tokens - 2 * self.reserve
+
+
+@wrong("9.5", "those that run may use")
+class KeptForGood(PageManager):
+    reserve = 0
+
+    @property
+    def free_tokens(self):
+        return super().free_tokens - self.reserve
+
+    def grow(self, sequence, length):
+        held = self.page_size * len(self.tables[sequence].groups[0])
+        if length > held and self.free_tokens < length - held:
+            return False
+        return super().grow(sequence, length)

@@ -1,0 +1,312 @@
+"""Wrong answers to chapter 10."""
+
+from bisect import bisect_left, bisect_right
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplellm.batch import Batch, KVGroup
+from simplellm.runner import Runner
+from wrong import wrong
+
+
+@wrong("time_by_kind", "82 s")
+def gaps_from_zero(calls, products):
+    inside = [0.0, 0.0]
+    for name, start, end, _ in calls:
+        inside[name not in products] += end - start
+    return (*inside, calls[-1][2] - sum(inside))
+
+
+@wrong("time_by_kind", "those too that only look")
+def only_what_computes(calls, products):
+    total = calls[-1][2] - calls[0][1]
+    inside = [0.0, 0.0]
+    for name, start, end, computes in calls:
+        inside[name not in products] += (end - start) * computes
+    return (*inside, total - sum(inside))
+
+
+@wrong("time_by_kind", "the two products")
+def turned(calls, products):
+    total = calls[-1][2] - calls[0][1]
+    inside = [0.0, 0.0]
+    for name, start, end, _ in calls:
+        inside[name in products] += end - start
+    return (*inside, total - sum(inside))
+
+
+@wrong("step_ahead", "in the air")
+def waits_at_once(scheduler, runner, flights):
+    works = scheduler.schedule()
+    flight = runner.launch(works)
+    scheduler.begin(works)
+    scheduler.commit(works, flight().tokens)
+
+
+@wrong("step_ahead", "before the host waits")
+def lands_first(scheduler, runner, flights):
+    works = scheduler.schedule()
+    while flights:
+        before, flight = flights.pop(0)
+        scheduler.commit(before, flight().tokens)
+    if works:
+        flights.append((works, runner.launch(works)))
+        scheduler.begin(works)
+
+
+@wrong("step_ahead", "launch nothing")
+def never_lands_the_last(scheduler, runner, flights):
+    works = scheduler.schedule()
+    if works:
+        flights.append((works, runner.launch(works)))
+        scheduler.begin(works)
+    while len(flights) > 1:
+        before, flight = flights.pop(0)
+        scheduler.commit(before, flight().tokens)
+
+
+@wrong("step_ahead", "all but the last one")
+def two_in_the_air(scheduler, runner, flights):
+    works = scheduler.schedule()
+    if works:
+        flights.append((works, runner.launch(works)))
+        scheduler.begin(works)
+    if len(flights) > 2 or not works:
+        before, flight = flights.pop(0)
+        scheduler.commit(before, flight().tokens)
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+@wrong("Tape.replay", "copied to where the first one was")
+class CalledOnly(Recording):
+    def replay(self):
+        for func, args, kwargs, _ in self.calls:
+            func(*args, **kwargs)
+
+
+@wrong("Tape.replay", "those in the middle")
+class OnlyTheLast(Recording):
+    def replay(self):
+        news = [func(*args, **kwargs) for func, args, kwargs, _ in self.calls]
+        self.calls[-1][3].copy_(news[-1])
+
+
+@wrong("Tape.replay", "two outputs")
+class FirstOutput(Recording):
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            new = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                out.copy_(new)
+
+
+@wrong("Tape.replay", "runs once in a replay")
+class CalledTwice(Recording):
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            func(*args, **kwargs)
+            new = func(*args, **kwargs)
+            several = not isinstance(out, Tensor)
+            for old, fresh in zip(out, new, strict=True) if several else [(out, new)]:
+                old.copy_(fresh)
+
+
+class Cut(Batch):
+    """The kept `of`, with what students change as switches."""
+
+    wrap = staticmethod(lambda view: view)
+    queries_more = 1
+    same_group = turned_tables = False
+
+    @classmethod
+    def of(cls, flat, tokens, sequences, pages, decodes, windows, page_size):
+        place = 0
+
+        def take(*shape):
+            nonlocal place
+            count = int(torch.Size(shape).numel())
+            place += count
+            return cls.wrap(flat[place - count : place].reshape(shape))
+
+        ids, positions, lengths = take(tokens), take(tokens), take(sequences)
+        queries, samples = take(sequences + cls.queries_more), take(sequences)
+        groups, start = [], place
+        for window in windows:
+            place = start if cls.same_group else place
+            slots = take(tokens)
+            if cls.turned_tables:
+                tables = take(pages, sequences).T
+            else:
+                tables = take(sequences, pages)
+            parts = slots, tables, take(sequences), lengths, queries
+            groups.append(KVGroup(*parts, decodes, window, page_size))
+        return cls(ids, positions, lengths, queries, samples, tuple(groups))
+
+
+@wrong("Batch.of", "where a view was wanted")
+class Copies(Cut):
+    wrap = staticmethod(lambda view: view * 1)  # a new array, PyTorch's or NumPy's
+
+
+@wrong("Batch.of", "queries has the shape")
+class FewQueries(Cut):
+    queries_more = 0
+
+
+@wrong("Batch.of", "none overlap")
+class OneGroupTwice(Cut):
+    same_group = True
+
+
+@wrong("Batch.of", "not in rows")
+class Columns(Cut):
+    turned_tables = True
+
+
+@wrong("Batch.pad", "Slot 0 is the first")
+class AllZero(Batch):
+    def pad(self):
+        self.tokens[:] = self.positions[:] = self.lengths[:] = 0
+        self.queries[:] = self.samples[:] = 0
+        for group in self.groups:
+            group.slots[:] = group.tables[:] = group.offsets[:] = 0
+
+
+@wrong("Batch.pad", "length 0")
+class LengthOne(Batch):
+    def pad(self):
+        super().pad()
+        self.lengths[:] = 1
+
+
+@wrong("Batch.pad", "in every group")
+class FirstGroup(Batch):
+    def pad(self):
+        self.tokens[:] = self.positions[:] = self.lengths[:] = 0
+        self.queries[:] = self.samples[:] = 0
+        group = self.groups[0]
+        group.slots[:] = -1
+        group.tables[:] = group.offsets[:] = 0
+
+
+@wrong("Batch.pad", "somebody's page")
+class TablesStay(Batch):
+    def pad(self):
+        self.tokens[:] = self.positions[:] = self.lengths[:] = 0
+        self.queries[:] = self.samples[:] = 0
+        for group in self.groups:
+            group.slots[:] = -1
+
+
+@wrong("Runner._graph", "no decode")
+class OneTokenIsADecode(Runner):
+    def _graph(self, works):
+        if any(work.length != 1 for work in works):
+            return None
+        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        return self.captured[index] if index < len(self.captured) else None
+
+
+@wrong("Runner._graph", "the smallest with a place")
+class NextLarger(Runner):
+    def _graph(self, works):
+        if not all(work.length == 1 and work.samples for work in works):
+            return None
+        index = bisect_right(self.captured, len(works), key=lambda graph: graph.size)
+        return self.captured[index] if index < len(self.captured) else None
+
+
+@wrong("Runner._graph", "the smallest with a place")
+class ExactSize(Runner):
+    def _graph(self, works):
+        if not all(work.length == 1 and work.samples for work in works):
+            return None
+        return next((g for g in self.captured if g.size == len(works)), None)
+
+
+@wrong("Runner._graph", "chunk of 5")
+class AnyWorks(Runner):
+    def _graph(self, works):
+        return next((g for g in self.captured if g.size >= len(works)), None)
+
+
+@wrong("10.1", "A kernel starts when it is launched")
+def no_queue(kernels, launch):
+    return sum(max(0, launch - kernel) for kernel in kernels[:-1])
+
+
+@wrong("10.1", "between the first start")
+def counts_the_first_launch(kernels, launch):
+    free = idle = 0
+    for number, length in enumerate(kernels):
+        queued = (number + 1) * launch
+        idle += max(0, queued - free)
+        free = max(queued, free) + length
+    return idle
+
+
+@wrong("10.2", "padding rows included")
+def over_real_rows(sizes, batches):
+    rows = sum(min(s for s in sizes if s >= batch) for batch in batches)
+    return rows / sum(batches) - 1
+
+
+@wrong("10.2", "padding")
+def mean_of_shares(sizes, batches):
+    rows = [min(s for s in sizes if s >= batch) for batch in batches]
+    shares = [1 - b / row for b, row in zip(batches, rows, strict=True)]
+    return sum(shares) / len(shares)
+
+
+@wrong("10.3", "a Python number")
+def place_baked_in(table, token, place, history):
+    def step():
+        token.copy_(table.index_select(0, token))
+        history[int(place)] = token[0]
+        place.add_(1)
+
+    return step
+
+
+@wrong("10.3", "a buffer that is replaced")
+def token_replaced(table, token, place, history):
+    def step():
+        history.index_copy_(0, place, table.index_select(0, token))
+        place.add_(1)
+
+    return step
+
+
+@wrong("10.4", "max_tokens is foreseen")
+def a_row_for_each(answers, overlap):
+    return sum(count + overlap for count, _ in answers)
+
+
+@wrong("10.4", "a step late")
+def stops_are_free(answers, overlap):
+    return sum(count for count, _ in answers)
+
+
+@wrong("10.5", "are possible")
+def quantiles(batches, count):
+    ordered = sorted(batches)
+    marks = {ordered[len(ordered) * n // count - 1] for n in range(1, count + 1)}
+    return sorted(marks)
+
+
+@wrong("10.5", "no bucket")
+def the_most_frequent(batches, count):
+    often = sorted(set(batches), key=batches.count, reverse=True)
+    return sorted(often[:count])
