@@ -234,7 +234,7 @@ def test_good_pages_have_no_problem(pages):
         ("<p>a", "<!-- #region --><p>a", "a.html: a region comment"),
         ("<p>a", "<p><math><mi>\\foo</mi></math>", "a.html: LaTeX left in"),
         ("<p>a", '<script src="https://x.org/y.js"></script>', "a.html: loads https"),
-        ("<p>a", '<link rel="stylesheet" href="c.css"><p>a', "a.html: c.css is missing"),
+        ("<p>a", '<script src="c.js"></script>', "a.html: c.js is missing"),
     ],
 )
 def test_each_fault_is_found(pages, old, new, problem):
