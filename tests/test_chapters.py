@@ -524,7 +524,8 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     write("06-blank.md", STUB, "return 2 * x", form=BLANK)
     write("07-written-stub.md", "return x", "return 2 * x", form=BLANK)
     write("08-wrong-kept.md", STUB, "return x", form=BLANK)
-    (chapters / "index.md").write_text("```python\n1 / 0\n```\n")
+    for page in ("index", "glossary"):
+        (chapters / f"{page}.md").write_text("```python\n1 / 0\n```\n")
     (chapters / "a-appendix.md").write_text("```python\n1 / 0\n```\n")
 
     command = [sys.executable, "-m", "pytest", "chapters", "--color=no", "-rA"]
@@ -547,6 +548,7 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
         "07-written-stub.md::check double on the stub",
         "08-wrong-kept.md::check double on the kept version",
         "a-appendix.md::cell 0",
+        "index.md::cell 0",
     }, result.stdout
     assert {name for name in outcomes if name.startswith("01")} == {
         "01-right.md::cell 0",
