@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MARGIN = 512  # numbers on both sides, more than any tile of these checks has
+MARGIN = 1 << 16  # numbers on both sides, for strides that are far too large as well
 FAR = 1 << 30  # a page that no sequence has
 LOG2E = math.log2(math.e)
 
@@ -22,17 +22,16 @@ class Guarded:
     def __init__(self, inner, margin=math.nan):
         inner = inner.to(DEVICE)
         size = inner.numel()
+        self.margin = margin
         self.whole = inner.new_full((size + 2 * MARGIN,), margin)
-        self.before = self.whole.clone()
         self.inner = self.whole[MARGIN : MARGIN + size].view(inner.shape)
         self.inner.copy_(inner)
 
     def untouched(self):
         """Whether both margins are as they were."""
-        ends = [*range(MARGIN), *range(-MARGIN, 0)]
-        return self.whole[ends].equal(self.before[ends]) or (
-            self.whole.is_floating_point() and bool(self.whole[ends].isnan().all())
-        )
+        ends = torch.cat([self.whole[:MARGIN], self.whole[-MARGIN:]])
+        same = ends.isnan() if math.isnan(self.margin) else ends == self.margin
+        return bool(same.all())
 
 
 def empty(*shape, dtype=torch.float32):
@@ -52,11 +51,27 @@ def is_close(found, expected, tolerance=2e-3):
     return bool(((found - expected).abs() <= tolerance * (1 + expected.abs())).all())
 
 
+def assert_kernel(kernel):
+    """Triton runs what it has decorated, and nothing else."""
+    assert hasattr(kernel, "__getitem__"), (
+        "this is no kernel, which would be started by kernel[grid](...): decorate it "
+        "with @triton.jit"
+    )
+
+
+def assert_jitted(function):
+    """A kernel calls what Triton has decorated, and nothing else."""
+    assert hasattr(function, "fn"), (
+        "a kernel can't call plain Python: decorate it with @triton.jit"
+    )
+
+
 # Residual and norm
 
 
 def check_add_norm_kernel(kernel):
     """Rows that fill no tile, updates in no, one and three parts."""
+    assert_kernel(kernel)
     rows, size, block, eps = 3, 48, 64, 0.5
     weight = Guarded(normal(size, seed=1))
     for count in (0, 1, 3):
@@ -126,6 +141,7 @@ def judge_rounding(kernel):
 
 def check_matvec_kernel(kernel):
     """Sizes that fill no tile; sums in float32."""
+    assert_kernel(kernel)
     for rows, columns in ((10, 40), (4, 16), (5, 7)):
         weight = Guarded(normal(rows, columns, seed=rows))
         x, y = Guarded(normal(columns, seed=9)), empty(rows)
@@ -163,6 +179,7 @@ def check_matvec_kernel(kernel):
 
 def check_product_kernel(kernel):
     """Sizes that fill no tile in any direction, and tiles that are not square."""
+    assert_kernel(kernel)
     for m, n, k in ((20, 40, 24), (16, 32, 16), (3, 70, 50)):
         a, b = Guarded(normal(m, k, seed=m)), Guarded(normal(n, k, seed=n))
         c = empty(m, n)
@@ -188,7 +205,7 @@ def check_product_kernel(kernel):
             told + "some of c is NaN: it was not written, or a load without its mask "
             "took what lies beyond a tensor"
         )
-        assert is_close(found, expected), (
+        assert is_close(found, expected, 2e-2), (
             told + "c is not a @ b.T. Is K masked in at least one operand, and does "
             "program (i, j) make tile (i, j)?"
         )
@@ -207,6 +224,7 @@ def key_parts(key):
 
 def check_argmax_kernel(kernel):
     """Blocks that end outside the row, negative logits, ties, several rows."""
+    assert_kernel(kernel)
     size, block = 50, 16
     logits = normal(3, size, seed=6)
     logits[0] -= 100
@@ -267,6 +285,7 @@ def rows_kernel(
 
 def check_find_rows(find):
     """Places in shuffled pages, behind the end, and beyond 2^31 numbers."""
+    assert_jitted(find)
     page, row = 4, 8
     for stride, pages in ((32, [5, 2, 7]), (96, [5, 2, 7]), (1 << 20, [5, 2, 3000])):
         table = Guarded(torch.tensor(pages, dtype=torch.int32), FAR)
@@ -333,6 +352,7 @@ def folded(fold, logits, values, scale):
 
 def check_fold(fold):
     """Tiles against a softmax of all, small and large, and tiles that nobody sees."""
+    assert_jitted(fold)
     scale = 0.5
     values = normal(3, 16, 16, seed=7)
     for size in (400.0, 1.0):
@@ -374,6 +394,7 @@ def check_fold(fold):
 
 def check_split_kernel(kernel):
     """One split and three, shuffled pages, rows of NaN behind the end, sinks."""
+    assert_kernel(kernel)
     heads, group, dim, page, length = 2, 4, 16, 8, 45
     q, sinks = normal(heads * group, dim, seed=10), normal(heads * group, seed=11)
     k, v = normal(length, heads, dim, seed=12), normal(length, heads, dim, seed=13)
@@ -392,9 +413,9 @@ def check_split_kernel(kernel):
     for share in (48, 16):
         splits = -(-length // share)
         parts, sums = empty(heads, splits, group, dim), empty(heads, splits, group)
-        tensors = [x.to(DEVICE) for x in (q, keys, values)]
+        tensors = [Guarded(x).inner for x in (q, keys, values)]
         kernel[(heads, splits)](
-            *(*tensors, table.inner, sinks.to(DEVICE), parts.inner, sums.inner),
+            *(*tensors, table.inner, Guarded(sinks).inner, parts.inner, sums.inner),
             *(length, share, scale, keys.stride(0)),
             **{"K": heads, "G": group, "D": dim, "PAGE": page, "BLOCK": 16},
         )
@@ -444,12 +465,12 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split):
     assert not is_close(found_sums, (total / weights.amax(-1)).log2(), 1e-3), (
         told + "the sum is that of exp2(logit - top): add top to its logarithm"
     )
-    assert is_close(found_sums, total.log2()), (
+    assert is_close(found_sums, total.log2(), 1e-2), (
         told + "sums is not log2 of the sum of exp2(logit) over the split's keys, and "
         "in the first split the sink"
     )
     expected = torch.einsum("hgs,shd->hgd", weights, v)
-    assert is_close(found_parts, expected / total[..., None]), (
+    assert is_close(found_parts, expected / total[..., None], 1e-2), (
         told + "the sum is right and the part is not: it is the weighted mean of "
         "values, divided by its own sum"
     )
@@ -474,6 +495,7 @@ def join_driver(
 
 def check_join_parts(join):
     """Parts of unequal weight, large sums, and parts that are not there."""
+    assert_jitted(join)
     parts = normal(4, 2, 8, seed=14)
     for shift, there in ((0.0, 4), (1000.0, 4), (-1000.0, 4), (0.0, 3), (500.0, 1)):
         sums = 3 * normal(4, 2, seed=15) + shift
@@ -557,6 +579,7 @@ def check_11_2(candidate):
 
 def check_11_3(kernel):
     """The kernel itself is launched; sizes that fill no tile; large numbers."""
+    assert_kernel(kernel)
     for size in (1, 16, 47):
         pairs = 8 * normal(size, 2, seed=size)
         x, out = Guarded(pairs), empty(size)

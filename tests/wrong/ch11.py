@@ -532,10 +532,8 @@ def split_of(
     heads = head * G + group
     start = split * share
     stop = tl.minimum(start + share, length) if ENDS else length
-    if SINKS == "first":
-        counted = heads >= tl.where(split == 0, 0, K * G)
-    else:
-        counted = heads >= 0
+    having = tl.where(split == 0, G, 0) if SINKS == "first" else G
+    counted = group < having
     top, total, acc = initial(sinks_ptr, heads, counted, D, SINKS != "none")
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
     for first in range(start, stop, BLOCK):
@@ -575,6 +573,12 @@ wrong("split_kernel", "weigh 1 each")(Split("counts_keys_behind", HIDDEN=False))
 wrong("split_kernel", "over the split's keys")(Split("goes_on_to_the_end", ENDS=False))
 wrong("split_kernel", "has base 2")(Split("natural_logarithm", BASE2=False))
 wrong("split_kernel", "divided by its own sum")(Split("not_divided", DIVIDED=False))
+
+
+@wrong("join_parts", "can't call plain Python")
+def in_pytorch(sums, parts):
+    weights = torch.softmax(sums, 0)
+    return (weights[..., None] * parts).sum(0)
 
 
 @wrong("join_parts", "not all the same")
@@ -692,7 +696,7 @@ def swiglu_gates_on_both_sides(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.con
     tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
 
 
-@wrong("11.3", "TypeError")
+@wrong("11.3", "this is no kernel")
 def no_kernel(x, out, size, limit, alpha, BLOCK):
     out.copy_(swiglu(x.flatten()[None], limit, alpha)[0])
 
