@@ -45,7 +45,6 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "10-cuda-graphs.md",
 }
 OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
 OLD_LEDGER = [
