@@ -53,7 +53,7 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
         text = path.read_text(encoding="utf-8")
         title, reading = TITLE.match(text), READING.search(text)
         if not (title and reading):
-            raise ValueError(f"{path.name}: no title or no minutes to read and to write")
+            raise ValueError(f"{path.name}: no title or no minutes")
         number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
         link = f"[{number}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
