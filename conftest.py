@@ -21,7 +21,7 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 # Triton is there on Linux only.
 NEED_TRITON = {"11-triton-fusions.md", "12-full-speed.md"}
 SKIPPED = set() if find_spec("triton") else NEED_TRITON
-CHAPTER = re.compile(r"(\d\d|[a-z])-.*\.md$")  # a letter is an appendix's
+CHAPTER = re.compile(r"(index|(\d\d|[a-z])-.*)\.md$")  # a letter is an appendix's
 
 
 class Chapter(IPyNbFile):

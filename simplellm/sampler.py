@@ -21,7 +21,7 @@ def filter_tokens(
     """Logits [B, V] with -inf for every token that min_p, top_k or top_p drops.
 
     Parameters are [B, 1]; top_k is int64 in 1..V. Each filter sees what the one before
-    it left, renormalised. All three keep a head of the sorted row, so the last kept
+    it left, renormalized. All three keep a head of the sorted row, so the last kept
     logit is a threshold; tokens that tie with it stay.
     """
     ordered = logits.sort(dim=-1, descending=True).values  # [B, V]

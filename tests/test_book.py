@@ -234,6 +234,7 @@ def test_good_pages_have_no_problem(pages):
         ("<p>a", "<!-- #region --><p>a", "a.html: a region comment"),
         ("<p>a", "<p><math><mi>\\foo</mi></math>", "a.html: LaTeX left in"),
         ("<p>a", '<script src="https://x.org/y.js"></script>', "a.html: loads https"),
+        ("<p>a", '<script src="c.js"></script>', "a.html: c.js is missing"),
     ],
 )
 def test_each_fault_is_found(pages, old, new, problem):
@@ -310,8 +311,9 @@ def test_built_book_brings_its_files_along(book):
     assert all((book / image).read_bytes() for image in images)
 
 
-def test_pages_without_number_are_not_executed(book):
-    assert "not executed" in main_part(book / "index.html")
+def test_pages_beside_the_chapters_are_not_executed(book):
+    assert "42 and 42,000" in main_part(book / "index.html")
+    assert "not executed" in main_part(book / "glossary.html")
 
 
 def test_page_that_fails_stops_the_build_and_is_named(tmp_path):

@@ -45,14 +45,6 @@ EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter export
 
 # Chapters without blanks and without the drawing at their head. The list only shrinks.
 OLD_FORM = {
-    "04-moe.md",
-    "05-attention.md",
-    "06-model.md",
-    "07-kv-cache.md",
-    "08-paged-cache.md",
-    "09-continuous-batching.md",
-    "10-cuda-graphs.md",
-    "11-triton-fusions.md",
 }
 OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
 OLD_LEDGER = [
@@ -531,7 +523,8 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     write("06-blank.md", STUB, "return 2 * x", form=BLANK)
     write("07-written-stub.md", "return x", "return 2 * x", form=BLANK)
     write("08-wrong-kept.md", STUB, "return x", form=BLANK)
-    (chapters / "index.md").write_text("```python\n1 / 0\n```\n")
+    for page in ("index", "glossary"):
+        (chapters / f"{page}.md").write_text("```python\n1 / 0\n```\n")
     (chapters / "a-appendix.md").write_text("```python\n1 / 0\n```\n")
 
     command = [sys.executable, "-m", "pytest", "chapters", "--color=no", "-rA"]
@@ -554,6 +547,7 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
         "07-written-stub.md::check double on the stub",
         "08-wrong-kept.md::check double on the kept version",
         "a-appendix.md::cell 0",
+        "index.md::cell 0",
     }, result.stdout
     assert {name for name in outcomes if name.startswith("01")} == {
         "01-right.md::cell 0",

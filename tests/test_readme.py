@@ -1,10 +1,13 @@
 """What the README and the landing page say is what is there."""
 
+import ast
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
+import cells
 import headline
 import tables
 from export import chapter_files
@@ -12,7 +15,10 @@ from export import chapter_files
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
+TEACHING = (ROOT / "chapters/teaching.md").read_text(encoding="utf-8")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
+IMAGE = re.compile(r"!\[([^\]]*)\]\([./]*figures/([\w-]+)\.svg\)")
+CELLS = cells.cells(INDEX)
 
 
 def test_tables_are_up_to_date(capsys):
@@ -50,13 +56,17 @@ def test_speed_follows_its_records(tmp_path):
         ["the GPU's limit", "1,000"],
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below
+    first_page = " ".join(headline.reach(tmp_path).split())
+    assert "601 tokens a second of gpt-oss-120b for one request" in first_page
+    assert "That's 60 % and " in first_page
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)
     assert not headline.is_old(tmp_path)
 
 
 def test_linked_files_exist():
-    for text, folder in ((README, ROOT), (INDEX, ROOT / "chapters")):
+    chapters = ROOT / "chapters"
+    for text, folder in ((README, ROOT), (INDEX, chapters), (TEACHING, chapters)):
         links = LINK.findall(text)
         assert links
         assert [link for link in links if not (folder / link).exists()] == []
@@ -66,6 +76,54 @@ def test_every_chapter_is_listed():
     for chapter in chapter_files(ROOT):
         assert f"(chapters/{chapter.name})" in README
         assert f"({chapter.name})" in INDEX
+        assert f"({chapter.name})" in TEACHING
+
+
+def test_drawings_are_described_as_they_say():
+    words = tomllib.loads((ROOT / "figures/drawings/alt.toml").read_text("utf-8"))
+    shown = IMAGE.findall(INDEX)
+    assert [name for _, name in shown] == ["engine", "model", "request"]
+    for alt, name in [*shown, *IMAGE.findall(README)]:
+        assert alt == words.get(name, alt)
+
+
+def test_the_first_page_has_no_long_cell():
+    for cell in CELLS:
+        lines = cell.body.splitlines()
+        assert len(lines) <= 40 and max(map(len, lines)) <= 88, cell.body[:200]
+
+
+def test_the_forward_pass_takes_about_eighty_lines():
+    lines = [
+        line
+        for cell in CELLS
+        for node in ast.parse(cell.body).body
+        if isinstance(node, ast.FunctionDef | ast.While)
+        for line in ast.unparse(node).splitlines()
+        if '"""' not in line
+    ]
+    assert "about eighty lines" in INDEX
+    assert 70 <= len(lines) <= 90
+
+
+def test_each_chapter_replaces_something_on_the_page():
+    code = "\n".join(cell.source for cell in CELLS)
+    row = re.compile(r"^\| \[[^\]]+\]\((\d\d-[\w-]+\.md)\) \| `([^`]+)` \| ", re.M)
+    rows = row.findall(INDEX)
+    numbered = [path.name for path in chapter_files(ROOT) if path.name[0].isdigit()]
+    assert [chapter for chapter, _ in rows] == numbered
+    assert [line for _, line in rows if line not in code] == []
+
+
+def test_wrong_turns_are_of_blanks_whose_wrong_answers_are_kept():
+    parts = re.split(r"^\*\*\[(\w+)\. .*", TEACHING, flags=re.MULTILINE)[1:]
+    told = dict(zip(parts[0::2], parts[1::2], strict=True))
+    for number, part in told.items():
+        kept = ROOT / f"tests/wrong/ch{number:0>2}.py"
+        text = kept.read_text(encoding="utf-8") if kept.exists() else ""
+        named = set(re.findall(r"^- `([\w.]+)`:", part, re.MULTILINE))
+        assert not text or named
+        assert not text or named <= set(re.findall(r'^@wrong\("([\w.]+)"', text, re.M))
 
 
 def test_commands_exist():

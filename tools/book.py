@@ -21,7 +21,7 @@ from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
 
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
-EXECUTED = re.compile(r"(\d\d|[a-z])-")  # names of pages whose code runs
+EXECUTED = re.compile(r"index$|(\d\d|[a-z])-")  # names of pages whose code runs
 
 
 def outputs(root: Path, name: str, source: str) -> execute.Outputs:
@@ -60,6 +60,11 @@ def build(root: Path) -> int:
 def bring_along(root: Path) -> None:
     """Copy what the pages refer to and mdBook leaves behind: images, linked files."""
     book = root / "book"
+    # Each page links it; a distribution's mdBook has no fonts, and does not write it.
+    fonts = book / "fonts/fonts.css"
+    if not fonts.exists():
+        fonts.parent.mkdir()
+        fonts.touch()
     images = root / ".cache/book/images"
     if images.exists():
         shutil.copytree(images, book, dirs_exist_ok=True)

@@ -1,6 +1,7 @@
-"""The engine's speed beside vLLM's and the GPU's limit, for README.md.
+"""The engine's speed beside vLLM's and the GPU's limit, for the first pages.
 
-`tables.py` writes what `section` returns and calls `draw` when the picture is old.
+`tables.py` writes what `section` and `reach` return, and calls `draw` when the picture
+is old.
 """
 
 import json
@@ -136,6 +137,22 @@ def smaller(report: dict[str, Any]) -> str:
         f"{report['model']} also fits into one {report['device']['name']}, which gives "
         f"{', '.join(decode)} and {last['tokens_per_second']:,.0f} in prefill."
     )
+
+
+def reach(figures: Path) -> str:
+    """A paragraph on the engine's speed with the larger model, for a first page."""
+    report, vllm = read(figures, "12-bench"), read(figures, "vllm-h200")
+    decode = {point.batch: point for point in points(report, vllm)}
+    one, many = decode[TABULATED[0]], decode[TABULATED[-1]]
+    text = (
+        f"On one {report['device']['name']} it writes {one.ours:,.0f} tokens a second "
+        f"of {report['model']} for one request and {many.ours:,.0f} for {many.batch} "
+        f"at once. That's {one.share('ours'):.0f} % and {many.share('ours'):.0f} % of "
+        "what the GPU's memory and arithmetic allow; vLLM "
+        f"{vllm['versions']['vllm']} writes {one.vllm:,.0f} and {many.vllm:,.0f} "
+        f"(recorded {report['date']} and {vllm['date']})."
+    )
+    return fill(text, 88, break_on_hyphens=False)
 
 
 def section(figures: Path) -> tuple[list[str], list[list[str]], str]:

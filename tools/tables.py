@@ -1,4 +1,4 @@
-"""Fill the tables that are computed: times in chapters/index.md, numbers in README.md.
+"""Fill in what is computed: times in chapters/index.md, numbers there and in README.md.
 
 python tools/tables.py            write them, and README's picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import headline
 from export import chapter_files
@@ -17,6 +17,7 @@ from export import chapter_files
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
 READING = re.compile(r"(\d+) minutes? to read(?:, (\d+) to write)?")
+SESSION = 90  # minutes that a group writes at a time
 EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 
 
@@ -36,9 +37,18 @@ def replace(text: str, name: str, content: str) -> str:
     return before + start + content + end + after
 
 
-def times(chapters: Iterable[Path]) -> str:
-    """Minutes to read each chapter and to write its code, and their sums."""
-    rows: list[tuple[str, int, int]] = []
+class Minutes(NamedTuple):
+    """How long a chapter takes: to read, to write its blanks, to do its exercises."""
+
+    link: str
+    read: int
+    write: int
+    exercises: int
+
+
+def minutes(chapters: Iterable[Path]) -> list[Minutes]:
+    """What the heads and the exercises of ``chapters`` say."""
+    found = []
     for path in chapters:
         text = path.read_text(encoding="utf-8")
         title, reading = TITLE.match(text), READING.search(text)
@@ -47,10 +57,24 @@ def times(chapters: Iterable[Path]) -> str:
         number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
         link = f"[{number}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
-        rows.append((link, int(reading[1]), int(reading[2] or exercises)))
+        write = int(reading[2] or exercises)
+        found.append(Minutes(link, int(reading[1]), write, exercises))
+    return found
+
+
+def times(chapters: Iterable[Path]) -> str:
+    """Minutes to read each chapter and to write its code, and their sums."""
+    rows = [(m.link, m.read, m.write) for m in minutes(chapters)]
     total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    headers = ("chapter", "minutes to read", "minutes for the exercises")
-    return table(headers, [*rows, total])
+    return table(("chapter", "minutes to read", "minutes to write"), [*rows, total])
+
+
+def sessions(chapters: Iterable[Path]) -> str:
+    """Minutes of each chapter, and how often a group meets to write it."""
+    headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
+    rows = [(*m, -(-m.write // SESSION)) for m in minutes(chapters)]
+    sums = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+    return table(headers, [*rows, ("all", *sums)])
 
 
 def evaluation(recorded: dict[str, Any]) -> str:
@@ -138,16 +162,21 @@ def measurements(figures: Path) -> str:
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
+    notes = ROOT / "chapters/teaching.md"
+    teaching = notes.read_text(encoding="utf-8")
+    teaching = replace(teaching, "sessions", sessions(chapter_files(ROOT)))
     landing = index.read_text(encoding="utf-8")
     landing = replace(landing, "times", times(chapter_files(ROOT)))
     figures = ROOT / "figures"
+    landing = replace(landing, "reach", headline.reach(figures))
     recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))
     text = readme.read_text(encoding="utf-8")
+    text = replace(text, "reach", headline.reach(figures))
     text = replace(text, "evaluation", evaluation(recorded))
     text = replace(text, "measurements", measurements(figures))
     headers, rows, below = headline.section(figures)
     text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")
-    return {index: landing, readme: text}
+    return {index: landing, notes: teaching, readme: text}
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Chapter 12: the experts' kernels, the two regimes, the roofline."""
+"""Chapter 12: the experts' kernels, their tilings, the roofline."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,8 @@ import triton
 
 from simplellm.apps.roofline import Machine
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
-from simplellm.kernels.fragments import NUMBERS, repack
-from simplellm.layers import Experts
-from simplellm.ops import experts as plain_experts
+from simplellm.kernels.experts import TILINGS
+from simplellm.kernels.fragments import NUMBERS
 from simplellm.sizes import count_parameters, kv_bytes, weight_bytes
 from simplellm.weights import MXFP4
 
@@ -371,136 +370,53 @@ def check_pack_words(candidate):
         )
 
 
-def random_mlp():
-    """A small layer's experts, float32."""
-
-    def normal(*shape, seed):
-        return torch.randn(*shape, generator=seeded(seed))
-
-    return Experts(
-        normal(4, 64, seed=1),
-        normal(4, seed=2),
-        packed_weight(4, 64, 64, 3),
-        normal(4, 64, seed=5),
-        packed_weight(4, 64, 32, 6),
-        normal(4, 64, seed=8),
-        2,
-        limit=7.0,
-        alpha=1.702,
-    )
+def row_of(tokens, experts, top_k, mean=None, strict=False, last=False):
+    """The number of the row of TILINGS that fits; or that one of a usual mistake."""
+    pairs = tokens * top_k
+    used = pairs if pairs < experts else experts
+    mean = pairs / experts if mean is None else mean
+    fits = [
+        number
+        for number, (most, pairs_each, _, _) in enumerate(TILINGS)
+        if (used < most and mean < pairs_each if strict else used <= most)
+        and mean <= pairs_each
+    ]
+    return fits[-1 if last else 0]
 
 
-def moved(mlp):
-    """The layer as the kernels want it, on the device."""
-    parts = {
-        name: getattr(mlp, name).to(DEVICE)
-        for name in ("router", "router_bias", "gate_up_bias", "down_bias")
-    }
-    first = repack(mlp.gate_up.to(DEVICE), paired=True)
-    second = repack(mlp.down.to(DEVICE), paired=False)
-    return replace(mlp, gate_up=first, down=second, **parts)
-
-
-class Calls:
-    """Notes which of the functions that a candidate calls it called with what.
-
-    The kernel for one token takes seconds in the interpreter, so it is not run.
-    """
-
-    def __init__(self, candidate):
-        self.names = candidate.__globals__
-        self.seen = []
-
-    def __enter__(self):
-        self.saved = {
-            name: self.names[name]
-            for name in ("experts_one", "route_and_dispatch", "gate_up", "down")
-            if name in self.names
-        }
-        for name, function in self.saved.items():
-            self.names[name] = self.noted(name, function)
-        return self
-
-    def noted(self, name, function):
-        def call(*args, **options):
-            self.seen.append((name, args, options))
-            if name == "experts_one":
-                return torch.full((1, 2, 64), 0.5, device=DEVICE)
-            return function(*args, **options)
-
-        return call
-
-    def __exit__(self, *_):
-        self.names.update(self.saved)
-
-    def called(self, name):
-        return any(seen == name for seen, _, _ in self.seen)
-
-
-def check_experts(candidate):
-    """Both regimes, padding, and one tiling for the invariant way."""
-    mlp = random_mlp()
-    ready = moved(mlp)
-    x = torch.randn(5, 64, generator=seeded(9))
-    for count, rows, invariant in ((5, 5, False), (3, 5, False), (1, 1, True)):
-        live = torch.tensor([count], dtype=torch.int32)
-        given = x[:rows].clone()
-        given[count:] = torch.nan
-        with Calls(candidate) as calls:
-            result = candidate(
-                given.to(DEVICE), ready, live.to(DEVICE), batch_invariant=invariant
+def check_tilings(candidate):
+    """Row by row, at the bounds and between them."""
+    sizes = (1, 2, 3, 4, 5, 8, 16, 19, 20, 64, 96, 192, 193, 256, 384, 500, 3072, 9000)
+    for experts, top_k in ((128, 4), (32, 4), (16, 2)):
+        for tokens in sizes:
+            pairs = tokens * top_k
+            found = candidate(tokens, experts, top_k)
+            assert isinstance(found, tuple | list) and len(found) == 2, (
+                f"expected two tilings, of gate_up and of down; yours is {found!r}"
             )
-        where = f"{count} tokens of {rows}" + ", batch_invariant" * invariant
-        assert isinstance(result, torch.Tensor), f"{where}: return what down returns"
-        assert tuple(result.shape) == (rows, 2, 64), (
-            f"{where}: expected [T, k, hidden] = {[rows, 2, 64]}, what each expert "
-            f"adds; yours is {list(result.shape)}, and the sum over k is the caller's"
-        )
-        if invariant:
-            assert not calls.called("experts_one"), (
-                "one token with batch_invariant takes the same tiling as many; "
-                "experts_one sums in another order"
+
+            def is_row(number, found=found):
+                return tuple(found) == TILINGS[number][2:]
+
+            asked = tokens, experts, top_k
+            if is_row(row_of(*asked)):
+                continue
+            where = f"{tokens} tokens, {experts} experts, top {top_k}"
+            assert not is_row(row_of(*asked, last=True)), (
+                f"{where}: several rows fit, and the first of them counts"
             )
-        expected = plain_experts(x[:count], mlp, live)
-        found = result[:count].sum(1).cpu()
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-3), (
-            f"{where}: off by up to {(found - expected).abs().max():.3g} from chapter "
-            "4's sum; do the blocks have the size of the first tiling's tokens, and "
-            "does down get the scores and the same pairs?"
-        )
-        if count < rows:
-            routed = [
-                thing
-                for name, args, options in calls.seen
-                if name == "route_and_dispatch"
-                for thing in (*args[4:], *options.values())
-            ]
-            assert any(isinstance(thing, torch.Tensor) for thing in routed), (
-                f"{where}: padding is routed like tokens; pass live on, or its experts "
-                "are read for nothing"
+            assert not is_row(row_of(*asked, mean=tokens / experts)), (
+                f"{where}: the second number counts pairs, and a token makes {top_k}"
             )
-        if invariant:
-            tilings = {
-                args[-1]
-                for name, args, options in calls.seen
-                if name in ("gate_up", "down") and not options
-            }
-            assert len(tilings) <= 1 and all(t.tokens == 64 for t in tilings), (
-                "batch_invariant has one tiling, INVARIANT_TILING, for both halves and "
-                "any number of tokens"
+            assert not is_row(row_of(*asked, strict=True)), (
+                f"{where}: a row's numbers are the most that it is for, themselves "
+                "included"
             )
-    one = torch.tensor([1], dtype=torch.int32, device=DEVICE)
-    with Calls(candidate) as calls:
-        candidate(x[:1].bfloat16().to(DEVICE), ready, one)
-    assert calls.called("experts_one"), (
-        "one bfloat16 token has a kernel of its own, experts_one: the grouped one is "
-        "36 % slower there"
-    )
-    with Calls(candidate) as calls:
-        candidate(x[:1].to(DEVICE), ready, one)
-    assert not calls.called("experts_one"), (
-        "experts_one reads bfloat16; a float32 token goes the grouped way"
-    )
+            raise AssertionError(
+                f"{where}: at most {min(pairs, experts)} experts in use and "
+                f"{pairs / experts:g} pairs each fit row {row_of(*asked)} of TILINGS "
+                "first"
+            )
 
 
 def check_read_bytes(candidate):

@@ -2,25 +2,14 @@
 
 from dataclasses import replace
 
-import torch
 import triton
 import triton.language as tl
 
 from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
-from simplellm.kernels.experts import (
-    INVARIANT_TILING,
-    down,
-    experts_one,
-    gate_up,
-    tilings,
-)
+from simplellm.kernels.experts import TILINGS
 from simplellm.kernels.fragments import FIRST, SECOND, rotate_left
-from simplellm.kernels.routing import (
-    count_live_pairs,
-    route_and_dispatch,
-    write_blocks,
-)
+from simplellm.kernels.routing import count_live_pairs, write_blocks
 from simplellm.sizes import kv_bytes, weight_bytes
 from wrong import wrong
 
@@ -331,46 +320,31 @@ def registers_in_turn(*r):
     return packed((r[0], r[2], r[4], r[6], r[1], r[3], r[5], r[7]), rotate_left)
 
 
-def answer(x, mlp, live, first, second, invariant):
-    router = mlp.router, mlp.router_bias, mlp.top_k
-    _, scores, pairs = route_and_dispatch(x, *router, first.tokens, live, invariant)
-    return down(gate_up(x, mlp, pairs, first), mlp, scores, pairs, second)
+def first_row(used, mean):
+    return next(row[2:] for row in TILINGS if used <= row[0] and mean <= row[1])
 
 
-@wrong("experts", "a kernel of its own")
-def one_regime(x, mlp, live, *, batch_invariant=False):
-    first = second = INVARIANT_TILING
-    if not batch_invariant:
-        first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
-    return answer(x, mlp, live, first, second, batch_invariant)
+@wrong("tilings", "a token makes")
+def tokens_for_pairs(tokens, experts, top_k):
+    return first_row(min(tokens * top_k, experts), tokens / experts)
 
 
-@wrong("experts", "takes the same tiling as many")
-def one_token_first(x, mlp, live, *, batch_invariant=False):
-    if x.shape[0] == 1:
-        return experts_one(x, mlp)
-    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
-    return answer(x, mlp, live, first, second, batch_invariant)
+@wrong("tilings", "themselves included")
+def less_than(tokens, experts, top_k):
+    pairs = tokens * top_k
+    used, mean = min(pairs, experts), pairs / experts
+    return next(row[2:] for row in TILINGS if used < row[0] and mean < row[1])
 
 
-@wrong("experts", "has one tiling")
-def no_invariant_tiling(x, mlp, live, *, batch_invariant=False):
-    if x.shape[0] == 1 and x.dtype == torch.bfloat16 and not batch_invariant:
-        return experts_one(x, mlp)
-    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
-    return answer(x, mlp, live, first, second, batch_invariant)
+@wrong("tilings", "the first of them counts")
+def the_last_row(tokens, experts, top_k):
+    return TILINGS[-1][2:]
 
 
-@wrong("experts", "the sum over k is the caller's")
-def sums(x, mlp, live, *, batch_invariant=False):
-    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
-    return answer(x, mlp, live, first, second, batch_invariant).sum(1)
-
-
-@wrong("experts", "pass live on")
-def forgets_padding(x, mlp, live, *, batch_invariant=False):
-    first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
-    return answer(x, mlp, None, first, second, batch_invariant)
+@wrong("tilings", "expected two tilings")
+def one_tiling(tokens, experts, top_k):
+    pairs = tokens * top_k
+    return first_row(min(pairs, experts), pairs / experts)[0]
 
 
 @wrong("read_bytes", "the whole embedding")

@@ -79,7 +79,7 @@ def check_html(book: Path, chapters: Path) -> list[str]:
 
     All pages of SUMMARY.md are there and made by the preprocessor; no raw dollar sign,
     no directive line, no dead relative link or anchor; each image is there and has alt
-    text; nothing is loaded from elsewhere.
+    text; what a page loads is there, and nothing comes from elsewhere.
     """
     summary = (chapters / "SUMMARY.md").read_text(encoding="utf-8")
     pages = {f"{name}.html" for name in SUMMARY_LINK.findall(summary)}
@@ -109,6 +109,12 @@ def check_html(book: Path, chapters: Path) -> list[str]:
             f"loads {address}"
             for address in (*page.loaded, *(src for src, _ in page.images))
             if urlsplit(address).netloc
+        ]
+        found += [
+            f"{address} is missing"
+            for address in filter(None, page.loaded)
+            if not urlsplit(address).netloc
+            and not (path.parent / urlsplit(address).path).is_file()
         ]
         for source, alt in page.images:
             if not alt.strip():

@@ -1,0 +1,624 @@
+"""Chapter 6: the model and the sampler."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from simplellm.config import ModelConfig
+from simplellm.layers import Attention, Experts, Layer
+from simplellm.model import PAGE, one_sequence
+from simplellm.ops import PLAIN
+from simplellm.pages import KVPool
+
+EPS = 1e-5
+HIDDEN, HEADS, KV_HEADS, DIM, NUM_EXPERTS, INNER, VOCAB = 24, 4, 2, 8, 5, 16, 40
+
+
+def seeded(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_layer(seed):
+    """A layer of random float32 weights, large enough for each of them to matter."""
+
+    def part(number, *shape):
+        size = shape[-1] ** -0.5 if len(shape) > 1 else 0.5
+        return size * seeded(100 * seed + number, *shape)
+
+    angles = torch.arange(32.0)[:, None] * 0.7 ** torch.arange(DIM // 2)
+    rows = (HEADS + 2 * KV_HEADS) * DIM
+    attn = Attention(
+        qkv=2 * part(0, rows, HIDDEN),
+        qkv_bias=part(1, rows),
+        o=part(2, HIDDEN, HEADS * DIM),
+        o_bias=part(3, HIDDEN),
+        sinks=part(4, HEADS),
+        q_norm=None,
+        k_norm=None,
+        cos=angles.cos(),
+        sin=angles.sin(),
+        head_dim=DIM,
+        eps=EPS,
+    )
+    mlp = Experts(
+        router=part(5, NUM_EXPERTS, HIDDEN),
+        router_bias=part(6, NUM_EXPERTS),
+        gate_up=2 * part(7, NUM_EXPERTS, 2 * INNER, HIDDEN),
+        gate_up_bias=part(8, NUM_EXPERTS, 2 * INNER),
+        down=part(9, NUM_EXPERTS, HIDDEN, INNER),
+        down_bias=part(10, NUM_EXPERTS, HIDDEN),
+        top_k=2,
+        limit=7.0,
+        alpha=1.702,
+    )
+    return Layer(1 + part(11, HIDDEN), attn, 1 + part(12, HIDDEN), mlp)
+
+
+def normed(x, weight):
+    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def attended(h, attn, window):
+    """What attention adds, float64, one head at a time."""
+    tokens, half = len(h), attn.head_dim // 2
+    qkv = h @ attn.qkv.double().T + attn.qkv_bias.double()
+    qkv = qkv.view(tokens, -1, attn.head_dim)
+    turn = torch.complex(attn.cos.double(), attn.sin.double())[:tokens, None]
+    turned = torch.complex(qkv[..., :half], qkv[..., half:]) * turn
+    turned = torch.cat([turned.real, turned.imag], -1)
+    place = torch.arange(tokens)
+    back = place[:, None] - place
+    hidden = back < 0
+    if window is not None:
+        hidden |= back >= window
+    heads = []
+    for head in range(HEADS):
+        kv = HEADS + head // (HEADS // KV_HEADS)
+        scores = turned[:, head] @ turned[:, kv].T / math.sqrt(attn.head_dim)
+        scores = scores.masked_fill(hidden, -math.inf)
+        sink = attn.sinks[head].double().expand(tokens, 1)
+        shares = torch.cat([scores, sink], 1).softmax(-1)[:, :-1]
+        heads.append(shares @ qkv[:, kv + KV_HEADS])
+    return torch.cat(heads, -1) @ attn.o.double().T + attn.o_bias.double()
+
+
+def experts_say(h, mlp):
+    """What the experts add, float64, one token and one expert at a time."""
+    out = torch.zeros_like(h)
+    scores = h @ mlp.router.double().T + mlp.router_bias.double()
+    for token, row in enumerate(scores):
+        best = row.topk(mlp.top_k)
+        for share, expert in zip(best.values.softmax(0), best.indices, strict=True):
+            both = mlp.gate_up[expert].double() @ h[token]
+            both = both + mlp.gate_up_bias[expert].double()
+            gate = both[0::2].clamp(max=mlp.limit)
+            up = both[1::2].clamp(-mlp.limit, mlp.limit)
+            inner = gate * torch.sigmoid(mlp.alpha * gate) * (up + 1)
+            down = mlp.down[expert].double() @ inner + mlp.down_bias[expert].double()
+            out[token] += share * down
+    return out
+
+
+def exact_block(x, layer, window, mistake=""):
+    """The stream after a layer in float64; ``mistake`` names one to make."""
+    h = normed(x, layer.attn_norm)
+    update = attended(h, layer.attn, window)
+    if mistake == "replaced":
+        x2 = update
+    elif mistake == "copy":
+        x2 = h + update
+    else:
+        x2 = x + update
+    early = mistake == "parallel"
+    h = normed(x if early else x2, layer.mlp_norm)
+    if mistake == "bare":
+        h = x2
+    update = experts_say(h, layer.mlp)
+    return update if mistake == "replaced" else x2 + update
+
+
+def near(found, expected):
+    error = (found.double() - expected).abs().max().item()
+    return error <= 1e-3 * expected.abs().max().item()
+
+
+MISTAKES = {
+    "parallel": "the experts read the norm of the stream *after* attention has added "
+    "to it; yours read the stream from before",
+    "replaced": "a layer adds to the stream, twice; yours replaces it",
+    "copy": "the sum is the stream plus the update; yours adds the update to the "
+    "normed copy",
+    "bare": "the experts read a normed copy of the stream too; yours read the stream "
+    "as it is",
+}
+
+
+def check_block(candidate):
+    """Against float64, one head, one token and one expert at a time."""
+    layer, x = make_layer(1), 3 * seeded(2, 7, HIDDEN)
+    for window in (None, 3):
+        given = x.clone()
+        found = candidate(given, layer, window, EPS)
+        assert isinstance(found, torch.Tensor) and found.shape == x.shape, (
+            f"a stream {list(x.shape)} stays {list(x.shape)}; yours is "
+            f"{list(getattr(found, 'shape', []))}"
+        )
+        exact = x.double()
+        if not near(found, exact_block(exact, layer, window)):
+            for mistake, told in MISTAKES.items():
+                assert not near(found, exact_block(exact, layer, window, mistake)), told
+            every = exact_block(exact, layer, None)
+            assert window is None or not near(found, every), (
+                "with a window of 3 a token sees itself and the two before it; yours "
+                "sees all: hand the window to attention"
+            )
+            still = replace(layer.attn, cos=torch.ones_like(layer.attn.cos))
+            still = replace(still, sin=torch.zeros_like(layer.attn.sin))
+            unturned = exact_block(exact, replace(layer, attn=still), window)
+            assert not near(found, unturned), (
+                "queries and keys are rotated by their positions before attention "
+                "compares them; yours aren't"
+            )
+        assert near(found, exact_block(exact, layer, window)), (
+            f"with window {window} the stream isn't what a computation in float64, "
+            "token by token, gives; compare your lines with the two formulas"
+        )
+        assert torch.equal(given, x), (
+            "your block changes the stream that it gets, in place (x += ... does "
+            "that); the caller keeps it, so return a new one"
+        )
+
+
+def check_gumbel_draw(candidate):
+    """The drawn shares are the softmax."""
+    p = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])
+    draws = 40_000
+    for temperature in (1.0, 0.5, 3.0):
+        logits = p.log() + 2.0  # what the softmax forgets
+        wanted = (logits.double() / temperature).softmax(0)
+        generator = torch.Generator().manual_seed(round(10 * temperature))
+        uniform = torch.rand(draws, 5, generator=generator).clamp(1e-7, 1 - 1e-7)
+        rows = logits.repeat(draws, 1)
+        found = candidate(rows, temperature, uniform)
+        assert found is not None, "your function returns nothing"
+        found = torch.as_tensor(found)
+        assert found.shape == (draws,), (
+            f"{draws} rows make {draws} tokens, shape [{draws}]; yours is "
+            f"{list(found.shape)}"
+        )
+        assert not found.is_floating_point(), "a token is a number of the vocabulary"
+        shares = found.long().bincount(minlength=5) / draws
+        assert len(shares) == 5, "there is no such token in a vocabulary of 5"
+        off = (shares - wanted).abs().max().item()
+        if off > 0.015:
+            assert (shares < 1).all(), (
+                "every draw gave the same token, whatever the noise"
+            )
+            flat = (shares - logits.double().softmax(0)).abs().max().item()
+            assert temperature == 1 or flat > 0.015, (
+                f"at temperature {temperature:g} you draw as at 1: it divides the "
+                "logits alone, before the noise is added"
+            )
+        told = [f"{share:.3f}" for share in shares.tolist()]
+        right = [f"{share:.3f}" for share in wanted.tolist()]
+        assert off <= 0.015, (
+            f"at temperature {temperature:g} the softmax is {right}; in {draws} draws "
+            f"you have {told}"
+        )
+    logits = torch.tensor([[0.0, 300.0, 0.0], [300.0, 0.0, 0.0]])
+    found = torch.as_tensor(candidate(logits, 1.0, torch.full((2, 3), 0.5)))
+    assert found.tolist() == [1, 0], (
+        "a token that leads by 300 wins in its own row, and large logits don't "
+        f"overflow; expected [1, 0], yours is {found.tolist()}"
+    )
+
+
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=INNER,
+    num_hidden_layers=3,
+    num_local_experts=NUM_EXPERTS,
+    num_experts_per_tok=2,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=DIM,
+    sliding_window=3,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    rope_theta=10_000.0,
+    max_position_embeddings=32,
+)
+
+
+class Table:
+    """The plain operations, with a note of each call; projections come in two parts."""
+
+    def __init__(self):
+        self.called = []
+        self.biased = False
+        self.windows = []
+
+    def embed(self, tokens, previous, table):
+        self.called.append("embed")
+        return PLAIN.embed(tokens, previous, table)
+
+    def add_norm(self, residual, update, weight, eps):
+        self.called.append("add_norm")
+        return PLAIN.add_norm(residual, update, weight, eps)
+
+    def project(self, x, weight, bias):
+        self.called.append("project")
+        if len(weight) != HIDDEN and bias is not None:
+            self.biased = True
+        found = PLAIN.project(x, weight, bias)
+        return torch.stack([0.25 * found, 0.75 * found], dim=1)
+
+    def rope_and_cache(self, qkv, attn, positions, keys, values, slots):
+        self.called.append("rope_and_cache")
+        return PLAIN.rope_and_cache(qkv, attn, positions, keys, values, slots)
+
+    def attend(self, q, keys, values, group, sinks):
+        self.called.append("attend")
+        self.windows.append(group.window)
+        return PLAIN.attend(q, keys, values, group, sinks)
+
+    def experts(self, x, mlp, live):
+        self.called.append("experts")
+        return PLAIN.experts(x, mlp, live)
+
+
+def check_Model_forward(candidate):
+    """Two steps of one text, against float64 without a cache."""
+    layers = [make_layer(seed) for seed in (3, 4, 5)]
+    table = Table()
+    embed, norm = seeded(6, VOCAB, HIDDEN), 1 + 0.5 * seeded(7, HIDDEN)
+    model = candidate(
+        CONFIG, table, embed_tokens=embed, layers=layers, norm=norm, lm_head=embed
+    )
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    x = embed[ids].double()
+    for n, layer in enumerate(layers):
+        x = exact_block(x, layer, CONFIG.window(n))
+    expected = normed(x, norm)
+    device, windows = torch.device("cpu"), CONFIG.windows
+    pool = KVPool(CONFIG, len(windows), PAGE, torch.float32, device)
+    previous = torch.tensor([39, ids[5]], dtype=torch.int32)
+    known = torch.tensor(ids)
+    known[5] = -2  # previous[1], which the step before has sampled
+    weights = embed.clone()
+    for start, stop in ((0, 5), (5, 8)):
+        batch = one_sequence(known[start:stop], start, 1, windows, device)
+        found = model.forward(batch, pool, previous)
+        missing = {"embed", "add_norm", "project", "rope_and_cache", "attend"}
+        missing -= set(table.called)
+        assert not missing, (
+            f"self.ops.{min(missing)} was never called: take every operation from "
+            "self.ops, so that a faster table can take this one's place"
+        )
+        assert not table.biased, (
+            "queries, keys and values got their bias twice: rope_and_cache adds it, so "
+            "their projection has None there"
+        )
+        wanted = [CONFIG.window(n) for n in range(3)]
+        assert table.windows[:3] == wanted, (
+            f"the layers' windows are {wanted}, and yours attended with "
+            f"{table.windows[:3]}: a layer's group is batch.groups[pool.groups[index]]"
+        )
+        assert isinstance(found, torch.Tensor), "return the hidden states, a tensor"
+        assert found.shape == (stop - start, HIDDEN), (
+            f"{stop - start} tokens have hidden states [{stop - start}, {HIDDEN}]; "
+            f"yours are {list(found.shape)}"
+        )
+        here = expected[start:stop]
+        if not near(found, here):
+            assert not near(normed(found.double(), norm), here), (
+                "the final norm is missing: what leaves the pass is normed"
+            )
+            short = embed[ids].double()
+            for n, layer in enumerate(layers):
+                h = normed(short, layer.attn_norm)
+                middle = short + attended(h, layer.attn, CONFIG.window(n))
+                after = exact_block(short, layer, CONFIG.window(n))
+                short = middle if n == 2 else after
+            assert not near(found, normed(short, norm)[start:stop]), (
+                "what the last layer's experts say got lost: the final add_norm still "
+                "has an update to add"
+            )
+        assert near(found, here), (
+            f"positions {start} to {stop - 1} aren't what a computation in float64 "
+            "without a cache gives"
+        )
+    count = table.called.count("add_norm")
+    assert count == 2 * 7, (
+        f"two calls of add_norm a layer and the final one are 7 for 3 layers; yours "
+        f"were {count / 2:g}"
+    )
+    assert torch.equal(embed, weights), "the embedding itself was changed"
+
+
+def kept_by_loops(logits, top_k, top_p, min_p):
+    """The set of tokens that stay of one row, in Python's floats."""
+    best = max(logits)
+    p = {i: math.exp(z - best) for i, z in enumerate(logits)}
+    ranked = sorted(p, key=lambda i: -p[i])
+    ranked = [i for i in ranked if p[i] >= min_p][:top_k]
+    total, mass, kept = sum(p[i] for i in ranked), 0.0, set()
+    for i in ranked:
+        if mass < top_p * total:
+            kept.add(i)
+        mass += p[i]
+    return kept
+
+
+def check_filter_tokens(candidate):
+    """Against loops over one row at a time."""
+
+    def run(logits, *columns):
+        """The kept tokens of each row; ``columns`` are top_k, top_p and min_p."""
+        top_k, top_p, min_p = columns
+        given = logits.clone()
+        found = candidate(
+            given,
+            torch.tensor(top_k)[:, None],
+            torch.tensor(top_p)[:, None],
+            torch.tensor(min_p)[:, None],
+        )
+        assert isinstance(found, torch.Tensor) and found.shape == logits.shape, (
+            f"logits {list(logits.shape)} stay {list(logits.shape)}; yours are "
+            f"{list(getattr(found, 'shape', []))}"
+        )
+        assert torch.equal(given, logits), "the logits that it gets must stay"
+        stays = found != -torch.inf
+        assert torch.equal(found[stays], logits[stays]), (
+            "a token that stays keeps its logit; for the others put -torch.inf"
+        )
+        return [set(row.nonzero().flatten().tolist()) for row in stays]
+
+    p = torch.tensor([[0.1, 0.5, 0.05, 0.2, 0.15]])
+    found = run(p.log(), [3], [1.0], [0.0])
+    assert found == [{1, 3, 4}], (
+        f"top-k of 3 keeps the 3 best, here {{1, 3, 4}}; yours are {found[0]}"
+    )
+    found = run(p.log(), [5], [1.0], [0.25])
+    assert found == [{1, 3, 4}], (
+        "min-p of 0.25 keeps what is at least a quarter as likely as the best, which "
+        f"has 0.5: at least 0.125, so {{1, 3, 4}}; yours are {found[0]}"
+    )
+    found = run(p.log(), [5], [0.6], [0.0])
+    assert found == [{1, 3}], (
+        "top-p of 0.6: the best has 0.5, too little, and with the next it is 0.7; that "
+        f"one is kept too, so {{1, 3}}; yours are {found[0]}"
+    )
+    found = run(p.log(), [5], [0.72], [0.15])
+    assert found == [{1, 3}], (
+        "min-p leaves 0.5, 0.2, 0.15 and 0.1, and top-p sees them renormalized, over "
+        f"0.95: two are enough for 0.72; yours are {found[0]}"
+    )
+    found = run(p.log(), [4], [0.72], [0.0])
+    assert found == [{1, 3}], (
+        "top-k runs before top-p, which sees what is left renormalized: of 0.526, "
+        f"0.211, ... two are enough for 0.72; yours are {found[0]}"
+    )
+    found = run(p.log(), [5], [1e-50], [0.0])
+    assert found == [{1}], (
+        "top-p of 1e-50 is 0 in float32; the best token stays all the same, yours "
+        f"are {found[0]}"
+    )
+    gap = torch.tensor([[0.0, -math.inf, 1.0, -math.inf]])
+    found = run(gap, [4], [1.0], [0.0])
+    assert found == [{0, 2}], (
+        "a token that was ruled out before, at -inf, stays out and harms nobody; you "
+        f"keep {found[0]} of logits {gap[0].tolist()}"
+    )
+    tail = seeded(1, 2, 60_000)
+    found = run(tail, [60_000] * 2, [1.0, 0.5], [0.0] * 2)
+    assert len(found[0]) == 60_000, (
+        f"a row with top-p 1 lost {60_000 - len(found[0])} of 60,000 tokens because a "
+        "rounded sum of probabilities passes 1 early: a row without top-p loses nothing"
+    )
+    logits = 2 * seeded(2, 8, 200)
+    top_k = [200, 50, 7, 1, 200, 30, 200, 60]
+    top_p = [0.9, 0.8, 1.0, 0.5, 1.0, 0.33, 0.05, 0.95]
+    min_p = [0.0, 0.01, 0.0, 0.3, 0.1, 0.0, 0.02, 0.005]
+    found = run(logits, top_k, top_p, min_p)
+    for n, (row, kept) in enumerate(zip(logits.tolist(), found, strict=True)):
+        expected = kept_by_loops(row, top_k[n], top_p[n], min_p[n])
+        assert kept == expected, (
+            f"row {n} of 8, with top-k {top_k[n]}, top-p {top_p[n]} and min-p "
+            f"{min_p[n]}, keeps {len(expected)} tokens; you keep {len(kept)}, "
+            f"{len(kept & expected)} of them right. Each row has its own parameters"
+        )
+
+
+def check_generate_ids(candidate):
+    """A made-up model that says which texts it was asked for."""
+
+    def run(prompt, ends, max_tokens):
+        asked: list[list[int]] = []
+        steps: list[int] = []
+
+        def logits_of(ids):
+            assert len(asked) < 20, "the loop doesn't end after max_tokens tokens"
+            asked.append(list(ids))
+            rows = torch.arange(len(ids))[:, None] + torch.zeros(1, 50)
+            rows[-1, (7 * sum(ids) + len(ids)) % 50] = 100.0
+            return rows
+
+        def choose(row, step):
+            assert torch.as_tensor(row).shape == (50,), (
+                "choose gets one row of logits, [V], that of the last token; yours is "
+                f"{list(torch.as_tensor(row).shape)}"
+            )
+            steps.append(step)
+            return int(row.argmax())
+
+        given = list(prompt)
+        found = candidate(logits_of, given, choose, set(ends), max_tokens)
+        assert given == list(prompt), (
+            "your loop appends to the list that it gets, and the caller's prompt "
+            "grows; copy it first"
+        )
+        return found, asked, steps
+
+    def answer(prompt, count):
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append((7 * sum(tokens) + len(tokens)) % 50)
+        return tokens[len(prompt) :]
+
+    prompt = [3, 1, 4]
+    expected = answer(prompt, 6)
+    found, asked, steps = run(prompt, [], 6)
+    assert asked[0] == prompt, (
+        f"the first step runs the whole prompt, {prompt}; yours ran {asked[0]}"
+    )
+    assert len(asked) < 2 or asked[1] == prompt + expected[:1], (
+        f"the second step runs prompt and answer so far, {prompt + expected[:1]}: this "
+        f"loop remembers nothing; yours ran {asked[1]}"
+    )
+    assert found is not None, "your loop returns nothing"
+    found = torch.as_tensor(found).tolist()
+    assert found != prompt + expected, "return the new tokens alone, not the prompt"
+    assert len(found) == 6, f"max_tokens is 6 and you return {len(found)} tokens"
+    assert found == expected, f"the answer is {expected}; yours is {found}"
+    assert len(asked) == 6, f"6 tokens take 6 runs; yours took {len(asked)}"
+    assert [int(step) for step in steps] == [*range(6)], (
+        f"choose gets the number of tokens made so far, 0 for the first; yours are "
+        f"{steps}"
+    )
+    end = expected[2]
+    place = expected.index(end)
+    found, asked, _ = run(prompt, [end], 6)
+    assert list(found) != expected[:place], (
+        f"the token that ends the answer, {end}, is its last one; yours dropped it"
+    )
+    assert list(found) == expected[: place + 1], (
+        f"{end} ends the answer, so it is {expected[: place + 1]}; yours is "
+        f"{list(found)}"
+    )
+    again, _, _ = run([end, 2], [end], 3)
+    assert again, "an end token in the prompt doesn't end the answer"
+
+
+def check_6_1(candidate):
+    """Against the softmax of the logits."""
+    z = torch.tensor([1.3, -0.4, 2.2, 0.0], dtype=torch.float64)
+    for temperature in (0.3, 1.0, 2.0, 5.0):
+        found = torch.as_tensor(candidate(z.softmax(0).tolist(), temperature)).double()
+        assert found.shape == (4,), "four probabilities in, four out"
+        total = found.sum().item()
+        assert abs(total - 1) < 1e-6, (
+            f"at temperature {temperature} yours add up to {total:.3f}"
+        )
+        wanted = (z / temperature).softmax(0)
+        assert torch.allclose(found, wanted, atol=1e-6), (
+            f"at temperature {temperature} yours aren't the softmax of the same logits "
+            "over the temperature: it divides logits, not probabilities"
+        )
+
+
+def check_6_2(candidate):
+    """Random streams, whose logits are known at every depth."""
+    stream = seeded(1, 5, 32).cumsum(0) * 3
+    norm, row = 1 + 0.3 * seeded(2, 32), seeded(3, 32)
+    terms = candidate(stream.clone(), norm, EPS, row)
+    assert terms is not None, "your function returns nothing"
+    terms = torch.as_tensor(terms)
+    assert terms.shape == (5,), "one term for the embedding and one for each layer"
+    scale = (stream[-1].double().pow(2).mean() + EPS).rsqrt()
+    logit = (stream[-1].double() * scale * norm.double() * row.double()).sum()
+    total = terms.double().sum()
+    assert torch.allclose(total, logit, atol=1e-3), (
+        f"the terms add up to the logit, {logit:.3f}; yours add up to {total:.3f}. The "
+        "final norm divides the whole stream by one number"
+    )
+    for n in range(5):
+        held = (stream[n].double() * scale * norm.double() * row.double()).sum()
+        assert torch.allclose(terms[: n + 1].double().sum(), held, atol=1e-3), (
+            f"the terms up to number {n} aren't what the stream holds by then, all of "
+            "it divided by the same, final number"
+        )
+
+
+def check_6_3(candidate):
+    """Against counting, for several requests; and one far too long to count."""
+    cases = [([7, 3], [4, 9]), ([10], [200]), ([5, 5, 1], [1, 2, 30]), ([4], [1])]
+    for prompts, answers in cases:
+        counted = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            for step in range(answer):
+                counted += prompt + step
+        tokens, operations = candidate(list(prompts), list(answers), 11)
+        assert tokens == counted, (
+            f"prompts of {prompts} with answers of {answers} run {counted} tokens; you "
+            f"say {tokens}. The step that makes the first token runs the prompt alone"
+        )
+        assert operations == 2 * 11 * counted, (
+            "each active parameter takes part in two operations for each token that "
+            f"runs: {22 * counted}, and you say {operations}"
+        )
+    answer = 10**9 + 3
+    found = candidate([1], [answer], 1)[0]
+    assert found == answer + answer * (answer - 1) // 2, (
+        "for an answer of a billion tokens the formula must be exact: whole numbers, "
+        "with // for the half"
+    )
+
+
+class Watch(TorchDispatchMode):
+    """Notes what sorts or waits, and counts the operations."""
+
+    SORTS = ("sort", "topk", "kthvalue", "median", "unique", "mode", "argsort")
+    WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.found = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        self.count += 1
+        assert self.count < 1500, (
+            "more than 1,500 operations for one batch: is there a loop over the tokens?"
+        )
+        plain = name.strip("_0123456789").removesuffix("_dim")
+        if plain in self.SORTS or name.startswith("_unique"):
+            self.found.add(f"{name}: that sorts or selects")
+        if name in self.WAITS:
+            self.found.add(f"{name}: for that value a CPU waits for its GPU")
+        return func(*args, **(kwargs or {}))
+
+
+def check_6_4(candidate):
+    """Against loops; on the meta device, where no tensor has a value to read."""
+    z = 3 * seeded(0, 16, 2000)
+    for top_p in (0.05, 0.5, 0.9, 0.99):
+        with Watch() as watch:
+            found = candidate(z.clone(), top_p)
+        assert not watch.found, f"you use {min(watch.found)}"
+        assert isinstance(found, torch.Tensor) and found.dtype == torch.bool, (
+            "return a mask, a bool tensor"
+        )
+        assert found.shape == z.shape, (
+            f"a mask for logits {list(z.shape)} has that shape; yours is "
+            f"{list(found.shape)}"
+        )
+        wrong = 0
+        for row, mask in zip(z.tolist(), found, strict=True):
+            kept = set(mask.nonzero().flatten().tolist())
+            expected = kept_by_loops(row, len(row), top_p, 0.0)
+            wrong += len(kept ^ expected)
+        assert wrong <= 2, (
+            f"at top-p {top_p}, {wrong} tokens of 16 rows are on the wrong side; the "
+            "one with which the mass reaches top-p is kept"
+        )
+    try:
+        candidate(torch.empty(2, 50, device="meta"), 0.5)
+    except Exception as error:
+        raise AssertionError(
+            "on a device whose tensors have shapes and no values, yours fails: it "
+            "reads a tensor's value in Python, or makes tensors on another device than "
+            f"that of logits ({type(error).__name__})"
+        ) from None

@@ -1,0 +1,397 @@
+"""Wrong answers to chapter 6."""
+
+import torch
+
+from simplellm import ops
+from simplellm.model import Model
+from simplellm.ops import attention, experts, linear, rms_norm, rotate
+from wrong import wrong
+
+
+def heads(h, attn):
+    """Rotated queries and keys, and values, of a normed stream h [T, hidden]."""
+    x = linear(h, attn.qkv, attn.qkv_bias).unflatten(-1, (-1, attn.head_dim))
+    queries = attn.o.shape[1] // attn.head_dim
+    others = (x.shape[1] - queries) // 2
+    q, k, v = x.split([queries, others, others], dim=1)
+    cos, sin = attn.cos[: len(h)], attn.sin[: len(h)]
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def attended(h, attn, window):
+    q, k, v = heads(h, attn)
+    out = attention(q, k, v, attn.sinks, window=window)
+    return linear(out.flatten(1), attn.o, attn.o_bias)
+
+
+def live(x):
+    return torch.tensor([len(x)], dtype=torch.int32)
+
+
+@wrong("block", "after* attention")
+def both_at_once(x, layer, window, eps):
+    h = rms_norm(x, layer.attn_norm, eps)
+    said = experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x + attended(h, layer.attn, window) + said
+
+
+@wrong("block", "replaces it")
+def without_residuals(x, layer, window, eps):
+    x = attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
+    return experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+
+
+@wrong("block", "in place")
+def changes_the_stream(x, layer, window, eps):
+    x += attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
+    x += experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x
+
+
+@wrong("block", "with a window of 3")
+def never_slides(x, layer, window, eps):
+    x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, None)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+
+
+@wrong("block", "normed copy")
+def adds_to_the_copy(x, layer, window, eps):
+    x = rms_norm(x, layer.attn_norm, eps)
+    x = x + attended(x, layer.attn, window)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+
+
+@wrong("block", "rotated")
+def forgets_to_rotate(x, layer, window, eps):
+    attn = layer.attn
+    h = linear(rms_norm(x, layer.attn_norm, eps), attn.qkv, attn.qkv_bias)
+    h = h.unflatten(-1, (-1, attn.head_dim))
+    queries = attn.o.shape[1] // attn.head_dim
+    others = (h.shape[1] - queries) // 2
+    q, k, v = h.split([queries, others, others], dim=1)
+    out = attention(q, k, v, attn.sinks, window=window)
+    x = x + linear(out.flatten(1), attn.o, attn.o_bias)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+
+
+@wrong("gumbel_draw", "before the noise")
+def noise_then_temperature(logits, temperature, uniform):
+    return ((logits - (-uniform.log()).log()) / temperature).argmax(-1)
+
+
+@wrong("gumbel_draw", "in 40000 draws")
+def one_logarithm(logits, temperature, uniform):
+    return (logits / temperature - uniform.log()).argmax(-1)
+
+
+@wrong("gumbel_draw", "in 40000 draws")
+def uniform_noise(logits, temperature, uniform):
+    return (logits / temperature + uniform).argmax(-1)
+
+
+@wrong("gumbel_draw", "in 40000 draws")
+def plus_for_minus(logits, temperature, uniform):
+    return (logits / temperature + (-uniform.log()).log()).argmax(-1)
+
+
+@wrong("gumbel_draw", "whatever the noise")
+def likeliest(logits, temperature, uniform):
+    return logits.argmax(-1)
+
+
+@wrong("gumbel_draw", "shape [40000]")
+def keeps_the_dimension(logits, temperature, uniform):
+    return (logits / temperature - (-uniform.log()).log()).argmax(-1, keepdim=True)
+
+
+class Pass(Model):
+    """The right forward pass in pieces, of which the wrong ones change one each."""
+
+    def start(self, batch, previous):
+        return self.ops.embed(batch.tokens, previous, self.embed_tokens)
+
+    def attend(self, h, n, batch, pool, group=None, bias=None):
+        attn = self.layers[n].attn
+        group = batch.groups[pool.groups[n]] if group is None else group
+        keys, values = pool.keys[n], pool.values[n]
+        qkv = self.ops.project(h, attn.qkv, bias)
+        where = batch.positions, keys, values, group.slots
+        q = self.ops.rope_and_cache(qkv, attn, *where)
+        out = self.ops.attend(q, keys, values, group, attn.sinks)
+        return self.ops.project(out.flatten(1), attn.o, attn.o_bias)
+
+    def run(self, batch, pool, previous, group=None, biased=False):
+        """The stream, and the update that is still to be added."""
+        x, update = self.start(batch, previous), None
+        eps = self.config.rms_norm_eps
+        for n, layer in enumerate(self.layers):
+            bias = layer.attn.qkv_bias if biased else None
+            x, h = self.ops.add_norm(x, update, layer.attn_norm, eps)
+            update = self.attend(h, n, batch, pool, group, bias)
+            x, h = self.ops.add_norm(x, update, layer.mlp_norm, eps)
+            update = layer.mlp.feed(self.ops, h, batch.live)
+        return x, update
+
+
+@wrong("Model.forward", "final norm is missing")
+class NoFinalNorm(Pass):
+    def forward(self, batch, pool, previous):
+        x, update = self.run(batch, pool, previous)
+        return x + update
+
+
+@wrong("Model.forward", "got lost")
+class LosesTheLastUpdate(Pass):
+    def forward(self, batch, pool, previous):
+        x, _ = self.run(batch, pool, previous)
+        return self.ops.add_norm(x, None, self.norm, self.config.rms_norm_eps)[1]
+
+
+@wrong("Model.forward", "windows are")
+class OneGroupForAll(Pass):
+    def forward(self, batch, pool, previous):
+        x, update = self.run(batch, pool, previous, group=batch.groups[0])
+        return self.ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
+
+
+@wrong("Model.forward", "bias twice")
+class BiasTwice(Pass):
+    def forward(self, batch, pool, previous):
+        x, update = self.run(batch, pool, previous, biased=True)
+        return self.ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
+
+
+@wrong("Model.forward", "self.ops.")
+class OwnOperations(Pass):
+    def forward(self, batch, pool, previous):
+        table, self.ops = self.ops, ops.PLAIN
+        x, update = self.run(batch, pool, previous)
+        self.ops = table
+        return ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
+
+
+@wrong("Model.forward", "self.ops.add_norm")
+class AddsByItself(Pass):
+    def forward(self, batch, pool, previous):
+        x, eps = self.start(batch, previous), self.config.rms_norm_eps
+        for n, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.attn_norm, eps)
+            x = x + self.attend(h, n, batch, pool).sum(1)
+            h = rms_norm(x, layer.mlp_norm, eps)
+            x = x + layer.mlp.feed(self.ops, h, batch.live)
+        return rms_norm(x, self.norm, eps)
+
+
+def filtered(logits, top_k, top_p, min_p, *, whole=False, crossing=True, all_of_1=True):
+    """`filter_tokens`; ``whole``: top-p looks at all probabilities, not what is left;
+    not ``crossing``: it drops the token with which it has enough."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    keep = ordered >= ordered[:, :1] + min_p.log()
+    keep &= torch.arange(logits.shape[1]) < top_k
+    left = ordered if whole else ordered.masked_fill(~keep, -torch.inf)
+    probs = left.softmax(-1)
+    mass = probs.cumsum(-1) - (probs if crossing else 0)
+    inside = mass < top_p
+    keep &= inside | (top_p >= 1) if all_of_1 else inside
+    last = (keep.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
+
+
+@wrong("filter_tokens", "renormalized")
+def looks_at_all(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p, whole=True)
+
+
+@wrong("filter_tokens", "that one is kept too")
+def drops_the_crossing_token(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p, crossing=False)
+
+
+@wrong("filter_tokens", "passes 1 early")
+def loses_the_tail(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p, all_of_1=False)
+
+
+@wrong("filter_tokens", "at least a quarter as likely")
+def min_p_of_the_whole(logits, top_k, top_p, min_p):
+    logits = logits.masked_fill(logits.softmax(-1) < min_p, -torch.inf)
+    return filtered(logits, top_k, top_p, torch.zeros_like(min_p))
+
+
+@wrong("filter_tokens", "the 3 best")
+def one_too_many(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k + 1, top_p, min_p)
+
+
+@wrong("filter_tokens", "keeps its logit")
+def gives_probabilities(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p).softmax(-1).log()
+
+
+@wrong("filter_tokens", "the best token stays")
+def may_keep_none(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k, top_p, min_p).masked_fill(top_p == 0, -torch.inf)
+
+
+@wrong("filter_tokens", "its own parameters")
+def first_row_for_all(logits, top_k, top_p, min_p):
+    return filtered(logits, top_k[:1], top_p, min_p[:1])
+
+
+@wrong("generate_ids", "appends to the list")
+def grows_the_prompt(logits_of, ids, choose, ends, max_tokens):
+    start = len(ids)
+    for step in range(max_tokens):
+        ids.append(choose(logits_of(ids)[-1], step))
+        if ids[-1] in ends:
+            break
+    return ids[start:]
+
+
+@wrong("generate_ids", "second step runs prompt and answer")
+def last_token_alone(logits_of, ids, choose, ends, max_tokens):
+    run, found = list(ids), []
+    for step in range(max_tokens):
+        found.append(choose(logits_of(run)[-1], step))
+        run = found[-1:]
+        if found[-1] in ends:
+            break
+    return found
+
+
+@wrong("generate_ids", "dropped it")
+def drops_the_end(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        token = choose(logits_of(tokens)[-1], step)
+        if token in ends:
+            break
+        tokens.append(token)
+    return tokens[len(ids) :]
+
+
+@wrong("generate_ids", "ends the answer")
+def never_stops(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        tokens.append(choose(logits_of(tokens)[-1], step))
+    return tokens[len(ids) :]
+
+
+@wrong("generate_ids", "made so far")
+def counts_from_one(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        tokens.append(choose(logits_of(tokens)[-1], step + 1))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(ids) :]
+
+
+@wrong("generate_ids", "not the prompt")
+def prompt_and_answer(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        tokens.append(choose(logits_of(tokens)[-1], step))
+        if tokens[-1] in ends:
+            break
+    return tokens
+
+
+@wrong("6.1", "logits, not probabilities")
+def divides_probabilities(probs, temperature):
+    hot = (torch.tensor(probs) / temperature).softmax(0)
+    return hot.tolist()
+
+
+@wrong("6.1", "add up to")
+def forgets_the_sum(probs, temperature):
+    return [p ** (1 / temperature) for p in probs]
+
+
+@wrong("6.2", "add up to the logit")
+def a_norm_for_each(stream, norm, eps, row):
+    added = torch.cat([stream[:1], stream.diff(dim=0)])
+    return rms_norm(added, norm, eps) @ row
+
+
+@wrong("6.2", "what the stream holds by then")
+def lens_logits(stream, norm, eps, row):
+    early = rms_norm(stream, norm, eps) @ row
+    return torch.cat([early[:1], early.diff()])
+
+
+@wrong("6.3", "runs the prompt alone")
+def first_step_runs_one_more(prompt_lengths, new_tokens, active_parameters):
+    pairs = zip(prompt_lengths, new_tokens, strict=True)
+    tokens = sum(m * n + m * (m + 1) // 2 for n, m in pairs)
+    return tokens, 2 * active_parameters * tokens
+
+
+@wrong("6.3", "tokens; you say")
+def all_with_all(prompt_lengths, new_tokens, active_parameters):
+    n, m = sum(prompt_lengths), sum(new_tokens)
+    tokens = m * n + m * (m - 1) // 2
+    return tokens, 2 * active_parameters * tokens
+
+
+@wrong("6.3", "whole numbers")
+def in_floats(prompt_lengths, new_tokens, active_parameters):
+    pairs = zip(prompt_lengths, new_tokens, strict=True)
+    tokens = sum(m * n + m * (m - 1) / 2 for n, m in pairs)
+    return tokens, 2 * active_parameters * tokens
+
+
+@wrong("6.4", "sorts or selects")
+def sorts_after_all(logits, top_p):
+    p = logits.softmax(-1)
+    ordered = p.sort(descending=True).values
+    last = ((ordered.cumsum(-1) - ordered < top_p).sum(-1, keepdim=True) - 1).clamp(0)
+    return p >= ordered.gather(1, last)
+
+
+def bisected(logits, top_p, halvings):
+    p = logits.softmax(-1)
+    high = p.amax(-1, keepdim=True)
+    low = torch.zeros_like(high)
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        enough = p.masked_fill(p <= middle, 0).sum(-1, keepdim=True) >= top_p
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return p, low, high
+
+
+@wrong("6.4", "wrong side")
+def eight_halvings(logits, top_p):
+    p, low, _ = bisected(logits, top_p, 8)
+    return p > low
+
+
+@wrong("6.4", "mass reaches top-p is kept")
+def without_the_crossing_token(logits, top_p):
+    p, _, high = bisected(logits, top_p, 40)
+    return p > high * (1 + 1e-5)
+
+
+@wrong("6.4", "a CPU waits")
+def looks_at_a_value(logits, top_p):
+    p, low, high = bisected(logits, top_p, 40)
+    while (high - low).max() > 1e-3:
+        low = high
+    return p > low
+
+
+@wrong("6.4", "a loop over the tokens")
+def token_by_token(logits, top_p):
+    p = logits.softmax(-1)
+    kept = torch.zeros_like(p, dtype=torch.bool)
+    for token in range(p.shape[1]):
+        mine = p[:, token, None]
+        kept[:, token] = p.masked_fill(p <= mine, 0).sum(-1) < top_p
+    return kept
+
+
+@wrong("6.4", "reads a tensor's value")
+def through_a_list(logits, top_p):
+    p, low, _ = bisected(logits, top_p, 40)
+    return p > torch.tensor(low.tolist())
