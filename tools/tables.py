@@ -16,7 +16,7 @@ from export import chapter_files
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
-READING = re.compile(r"(\d+) minutes? to read(?:, (\d+) to write)?")
+READING = re.compile(r"(\d+) minutes? to read, (\d+) to write")
 SESSION = 90  # minutes that a group writes at a time
 EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 
@@ -53,12 +53,11 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
         text = path.read_text(encoding="utf-8")
         title, reading = TITLE.match(text), READING.search(text)
         if not (title and reading):
-            raise ValueError(f"{path.name}: no title or no `N minutes to read`")
+            raise ValueError(f"{path.name}: no title or no minutes to read and to write")
         number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
         link = f"[{number}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
-        write = int(reading[2] or exercises)
-        found.append(Minutes(link, int(reading[1]), write, exercises))
+        found.append(Minutes(link, int(reading[1]), int(reading[2]), exercises))
     return found
 
 
