@@ -6,15 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
 import cells
-import course
 import jupytext
 import pytest
 from export import LINE_COUNT, chapter_files, collect, writers
@@ -43,19 +38,6 @@ LEDGER = [
 LINES_OF_A_CELL = 40
 EXPORTED_LINES = 320  # about 300 that the reader reads of what a chapter exports
 
-# Chapters without blanks and without the drawing at their head. The list only shrinks.
-OLD_FORM = {
-}
-OLD_PARTS = [part.replace("You write it", "The version we keep") for part in PARTS]
-OLD_LEDGER = [
-    "technique",
-    "invariant it keeps",
-    "wins",
-    "loses",
-    "benchmark trap",
-    "measured here",
-    "measured on an H200",
-]
 DIFFICULTIES = ["easy", "medium", "hard"]
 COLUMNS = 88
 
@@ -63,10 +45,8 @@ FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 IMAGE = re.compile(r"!\[(.*?)\]\((.+?)\)", re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 TERM = re.compile(r"^- \*\*(.+?)\*\*: .+ \((?:chapter|appendix) (\w+)\)$", re.MULTILINE)
-# "shows `simplellm/a.py`, `simplellm/b.py` and `simplellm/c.py`"
-MODULE = r"`simplellm/[\w/]+\.py`"
-SHOWS = re.compile(rf"\bshows\s+{MODULE}(?:(?:,|,?\s+and)\s+{MODULE})*")
 EXERCISE_MINUTES = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
+MODULE = r"`simplellm/[\w/]+\.py`"
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
 
 
@@ -82,45 +62,8 @@ def section(text: str, title: str) -> str:
     return found
 
 
-def shown_modules(text: str) -> Iterator[str]:
-    """The package's files whose code a chapter's cells pass to `course.show`."""
-    homes: dict[str, str] = {}  # an imported name's module
-    for cell in jupytext.reads(text, fmt="md").cells:
-        if cell.cell_type != "code":
-            continue
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                homes |= {n.asname or n.name: node.module for n in node.names}
-            if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "show"):
-                continue
-            for argument in node.args:
-                root, *attributes = ast.unparse(argument).split(".")
-                thing = import_module(homes[root])
-                with suppress(ModuleNotFoundError):  # it may be a module itself
-                    import_module(f"{homes[root]}.{root}")
-                for name in (root, *attributes):
-                    thing = getattr(thing, name)
-                yield course.file_of(thing)
-
-
-def promised_modules(text: str) -> set[str]:
-    """The handwritten modules that a chapter's head says it shows."""
-    head = text.split("\n## ")[0]
-    phrases = [match[0] for match in SHOWS.finditer(head)]
-    return {name.strip("`") for p in phrases for name in re.findall(MODULE, p)}
-
-
-def is_new(text: str) -> bool:
-    """Whether a chapter has blanks and, at its head, the drawing of the engine."""
-    return "figures/engine-" in text.split("\n## ")[0] and "#| blank" in text
-
-
 CHAPTERS = chapter_files(ROOT)
-NEW = [path for path in CHAPTERS if is_new(path.read_text(encoding="utf-8"))]
-OLD = [path for path in CHAPTERS if path not in NEW]
 every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.name)
-each_new = pytest.mark.parametrize("path", NEW, ids=lambda path: path.name)
-each_old = pytest.mark.parametrize("path", OLD, ids=lambda path: path.name)
 
 
 @pytest.fixture
@@ -134,10 +77,6 @@ def number(path: Path) -> str:
     return path.name.partition("-")[0].lstrip("0").upper()
 
 
-def test_only_these_have_the_old_form() -> None:
-    assert {path.name for path in OLD} <= OLD_FORM
-
-
 @every_chapter
 def test_the_title_comes_first(text: str) -> None:
     """No YAML header, one title."""
@@ -148,10 +87,10 @@ def test_the_title_comes_first(text: str) -> None:
 @every_chapter
 def test_the_parts_are_there_in_order(path: Path, text: str) -> None:
     titles = re.findall(r"^## (.+?)(?::.*)?$", prose(text), re.MULTILINE)
-    assert titles == (PARTS if path in NEW else OLD_PARTS)
+    assert titles == PARTS
 
 
-@each_new
+@every_chapter
 def test_the_head_has_four_true_rows_a_promise_and_the_drawing(
     path: Path, text: str, number: str
 ) -> None:
@@ -190,7 +129,7 @@ def blanks_of(path: Path) -> list[str]:
     return [name for name in found if name]
 
 
-@each_new
+@every_chapter
 def test_the_reader_writes(path: Path, text: str) -> None:
     """Three blanks at least, each with a stub, a check and a folded kept version."""
     blanks = blanks_of(path)
@@ -212,7 +151,7 @@ def test_the_reader_writes(path: Path, text: str) -> None:
             )
 
 
-@each_new
+@every_chapter
 def test_the_flow_has_no_long_cell(path: Path) -> None:
     for cell in cells.read(path):
         if cell.flows:
@@ -220,7 +159,7 @@ def test_the_flow_has_no_long_cell(path: Path) -> None:
             assert lines <= LINES_OF_A_CELL, f"{lines} lines:\n{cell.body[:200]}"
 
 
-@each_new
+@every_chapter
 def test_the_flow_exports_what_one_can_read(path: Path) -> None:
     exported = [
         cell.body.count("\n")
@@ -228,33 +167,6 @@ def test_the_flow_exports_what_one_can_read(path: Path) -> None:
         if cell.flows and "export" in cell.directives()
     ]
     assert sum(exported) <= EXPORTED_LINES
-
-
-@pytest.mark.skipif(not find_spec("triton"), reason="chapters show kernels")
-@each_old
-def test_the_head_tells_minutes_and_modules(path: Path, text: str) -> None:
-    """It "writes" what the chapter exports and "shows" what is written by hand.
-
-    A module that a chapter before it has promised to show may come again untold.
-    """
-    head = text.split("\n## ")[0]
-    assert re.search(r"\d+\s+minutes|minutes.*\d+", head)
-    name = path.relative_to(ROOT).as_posix()
-    chapters = {module: writers(cells) for module, cells in collect(ROOT).items()}
-    begun = {module for module in chapters if chapters[module][0] == name}
-    continued = {module for module in chapters if name in chapters[module][1:]}
-    shown = {module for module in shown_modules(text) if module not in chapters}
-    assert promised_modules(text) <= shown
-    files = chapter_files(ROOT)
-    texts = [file.read_text(encoding="utf-8") for file in files]
-    known = set().union(*map(promised_modules, texts[: files.index(path) + 1]))
-    assert shown <= known
-    told = {match[2] for match in LINE_COUNT.finditer(head)}
-    assert begun <= told <= begun | continued
-    assert [module for module in continued if f"`{module}`" not in head] == []
-    for match in LINE_COUNT.finditer(head):
-        lines = (ROOT / match[2]).read_text(encoding="utf-8").count("\n")
-        assert re.search(rf"\({lines}\s", match[0]), match[0]
 
 
 @every_chapter
@@ -278,18 +190,7 @@ def test_every_relative_link_resolves(path: Path, text: str) -> None:
             assert (path.parent / target.split("#")[0]).exists(), target
 
 
-@each_old
-def test_the_ledger_row_is_complete(text: str) -> None:
-    lines = section(text, "The ledger").splitlines()
-    rows = [line.strip().strip("|").split("|") for line in lines if line[:1] == "|"]
-    assert [cell.strip() for cell in rows[0]] == OLD_LEDGER
-    assert len(rows) >= 3
-    for row in rows[2:]:
-        assert len(row) == len(OLD_LEDGER)
-        assert all(cell.strip() for cell in row), row
-
-
-@each_new
+@every_chapter
 def test_the_ledger_defines_each_technique(text: str) -> None:
     """A name in bold, and below it a list with what there is to know of it."""
     part = section(text, "The ledger")
@@ -312,7 +213,7 @@ def test_production_names_a_source(text: str) -> None:
 def test_the_exercises_have_their_form(path: Path, text: str, number: str) -> None:
     part = section(text, "Exercises")
     heads = re.findall(r"^### (.+)$", prose(part), re.MULTILINE)
-    assert len(heads) >= (2 if path in NEW else 3)
+    assert len(heads) >= 2
     bodies = re.split(r"^### .+$", part, flags=re.MULTILINE)[1:]
     difficulties = []
     for index, (head, body) in enumerate(zip(heads, bodies, strict=True), start=1):
@@ -324,8 +225,7 @@ def test_the_exercises_have_their_form(path: Path, text: str, number: str) -> No
         visible, _, folded = body.partition("<!-- #region -->")
         codes = FENCE.findall(visible)
         (stub,) = [c for _, c in codes if c.startswith(f"#| exercise {name}\n")]
-        starts = f'check("{name}", ' if path in NEW else f"#| check {name}\n"
-        (check,) = [i for i, c in codes if c.startswith(starts)]
+        (check,) = [i for i, c in codes if c.startswith(f'check("{name}", ')]
         assert stub.strip()
         assert check == 'python tags=["raises-exception"]', f"{name}: check's fence"
         assert "<details><summary>Hint</summary>" in visible, f"{name}: no hint"
@@ -368,7 +268,7 @@ def test_the_glossary_terms_of_a_chapter_stand_in_it(text: str, number: str) -> 
     assert terms and not missing, missing
 
 
-@each_new
+@every_chapter
 def test_the_glossary_terms_of_a_chapter_are_explained_in_it(
     text: str, number: str
 ) -> None:

@@ -105,6 +105,14 @@ def told() -> list[str]:
         for row in recorded("12-ablation-h200")[key]
     }
     lost = ablation["+ overlap"] / ablation["- continuous batching"]
+    cpu = {
+        row["name"]: row["tokens_per_second"]
+        for key in ("cumulative", "without")
+        for row in recorded("12-ablation-cpu")[key]
+    }
+    twice = cpu["+ continuous batching"] / cpu["- pages"]
+    small = {row["batch"]: row for row in recorded("12-bench-20b")["decode"]}
+    prompt = small[1]["ttft_ms"] / small[8]["step_ms"]
     one = us("1", "mma, many tiles a program")
     grouped = us("1", "fragments, unroll 5")
     race = kernels["gate_up of a prompt", "4096", "4 warps, decoding while wgmmas read"]
@@ -121,8 +129,10 @@ def told() -> list[str]:
         f"in bursts of 40 launches, and the {bursts['us']:.0f} of the table",
         "in 100 of 100 repeats it didn't",
         f"vLLM {vllm['versions']['vllm']} on one H200",
-        f"a Triton kernel that adds up blocks {vllm['read_gigabytes_per_second']:,.0f}",
+        f"adds up blocks reached {vllm['read_gigabytes_per_second']:,.0f}",
         f"it takes {lost:.2f} times as long",
+        f"its speeds differ by {100 * (twice - 1):.0f} %",
+        f"as much as {('four', 'five', 'six')[round(prompt) - 4]} decodes",
     ]
 
 

@@ -612,7 +612,8 @@ def check_6_4(candidate):
             wrong += len(kept ^ expected)
         assert wrong <= 2, (
             f"at top-p {top_p}, {wrong} tokens of 16 rows are on the wrong side; the "
-            "one with which the mass reaches top-p is kept"
+            "one with which the mass reaches top-p is kept, so compare with a bound "
+            "that's surely below it"
         )
     try:
         candidate(torch.empty(2, 50, device="meta"), 0.5)
