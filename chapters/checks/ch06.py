@@ -189,6 +189,11 @@ def check_gumbel_draw(candidate):
             f"{list(found.shape)}"
         )
         assert not found.is_floating_point(), "a token is a number of the vocabulary"
+        again = torch.as_tensor(candidate(rows[:99], temperature, uniform[:99]))
+        assert torch.equal(again, found[:99]), (
+            "the randomness is in uniform: the same numbers draw the same tokens, so "
+            "that a seed can repeat an answer"
+        )
         shares = found.long().bincount(minlength=5) / draws
         assert len(shares) == 5, "there is no such token in a vocabulary of 5"
         off = (shares - wanted).abs().max().item()
@@ -291,8 +296,8 @@ def check_Model_forward(candidate):
     for start, stop in ((0, 5), (5, 8)):
         batch = one_sequence(known[start:stop], start, 1, windows, device)
         found = model.forward(batch, pool, previous)
-        missing = {"embed", "add_norm", "project", "rope_and_cache", "attend"}
-        missing -= set(table.called)
+        needed = "embed add_norm project rope_and_cache attend experts"
+        missing = set(needed.split()) - set(table.called)
         assert not missing, (
             f"self.ops.{min(missing)} was never called: take every operation from "
             "self.ops, so that a faster table can take this one's place"
@@ -380,6 +385,12 @@ def check_filter_tokens(candidate):
     found = run(p.log(), [3], [1.0], [0.0])
     assert found == [{1, 3, 4}], (
         f"top-k of 3 keeps the 3 best, here {{1, 3, 4}}; yours are {found[0]}"
+    )
+    tied = torch.tensor([[2.0, 1.0, 2.0, 2.0]])
+    found = run(tied, [2], [1.0], [0.0])
+    assert found == [{0, 2, 3}], (
+        "three tokens share the best logit: with top-k of 2 all of them stay, because "
+        f"nothing but chance would choose among them; yours are {found[0]}"
     )
     found = run(p.log(), [5], [1.0], [0.25])
     assert found == [{1, 3, 4}], (

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -95,6 +96,12 @@ def check_kv_bytes(kv_bytes):
                     f"{told}: a sliding layer keeps its window at most, and a short "
                     f"text less; yours is {found:,} and not {2 * each * layers:,}"
                 )
+    other = replace(embedded, head_dim=32, sliding_window=16)
+    found = kv_bytes(other, 100, itemsize=2)
+    assert found == 2 * 2 * 32 * 2 * (3 * 100 + 3 * 16), (
+        "a model with heads of 32 and windows of 16: take these from its config, not "
+        f"from gpt-oss; yours is {found:,}"
+    )
     found = kv_bytes(GPT_OSS_20B, 10)
     assert found == 2 * 8 * 64 * 2 * 24 * 10, "without an itemsize a number has 2 bytes"
 
@@ -228,6 +235,11 @@ def check_decode_reads(decode_reads):
                 if count == 1:
                     lengths = [37]
                 judge_reads(decode_reads, rng, lengths, window, size)
+    count = len(list(judge_reads(decode_reads, rng, [100] * 6, None, 16)))
+    assert count < 3, (
+        f"six decodes of equal length took {count} reads: decodes of similar length "
+        "are read together"
+    )
 
 
 def judge_reads(decode_reads, rng, lengths, window, size):
@@ -283,6 +295,7 @@ def judge_reads(decode_reads, rng, lengths, window, size):
         f"{told}: each row that has a length is in one read, and no other is; yours "
         f"are {sorted(seen)}"
     )
+    return reads
 
 
 def check_7_1(outweighs):

@@ -35,6 +35,10 @@ def check_page_digest(page_digest):
         f"{len(first)} bytes are too few: whoever tries enough prompts finds two with "
         "the same name"
     )
+    assert len(page_digest(first, [1, 2, 3, 4])) == len(first), (
+        "a name grows with the text before it: a hash has one length, however much "
+        "went into it"
+    )
     for tokens in ((1, 2, 3, 4), pages.array("q", [1, 2, 3, 4])):
         assert page_digest(b"", tokens) == first, (
             "the same tokens have the same name, in a list, a tuple or an array"

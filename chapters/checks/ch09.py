@@ -154,6 +154,12 @@ def check_Scheduler__make_room(candidate):
     )
     assert len(scheduler.manager.tables[1].groups[0]) == held, "it keeps what it has"
     scheduler, four = full()
+    made = scheduler._make_room(four[3], 1, set())
+    assert made is False and state(four) == [0] * 4, (
+        "request 3 is the last in rank itself: nobody ahead of it gives way, so it "
+        "returns False and waits"
+    )
+    scheduler, four = full()
     made = scheduler._make_room(four[0], 20, set())
     assert state(four) == [0, 1, 1, 1] and made is True, (
         "request 0 needs five more pages and each preemption gives two: preempt until "

@@ -312,10 +312,10 @@ def check_Runner__graph(candidate):
     """Buckets of 1, 2, 4 and 8."""
     runner = object.__new__(whole(candidate, Runner))
 
-    def chosen(captured, *lengths, samples=True):
+    def chosen(captured, *lengths, samples=True, without=()):
         runner.captured = [Captured(size, lambda: None) for size in captured]
         works = [
-            Work(Request([1] * 9, 9, number=n), 0, length, samples)
+            Work(Request([1] * 9, 9, number=n), 0, length, samples and n not in without)
             for n, length in enumerate(lengths)
         ]
         found = runner._graph(works)
@@ -335,9 +335,16 @@ def check_Runner__graph(candidate):
         "launched one by one"
     )
     assert chosen([], 1) is None, "nothing was captured, so there is no graph"
-    assert chosen(sizes, 1, 1, 5) is None, (
-        "one of the works is a chunk of 5 tokens, and a graph has one token a row: None"
-    )
+    for lengths in ((1, 1, 5), (5, 1, 1)):
+        assert chosen(sizes, *lengths) is None, (
+            "one of the works is a chunk of 5 tokens, and a graph has one token a row: "
+            "None"
+        )
+    for without in ((0,), (1,)):
+        assert chosen(sizes, 1, 1, without=without) is None, (
+            "one of two works does not sample: a chunk of one token of a prompt, and "
+            "no decode, so None"
+        )
     assert chosen(sizes, 1, samples=False) is None, (
         "a chunk of one token of a prompt does not sample, and is no decode: None"
     )

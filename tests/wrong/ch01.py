@@ -135,6 +135,16 @@ def any_name(message, tokenizer):
     return [*ids[:place], *tokenizer.encode(f":{message.name}"), *ids[place:]]
 
 
+@wrong("render_message", "a recipient has smuggled")
+def any_recipient(message, tokenizer):
+    try:
+        return render_message(message, tokenizer)
+    except ValueError:
+        if message.recipient is None:
+            raise
+        return render_message(replace(message, recipient=None), tokenizer)
+
+
 @wrong("history", "current turn")
 def all_analysis(messages, *, finished=False):
     return [message for message in messages if message.channel != "analysis"]
@@ -362,3 +372,12 @@ class FirstOfTheList(Filter):
             (text.index(s) + len(s), i) for i, s in enumerate(self.stops) if s in text
         ]
         return text.index(self.stops[min(ends)[1]]) if ends else None
+
+
+@wrong("HarmonyParser.push", "the author stands")
+class LosesTheAuthor(HarmonyParser):
+    def finish(self):
+        deltas = super().finish()
+        lost = {"role": "assistant", "name": None}
+        self.messages[:] = [replace(message, **lost) for message in self.messages]
+        return deltas

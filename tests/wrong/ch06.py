@@ -395,3 +395,15 @@ def token_by_token(logits, top_p):
 def through_a_list(logits, top_p):
     p, low, _ = bisected(logits, top_p, 40)
     return p > torch.tensor(low.tolist())
+
+
+@wrong("gumbel_draw", "the same numbers draw")
+def noise_of_its_own(logits, temperature, uniform):
+    return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
+
+
+@wrong("filter_tokens", "share the best logit")
+def drops_ties(logits, top_k, top_p, min_p):
+    kept = filtered(logits, top_k, top_p, min_p)
+    ranks = logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    return kept.masked_fill(ranks >= top_k, -torch.inf)

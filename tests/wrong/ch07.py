@@ -278,3 +278,21 @@ class DoublesStepByStep:
         memory[0, length:end], memory[1, length:end] = k, v
         self.layers[layer] = memory, end
         return attention(q, *memory[:, :end], sinks, window=window)
+
+
+@wrong("kv_bytes", "from its config")
+def of_one_model(config, tokens, *, itemsize=2, windowed=True):
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    kept = layers // 2 * (tokens + (min(tokens, 128) if windowed else tokens))
+    return 2 * heads * 64 * itemsize * kept
+
+
+@wrong("decode_reads", "are read together")
+def one_at_a_time(tables, offsets, lengths, *, window, page_size):
+    found = []
+    for row in range(len(lengths)):
+        one = slice(row, row + 1)
+        parts = tables[one], offsets[one], lengths[one]
+        for read in read_all(*parts, window, page_size):
+            found.append(read._replace(rows=read.rows + row))
+    return found

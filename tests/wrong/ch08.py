@@ -433,3 +433,8 @@ class EndsNowhere(Trie):
             return sum(children) + (len(children) if len(children) > 1 else 0)
 
         return below(self.root) + (1 if len(self.root) == 1 else 0)
+
+
+@wrong("page_digest", "grows with the text")
+def no_hash_at_all(parent, tokens):
+    return parent + array("q", tokens).tobytes()

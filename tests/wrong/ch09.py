@@ -58,6 +58,19 @@ class NobodySpared(Scheduler):
         return True
 
 
+@wrong("Scheduler._make_room", "nobody ahead of it")
+class TakesFromThoseAhead(Scheduler):
+    def _make_room(self, request, length, busy):
+        while not self.manager.grow(request.number, request.computed + length):
+            others = [
+                r for r in self.running if r is not request and r.number not in busy
+            ]
+            if not others:
+                return False
+            self._preempt(others[-1])
+        return True
+
+
 @wrong("Scheduler._make_room", "does not preempt itself")
 class PreemptsItself(Scheduler):
     def _make_room(self, request, length, busy):

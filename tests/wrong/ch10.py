@@ -310,3 +310,11 @@ def quantiles(batches, count):
 def the_most_frequent(batches, count):
     often = sorted(set(batches), key=batches.count, reverse=True)
     return sorted(often[:count])
+
+
+@wrong("Runner._graph", "chunk of 5")
+class LooksAtTheLast(Runner):
+    def _graph(self, works):
+        alike = works[-1].length == 1 and works[-1].samples
+        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        return self.captured[index] if alike and index < len(self.captured) else None
