@@ -143,20 +143,17 @@ def steps(text: str) -> Iterator[Step]:
     }
     checks = {}
     for number, cell in enumerate(running):
-        directives = cell.directives()
-        # `#| check 4.1` is the form of chapters whose checks stand in the chapter.
-        name = directives.get("check") or (cell.checks if cell.raises else "")
+        name = cell.checks if cell.raises else ""
         if not name:
             yield Step(f"cell {number}", cell.source, "*" if cell.raises else "")
         else:
-            stub = "*" if "check" in directives else "NotYours"
-            yield Step(f"check {name} on the stub", cell.source, stub)
+            yield Step(f"check {name} on the stub", cell.source, "NotYours")
             if last.get(name, -1) > number:
                 checks[name] = cell.source
             else:
                 missing = f"raise LookupError('no `#| solution {name}` in the chapter')"
                 yield Step(f"solution {name}", solved.get(name, missing))
                 yield Step(f"check {name} on the solution", cell.source)
-        name = directives.get("solution", "")
+        name = cell.directives().get("solution", "")
         if name in checks and last[name] == number:
             yield Step(f"check {name} on the kept version", checks[name])

@@ -241,15 +241,18 @@ def report(results: list[Result]) -> str:
     return "\n".join([*lines, "", summary(results)])
 
 
+def results_of(folder: Path) -> list[Result]:
+    """What became of the blanks in a workbook, which has to be there."""
+    if not folder.is_dir():
+        raise WorkbookError(f"{folder} is not there; expected `make workbook` first")
+    return judged(folder)
+
+
 def progress(folders: list[Path], as_json: bool) -> int:
     """Print what became of the blanks in each folder; the exit status."""
     every: dict[str, list[Result]] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise WorkbookError(
-                f"{folder} is not there; expected `make workbook` first"
-            )
-        every[str(folder)] = results = judged(folder)
+        every[str(folder)] = results = results_of(folder)
         if not as_json:
             print(f"{folder}\n" * (len(folders) > 1) + report(results))
     if as_json:
@@ -280,11 +283,7 @@ def main() -> int:
         if options.command == "progress":
             return progress(options.folders, options.json)
         folder = options.workbook.resolve()
-        if not folder.is_dir():
-            raise WorkbookError(
-                f"{folder} is not there; expected `make workbook` first"
-            )
-        return ask(folder, judged(folder), options.prompt)
+        return ask(folder, results_of(folder), options.prompt)
     except WorkbookError as error:
         print(error, file=sys.stderr)
         return 2

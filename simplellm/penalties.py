@@ -89,8 +89,9 @@ class TokenCounts:
         """
         x = logits[self.rows]  # [P, V]
         scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
-        x = torch.where(self.in_prompt | (self.in_output > 0), scaled, x)
-        x = x - self.frequency * self.in_output - self.presence * (self.in_output > 0)
+        in_output = self.in_output > 0
+        x = torch.where(self.in_prompt | in_output, scaled, x)
+        x = x - self.frequency * self.in_output - self.presence * in_output
         return logits.index_copy(0, self.rows, x)
 
     def add(self, tokens: Tensor) -> None:

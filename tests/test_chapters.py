@@ -342,18 +342,29 @@ def test_the_summary_lists_the_chapter(path: Path) -> None:
     assert f"({path.name})" in summary
 
 
+JUDGE = """\
+class NotYours(Exception): ...
+
+
+def check(name, double):
+    try:
+        assert double(2) == 4
+    except NotImplementedError:
+        raise NotYours from None
+"""
 EXERCISE = """\
 # {number}
 
 ```python
 #| exercise {number}.1
+{judge}
+
 def double(x):
     {stub}
 ```
 
 ```python tags=["raises-exception"]
-#| check {number}.1
-assert double(2) == 4
+check("{number}.1", double)
 ```
 
 <!-- #region -->
@@ -369,15 +380,7 @@ BLANK = """\
 # {number}
 
 ```python
-class NotYours(Exception): ...
-
-
-def check(name, double):
-    try:
-        assert double(2) == 4
-    except NotImplementedError:
-        raise NotYours from None
-```
+{judge}```
 
 ```python
 #| blank double
@@ -407,7 +410,8 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     def write(
         name: str, stub: str, solution: str, more: str = "", form: str = EXERCISE
     ) -> None:
-        text = form.format(number=int(name[:2]), stub=stub, solution=solution)
+        parts = {"judge": JUDGE, "stub": stub, "solution": solution}
+        text = form.format(number=int(name[:2]), **parts)
         (chapters / name).write_text(text + more)
 
     write("01-right.md", STUB, "return 2 * x")
