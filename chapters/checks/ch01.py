@@ -5,6 +5,7 @@ import random
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
+from unittest.mock import patch
 
 import tiktoken
 
@@ -418,11 +419,8 @@ def encoded():
         texts.append(text)
         return encode(self, text, **options)
 
-    tiktoken.Encoding.encode = spy
-    try:
+    with patch.object(tiktoken.Encoding, "encode", spy):
         yield texts
-    finally:
-        tiktoken.Encoding.encode = encode
 
 
 def check_1_2(reusable):

@@ -344,7 +344,8 @@ def attention():
     """The embedded model's attention matrices in float32, which no format rounded."""
     checkpoint = Checkpoint(EMBEDDED)
     names = [n for n in checkpoint.names() if n.endswith(("qkv.weight", "o.weight"))]
-    return [checkpoint[name].float() for name in names]
+    found = (checkpoint[name] for name in names)
+    return [weight.float() for weight in found if isinstance(weight, torch.Tensor)]
 
 
 def relative(errors):
