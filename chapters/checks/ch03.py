@@ -305,6 +305,12 @@ def check_error_bound(candidate):
                 + ("" if scale == 1 else "; the scale of this block is not 1")
             )
             most = (size - 6 if low == 6 else torch.full_like(size, half))[here]
+            missing = (most - bound[here]).max()
+            assert missing <= 1e-5, (
+                f"from {low} to {high} scales your bound holds for these weights and "
+                f"not for all: it is {missing:.3f} scales too small for one that lies "
+                "halfway between two values. A bound is known without rounding"
+            )
             slack = (bound[here] - most).max()
             assert slack <= 1e-5, (
                 f"your bound holds, but from {low} to {high} scales it is too large by "

@@ -150,6 +150,13 @@ def never_turns(parts, ours, layout):
     return mostly(parts, ours)
 
 
+@wrong("assembled", "comes back as it is")
+def turns_all_of_an_expert(parts, ours, layout):
+    made = mostly(parts, ours)
+    turned = made is parts[0] and "experts" in ours and layout == "huggingface"
+    return made.mT if turned else made
+
+
 @wrong("assembled", "don't reshape")
 def reshapes(parts, ours, layout):
     made = mostly(parts, ours)
