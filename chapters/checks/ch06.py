@@ -358,9 +358,14 @@ def check_Model_forward(candidate):
                 "what the last layer's experts say got lost: the final add_norm still "
                 "has an update to add"
             )
+        assert near(found, here) or start == 0, (
+            f"the first {start} tokens are right, and those that go on from there in a "
+            "second batch aren't: hand on batch.positions, and each layer's own keys "
+            "and values"
+        )
         assert near(found, here), (
             f"positions {start} to {stop - 1} aren't what a computation in float64 "
-            "without a cache gives"
+            "gives; compare your lines with `block`, o_bias and window among them"
         )
     count = table.called.count("add_norm")
     assert count == 2 * 7, (

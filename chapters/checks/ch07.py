@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.checkpoint import Checkpoint
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
@@ -117,7 +118,8 @@ def check_write_ring(write_ring):
             for row, position in zip(rows, range(start, start + length), strict=True):
                 expected[position % size] = row
             untouched = memory.clone()
-            write_ring(memory, rows.clone(), start)
+            with OnePlaceEach():
+                write_ring(memory, rows.clone(), start)
             told = f"{length} rows from position {start} in a ring of {size}"
             assert not torch.equal(memory, untouched), (
                 f"{told}: memory is as it was; it is changed in place, not returned"
@@ -132,6 +134,22 @@ def check_write_ring(write_ring):
                 f"modulo {size}"
             )
             start += length
+
+
+class OnePlaceEach(TorchDispatchMode):
+    """Refuses an assignment that has two rows for one place."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.partition("::")[2]
+        if name in ("index_put_", "index_copy_"):
+            places = args[1][0] if name == "index_put_" else args[2]
+            whole = places is not None and places.dtype != torch.bool  # or a mask
+            assert not whole or len(places.unique()) == len(places), (
+                f"one assignment has two rows for the same place, {places.tolist()}: "
+                "PyTorch doesn't say which of them stays, and a GPU writes them in any "
+                "order. Drop the rows that are overwritten first"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def check_token_slots(token_slots):

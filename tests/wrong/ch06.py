@@ -1,5 +1,8 @@
 """Wrong answers to chapter 6."""
 
+import copy
+from dataclasses import replace
+
 import torch
 
 from simplellm import ops
@@ -161,6 +164,33 @@ class OneGroupForAll(Pass):
 class BiasTwice(Pass):
     def forward(self, batch, pool, previous):
         return self.finish(*self.run(batch, pool, previous, biased=True))
+
+
+@wrong("Model.forward", "each layer's own")
+class OneLayersMemoryForAll(Pass):
+    def forward(self, batch, pool, previous):
+        first = copy.copy(pool)
+        first.keys = pool.keys[:1] * len(self.layers)
+        first.values = pool.values[:1] * len(self.layers)
+        return self.finish(*self.run(batch, first, previous))
+
+
+@wrong("Model.forward", "batch.positions")
+class CountsFromZero(Pass):
+    def forward(self, batch, pool, previous):
+        places = torch.arange(len(batch.tokens), dtype=torch.int32)
+        batch = replace(batch, positions=places)
+        return self.finish(*self.run(batch, pool, previous))
+
+
+@wrong("Model.forward", "o_bias")
+class ForgetsABias(Pass):
+    def attend(self, h, n, batch, pool, group=None, bias=None):
+        found = super().attend(h, n, batch, pool, group, bias)
+        return found - self.layers[n].attn.o_bias
+
+    def forward(self, batch, pool, previous):
+        return self.finish(*self.run(batch, pool, previous))
 
 
 @wrong("Model.forward", "self.ops.")

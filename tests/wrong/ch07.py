@@ -85,6 +85,11 @@ def cuts_rows_only(memory, rows, start):
     memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
 
 
+@wrong("write_ring", "which of them stays")
+def all_rows_at_once(memory, rows, start):
+    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
+
+
 @wrong("write_ring", "in place")
 def another_memory(memory, rows, start):
     memory = memory.clone()
