@@ -536,6 +536,24 @@ def check_fold(fold):
     assert not (total.isnan().any() or acc.isnan().any()), (
         "a tile of which no query sees a key has to change nothing; yours gives NaN"
     )
+    judge_half_values(fold)
+
+
+def judge_half_values(fold):
+    """Values of float16, whose sum in float16 would be rounded."""
+    tiles, value = 33, 1 + 3 * 2**-10
+    values = torch.full((tiles, 16, 16), value, dtype=torch.float16)
+    told = "values of float16: "
+    try:
+        _, _, acc = folded(fold, torch.zeros(tiles, 16, 16), values, 1.0)
+    except Exception as error:
+        raise AssertionError(
+            told + f"tl.dot wants weights of the same dtype, v.dtype ({error})"
+        ) from error
+    assert (acc == tiles * 16 * value).all(), (
+        told + f"{tiles * 16} of {value:.6f}, all weighing 1, add up to "
+        f"{tiles * 16 * value:g} if acc stays float32; yours is {acc[0, 0].item():g}"
+    )
 
 
 def check_split_kernel(kernel):

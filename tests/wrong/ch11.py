@@ -618,6 +618,29 @@ def acc_does_not_shrink(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
+@wrong("fold", "wants weights of the same dtype")
+@triton.jit
+def weights_stay_float32(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "if acc stays float32")
+@triton.jit
+def acc_becomes_float16(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = (acc * shrink[:, None]).to(v.dtype).to(tl.float32)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
+
+
 @wrong("fold", "subtract the largest logit")
 @triton.jit
 def without_a_maximum(logits, v, top, total, acc, scale):
