@@ -314,6 +314,8 @@ def check_visible(visible):
         (range(7, 10), range(10), 4, "three queries with a window of 4"),
         (range(20, 23), range(15, 23), 4, "keys that begin at position 15"),
         (range(3), range(3), 128, "a window larger than the text"),
+        (range(2, 5), range(8), 3, "queries in the middle of the keys"),
+        ((5, 2), (7, 3, 2, 5), 4, "positions in any order"),
     ]
     for queries, keys, window, what in cases:
         found = visible(torch.tensor(queries), torch.tensor(keys), window)
@@ -437,7 +439,7 @@ def judge_precision(masked_attention):
 
 def check_5_1(oldest_heard):
     """Against a boolean matrix of who has heard of whom, layer by layer."""
-    cases = [
+    cases: list[tuple[list[int | None], int]] = [
         ([4], 20),
         ([1, 1, 1], 9),
         ([4, 4], 20),

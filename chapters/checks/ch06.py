@@ -494,6 +494,10 @@ def check_generate_ids(candidate):
                 "choose gets one row of logits, [V], that of the last token; yours is "
                 f"{list(torch.as_tensor(row).shape)}"
             )
+            assert row.max() == 100, (
+                "what comes next is in the row of the last token; choose gets another "
+                "token's row from you"
+            )
             steps.append(step)
             return int(row.argmax())
 

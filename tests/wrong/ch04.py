@@ -224,7 +224,7 @@ def token_by_token_decoded_once(x, mlp, live):
     for e in ids.unique().tolist():
         weights = mlp.gate_up[e], mlp.down[e]
         if isinstance(mlp.gate_up, MXFP4):
-            weights = [weight.dequantize(x.dtype) for weight in weights]
+            weights = tuple(weight.dequantize(x.dtype) for weight in weights)
         decoded[e] = weights
     out = torch.zeros_like(x)
     for t, choice in ((t, c) for t in range(len(x)) for c in range(mlp.top_k)):

@@ -213,6 +213,13 @@ def forgets_the_window(queries, keys, window):
     return visible(queries, keys, None)
 
 
+@wrong("visible", "in the middle of the keys")
+def counts_for_positions(queries, keys, window):
+    """Right as long as the queries are the last positions."""
+    places = torch.arange(len(keys))
+    return visible(places[len(keys) - len(queries) :], places, window)
+
+
 @wrong("visible", "the future")
 def the_other_way_round(queries, keys, window):
     return ~visible(queries, keys, window)

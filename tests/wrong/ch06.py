@@ -342,6 +342,16 @@ def counts_from_one(logits_of, ids, choose, ends, max_tokens):
     return tokens[len(ids) :]
 
 
+@wrong("generate_ids", "the last token")
+def takes_the_first_row(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        tokens.append(choose(logits_of(tokens)[0], step))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(ids) :]
+
+
 @wrong("generate_ids", "not the prompt")
 def prompt_and_answer(logits_of, ids, choose, ends, max_tokens):
     tokens = list(ids)
