@@ -1,7 +1,7 @@
 """Wrong answers to chapter 9."""
 
 import asyncio
-from contextlib import suppress
+import queue
 from importlib.resources import files
 
 from simplellm.outputs import RequestOutput
@@ -297,69 +297,71 @@ class GoesOn(Pushes):
     checks_end = False
 
 
-@wrong("Reader.push", "it escaped")
-class Escapes(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        if event.error is not None:
-            self.deliver(event.error)
-            return True
-        for piece in self.reply.push(event):
-            self.deliver(piece)
-        if self.reply.finish_reason is None:
-            return False
-        self.deliver(END)
-        return True
+def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
+    """The kept version, with what students change as switches."""
 
+    async def stream(owner, delivery, request, reply):
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue()
 
-@wrong("Reader.push", "an end of its own")
-class TheEventsReason(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        with suppress(Exception):
-            if event.error is not None:
-                self.deliver(event.error)
-                return True
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-            if event.finish_reason is None:
-                return False
-            self.deliver(END)
-        return True
+        def deliver(part):
+            if door:
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+            else:
+                parts.put_nowait(part)
 
-
-@wrong("Reader.push", "in place of the rest")
-class SwallowsTheFault(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        with suppress(Exception):
-            if event.error is not None:
-                self.deliver(event.error)
-                return True
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-            if self.reply.finish_reason is None:
-                return False
-            self.deliver(END)
-        return True
-
-
-@wrong("Reader.push", "followed by END")
-class NoEnd(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        if event.error is not None:
-            with suppress(Exception):
-                self.deliver(event.error)
-            return True
+        reader = Reader(request, reply, deliver)
+        delivery.submit([[reader]])
+        kept = []
         try:
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-        except Exception as error:
-            with suppress(Exception):
-                self.deliver(error)
-            return True
-        return self.reply.finish_reason is not None
+            while (part := await parts.get()) is not END:
+                if raises and isinstance(part, Exception):
+                    raise part
+                if at_once:
+                    kept.append(part)
+                else:
+                    yield part
+                if isinstance(part, Exception):
+                    return
+            for part in kept if ends else (*kept, END):
+                yield part
+        finally:
+            if drops:
+                delivery.drop([reader])
+
+    return stream
+
+
+wrong("stream_async", "call_soon_threadsafe")(streams(door=False))
+wrong("stream_async", "for nobody")(streams(drops=False))
+wrong("stream_async", "is to be raised")(streams(raises=False))
+wrong("stream_async", "as they come")(streams(at_once=True))
+wrong("stream_async", "END is none of them")(streams(ends=False))
+
+
+@wrong("stream_async", "nobody else in the loop")
+async def blocks_the_loop(owner, delivery, request, reply):
+    parts = queue.SimpleQueue()
+    reader = Reader(request, reply, parts.put)
+    delivery.submit([[reader]])
+    try:
+        while (part := parts.get()) is not END:
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+@wrong("stream_async", "for nobody")
+async def drops_at_the_end_only(owner, delivery, request, reply):
+    loop, parts = asyncio.get_running_loop(), asyncio.Queue()
+    reader = Reader(
+        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+    )
+    delivery.submit([[reader]])
+    while (part := await parts.get()) is not END:
+        if isinstance(part, Exception):
+            raise part
+        yield part
+    delivery.drop([reader])
 
 
 @wrong("9.1", "not full")
