@@ -154,6 +154,29 @@ class NobodyBusy(Schedules):
             self.round(works, set(), lambda r, d=decodes: (r.missing == 1) == d)
 
 
+@wrong("Scheduler.schedule", "not a copy of it")
+class WalksACopy(Schedules):
+    def round(self, works, busy, wanted):
+        for request in list(self.running):
+            if self.budget > 0 and wanted(request) and self._ready(request, busy):
+                length = self._chunk(request, self.budget)
+                if length and self._make_room(request, length, busy):
+                    self.give(works, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "before anybody is admitted")
+class NewBeforeUnderWay(Schedules):
+    def rounds(self, works, busy):
+        self.round(works, busy, lambda r: r.missing == 1)
+        before = len(works)
+        if self.running and not self._closed:
+            self._admit(works, self.budget)
+        for work in works[before:]:
+            busy.add(work.request.number)
+            self.budget -= work.length
+        self.round(works, busy, lambda r: r.missing > 1)
+
+
 @wrong("Scheduler.schedule", "_closed")
 class ClosedForGood(Scheduler):
     def schedule(self):
@@ -217,6 +240,13 @@ class ToldAfterItsEnd(Scheduler):
     def commit(self, works, tokens):
         ended = [w.request for w in works if w.request.finish_reason is not None]
         return super().commit(works, tokens) + [(request, [0]) for request in ended]
+
+
+@wrong("Scheduler.commit", "pair works and lists first")
+class SkipsBeforeItPairs(Scheduler):
+    def commit(self, works, tokens):
+        live = [w for w in works if w.samples and w.request.finish_reason is None]
+        return super().commit(live, tokens[: len(live)])
 
 
 @wrong("Scheduler.commit", "has to be finished")
