@@ -581,13 +581,14 @@ def check_stream_async(stream_async):
 async def ways_out(stream_async):
     parts, line, beats = await read_all(stream_async, "all")
     assert line.readers, "`delivery.submit` was never called"
-    assert parts is not None, (
+    assert parts, (
         "events came, and your generator never woke up: an asyncio.Queue belongs to "
         "its loop's thread, and from another one only `loop.call_soon_threadsafe` is "
-        "heard. And does it end at END?"
+        "heard"
     )
     assert parts == [4, 5, 6], (
-        f"the parts are 4, 5 and 6, and END is none of them; you yield {parts}"
+        "the parts are 4, 5 and 6; END is none of them, and ends your generator; you "
+        f"yield {parts}"
     )
     assert line.early, "parts are yielded as they come, not all at the end"
     assert beats > 2, (
@@ -612,7 +613,7 @@ async def ways_out(stream_async):
 
 
 async def read_all(stream_async, way, error=None):
-    """What one reader sees: its parts, None if it had to give up; beats of the loop."""
+    """The parts that one reader sees, what it called, and beats of the loop."""
     last = Event(3, [6], finish_reason="length")
     if error is not None:
         last = Event(3, (), finish_reason="error", error=error)
@@ -649,7 +650,7 @@ async def read_all(stream_async, way, error=None):
     await asyncio.wait([beating, reading], timeout=1)
     if done and not reading.cancelled() and reading.exception() is not None:
         raise reading.exception()
-    return parts if done else None, line, beats
+    return parts, line, beats
 
 
 def check_9_1(useful_share):
