@@ -648,8 +648,8 @@ async def read_all(stream_async, way, error=None):
     reading.cancel()
     # A task that nobody woke from the other thread does not even end now.
     await asyncio.wait([beating, reading], timeout=1)
-    if done and not reading.cancelled() and reading.exception() is not None:
-        raise reading.exception()
+    if done and not reading.cancelled() and (raised := reading.exception()):
+        raise raised
     return parts, line, beats
 
 

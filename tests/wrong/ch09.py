@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from importlib.resources import files
+from typing import Any
 
 from simplellm.outputs import RequestOutput
 from simplellm.pages import PageManager
@@ -331,7 +332,8 @@ def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
     """The kept version, with what students change as switches."""
 
     async def stream(owner, delivery, request, reply):
-        loop, parts = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[Any] = asyncio.Queue()
 
         def deliver(part):
             if door:
@@ -370,7 +372,7 @@ wrong("stream_async", "END is none of them")(streams(ends=False))
 
 @wrong("stream_async", "nobody else in the loop")
 async def blocks_the_loop(owner, delivery, request, reply):
-    parts = queue.SimpleQueue()
+    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
     reader = Reader(request, reply, parts.put)
     delivery.submit([[reader]])
     try:
@@ -382,7 +384,8 @@ async def blocks_the_loop(owner, delivery, request, reply):
 
 @wrong("stream_async", "for nobody")
 async def drops_at_the_end_only(owner, delivery, request, reply):
-    loop, parts = asyncio.get_running_loop(), asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    parts: asyncio.Queue[Any] = asyncio.Queue()
     reader = Reader(
         request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
     )
