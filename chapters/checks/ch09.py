@@ -550,7 +550,7 @@ class Line:
         self.dropped += readers
 
 
-def check_stream_async(stream_async):
+def check_read_async(read_async):
     """An event loop, and a thread beside it that brings the events."""
     found: list[BaseException] = []
 
@@ -559,7 +559,7 @@ def check_stream_async(stream_async):
         loop.set_debug(True)  # so it minds what is called from another thread
         loop.set_exception_handler(lambda *_: None)  # not on the page, either
         try:
-            loop.run_until_complete(ways_out(stream_async))
+            loop.run_until_complete(ways_out(read_async))
         except BaseException as error:
             found.append(error)
         loop.close()
@@ -578,8 +578,8 @@ def check_stream_async(stream_async):
         raise found[0]
 
 
-async def ways_out(stream_async):
-    parts, line, beats = await read_all(stream_async, "all")
+async def ways_out(read_async):
+    parts, line, beats = await read_all(read_async, "all")
     assert line.readers, "`delivery.submit` was never called"
     assert parts, (
         "events came, and your generator never woke up: an asyncio.Queue belongs to "
@@ -597,7 +597,7 @@ async def ways_out(stream_async):
     )
     error = RuntimeError("the step failed")
     try:
-        parts, *_ = await read_all(stream_async, "error", error)
+        parts, *_ = await read_all(read_async, "error", error)
     except RuntimeError as raised:
         assert raised is error, f"the part's own exception, not {raised!r}"
     else:
@@ -605,21 +605,21 @@ async def ways_out(stream_async):
             f"a part that is an exception is to be raised; you went on: {parts}"
         )
     for way in ("closed", "cancelled"):
-        _, line, _ = await read_all(stream_async, way)
+        _, line, _ = await read_all(read_async, way)
         assert line.dropped and line.dropped[0] is line.readers[0], (
             f"the reader left after the first part ({way}), and the request goes on "
             "for nobody: `drop` it, whichever way your generator is left"
         )
 
 
-async def read_all(stream_async, way, error=None):
+async def read_all(read_async, way, error=None):
     """The parts that one reader sees, what it called, and beats of the loop."""
     last = Event(3, [6], finish_reason="length")
     if error is not None:
         last = Event(3, (), finish_reason="error", error=error)
     leaves = way in ("closed", "cancelled")
     line = Line([Event(3, [4])] if leaves else [Event(3, [4, 5]), last])
-    source = stream_async(None, line, Request([1], 9, number=3), Echo())
+    source = read_async(line, Request([1], 9, number=3), Echo())
     if asyncio.iscoroutine(source):
         await source  # a stub raises here
         raise AssertionError("an asynchronous generator has `yield`; yours returns")

@@ -331,7 +331,7 @@ class GoesOn(Pushes):
 def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
     """The kept version, with what students change as switches."""
 
-    async def stream(owner, delivery, request, reply):
+    async def stream(delivery, request, reply):
         loop = asyncio.get_running_loop()
         parts: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -363,15 +363,15 @@ def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
     return stream
 
 
-wrong("stream_async", "call_soon_threadsafe")(streams(door=False))
-wrong("stream_async", "for nobody")(streams(drops=False))
-wrong("stream_async", "is to be raised")(streams(raises=False))
-wrong("stream_async", "as they come")(streams(at_once=True))
-wrong("stream_async", "END is none of them")(streams(ends=False))
+wrong("read_async", "call_soon_threadsafe")(streams(door=False))
+wrong("read_async", "for nobody")(streams(drops=False))
+wrong("read_async", "is to be raised")(streams(raises=False))
+wrong("read_async", "as they come")(streams(at_once=True))
+wrong("read_async", "END is none of them")(streams(ends=False))
 
 
-@wrong("stream_async", "nobody else in the loop")
-async def blocks_the_loop(owner, delivery, request, reply):
+@wrong("read_async", "nobody else in the loop")
+async def blocks_the_loop(delivery, request, reply):
     parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
     reader = Reader(request, reply, parts.put)
     delivery.submit([[reader]])
@@ -382,8 +382,8 @@ async def blocks_the_loop(owner, delivery, request, reply):
         delivery.drop([reader])
 
 
-@wrong("stream_async", "for nobody")
-async def drops_at_the_end_only(owner, delivery, request, reply):
+@wrong("read_async", "for nobody")
+async def drops_at_the_end_only(delivery, request, reply):
     loop = asyncio.get_running_loop()
     parts: asyncio.Queue[Any] = asyncio.Queue()
     reader = Reader(
