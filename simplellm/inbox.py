@@ -13,7 +13,7 @@ from simplellm.outputs import merge
 
 END = object()  # behind the last part of an answer
 MANY = 64  # parts of a reply that wait as they came
-LONG = 4096  # characters and tokens of a part; up to them, later ones are merged with it
+LONG = 4096  # characters and tokens of a part that takes in no more
 
 
 def is_end(part: object) -> bool:
@@ -24,12 +24,13 @@ def is_end(part: object) -> bool:
 class Inbox:
     """Parts that wait for their reader, by the index of their reply.
 
-    ``wake`` is called for each of them, in the thread that puts. Once it is ``quiet``
-    only ends are kept.
+    ``wake`` is called for each of them, in the thread that puts; whoever reads sets it
+    before anything comes. Once it is ``quiet`` only ends are kept.
     """
 
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self.wake = wake
+    wake: Callable[[], object]
+
+    def __init__(self) -> None:
         self.quiet = False
         self.waiting: dict[int, list[Any]] = {}
         self.lock = threading.Lock()
@@ -64,7 +65,7 @@ class Bell:
         self.pending = False  # a call of `answer`, which will see to all in `rung`
 
     def ring(self, event: asyncio.Event) -> None:
-        """Set ``event``, soon and in the loop. Raises RuntimeError if that is closed."""
+        """Set ``event``, soon, in the loop. RuntimeError if that is closed."""
         self.rung[event] = None
         if self.pending and not self.loop.is_closed():
             return

@@ -108,8 +108,8 @@ def merged(parts: Sequence[Any]) -> Any:
     """Parts of one kind as one part."""
     kind, last = type(parts[0].token_ids), parts[-1]
     logprobs = None
-    if last.logprobs is not None:
-        logprobs = kind(chain.from_iterable(part.logprobs for part in parts))
+    if any(part.logprobs is not None for part in parts):
+        logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
     return replace(
         last,
         text="".join(part.text for part in parts),
