@@ -9,6 +9,7 @@ from typing import Any
 
 from simplellm.config import ModelConfig, check_number, expect, expect_type, one_of
 from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
 
@@ -21,10 +22,7 @@ MAX_SECONDS = 10.0**9
 # Declared, but not done yet: other values than these are refused.
 NOT_YET = {
     "n": 1,
-    "min_tokens": 0,
     "include_stop_str_in_output": False,
-    "bad_words": (),
-    "allowed_token_ids": None,
     "skip_special_tokens": True,
     "prompt_logprobs": None,
 }
@@ -155,14 +153,25 @@ class Door:
             odd = next((token for token in tokens if not 0 <= token <= most), None)
             expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Request(
+        bad: list[tuple[int, ...]] = []
+        if params.bad_words:
+            bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        request = Request(
             tokens=ids,
             max_tokens=min(params.max_tokens or 0, limit - len(ids)),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
+            bad_sequences=bad,
             priority=priority,
             deadline=deadline,
+            needs_last_token=any(len(sequence) > 1 for sequence in bad),
         )
+        if params.restricts:
+            choices = Choices(request, self.config.vocab_size)
+            left = choices.bits(params.min_tokens > 0, ()).any()
+            restricting = "allowed_token_ids, bad_words and min_tokens"
+            expect(left, f"the tokens that {restricting} leave", 0, "at least one")
+        return request
 
     def _params(
         self, params: SamplingParams | None, options: Mapping[str, Any]

@@ -5,6 +5,7 @@ B rows (one sequence each), P of them with penalties, V vocabulary.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,9 +13,9 @@ from simplellm.request import Request
 
 
 def upload(
-    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
+    values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """A list as a tensor on ``device``, without waiting for what the device does."""
+    """Numbers as a tensor on ``device``, without waiting for what the device does."""
     tensor = torch.tensor(values, dtype=dtype)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

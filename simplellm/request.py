@@ -109,6 +109,12 @@ class SamplingParams:
             check_number(f"logit_bias of token {token}", bias, float, -100, 100)
 
     @property
+    def restricts(self) -> bool:
+        """Whether some tokens are ruled out, be it for a while."""
+        some = self.allowed_token_ids is not None
+        return some or self.min_tokens > 0 or bool(self.bad_words)
+
+    @property
     def penalizes(self) -> bool:
         """Whether it matters which tokens there were."""
         penalties = self.presence_penalty, self.frequency_penalty
@@ -135,6 +141,7 @@ class Request:
     max_tokens: int  # of output
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_sequences: Sequence[Sequence[int]] = ()  # the tokens of bad words
     priority: int = 0  # the lower, the sooner, as in vLLM
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt

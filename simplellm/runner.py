@@ -15,6 +15,7 @@ from torch import Tensor
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
 from simplellm.graphs import Captured, capture
+from simplellm.masks import Masks
 from simplellm.model import Model
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
@@ -61,6 +62,7 @@ class Runner:
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(seqs, vocab_size, device=self.device)
         self.counts = TokenCounts(vocab_size, self.device)
+        self.masks = Masks(vocab_size, self.device)
         self.turn = 0
         self.previous: dict[int, int] = {}  # request -> place of its token in output
         self.captured: list[Captured] = []  # by size
@@ -185,8 +187,9 @@ class Runner:
             return self._land(requests, Sampled(self.output[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
+        mask = self.masks.arrange(requests) if columns.restricted else None
         sampled = Sampled(self.output[:count])
-        changed = counting or columns.bias is not None
+        changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
             steps = [request.num_output for request in requests]
             sampled = sample(
@@ -196,6 +199,7 @@ class Runner:
                 upload(steps, torch.int64, self.device),
                 self.model.ops.draw,
                 counts=self.counts if counting else None,
+                mask=mask,
             )
             self.output[:count] = sampled.tokens
         return self._land(requests, sampled)

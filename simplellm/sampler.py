@@ -52,6 +52,7 @@ class Columns:
     bias: tuple[Tensor, Tensor, Tensor] | None  # rows, token ids, values
     random: bool
     filters: bool
+    restricted: bool  # some tokens are ruled out: `sample` gets a mask
     logprobs: int | None  # the most that any row asks for
 
     @classmethod
@@ -95,6 +96,7 @@ class Columns:
                 and (0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0)
                 for p in params
             ),
+            restricted=any(p.restricts for p in params),
             logprobs=max(wanted) if wanted else None,
         )
 
