@@ -24,17 +24,22 @@ NOT_YET = {
     "n": 1,
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
-    "prompt_logprobs": None,
 }
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
 def sample_of(asked: Request, number: int = 0) -> Request:
-    """Sample ``number`` of a checked request: the same, drawn with another seed."""
+    """Sample ``number`` of a checked request: the same, drawn with another seed.
+
+    The first one finds the prompt's logprobs for all of them.
+    """
     seed = asked.params.seed
     assert seed is not None
     params = replace(asked.params, seed=(seed + number) % 2**64)
-    return replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    sample = replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    if number > 0:
+        sample.prompt_logprobs = None
+    return sample
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -136,9 +141,10 @@ class Door:
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)
         limit = self.max_model_len
-        if len(ids) >= limit:
+        if len(ids) + (params.max_tokens != 0) > limit:
+            fewer = "fewer than" if params.max_tokens != 0 else "at most"
             raise ValueError(
-                f"the prompt has {len(ids)} tokens; expected fewer than {limit}, which "
+                f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
                 "have room for"
             )
@@ -187,8 +193,6 @@ class Door:
             expect(value == only, name, value, f"{only}: others are not supported yet")
         most = params.max_tokens
         expect(most is not None, "max_tokens", most, "a number: not supported yet")
-        least = params.logprobs is None or params.logprobs >= 0
-        expect(least, "logprobs", params.logprobs, "0 to 20: not supported yet")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         if params.stop:

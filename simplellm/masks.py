@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.penalties import upload
 from simplellm.request import Request
 from simplellm.tokenizer import Tokenizer
+from simplellm.transfer import upload
 
 Bits = np.ndarray  # uint32 [W]
 

@@ -5,21 +5,11 @@ B rows (one sequence each), P of them with penalties, V vocabulary.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from simplellm.request import Request
-
-
-def upload(
-    values: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """Numbers as a tensor on ``device``, without waiting for what the device does."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+from simplellm.transfer import upload
 
 
 class TokenCounts:

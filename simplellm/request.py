@@ -161,6 +161,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        # Those of the prompt's tokens so far, if they are asked for, and until an event
+        # has them. Nothing comes before the first one.
+        asked = self.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None
+        self.prompt_logprobs = [None] if asked else None
 
     @property
     def missing(self) -> int:
@@ -173,8 +178,11 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Its last token is there, or at least being computed."""
-        return self.num_output >= self.max_tokens
+        """Its last token is there, or at least being computed.
+
+        One is sampled even if none is wanted: it ends the request and is dropped.
+        """
+        return self.num_output >= max(self.max_tokens, 1)
 
 
 class Event(NamedTuple):
@@ -187,3 +195,5 @@ class Event(NamedTuple):
     error: Exception | None = None
     time: float = 0.0  # time.monotonic() when the tokens came
     cached_tokens: int = 0  # of the prompt that the cache held when it began
+    # Of the prompt's tokens, if they were asked for: with the first event.
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
