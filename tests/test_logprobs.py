@@ -175,6 +175,22 @@ def test_a_prompt_is_scored_once_for_all_its_samples(
     assert sum(rows) == 99 + 3 * 3 and first.preemptions == 1
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_that_begins_again_is_scored_once(model: Model, overlap: bool) -> None:
+    """Preempted within its prompt, maybe with a step under way."""
+    config = EngineConfig(num_pages=100, page_size=4, prefill_chunk=7)
+    engine = make_engine(model, config, overlap=overlap)
+    ids = [*range(30)]
+    request = ask(ids, 0, 1)
+    engine.submit([request])
+    for _ in range(3):
+        engine.step()
+    assert 0 < request.computed < 30 and len(engine.flights) == overlap
+    engine.scheduler._preempt(request)
+    first, *_ = finish(engine)[0]
+    assert_scored(first.prompt_logprobs, model.logits(ids), ids, 1)
+
+
 def test_at_most_so_many_rows_at_once(model: Model) -> None:
     """However large the step, and however many requests may run."""
     hidden = torch.randn(300, TINY.hidden_size)
