@@ -17,6 +17,8 @@ class RequestOutput:
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
     on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
+    ``prompt_logprobs`` has one for each token of the prompt, None for the first; of a
+    prompt's samples, the first has them, and of a stream its first part.
     """
 
     text: str
@@ -24,6 +26,7 @@ class RequestOutput:
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,11 @@ def merged(parts: Sequence[Any]) -> Any:
     logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
+    scored = getattr(parts[0], "prompt_logprobs", None)
+    firsts = {} if scored is None else {"prompt_logprobs": scored}
     return replace(
         last,
+        **firsts,
         text="".join(part.text for part in parts),
         token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=logprobs,
