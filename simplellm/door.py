@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 from simplellm.config import (
     ModelConfig,
@@ -53,7 +53,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     wanted = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, wanted)
     expect(prompts, "the list of prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, SupportsIndex) for item in prompts)
+    one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)
 
 
@@ -230,7 +230,8 @@ class Door:
         if not prompt:
             message = "a prompt is empty; expected at least one token"
             raise refusal("prompt", message)
-        ids = [plain(token) for token in prompt]  # NumPy has integers of its own
+        # NumPy and PyTorch have integers of their own.
+        ids = [token if type(token) is int else plain(token) for token in prompt]
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simplellm.config import expect
+from simplellm.config import expect, refusal
 from simplellm.harmony.message import HEADER_WORD
 
 NAMESPACE = "namespace functions {"  # what the tools are declared in
@@ -41,9 +41,10 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
             function_type(tool)
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):
-            raise ValueError(
+            raise refusal(
+                where,
                 f"{where} is {given!r}; expected a dict with "
-                "function: name, description, parameters"
+                "function: name, description, parameters",
             ) from None
         alone = named and tool.name not in found
         wanted = "a name of its own, without spaces and '<'"
