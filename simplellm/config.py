@@ -59,6 +59,12 @@ KINDS: dict[Any, tuple[Any, str]] = {
 }
 
 
+def about(error: Exception, name: str) -> Exception:
+    """``error`` with the ``param`` that it is about, as a server's refusals name it."""
+    error.param = name  # type: ignore[attr-defined]
+    return error
+
+
 def expect(
     ok: object,
     name: str,
@@ -68,7 +74,7 @@ def expect(
 ) -> None:
     """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
     if not ok:
-        raise error(f"{name} is {short(value)}; expected {wanted}")
+        raise about(error(f"{name} is {short(value)}; expected {wanted}"), name)
 
 
 def one_of(
@@ -85,7 +91,8 @@ def one_of(
 def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {type(value).__name__}; expected {wanted}")
+        wrong = f"{name} is {type(value).__name__}; expected {wanted}"
+        raise about(TypeError(wrong), name)
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from simplellm.config import ModelConfig, check_number, expect, expect_type, one_of
+from simplellm.config import (
+    ModelConfig,
+    about,
+    check_number,
+    expect,
+    expect_type,
+    one_of,
+)
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
@@ -129,11 +136,12 @@ class Door:
         ids = self._prompt_ids(prompt)
         limit = self.max_model_len
         if len(ids) >= limit:
-            raise ValueError(
+            wrong = (
                 f"the prompt has {len(ids)} tokens; expected fewer than {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
                 "have room for"
             )
+            raise about(ValueError(wrong), "prompt")
         named = {
             "the prompt": ids,
             "stop_token_ids": params.stop_token_ids,
@@ -174,7 +182,8 @@ class Door:
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
         ids = list(prompt)
         if not ids:
-            raise ValueError("a prompt is empty; expected at least one token")
+            wrong = "a prompt is empty; expected at least one token"
+            raise about(ValueError(wrong), "prompt")
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids
