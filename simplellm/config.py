@@ -121,6 +121,26 @@ def check_number(
     expect(inside, name, value, wanted)
 
 
+def as_tuple(name: str, entries: Any, kind: type) -> tuple[Any, ...]:
+    """A list or tuple of ``kind`` as a tuple, None as (); TypeError for all else."""
+    entries = () if entries is None else entries
+    listed = isinstance(entries, list | tuple)
+    ok = listed and all(isinstance(entry, kind) for entry in entries)
+    expect(ok, name, entries, f"a list of {kind.__name__}", TypeError)
+    return tuple(entries)
+
+
+def check_texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
+    """Raise ValueError for too many ``texts``, too long ones and empty ones."""
+    characters = sum(map(len, texts))
+    if len(texts) > most or characters > most_chars:
+        raise ValueError(
+            f"{name} has {len(texts)} texts of {characters} characters; expected "
+            f"at most {most} texts and {most_chars} characters in all"
+        )
+    expect("" not in texts, name, texts, "texts that are not empty")
+
+
 def check_value(name: str, value: Any, spec: Field) -> None:
     """Raise TypeError or ValueError unless ``value`` is what ``spec`` declares.
 

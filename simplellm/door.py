@@ -25,6 +25,16 @@ Messages = Sequence[Mapping[str, Any] | Message]
 CHAT_MAX_TOKENS = 1024  # reasoning included
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
+# Declared, but not done yet: other values than these are refused.
+NOT_YET = {
+    "n": 1,
+    "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "bad_words": (),
+    "allowed_token_ids": None,
+    "skip_special_tokens": True,
+    "prompt_logprobs": None,
+}
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -146,6 +156,7 @@ class Door:
             "the prompt": ids,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
         }
         most = self.config.vocab_size - 1
         for name, tokens in named.items():
@@ -154,7 +165,7 @@ class Door:
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         return Request(
             tokens=ids,
-            max_tokens=min(params.max_tokens, limit - len(ids)),
+            max_tokens=min(params.max_tokens or 0, limit - len(ids)),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             priority=priority,
@@ -170,6 +181,13 @@ class Door:
         for name in options:
             one_of("a sampling parameter", name, OVERRIDES, TypeError)
         params = replace(params, **options)
+        for name, only in NOT_YET.items():
+            value = getattr(params, name)
+            expect(value == only, name, value, f"{only}: others are not supported yet")
+        most = params.max_tokens
+        expect(most is not None, "max_tokens", most, "a number: not supported yet")
+        least = params.logprobs is None or params.logprobs >= 0
+        expect(least, "logprobs", params.logprobs, "0 to 20: not supported yet")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         if params.stop:

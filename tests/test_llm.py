@@ -671,7 +671,7 @@ def test_bad_chats_are_refused_at_once(
         ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temprature": 1}, "temprature"),
-        ({"foo": 1}, "sampling parameter is 'foo'; expected one of 'max_tokens', "),
+        ({"foo": 1}, "sampling parameter is 'foo'; expected one of 'n', "),
         ({"foo": 1}, "'logit_bias', 'priority', 'timeout'"),
     ],
 )

@@ -29,7 +29,7 @@ from simplellm.request import QueueFullError, SamplingParams
 IN_FLIGHT = 256  # requests that the engine has at a time
 RETRY_SECONDS = 0.2  # between two looks at a queue that was full
 HEAD = b'{"id": '  # how every line of the output begins
-FIELDS = [*(field.name for field in fields(SamplingParams)), "n"]  # of every request
+FIELDS = [field.name for field in fields(SamplingParams)]  # of every request
 CHAT_FIELDS = ["messages", "tools", "reasoning_effort", *FIELDS]
 # What a request that an LLM does not take raises: JSON can go wrong in many ways.
 REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
