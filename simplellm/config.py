@@ -134,10 +134,11 @@ def check_texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> 
     """Raise ValueError for too many ``texts``, too long ones and empty ones."""
     characters = sum(map(len, texts))
     if len(texts) > most or characters > most_chars:
-        raise ValueError(
+        wrong = (
             f"{name} has {len(texts)} texts of {characters} characters; expected "
             f"at most {most} texts and {most_chars} characters in all"
         )
+        raise about(ValueError(wrong), name)
     expect("" not in texts, name, texts, "texts that are not empty")
 
 

@@ -36,8 +36,8 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
         try:
             if not isinstance(tool, Tool):
                 function = tool["function"]
-                about = function.get("description") or ""
-                tool = Tool(function["name"], about, function.get("parameters"))
+                text = function.get("description") or ""
+                tool = Tool(function["name"], text, function.get("parameters"))
             function_type(tool)
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):

@@ -52,9 +52,12 @@ SHARED_NEUTRAL = {
 class StreamOptions:
     """What a stream holds beside its parts."""
 
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        "continuous_usage_stats": Neutral(NOT_HERE, (False,)),
+        "include_obfuscation": Neutral(NOT_HERE, (False,)),
+    }
+
     include_usage: bool = False  # a last event with the usage
-    continuous_usage_stats: bool = False  # the usage so far in every event
-    include_obfuscation: bool = False  # OpenAI's padding, of which there is none here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,11 @@ class SampledBody:
     user: str | None = None  # OpenAI's; nothing is done with it
     # The parameters that `SamplingParams` declares and no field here replaces.
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def __post_init__(self) -> None:
         options = self.stream_options
