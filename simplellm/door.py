@@ -57,6 +57,11 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     return [list(prompts)] if one else list(prompts)
 
 
+def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias by token ids, where it comes from JSON, whose keys are text."""
+    return {int(key) if key.isdecimal() else key: bias[key] for key in bias}
+
+
 @dataclass(frozen=True)
 class Door:
     """What a model and its engine accept. Whatever is refused loses nothing.

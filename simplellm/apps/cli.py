@@ -26,6 +26,7 @@ from simplellm.apps.screen import Screen, respond
 from simplellm.request import SamplingParams
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
+    from simplellm.config import EngineConfig
     from simplellm.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
@@ -90,11 +91,16 @@ Where = Annotated[
 ]
 
 
-def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
+def load_llm(
+    model: str | None,
+    device: str | None,
+    screen: Screen,
+    config: "EngineConfig | None" = None,
+) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
         from simplellm.llm import LLM
-    return LLM(model, device=device)
+    return LLM(model, config, device=device)
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
@@ -331,6 +337,75 @@ def bench(
     report.show(found, screen.out)
 
 
+@app.command("serve")
+def serve_model(
+    model: ModelName = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SIMPLELLM_API_KEY",
+            help="What clients must send. Others can see it among a command's options, "
+            "but not in the environment.",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What clients call the model; may be repeated.  [its name]"),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests that run at once.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a request may take.")
+    ] = 600.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for what runs when the server is to end.")
+    ] = 30.0,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")
+    ] = "warning",
+    access_log: Annotated[
+        Literal["off", "requests", "prompts"],
+        typer.Option(help="A JSON line for each request, with its prompt or without."),
+    ] = "off",
+    device: Where = None,
+) -> int:
+    """Answer OpenAI's clients over HTTP.
+
+    SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
+    ends all.
+    """
+    from simplellm.config import MAX_SIZE, EngineConfig, check_number
+
+    config = EngineConfig(max_num_seqs=max_num_seqs)
+    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
+    check_number("--grace", grace, float, 0, MAX_SIZE)
+    try:
+        from simplellm.server import serve as server
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error.name} is not installed; expected what pip install "
+            "'simplellm[serve]' brings"
+        ) from None
+    options = server.Options(
+        host=host,
+        port=port,
+        key=api_key,
+        names=served_model_name or [],
+        timeout=timeout,
+        grace=grace,
+        log_level=log_level,
+        access_log=access_log,
+    )
+    screen = Screen()
+    with load_llm(model, device, screen, config) as llm:
+        return server.serve(llm, options, screen.remark)
+
+
 def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -355,6 +430,7 @@ def simplellm(
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     simplellm bench --batch 1,4
+    simplellm serve --port 8000
     """
     if sys.stdout is None and ctx.invoked_subcommand != "batch":
         raise ValueError("standard output is closed; expected a place for the answer")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 import orjson
 
 from simplellm.config import about, check_value, declared, expect, expect_type
-from simplellm.door import MAX_PRIORITY
+from simplellm.door import MAX_PRIORITY, with_integer_keys
 from simplellm.llm import MAX_SAMPLES
 from simplellm.request import Request, SamplingParams
 from simplellm.server.errors import APIError
@@ -140,7 +140,8 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
             continue
         elif key in sampling:
             check_value(name, value, sampling[key])
-            params[key] = with_integer_keys(value) if key == "logit_bias" else value
+            bias = key == "logit_bias" and isinstance(value, dict)
+            params[key] = with_integer_keys(value) if bias else value
         elif (record := record_of(own[key])) is not None:
             found[key] = read_body(record, value, f"{name}.")
         else:
@@ -164,13 +165,6 @@ def refuse(name: str, value: Any, entry: Neutral | None) -> None:
     if value is not None and value not in entry.values:
         message = f"{name} is known, but not supported: {entry.why}"
         raise APIError(400, message, param=name, code="unsupported_parameter")
-
-
-def with_integer_keys(bias: Any) -> Any:
-    """A logit_bias whose keys are token ids; JSON can only have text there."""
-    if not isinstance(bias, dict):
-        return bias
-    return {int(key) if key.isdecimal() else key: bias[key] for key in bias}
 
 
 def parse_json(raw: bytes) -> Any:

@@ -5,21 +5,35 @@ The event loop runs in the main thread, the engine and its text in threads of th
 
 import asyncio
 import logging
-import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from simplellm.request import EngineError
+from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
 from simplellm.server.endpoint import Service
 
 LOGGER = logging.getLogger("simplellm.server")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says of a server; None and [] are defaults."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    names: Sequence[str] = ()
+    timeout: float = 600.0
+    grace: float = 30.0  # seconds for running requests once it is to end
+    log_level: str = "warning"
+    access_log: str = "off"  # or "requests" or "prompts"
 
 
 class DrainingServer(uvicorn.Server):
@@ -29,9 +43,15 @@ class DrainingServer(uvicorn.Server):
     still runs. The death of the engine ends the server too.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, grace: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace: float,
+        tell: Callable[[str], object],
+    ) -> None:
         super().__init__(config)
-        self.service, self.grace = service, grace
+        self.service, self.grace, self.tell = service, grace, tell
         self.deadline = float("inf")  # by time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -59,7 +79,7 @@ class DrainingServer(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         name = self.service.names[0]
-        print(f"simplellm: serving {name} at http://{shown}:{port}", file=sys.stderr)
+        self.tell(f"{name} is served at http://{shown}:{port}")
 
 
 def write_access_log() -> None:
@@ -71,25 +91,33 @@ def write_access_log() -> None:
     ACCESS.propagate = False
 
 
-def serve(
-    service: Service, *, host: str, port: int, grace: float, log_level: str
-) -> int:
-    """Answer requests until a signal comes or the engine dies; the exit status."""
+def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
+    """Answer requests until a signal comes or the engine dies; the exit status.
+
+    ``tell`` is given the line that says where the server is, once it listens.
+    """
+    logging.basicConfig(level=options.log_level.upper())
+    if options.access_log != "off":
+        write_access_log()
+    service = Service(
+        llm,
+        options.names or [llm.name],
+        options.key,
+        options.timeout,
+        log_prompts=options.access_log == "prompts",
+    )
     config = uvicorn.Config(
         make_app(service),
-        host=host,
-        port=port,
-        log_level=log_level,
+        host=options.host,
+        port=options.port,
+        log_config=None,
         access_log=False,  # ours has the tokens too
         lifespan="off",
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    server = DrainingServer(config, service, grace)
-    server.run()
-    try:
-        service.llm.engine.check()
-    except EngineError as error:
-        LOGGER.error("%s", error)
+    DrainingServer(config, service, options.grace, tell).run()
+    if llm.engine.dead is not None:
+        LOGGER.error("the engine died: %r", llm.engine.dead)
         return 1
     return 0
