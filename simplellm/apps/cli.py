@@ -23,15 +23,16 @@ from typer.core import TyperCommand, TyperGroup
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.screen import Screen, respond
+from simplellm.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.request import SamplingParams
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.config import EngineConfig
     from simplellm.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
 Ctrl-C ends an answer that is being written."""
+EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -95,7 +96,7 @@ def load_llm(
     model: str | None,
     device: str | None,
     screen: Screen,
-    config: "EngineConfig | None" = None,
+    config: EngineConfig | None = None,
 ) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
@@ -339,7 +340,14 @@ def bench(
 
 @app.command("serve")
 def serve_model(
-    model: ModelName = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint folder.  [embedded]",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
@@ -379,9 +387,8 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    from simplellm.config import MAX_SIZE, EngineConfig, check_number
-
-    config = EngineConfig(max_num_seqs=max_num_seqs)
+    sizes = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
+    config = EngineConfig(**sizes)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     try:
@@ -395,7 +402,7 @@ def serve_model(
         host=host,
         port=port,
         key=api_key,
-        names=served_model_name or [],
+        names=served_model_name or [Path(model).name if model else EMBEDDED_NAME],
         timeout=timeout,
         grace=grace,
         log_level=log_level,
@@ -403,7 +410,9 @@ def serve_model(
     )
     screen = Screen()
     with load_llm(model, device, screen, config) as llm:
-        return server.serve(llm, options, screen.remark)
+        return server.serve(
+            llm, options, lambda line: screen.write(f"{line}\n", aside=True)
+        )
 
 
 def print_version(wanted: bool) -> None:

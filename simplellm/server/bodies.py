@@ -42,6 +42,7 @@ SHARED_NEUTRAL = {
     "guided_grammar": Neutral(NEEDS_GRAMMAR),
     "structured_outputs": Neutral(NEEDS_GRAMMAR),
     "response_format": Neutral(NEEDS_GRAMMAR, ({"type": "text"},)),
+    "prompt_logprobs": Neutral("use echo and logprobs of /v1/completions"),
     "logits_processors": Neutral(NOT_HERE, ([],)),
     "kv_transfer_params": Neutral(NOT_HERE),
     "cache_salt": Neutral(NOT_HERE),
@@ -100,15 +101,14 @@ def sampling_fields(kind: Any) -> dict[str, Field[Any]]:
     """Those that it takes for `SamplingParams`; none unless it is a `SampledBody`."""
     if not issubclass(kind, SampledBody):
         return {}
-    own = own_fields(kind)
-    return {s.name: s for s in fields(SamplingParams) if s.name not in own}
+    other = {*own_fields(kind), *kind.neutral}
+    return {s.name: s for s in fields(SamplingParams) if s.name not in other}
 
 
 def neutral_of(kind: Any) -> Mapping[str, Neutral]:
     """What it knows without supporting it."""
     found: Mapping[str, Neutral] = getattr(kind, "neutral", {})
-    supported = {*own_fields(kind), *sampling_fields(kind)}
-    return {name: entry for name, entry in found.items() if name not in supported}
+    return found
 
 
 def known_names(kind: Any) -> set[str]:

@@ -26,7 +26,7 @@ PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What a parameter may hold where Python's annotation says less than the door checks.
 SPECIAL: dict[str, dict[str, Any]] = {
     "logit_bias": {
-        "type": ["object", "null"],
+        "type": "object",
         "propertyNames": {"pattern": "^[0-9]+$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
@@ -36,7 +36,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "items": {"$ref": "#/components/schemas/Message"},
     },
     "tools": {
-        "type": ["array", "null"],
+        "type": "array",
         "items": {"$ref": "#/components/schemas/Tool"},
     },
 }
@@ -156,7 +156,8 @@ def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any
 def schema_of_field(spec: Field[Any]) -> dict[str, Any]:
     """The JSON schema of one parameter."""
     if spec.name in SPECIAL:
-        return SPECIAL[spec.name]
+        found = SPECIAL[spec.name]
+        return {"anyOf": [found, {"type": "null"}]} if is_optional(spec) else found
     if (record := record_of(spec)) is not None:
         return {"anyOf": [schema_of_body(record), {"type": "null"}]}
     found = schema_of_type(spec.type, spec.metadata.get("bounds"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from simplellm.config import expect
 from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
 from simplellm.server.endpoint import Service
@@ -24,16 +25,19 @@ FLUSH_SECONDS = 2
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a server; None and [] are defaults."""
+    """What the command line says of a server."""
 
+    names: Sequence[str]  # that clients call the model
     host: str = "127.0.0.1"
-    port: int = 8000
-    key: str | None = None
-    names: Sequence[str] = ()
+    port: int = 8000  # 0 takes a free one
+    key: str | None = None  # that clients must send
     timeout: float = 600.0
     grace: float = 30.0  # seconds for running requests once it is to end
     log_level: str = "warning"
     access_log: str = "off"  # or "requests" or "prompts"
+
+    def __post_init__(self) -> None:
+        expect(self.key != "", "the API key", self.key, "one that is not empty")
 
 
 class DrainingServer(uvicorn.Server):
@@ -101,7 +105,7 @@ def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
         write_access_log()
     service = Service(
         llm,
-        options.names or [llm.name],
+        options.names,
         options.key,
         options.timeout,
         log_prompts=options.access_log == "prompts",
