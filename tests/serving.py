@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,11 +84,10 @@ def idle(llm: LLM) -> bool:
 
 
 @contextmanager
-def babbling(llm: LLM, vocabulary: Sequence[int]) -> Iterator[None]:
-    """The model says random tokens of ``vocabulary``.
+def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
+    """The model says what ``babble`` makes of a request's seed and a position.
 
-    They depend on a request's seed and on nothing else: the same request, streamed or
-    not, gets the same ones.
+    So the same request, streamed or not, gets the same tokens, whatever runs beside it.
     """
     runner = llm.engine.runner
     start = runner.start
@@ -98,7 +96,8 @@ def babbling(llm: LLM, vocabulary: Sequence[int]) -> Iterator[None]:
         start(works, sampling)
         with torch.inference_mode():
             for row, request in enumerate(sampling):
-                token = babble(vocabulary, request.params.seed, request.num_output)
+                assert request.params.seed is not None
+                token = babble(request.params.seed, request.num_output)
                 favor(runner.logits[row], token)
                 runner.output[row] = token
 
@@ -107,11 +106,6 @@ def babbling(llm: LLM, vocabulary: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         runner.start = start  # type: ignore[method-assign]
-
-
-def babble(vocabulary: Sequence[int], seed: int | None, position: int) -> int:
-    """The token that `babbling` says at a position."""
-    return random.Random(f"{seed} {position}").choice(vocabulary)
 
 
 def run(coroutine: Any) -> Any:

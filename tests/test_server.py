@@ -491,6 +491,7 @@ def test_keys(served: Served) -> None:
         assert get("/v1/nowhere").status_code == 401
         assert get("/v1/models", authorization="Bearer s3cret").status_code == 200
         assert get("/v1/models", **{"x-api-key": "s3cret"}).status_code == 200
-        assert get("/v1/models", authorization="Bearer s3cr\xe9t").status_code == 401
+        odd = {b"authorization": "Bearer s3crét".encode()}
+        assert other.client.get("/v1/models", headers=odd).status_code == 401
         for path in ("/health", "/docs", "/openapi.json"):
             assert get(path).status_code == 200

@@ -56,6 +56,7 @@ class Gate:
         request = HTTPRequest(scope)
         call = Call(self.service, request, request_id(request))
         scope["call"] = call
+        scope["app"] = self  # so that routing raises its errors
         start, status = time.monotonic(), 0
 
         async def sending(message: Message) -> None:
@@ -143,7 +144,9 @@ def request_id(request: HTTPRequest) -> str:
 
 def same(given: str, key: str) -> bool:
     """Whether two keys are equal, in a time that tells nothing of where they differ."""
-    digests = [hashlib.sha256(text.encode()).digest() for text in (given, key)]
+    sent = given.encode("latin-1")  # as headers come
+    known = key.encode(errors="surrogateescape")  # as arguments do
+    digests = [hashlib.sha256(text).digest() for text in (sent, known)]
     return hmac.compare_digest(*digests)
 
 
@@ -170,10 +173,6 @@ class PlainASGI:
         await self.respond(scope, receive, send)
 
 
-async def no_such_path(scope: Scope, receive: Receive, send: Send) -> None:
-    raise HTTPException(404)
-
-
 def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
@@ -182,5 +181,5 @@ def make_app(service: Service) -> Gate:
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)
     routes = [route(path, found) for path, found in by_path.items()]
-    router = Router(routes, redirect_slashes=False, default=no_such_path)
+    router = Router(routes, redirect_slashes=False)
     return Gate(router, service, endpoints)

@@ -6,8 +6,8 @@ document is made from the same declarations.
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from types import NoneType
-from typing import Any, ClassVar, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import orjson
 
@@ -28,6 +28,7 @@ class Neutral:
     values: tuple[Any, ...] = ()
 
 
+JSON_WORDS = {str: "a string", list: "a list", dict: "an object"}
 NEEDS_GRAMMAR = "it needs structured output, which this server does not have yet"
 NOT_HERE = "this server does not support it"
 # Parameters that OpenAI and vLLM give to completions and chats alike.
@@ -122,6 +123,18 @@ def record_of(spec: Field[Any]) -> Any:
     return next((kind for kind in kinds if is_dataclass(kind)), None)
 
 
+def check_container(name: str, value: Any, spec: Field[Any]) -> None:
+    """Raise TypeError for JSON that a field of lists or objects cannot hold.
+
+    What is in them is checked where they are used.
+    """
+    options = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
+    kinds = [get_origin(option) or option for option in options]
+    if list in kinds or dict in kinds:
+        words = [JSON_WORDS[kind] for kind in kinds if kind in JSON_WORDS]
+        expect_type(name, value, tuple(kinds), " or ".join(dict.fromkeys(words)))
+
+
 def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
     """A ``kind`` from parsed JSON; null counts as absent.
 
@@ -146,6 +159,7 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
             found[key] = read_body(record, value, f"{name}.")
         else:
             check_value(name, value, own[key])
+            check_container(name, value, own[key])
             found[key] = value
     for key, spec in own.items():
         absent = key not in found and spec.default is MISSING

@@ -102,7 +102,7 @@ class Chat(Generation):
         params = {"max_tokens": door.max_model_len, **body.sampling}
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens
-        if body.logprobs:
+        if body.logprobs or body.return_token_ids:  # parts have both or neither
             params["logprobs"] = body.top_logprobs
         asked = door.ask_chat(
             body.messages,
@@ -126,6 +126,11 @@ class Chat(Generation):
             "choices": choices,
         }
 
+    def logprobs(self, part: Delta | ChatChoice) -> dict[str, Any] | None:
+        """Those of a part, or of all, if they are to be told."""
+        entries = part.logprobs if self.body.logprobs else None
+        return chat_logprobs(entries, self.tokenizer)
+
     def event(
         self,
         index: int,
@@ -141,7 +146,7 @@ class Chat(Generation):
             "finish_reason": finish_reason,
         }
         if part is not None:
-            choice["logprobs"] = chat_logprobs(part.logprobs, self.tokenizer)
+            choice["logprobs"] = self.logprobs(part)
             if self.body.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
         found = self.object("chat.completion.chunk", [choice])
@@ -153,7 +158,7 @@ class Chat(Generation):
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
         delta = self.turns[index].push(part)
-        told = delta or part.logprobs or self.body.return_token_ids
+        told = delta or part.token_ids
         return [self.event(index, delta, part)] if told else []
 
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
@@ -172,7 +177,7 @@ class Chat(Generation):
             choice = {
                 "index": index,
                 "message": message_of_choice(output),
-                "logprobs": chat_logprobs(output.logprobs, self.tokenizer),
+                "logprobs": self.logprobs(output),
                 "finish_reason": output.finish_reason,
             }
             if self.body.return_token_ids:
