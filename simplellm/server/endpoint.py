@@ -5,7 +5,7 @@ import inspect
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -232,8 +232,12 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
     """
     service, started = call.service, False
     try:
-        async with asyncio.timeout(service.timeout):
-            async for data in texts(call, answer):
+        # Whatever ends this ends the generator too, and with it the requests.
+        async with (
+            asyncio.timeout(service.timeout),
+            aclosing(texts(call, answer)) as written,
+        ):
+            async for data in written:
                 if not started:
                     started = True
                     await send(start_of(answer.stream))
@@ -270,13 +274,13 @@ async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     try:
         waiting = answer.first()
+        if not answer.stream:
+            await replies.finish()
         async for index, part in replies:
             watch.part(index)
-            if not answer.stream:
-                continue
             waiting += answer.part(index, part)
-            if data := b"".join(map(sse.event, waiting)):
-                yield data
+            if waiting:
+                yield b"".join(map(sse.event, waiting))
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
         reasons = [output.finish_reason for output in outputs]
