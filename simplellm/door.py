@@ -23,11 +23,11 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
 
 CHAT_MAX_TOKENS = 1024  # reasoning included
+MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 # Declared, but not done yet: other values than these are refused.
 NOT_YET = {
-    "n": 1,
     "min_tokens": 0,
     "include_stop_str_in_output": False,
     "bad_words": (),
