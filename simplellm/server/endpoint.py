@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -267,7 +267,7 @@ def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
+async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     """What is written: one object, or a stream's events, those of a part together."""
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
