@@ -17,6 +17,8 @@ class RequestOutput:
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
     on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
+    ``prompt_logprobs`` has one for each token of the prompt, None for the first; of a
+    prompt's samples, the first has them, and of a stream its first part.
     """
 
     text: str
@@ -24,6 +26,7 @@ class RequestOutput:
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class TextReply:
         wanted = asked.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._texts: list[str] = []
         self._stops = StopStrings(asked.params.stop)
         self._decoder: StreamDecoder | None = None
@@ -52,6 +53,9 @@ class TextReply:
             if event.finish_reason is not None and not stops.found:
                 text += stops.push(self._decoder.flush()) + stops.flush()
         self.finish_reason = "stop" if stops.found else event.finish_reason
+        scores = None
+        if event.prompt_logprobs is not None:
+            scores = self.prompt_logprobs = [*event.prompt_logprobs]
         token_ids, logprobs = list(event.tokens[:count]), None
         if self.logprobs is not None:
             logprobs = list(event.logprobs or ())[:count]
@@ -64,6 +68,7 @@ class TextReply:
             finish_reason=self.finish_reason,
             logprobs=logprobs,
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=scores,
         )
         return [part]
 
@@ -75,6 +80,7 @@ class TextReply:
             finish_reason=self.finish_reason,
             logprobs=None if self.logprobs is None else [*self.logprobs],
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
