@@ -113,6 +113,8 @@ def merged(parts: Sequence[Any]) -> Any:
     logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
+    if isinstance(last, RequestOutput):  # the first part tells of the prompt
+        last = replace(last, prompt_logprobs=parts[0].prompt_logprobs)
     return replace(
         last,
         text="".join(part.text for part in parts),
