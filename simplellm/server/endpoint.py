@@ -130,6 +130,7 @@ class Endpoint:
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
     open: bool = False  # whether it needs no key, and answers while the server drains
+    media: str = "application/json"  # what it answers with, streams aside
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
