@@ -60,6 +60,17 @@ KINDS: dict[Any, tuple[Any, str]] = {
 }
 
 
+def about(error: Exception, name: str) -> Exception:
+    """``error`` with its ``param``: the parameter that ``name`` speaks of.
+
+    That is its first word with an underscore, or else its last word.
+    """
+    words = re.findall(r"[\w.\[\]]+", name)
+    param = next((word for word in words if "_" in word), words[-1])
+    error.param = param  # type: ignore[attr-defined]
+    return error
+
+
 def expect(
     ok: object,
     name: str,
@@ -69,18 +80,7 @@ def expect(
 ) -> None:
     """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
     if not ok:
-        raise refusal(name, f"{name} is {short(value)}; expected {wanted}", error)
-
-
-def refusal(name: str, message: str, error: type[Exception] = ValueError) -> Exception:
-    """An ``error`` whose ``param`` is the parameter that ``name`` speaks of.
-
-    That is its first word with an underscore, or else its last word.
-    """
-    words = re.findall(r"[\w.\[\]]+", name)
-    found: Any = error(message)
-    found.param = next((word for word in words if "_" in word), words[-1])
-    return found
+        raise about(error(f"{name} is {short(value)}; expected {wanted}"), name)
 
 
 def one_of(
@@ -97,8 +97,8 @@ def one_of(
 def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
-        message = f"{name} is {type(value).__name__}; expected {wanted}"
-        raise refusal(name, message, TypeError)
+        wrong = f"{name} is {type(value).__name__}; expected {wanted}"
+        raise about(TypeError(wrong), name)
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -140,11 +140,11 @@ def check_texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> 
     """Raise ValueError for too many ``texts``, too long ones and empty ones."""
     characters = sum(map(len, texts))
     if len(texts) > most or characters > most_chars:
-        raise refusal(
-            name,
+        wrong = (
             f"{name} has {len(texts)} texts of {characters} characters; expected "
-            f"at most {most} texts and {most_chars} characters in all",
+            f"at most {most} texts and {most_chars} characters in all"
         )
+        raise about(ValueError(wrong), name)
     expect("" not in texts, name, texts, "texts that are not empty")
 
 
@@ -458,7 +458,7 @@ class EngineConfig:
             if name not in known:
                 wanted = f"one of {', '.join(known)}"
                 message = f"there is no option {name!r}; expected {wanted}"
-                raise refusal(name, message, TypeError)
+                raise about(TypeError(message), name)
         return replace(self, **options)
 
     def resolved(self, device_type: str) -> "EngineConfig":

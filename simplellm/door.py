@@ -9,10 +9,10 @@ from typing import Any
 
 from simplellm.config import (
     ModelConfig,
+    about,
     check_number,
     expect,
     expect_type,
-    refusal,
 )
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.masks import Choices, bad_sequences
@@ -66,6 +66,11 @@ def is_several(messages: Any) -> bool:
 def plain(value: Any) -> Any:
     """A NumPy or PyTorch array as a list; all else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias by token ids, where it comes from JSON, whose keys are text."""
+    return {int(key) if key.isdecimal() else key: bias[key] for key in bias}
 
 
 @dataclass(frozen=True)
@@ -165,12 +170,12 @@ class Door:
         limit = self.max_model_len
         if len(ids) + (params.max_tokens != 0) > limit:
             fewer = "fewer than" if params.max_tokens != 0 else "at most"
-            raise refusal(
-                "prompt",
+            wrong = (
                 f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
-                "have room for",
+                "have room for"
             )
+            raise about(ValueError(wrong), "prompt")
         named = {
             "the prompt": ids,
             "stop_token_ids": params.stop_token_ids,
@@ -214,7 +219,7 @@ class Door:
             if name not in OVERRIDES:
                 wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
                 message = f"a sampling parameter is {name!r}; expected {wanted}"
-                raise refusal(name, message, TypeError)
+                raise about(TypeError(message), name)
         params = replace(params, **options)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -228,8 +233,8 @@ class Door:
         prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
         if not prompt:
-            message = "a prompt is empty; expected at least one token"
-            raise refusal("prompt", message)
+            wrong = "a prompt is empty; expected at least one token"
+            raise about(ValueError(wrong), "prompt")
         # NumPy and PyTorch have integers of their own.
         ids = [token if type(token) is int else plain(token) for token in prompt]
         odd = next((token for token in ids if type(token) is not int), 0)

@@ -15,18 +15,17 @@ from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
+from simplellm.apps.options import ModelFolder, ModelName, Where, load_llm
 from simplellm.apps.screen import Screen, respond
+from simplellm.apps.serving import serve_model
 from simplellm.request import SamplingParams
-
-if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -71,30 +70,6 @@ app = typer.Typer(
     subcommand_metavar="PROMPT | COMMAND",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ModelFolder = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
-        show_default=False,
-    ),
-]
-Where = Annotated[
-    Literal["cpu", "cuda"] | None,
-    typer.Option(help="Where to run.  [cuda where there is one]"),
-]
-
-
-def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
-    """The engine with its model loaded."""
-    with screen.waiting("Starting PyTorch"):
-        from simplellm.llm import LLM
-    return LLM(model, device=device)
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
@@ -331,6 +306,9 @@ def bench(
     report.show(found, screen.out)
 
 
+app.command("serve")(serve_model)
+
+
 def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -355,6 +333,7 @@ def simplellm(
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     simplellm bench --batch 1,4
+    simplellm serve --port 8000
     """
     if sys.stdout is None and ctx.invoked_subcommand != "batch":
         raise ValueError("standard output is closed; expected a place for the answer")

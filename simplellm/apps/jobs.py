@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from simplellm.door import with_integer_keys
 from simplellm.outputs import ChatChoice, RequestOutput
 from simplellm.request import QueueFullError, SamplingParams
 
@@ -188,9 +189,7 @@ def arguments(line: Line) -> dict[str, Any]:
         raise ValueError(error)
     bias = request.get("logit_bias")
     if isinstance(bias, dict):  # in JSON its keys can only be text
-        request["logit_bias"] = {
-            int(key) if key.isdecimal() else key: value for key, value in bias.items()
-        }
+        request["logit_bias"] = with_integer_keys(bias)
     if "prompt" in request:
         prompt = request.pop("prompt")
         # In a list an integer would be a token id; alone it is refused.
