@@ -11,8 +11,8 @@ from simplellm.request import Event, Request, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """When things happened, by time.monotonic(), in seconds."""
+class Times:
+    """When things happened to a request, by time.monotonic(), in seconds."""
 
     arrival_time: float
     first_token_time: float | None  # None: there was no token
@@ -52,7 +52,7 @@ class RequestOutput:
     prompt: str | None = field(default=None, compare=False)  # if it was given as text
     index: int = field(default=0, compare=False)  # among the samples of its prompt
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt's
-    metrics: Metrics | None = field(default=None, compare=False)
+    metrics: Times | None = field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -76,7 +76,7 @@ class ChatChoice:
     logprobs: list[TokenLogprobs] | None
     stop_reason: str | int | None = None
     index: int = field(default=0, compare=False)
-    metrics: Metrics | None = field(default=None, compare=False)
+    metrics: Times | None = field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -134,7 +134,7 @@ class ChatOutput:
         return self.choices[0].index
 
     @property
-    def metrics(self) -> Metrics | None:
+    def metrics(self) -> Times | None:
         return self.choices[0].metrics
 
     @property
@@ -167,8 +167,8 @@ class Progress:
         if found is not None or event.finish_reason is not None:
             self.finished = now
 
-    def metrics(self) -> Metrics:
-        return Metrics(self.arrival, self.first, self.finished, self.preemptions)
+    def metrics(self) -> Times:
+        return Times(self.arrival, self.first, self.finished, self.preemptions)
 
     def of_text(self) -> dict[str, Any]:
         """Fields of a RequestOutput."""
