@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
-from simplellm.harmony import Delta, ToolCall, to_openai
+from simplellm.harmony import Delta, Message, ToolCall, is_call, to_openai
 from simplellm.request import Event, Request, TokenLogprobs
 
 
@@ -220,3 +220,19 @@ def merged(parts: Sequence[Any]) -> Any:
         token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=logprobs,
     )
+
+
+def is_reasoning(part: Message | Delta) -> bool:
+    """Whether this is no call and not for the user: thoughts, or for a recipient."""
+    calls = is_call(part) if isinstance(part, Message) else part.call is not None
+    return not calls and (part.channel == "analysis" or part.recipient is not None)
+
+
+def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:
+    """``deltas``, the last of which can have a token of ``message``; None: of none."""
+    if message is None:
+        return [*deltas, Delta(None, None, "")]
+    if deltas:
+        return deltas
+    number = call if is_call(message) else None
+    return [Delta(message.channel, message.recipient, "", number)]

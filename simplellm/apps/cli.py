@@ -10,7 +10,7 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
@@ -208,6 +208,21 @@ def check_files(source: Path, target: Path) -> None:
         raise ValueError(f"{target} is both input and output; expected two files")
 
 
+def summarize(
+    screen: Screen, done: Mapping[Any, bool], failures: Sequence[Exception]
+) -> int:
+    """Say what became of a batch; the exit status."""
+    rejected = sum(done.values())
+    summary = f"{len(done) - rejected} answered, {rejected} errors"
+    screen.write(f"{len(done) + len(failures)} requests: {summary}\n", aside=True)
+    if failures:
+        screen.error(
+            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
+            "same command tries them again"
+        )
+    return int(len(failures) + rejected > 0)
+
+
 @app.command(cls=PlainUsage)
 def batch(
     source: Annotated[
@@ -261,15 +276,7 @@ def batch(
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
-    rejected = sum(done.values())
-    summary = f"{len(done) - rejected} answered, {rejected} errors"
-    screen.write(f"{len(requests)} requests: {summary}\n", aside=True)
-    if failures:
-        screen.error(
-            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
-            "same command tries them again"
-        )
-    return int(len(failures) + rejected > 0)
+    return summarize(screen, done, failures)
 
 
 def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
