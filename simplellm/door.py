@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from simplellm.config import ModelConfig, check_number, expect, expect_type, one_of
+from simplellm.config import (
+    ModelConfig,
+    about,
+    check_number,
+    expect,
+    expect_type,
+)
 from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
 
@@ -16,28 +23,54 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
 
 CHAT_MAX_TOKENS = 1024  # reasoning included
+MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
 def sample_of(asked: Request, number: int = 0) -> Request:
-    """Sample ``number`` of a checked request: the same, drawn with another seed."""
+    """Sample ``number`` of a checked request: the same, drawn with another seed.
+
+    The first one finds the prompt's logprobs for all of them.
+    """
     seed = asked.params.seed
     assert seed is not None
     params = replace(asked.params, seed=(seed + number) % 2**64)
-    return replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    sample = replace(
+        asked, tokens=list(asked.tokens), params=params, siblings=[], index=number
+    )
+    if number > 0:
+        sample.prompt_logprobs = None
+    return sample
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list. Raises TypeError or ValueError."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     wanted = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, wanted)
     expect(prompts, "the list of prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, int) for item in prompts)
+    one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)
+
+
+def is_several(messages: Any) -> bool:
+    """Whether these are conversations, and not the messages of one."""
+    listed = isinstance(messages, list | tuple) and len(messages) > 0
+    return listed and isinstance(messages[0], list | tuple)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy or PyTorch array as a list; all else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
+    """A logit_bias by token ids, where it comes from JSON, whose keys are text."""
+    return {int(key) if key.isdecimal() else key: bias[key] for key in bias}
 
 
 @dataclass(frozen=True)
@@ -86,12 +119,18 @@ class Door:
             for prompt, params in zip(every, sampling_params, strict=True)
         ]
 
+    def ask_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
+        """One conversation or several, with the same options."""
+        every = messages if is_several(messages) else [messages]
+        return [self.ask_chat(one, **options) for one in every]
+
     def ask_chat(
         self,
         messages: Any,  # Messages, once checked
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         reasoning_effort: str = "medium",
+        current_date: str | None = None,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
     ) -> Request:
@@ -106,6 +145,7 @@ class Door:
             self.need_tokenizer(),
             reasoning_effort=reasoning_effort,
             tools=tools,
+            current_date=current_date,
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
@@ -128,30 +168,46 @@ class Door:
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)
         limit = self.max_model_len
-        if len(ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens; expected fewer than {limit}, which "
+        if len(ids) + (params.max_tokens != 0) > limit:
+            fewer = "fewer than" if params.max_tokens != 0 else "at most"
+            wrong = (
+                f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
                 "have room for"
             )
+            raise about(ValueError(wrong), "prompt")
         named = {
             "the prompt": ids,
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
         }
         most = self.config.vocab_size - 1
         for name, tokens in named.items():
             odd = next((token for token in tokens if not 0 <= token <= most), None)
             expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Request(
+        bad: list[tuple[int, ...]] = []
+        if params.bad_words:
+            bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        room, most_tokens = limit - len(ids), params.max_tokens
+        request = Request(
             tokens=ids,
-            max_tokens=min(params.max_tokens, limit - len(ids)),
+            text=prompt if isinstance(prompt, str) else None,
+            max_tokens=room if most_tokens is None else min(most_tokens, room),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
+            bad_sequences=bad,
             priority=priority,
             deadline=deadline,
+            needs_last_token=any(len(sequence) > 1 for sequence in bad),
         )
+        if params.restricts:
+            choices = Choices(request, self.config.vocab_size)
+            left = choices.bits(params.min_tokens > 0, ()).any()
+            restricting = "allowed_token_ids, bad_words and min_tokens"
+            expect(left, f"the tokens that {restricting} leave", 0, "at least one")
+        return request
 
     def _params(
         self, params: SamplingParams | None, options: Mapping[str, Any]
@@ -160,7 +216,10 @@ class Door:
         params = self.default_params if params is None else params
         expect_type("sampling_params", params, SamplingParams, "SamplingParams")
         for name in options:
-            one_of("a sampling parameter", name, OVERRIDES, TypeError)
+            if name not in OVERRIDES:
+                wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
+                message = f"a sampling parameter is {name!r}; expected {wanted}"
+                raise about(TypeError(message), name)
         params = replace(params, **options)
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
@@ -171,10 +230,13 @@ class Door:
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.need_tokenizer().encode(prompt)
+        prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
-        ids = list(prompt)
-        if not ids:
-            raise ValueError("a prompt is empty; expected at least one token")
+        if not prompt:
+            wrong = "a prompt is empty; expected at least one token"
+            raise about(ValueError(wrong), "prompt")
+        # NumPy and PyTorch have integers of their own.
+        ids = [token if type(token) is int else plain(token) for token in prompt]
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids

@@ -6,13 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from simplellm.config import MAX_SIZE, check_number, declared, expect
+from simplellm.config import (
+    MAX_SIZE,
+    as_tuple,
+    check_number,
+    check_texts,
+    declared,
+    expect,
+)
 from simplellm.config import check as check_declared
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
+# Bad words cost as much as their tokens at the beginning, and little at each step.
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 2**16
 UNKNOWN = -1  # stands for a token that is being computed
 
 
@@ -28,12 +38,18 @@ class QueueFullError(RuntimeError):
 class SamplingParams:
     """How one request's tokens are chosen and when they stop. Names as in vLLM.
 
-    Penalties and biases change the logits first; then temperature divides them; then
-    min_p, top_k and top_p, in this order, drop tokens; then one token is drawn.
-    Raises TypeError or ValueError for a parameter of the wrong type or out of range.
+    Penalties and biases change the logits first; then tokens are ruled out that
+    min_tokens, bad_words or allowed_token_ids forbid, which holds at temperature 0 too;
+    then temperature divides the logits; then min_p, top_k and top_p, in this order,
+    drop tokens; then one token is drawn. Raises TypeError or ValueError for a parameter
+    of the wrong type, out of range, or at odds with another one.
     """
 
-    max_tokens: int = declared(256)
+    n: int = declared(1, high=1024)  # samples of the prompt
+    # None: as many as there is room for. 0 needs prompt_logprobs: nothing is generated.
+    max_tokens: int | None = declared(256, low=0)
+    # Until there are so many, no token or stop string ends the output.
+    min_tokens: int = declared(0, low=0)
     temperature: float = declared(1.0, low=0, high=100)  # 0 is greedy
     # Only the k most likely tokens; 0 or -1 keeps all.
     top_k: int = declared(0, low=-1)
@@ -47,34 +63,43 @@ class SamplingParams:
     presence_penalty: float = declared(0.0, low=-2, high=2)
     frequency_penalty: float = declared(0.0, low=-2, high=2)
     stop: str | Sequence[str] = ()  # text that ends the output, left out of it
-    stop_token_ids: Sequence[int] = ()  # None is (), here and for stop
+    include_stop_str_in_output: bool = False  # then it isn't
+    stop_token_ids: Sequence[int] = ()  # None is (), here, for stop and for bad_words
     ignore_eos: bool = False
+    # Texts that are never completed: the last token of one, as the tokenizer cuts it at
+    # the beginning of a text or after a space, is ruled out where the others stand.
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None  # no others are drawn; None: all
+    skip_special_tokens: bool = True  # control tokens are no part of the text
     # None: a new one for each request.
     seed: int | None = declared(None, low=-(2**63), high=2**64 - 1)
-    # This many alternatives beside the chosen token.
-    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+    # This many alternatives beside the chosen token; -1: the whole vocabulary.
+    logprobs: int | None = declared(None, low=-1, high=MAX_LOGPROBS)
+    # The same for the tokens of the prompt, which is then computed anew, not looked up.
+    prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             entries = getattr(self, name)
-            entries = () if entries is None else entries
-            listed = isinstance(entries, list | tuple)
-            ok = listed and all(isinstance(entry, kind) for entry in entries)
-            expect(ok, name, entries, f"a list of {kind.__name__}", TypeError)
-            object.__setattr__(self, name, tuple(entries))
+            if entries is not None or name != "allowed_token_ids":
+                kind = int if name.endswith("_ids") else str
+                object.__setattr__(self, name, as_tuple(name, entries, kind))
         check_declared(self)
-        characters = sum(map(len, self.stop))
-        if len(self.stop) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
-            raise ValueError(
-                f"stop has {len(self.stop)} texts of {characters} characters; expected "
-                f"at most {MAX_STOPS} texts and {MAX_STOP_CHARACTERS} characters in all"
-            )
-        expect("" not in self.stop, "stop", self.stop, "texts that are not empty")
-        for token in self.stop_token_ids:
-            check_number("a stop_token_ids entry", token, int, 0, MAX_SIZE)
+        check_texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARACTERS)
+        check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_CHARACTERS)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                check_number(f"an entry of {name}", token, int, 0, MAX_SIZE)
+        none = self.allowed_token_ids == ()
+        expect(not none, "allowed_token_ids", [], "at least one token id, or None")
+        most, least = self.max_tokens, self.min_tokens
+        wanted = f"at most max_tokens, {most}"
+        expect(most is None or least <= most, "min_tokens", least, wanted)
+        ok = most != 0 or self.prompt_logprobs is not None
+        expect(ok, "max_tokens", most, "1 or more, or prompt_logprobs beside it")
         ok = isinstance(self.logit_bias, Mapping | None)
         expect(ok, "logit_bias", self.logit_bias, "a dict", TypeError)
         if self.logit_bias is not None:  # a copy: nobody changes what was checked
@@ -82,6 +107,12 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             check_number("a logit_bias token id", token, int, 0, MAX_SIZE)
             check_number(f"logit_bias of token {token}", bias, float, -100, 100)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens are ruled out, be it for a while."""
+        some = self.allowed_token_ids is not None
+        return some or self.min_tokens > 0 or bool(self.bad_words)
 
     @property
     def penalizes(self) -> bool:
@@ -110,6 +141,7 @@ class Request:
     max_tokens: int  # of output
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_sequences: Sequence[Sequence[int]] = ()  # the tokens of bad words
     priority: int = 0  # the lower, the sooner, as in vLLM
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
@@ -117,6 +149,8 @@ class Request:
     # grammar says what may follow. Such a request sits out while that is computed.
     needs_last_token: bool = False
     submitted: float = field(default_factory=time.monotonic)
+    text: str | None = None  # of the prompt, if it was given as text
+    index: int = 0  # among the samples of its prompt
     number: int = -1  # its name, given by who submits it
 
     # What the scheduler writes down.
@@ -129,6 +163,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        # Those of the prompt's tokens so far, if they are asked for, and until an event
+        # has them. Nothing comes before the first one.
+        asked = self.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None
+        self.prompt_logprobs = [None] if asked else None
 
     @property
     def missing(self) -> int:
@@ -141,8 +180,11 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Its last token is there, or at least being computed."""
-        return self.num_output >= self.max_tokens
+        """Its last token is there, or at least being computed.
+
+        One is sampled even if none is wanted: it ends the request and is dropped.
+        """
+        return self.num_output >= max(self.max_tokens, 1)
 
 
 class Event(NamedTuple):
@@ -155,3 +197,6 @@ class Event(NamedTuple):
     error: Exception | None = None
     time: float = 0.0  # time.monotonic() when the tokens came
     cached_tokens: int = 0  # of the prompt that the cache held when it began
+    # Of the prompt's tokens, if they were asked for: with the first event.
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    preemptions: int = 0  # so far

@@ -294,7 +294,7 @@ def test_prompt(llm, case):
 
 
 SAMPLING: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
-    ({"max_tokens": 0}, ValueError, ["max_tokens is 0", "expected 1 to"]),
+    ({"max_tokens": 0}, ValueError, ["max_tokens is 0", "expected 1 or more"]),
     ({"max_tokens": 1.5}, TypeError, ["max_tokens is 1.5", "expected an integer"]),
     ({"max_tokens": True}, TypeError, ["max_tokens is True", "expected an integer"]),
     ({"temperature": -0.1}, ValueError, ["temperature is -0.1", "expected 0 to"]),
@@ -310,7 +310,7 @@ SAMPLING: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"stop": ["a", ""]}, ValueError, ["stop", "expected"]),
     ({"stop": 3}, TypeError, ["stop", "expected"]),
     ({"seed": "x"}, TypeError, ["seed is 'x'", "expected an integer"]),
-    ({"logprobs": 21}, ValueError, ["logprobs is 21", "expected 0 to 20"]),
+    ({"logprobs": 21}, ValueError, ["logprobs is 21", "expected -1 to 20"]),
     ({"logit_bias": {1: math.inf}}, ValueError, ["logit_bias of token 1 is inf"]),
     ({"logit_bias": {10**6: 1.0}}, ValueError, ["logit_bias", "1000000", "expected"]),
     ({"ignore_eos": "false"}, TypeError, ["ignore_eos is 'false'", "expected True"]),

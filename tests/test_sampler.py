@@ -19,7 +19,13 @@ from transformers.generation.logits_process import (
 
 from simplellm import ops
 from simplellm.noise import gumbel_noise, mix
-from simplellm.request import MAX_STOP_CHARACTERS, MAX_STOPS, Request, SamplingParams
+from simplellm.request import (
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    Request,
+    SamplingParams,
+)
 from simplellm.sampler import (
     Columns,
     Sampled,
@@ -563,7 +569,6 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("max_tokens", 0, "max_tokens is 0; expected 1 to"),
         ("max_tokens", 1.5, "max_tokens is 1.5; expected an integer"),
         ("max_tokens", True, "expected an integer"),
         ("temperature", -0.1, "temperature is -0.1; expected 0 to 100"),
@@ -571,7 +576,20 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
         ("temperature", float("inf"), "temperature is inf"),
         ("temperature", "1", "temperature is '1'; expected a number"),
         ("temperature", None, "expected a number"),
-        ("max_tokens", None, "max_tokens is None; expected an integer"),
+        ("n", 0, "n is 0; expected 1 to 1024"),
+        ("n", None, "n is None; expected an integer"),
+        ("max_tokens", 0, "max_tokens is 0; expected 1 or more, or prompt_logprobs"),
+        ("min_tokens", -1, "min_tokens is -1"),
+        ("min_tokens", 257, "min_tokens is 257; expected at most max_tokens, 256"),
+        ("bad_words", "a", "bad_words is 'a'; expected a list of str"),
+        ("bad_words", ["a", ""], "bad_words is"),
+        ("bad_words", ["a"] * (MAX_BAD_WORDS + 1), "bad_words has 1025 texts"),
+        ("allowed_token_ids", [], "expected at least one token id, or None"),
+        ("allowed_token_ids", [-1], "an entry of allowed_token_ids is -1"),
+        ("allowed_token_ids", 5, "allowed_token_ids is 5; expected a list of int"),
+        ("include_stop_str_in_output", 1, "expected True or False"),
+        ("skip_special_tokens", None, "skip_special_tokens is None"),
+        ("prompt_logprobs", -1, "prompt_logprobs is -1; expected 0 to 20"),
         ("top_k", None, "top_k is None"),
         ("top_k", -2, "top_k is -2"),
         ("top_p", 0, "top_p is 0; expected more than 0"),
@@ -595,7 +613,7 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
         ("stop_token_ids", 5, "stop_token_ids is 5"),
         ("seed", 2**64, "seed is"),
         ("seed", 0.5, "seed is 0.5; expected an integer"),
-        ("logprobs", 21, "logprobs is 21; expected 0 to 20"),
+        ("logprobs", 21, "logprobs is 21; expected -1 to 20"),
         ("logit_bias", {5: 101}, "logit_bias of token 5 is 101"),
         ("logit_bias", {"5": 1.0}, "expected an integer"),
         ("logit_bias", [5], "logit_bias is [5]; expected a dict"),
@@ -634,7 +652,7 @@ def test_stop_is_normalized() -> None:
 
 
 def test_none_stops_nothing_as_in_vllm() -> None:
-    given: dict[str, Any] = {"stop": None, "stop_token_ids": None}
+    given: dict[str, Any] = {"stop": None, "stop_token_ids": None, "bad_words": None}
     assert SamplingParams(**given) == SamplingParams()
 
 

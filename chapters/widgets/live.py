@@ -106,9 +106,9 @@ class LiveEngine:
     def _request(self, number: int, text: str) -> Request:
         messages = [Message("user", text)]
         prompt = render(messages, self.tokenizer, reasoning_effort="high")
-        room = self.engine.max_model_len - len(prompt)
-        params = SamplingParams(temperature=0, max_tokens=min(MAX_TOKENS, room))
-        return Request(prompt, params.max_tokens, params, self.stop_ids, number=number)
+        most = min(MAX_TOKENS, self.engine.max_model_len - len(prompt))
+        params = SamplingParams(temperature=0, max_tokens=most)
+        return Request(prompt, most, params, self.stop_ids, number=number)
 
     def _told(self) -> dict[str, Any]:
         """What the engine tells since the last time, and how its books differ."""

@@ -10,23 +10,32 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
+from simplellm.apps.options import (
+    MaxTokens,
+    ModelFolder,
+    ModelName,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Where,
+    given,
+    load_llm,
+)
 from simplellm.apps.screen import Screen, respond
-from simplellm.request import SamplingParams
-
-if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.llm import LLM
+from simplellm.apps.serving import serve_model
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -71,30 +80,6 @@ app = typer.Typer(
     subcommand_metavar="PROMPT | COMMAND",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ModelFolder = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
-        show_default=False,
-    ),
-]
-Where = Annotated[
-    Literal["cpu", "cuda"] | None,
-    typer.Option(help="Where to run.  [cuda where there is one]"),
-]
-
-
-def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
-    """The engine with its model loaded."""
-    with screen.waiting("Starting PyTorch"):
-        from simplellm.llm import LLM
-    return LLM(model, device=device)
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
@@ -158,12 +143,11 @@ def talk(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
     ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
-    ] = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Stop = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
     device: Where = None,
 ) -> None:
@@ -175,9 +159,14 @@ def talk(
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not chatting and not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    SamplingParams(**options)  # raises for what it does not take, before a model loads
+    options = given(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        seed=seed,
+    )
     options["reasoning_effort"] = reasoning_effort
     options["tools"] = [CALCULATOR] if calculator else None
     first = [{"role": "developer", "content": developer}] if developer else []
@@ -209,6 +198,31 @@ def check_folder(file: Path) -> None:
         raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
+def check_files(source: Path, target: Path) -> None:
+    """Raise ValueError unless a batch can be read, and its results kept."""
+    check_folder(target)
+    for path, there in ((source, True), (target, target.exists())):
+        if str(path) == "-" or (there and not path.is_file()):
+            raise ValueError(f"{path} is no file; expected one that can be read again")
+    if target.exists() and source.samefile(target):
+        raise ValueError(f"{target} is both input and output; expected two files")
+
+
+def summarize(
+    screen: Screen, done: Mapping[Any, bool], failures: Sequence[Exception]
+) -> int:
+    """Say what became of a batch; the exit status."""
+    rejected = sum(done.values())
+    summary = f"{len(done) - rejected} answered, {rejected} errors"
+    screen.write(f"{len(done) + len(failures)} requests: {summary}\n", aside=True)
+    if failures:
+        screen.error(
+            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
+            "same command tries them again"
+        )
+    return int(len(failures) + rejected > 0)
+
+
 @app.command(cls=PlainUsage)
 def batch(
     source: Annotated[
@@ -226,9 +240,17 @@ def batch(
         ),
     ],
     model: ModelFolder = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Stop = None,
     device: Where = None,
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was.
+
+    Lines may also have OpenAI's form: custom_id, url and body. Sampling options are for
+    lines that leave them open.
 
     A request that was rejected is tried again once it is changed. One that has been
     answered must stay as it is: a new question needs a new id.
@@ -236,31 +258,25 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    check_folder(target)
-    for path, there in ((source, True), (target, target.exists())):
-        if str(path) == "-" or (there and not path.is_file()):
-            raise ValueError(f"{path} is no file; expected one that can be read again")
-    if target.exists() and source.samefile(target):
-        raise ValueError(f"{target} is both input and output; expected two files")
+    defaults = given(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+    )
+    check_files(source, target)
     requests = jobs.read_requests(source)
     failures: list[Exception] = []
     with jobs.open_results(target, requests) as (file, done):
         if len(done) < len(requests):
             with load_llm(model, device, screen) as llm:
                 try:
-                    failures = jobs.answer_all(llm, requests, file, done)
+                    failures = jobs.answer_all(llm, requests, file, done, defaults)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
-    rejected = sum(done.values())
-    summary = f"{len(done) - rejected} answered, {rejected} errors"
-    screen.write(f"{len(requests)} requests: {summary}\n", aside=True)
-    if failures:
-        screen.error(
-            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
-            "same command tries them again"
-        )
-    return int(len(failures) + rejected > 0)
+    return summarize(screen, done, failures)
 
 
 def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
@@ -331,6 +347,9 @@ def bench(
     report.show(found, screen.out)
 
 
+app.command("serve")(serve_model)
+
+
 def print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"simplellm {__version__}")
@@ -355,6 +374,7 @@ def simplellm(
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     simplellm bench --batch 1,4
+    simplellm serve --port 8000
     """
     if sys.stdout is None and ctx.invoked_subcommand != "batch":
         raise ValueError("standard output is closed; expected a place for the answer")

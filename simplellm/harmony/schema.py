@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simplellm.config import expect
+from simplellm.config import about, expect
 from simplellm.harmony.message import HEADER_WORD
 
 NAMESPACE = "namespace functions {"  # what the tools are declared in
@@ -36,15 +36,14 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
         try:
             if not isinstance(tool, Tool):
                 function = tool["function"]
-                about = function.get("description") or ""
-                tool = Tool(function["name"], about, function.get("parameters"))
+                text = function.get("description") or ""
+                tool = Tool(function["name"], text, function.get("parameters"))
             function_type(tool)
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):
-            raise ValueError(
-                f"{where} is {given!r}; expected a dict with "
-                "function: name, description, parameters"
-            ) from None
+            wanted = "a dict with function: name, description, parameters"
+            wrong = f"{where} is {given!r}; expected {wanted}"
+            raise about(ValueError(wrong), where) from None
         alone = named and tool.name not in found
         wanted = "a name of its own, without spaces and '<'"
         expect(alone, f"{where}.name", tool.name, wanted)
@@ -69,9 +68,8 @@ def function_type(tool: Tool) -> str:
     try:
         arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
     except RecursionError:
-        raise ValueError(
-            f"the schema of {tool.name!r} is nested too deep; expected fewer levels"
-        ) from None
+        wrong = f"the schema of {tool.name!r} is nested too deep; expected fewer levels"
+        raise about(ValueError(wrong), "tools") from None
     return f"{comments}type {tool.name} = ({arguments}) => any;\n"
 
 

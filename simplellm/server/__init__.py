@@ -1,0 +1,31 @@
+"""The server: an OpenAI-compatible HTTP face of one `LLM`. Needs the extra [serve].
+
+A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
+whether the server drains, the log) and turns whatever is raised into an error of
+OpenAI's form. `Endpoint.respond` in endpoint.py reads the body, has it checked and,
+where the endpoint answers with a `Generation`, runs its requests and writes what it
+says of them: one JSON object, or server-sent events.
+
+To add an endpoint, write one file:
+
+1. A dataclass for the body, whose fields are `declared` as those of `EngineConfig` are.
+   `read_body` refuses everything else by name, and the OpenAPI document and /docs are
+   made from the same fields. A field that is a dataclass is read likewise. A subclass
+   of `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ...
+   Parameters of others that we know and don't support stand in its ``neutral``, with
+   the values that ask for nothing.
+2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
+   ValueError for what cannot run (400, with the parameter that `config.about` names) or
+   `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
+   awaitable of either, or a `Generation`.
+3. A subclass of `Generation` if the model is asked: the checked requests (from
+   ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
+   and ``last`` give the events of a stream and ``whole`` the one object without; they
+   are pure, and tests compare the two. An event with a "type" gets an ``event:`` line.
+4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
+   ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
+   key.
+
+It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
+metrics and the access log.
+"""

@@ -1,0 +1,183 @@
+"""The application: every endpoint behind one gate."""
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from simplellm.server import chat, completions, facts
+from simplellm.server.endpoint import Call, Endpoint, GoneError, Service, as_json
+from simplellm.server.errors import (
+    APIError,
+    as_api_error,
+    openai_form,
+)
+from simplellm.server.openapi import document_endpoints
+
+LOGGER = logging.getLogger("simplellm.server")
+ACCESS = logging.getLogger("simplellm.access")
+ENDPOINTS: list[Endpoint] = [
+    *completions.COMPLETIONS,
+    *chat.CHATS,
+    *facts.FACTS,
+]
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
+# OpenAI's names for statuses that come from routing.
+ROUTING = {404: "not_found", 405: "method_not_allowed"}
+
+
+class Gate:
+    """What happens to every request, whatever its path.
+
+    It gets an id, must show the key where there is one, is counted and logged, and
+    whatever is raised becomes an error in the form of its endpoint. This is plain ASGI:
+    a response goes through as it is written.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, endpoints: list[Endpoint]):
+        self.app, self.service = app, service
+        self.open = {e.path for e in endpoints if e.open}
+        self.forms = {e.path: e.form for e in endpoints}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = HTTPRequest(scope)
+        call = Call(self.service, request, request_id(request))
+        scope["call"] = call
+        scope["app"] = self  # so that routing raises its errors
+        start, status = time.monotonic(), 0
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                name = (b"x-request-id", call.id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), name]}
+            await send(message)
+
+        self.service.running += 1
+        try:
+            self.check_key(request)
+            await self.app(scope, receive, sending)
+        except GoneError:
+            call.facts["gone"] = True
+        except Exception as error:
+            found = self.explain(error, call)
+            call.facts["error"] = found.message
+            if status:  # the answer has begun: the connection breaks off
+                LOGGER.exception("request %s failed in its answer", call.id)
+                raise
+            form = self.forms.get(request.url.path, openai_form)
+            answer = as_json(form(found), found.status, found.headers)
+            await answer(scope, receive, sending)
+        finally:
+            self.service.running -= 1
+            self.log(call, status, time.monotonic() - start)
+
+    def check_key(self, request: HTTPRequest) -> None:
+        """Raise APIError unless the request may pass."""
+        if self.service.key is None or request.url.path in self.open:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = key.strip() if kind.lower() == "bearer" else ""
+        given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
+        if not same(given, self.service.key):
+            wanted = "expected the header Authorization: Bearer with the server's key"
+            message = f"the API key is {'wrong' if given else 'missing'}; {wanted}"
+            headers = {"www-authenticate": "Bearer"}
+            raise APIError(401, message, code="invalid_api_key", headers=headers)
+
+    def explain(self, error: Exception, call: Call) -> APIError:
+        """What the client is told."""
+        if isinstance(error, HTTPException):  # from routing
+            path = call.request.url.path
+            allowed = (error.headers or {}).get("Allow", "")
+            message = f"there is no {path!r}; /docs shows what there is"
+            if error.status_code == 405:
+                message = f"{path} takes {allowed}, not {call.request.method}"
+            code = ROUTING.get(error.status_code)
+            status, headers = error.status_code, dict(error.headers or {})
+            return APIError(status, message, code=code, headers=headers)
+        if (found := as_api_error(error)) is not None:
+            if isinstance(error, APIError):
+                return found
+            LOGGER.warning("request %s: %r", call.id, error)
+            return found
+        LOGGER.error("request %s failed", call.id, exc_info=error)
+        return APIError(500, "the server failed; its log says how", code="internal")
+
+    def log(self, call: Call, status: int, seconds: float) -> None:
+        """One JSON line, where somebody reads them."""
+        if not ACCESS.isEnabledFor(logging.INFO):
+            return
+        client = call.request.client
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": call.id,
+            "client": client.host if client else None,
+            "method": call.request.method,
+            "path": call.request.url.path,
+            "status": status or None,
+            "seconds": round(seconds, 4),
+            **call.facts,
+        }
+        ACCESS.info("%s", orjson.dumps(line).decode())
+
+
+def request_id(request: HTTPRequest) -> str:
+    """The client's name for its request, if it has a good one."""
+    given = request.headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+
+
+def same(given: str, key: str) -> bool:
+    """Whether two keys are equal, in a time that tells nothing of where they differ."""
+    sent = given.encode("latin-1")  # as headers come
+    known = key.encode(errors="surrogateescape")  # as arguments do
+    digests = [hashlib.sha256(text).digest() for text in (sent, known)]
+    return hmac.compare_digest(*digests)
+
+
+def route_of(path: str, endpoints: list[Endpoint]) -> Route:
+    """One path and its methods."""
+    methods = {endpoint.method: endpoint for endpoint in endpoints}
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        call: Call = scope["call"]
+        call.request = HTTPRequest(scope, receive)
+        await methods[method].respond(call, scope, receive, send)
+
+    return Route(path, PlainASGI(respond), methods=list(methods))
+
+
+class PlainASGI:
+    """Keeps Starlette from taking a function of three arguments for another kind."""
+
+    def __init__(self, respond: Any) -> None:
+        self.respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.respond(scope, receive, send)
+
+
+def make_app(service: Service) -> Gate:
+    """The whole server as an ASGI application."""
+    endpoints = [*ENDPOINTS]
+    endpoints += document_endpoints(service, endpoints)
+    by_path: dict[str, list[Endpoint]] = defaultdict(list)
+    for endpoint in endpoints:
+        by_path[endpoint.path].append(endpoint)
+    routes = [route_of(path, found) for path, found in by_path.items()]
+    router = Router(routes, redirect_slashes=False)
+    return Gate(router, service, endpoints)

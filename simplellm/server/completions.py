@@ -1,0 +1,183 @@
+"""/v1/completions: a prompt is continued, as it stands."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from simplellm.config import declared, expect
+from simplellm.door import as_prompts
+from simplellm.outputs import RequestOutput, Usage
+from simplellm.request import MAX_LOGPROBS
+from simplellm.server.bodies import (
+    NOT_HERE,
+    SHARED_NEUTRAL,
+    Neutral,
+    SampledBody,
+    checked_samples,
+)
+from simplellm.server.endpoint import (
+    Call,
+    Endpoint,
+    Generation,
+    new_id,
+    usage_fields,
+)
+from simplellm.server.logprobs import LegacyLogprobs
+
+MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionBody(SampledBody):
+    """What /v1/completions takes."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
+        "best_of": Neutral("use n, and choose among the answers yourself", (1,)),
+        "suffix": Neutral("gpt-oss was not trained to fill in the middle", ("",)),
+        "add_special_tokens": Neutral(NOT_HERE, (True, False)),  # there are none
+    }
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False  # the prompt in front of the text
+    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+
+
+class Completion(Generation):
+    """The samples of some prompts, as text."""
+
+    def __init__(self, call: Call) -> None:
+        body: CompletionBody = call.body
+        door = call.service.llm.door
+        self.model = call.service.check_model(body.model)
+        params = {
+            "max_tokens": MAX_TOKENS,
+            "priority": body.priority,
+            "logprobs": body.logprobs,
+            **body.sampling,
+        }
+        # The first sample of a prompt tells its log-probabilities.
+        self.scored = body.echo and body.logprobs is not None
+        if self.scored:
+            params["prompt_logprobs"] = body.logprobs
+            alone = body.n == 1 or not body.stream
+            expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
+        requests = door.ask_all(as_prompts(body.prompt), None, params)
+        super().__init__(
+            checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
+        )
+        self.body = body
+        self.id, self.created = new_id("cmpl"), int(time.time())
+        self.echoes = [""] * len(requests)  # what stands in front of the texts
+        if body.echo:
+            decode = door.need_tokenizer().decode
+            self.echoes = [decode(request.tokens) for request in requests]
+        self.logprobs: list[LegacyLogprobs] = []
+        if body.logprobs is not None:
+            tokenizer = door.need_tokenizer()
+            count = len(requests) * body.n
+            self.logprobs = [LegacyLogprobs(tokenizer) for _ in range(count)]
+
+    def choice(
+        self, index: int, part: RequestOutput, *, echo: bool = False
+    ) -> dict[str, Any]:
+        """A part of a sample, or all of it, perhaps with its prompt in front."""
+        shown = self.echoes[index // self.n] if echo else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": shown + part.text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+        }
+        if part.logprobs is not None:
+            choice["logprobs"] = self.logprobs[index].push(
+                part.token_ids, part.logprobs
+            )
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+            if echo or not self.stream:
+                choice["prompt_token_ids"] = part.prompt_token_ids
+        return choice
+
+    def scored_choice(
+        self, index: int, part: RequestOutput, scores: RequestOutput
+    ) -> dict[str, Any]:
+        """A choice that begins with its prompt and the log-probabilities of that.
+
+        ``scores`` is what tells them: the prompt's first sample.
+        """
+        prompt = self.logprobs[index].push(
+            part.prompt_token_ids, scores.prompt_logprobs or [], prompt=True
+        )
+        choice = self.choice(index, part, echo=True)
+        rest = choice["logprobs"]
+        choice["logprobs"] = {name: prompt[name] + rest[name] for name in prompt}
+        return choice
+
+    def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The answer, or an event, with these choices."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream; the usage, where asked for, comes in the last one."""
+        found = self.object(choices)
+        return found | {"usage": None} if self.body.include_usage else found
+
+    def first(self) -> list[dict[str, Any]]:
+        if not self.body.echo or self.scored:
+            return []
+        choices = [
+            {
+                "index": index,
+                "text": self.echoes[index // self.n],
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            for index in range(len(self.requests) * self.n)
+        ]
+        return [self.event([choice]) for choice in choices]
+
+    def part(self, index: int, part: RequestOutput) -> list[dict[str, Any]]:
+        if self.scored and part.prompt_logprobs is not None:
+            return [self.event([self.scored_choice(index, part, part)])]
+        choice = self.choice(index, part)
+        told = part.text or part.finish_reason or part.logprobs
+        if not (told or self.body.return_token_ids):
+            return []
+        return [self.event([choice])]
+
+    def last(
+        self, outputs: Sequence[RequestOutput], usage: Usage
+    ) -> list[dict[str, Any]]:
+        if not self.body.include_usage:
+            return []
+        return [self.object([]) | {"usage": usage_fields(usage)}]
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
+        if self.scored:
+            choices = [
+                self.scored_choice(index, output, outputs[index - index % self.n])
+                for index, output in enumerate(outputs)
+            ]
+        else:
+            choices = [
+                self.choice(index, output, echo=True)
+                for index, output in enumerate(outputs)
+            ]
+        return self.object(choices) | {"usage": usage_fields(usage)}
+
+
+COMPLETIONS = [
+    Endpoint(
+        path="/v1/completions",
+        answer=Completion,
+        body=CompletionBody,
+        summary="Continue a prompt, text or token ids.",
+    )
+]

@@ -1,0 +1,327 @@
+"""What every endpoint is made of: a body, an answer, and the way of an answer out."""
+
+import asyncio
+import inspect
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import orjson
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from simplellm.llm import LLM
+from simplellm.outputs import Usage
+from simplellm.request import Request
+from simplellm.server import sse
+from simplellm.server.bodies import known_names, parse_json, read_body
+from simplellm.server.errors import (
+    APIError,
+    as_api_error,
+    openai_form,
+    unavailable,
+)
+from simplellm.server.metrics import Metrics
+
+MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
+# A longer body is parsed and tokenized in a worker thread: the event loop, and so every
+# other stream, would wait for it for some milliseconds.
+LARGE_BODY = 16 * 2**10
+LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
+
+
+class GoneError(Exception):
+    """The client went away: nobody is there to be told anything."""
+
+
+@dataclass(eq=False)
+class Service:
+    """What all requests of one server share."""
+
+    llm: LLM
+    names: Sequence[str]  # that the model goes by; the first one is its own
+    key: str | None = None  # that clients must know
+    timeout: float = 600.0  # seconds that a request may take
+    log_prompts: bool = False  # bodies in the access log
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False  # no new requests, while those that run finish
+    running: int = 0  # HTTP requests
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.llm, self.names[0])
+
+    def check_model(self, name: str | None) -> str:
+        """What the answer calls the model that a body asks for. Raises APIError."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        message = f"model is {name!r}; expected one of {', '.join(self.names)}"
+        raise APIError(404, message, param="model", code="model_not_found")
+
+    def check(self) -> None:
+        """Raise APIError if the model can be asked nothing now."""
+        if self.llm.engine.dead is not None:
+            raise unavailable("the engine died", "engine_error")
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+
+
+@dataclass(eq=False)
+class Call:
+    """One HTTP request to an endpoint."""
+
+    service: Service
+    request: HTTPRequest
+    id: str  # of the request: the client's, or a new one
+    body: Any = None  # of the endpoint's kind
+    # What the access log tells of it: its tokens, for example.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Generation:
+    """The requests of a body, and what the client is told of their replies.
+
+    A reply has an index, prompt by prompt, and comes in parts: RequestOutput, or Delta
+    where ``chat``. The methods do nothing but make data, so that a stream can be
+    compared with the whole. ``first``, ``part`` and ``last`` are called in this order.
+    """
+
+    ending: ClassVar[bytes] = sse.DONE  # of a stream
+
+    def __init__(
+        self, requests: list[Request], *, n: int = 1, chat: bool, stream: bool
+    ) -> None:
+        self.requests, self.n = requests, n
+        self.chat, self.stream = chat, stream
+
+    def first(self) -> list[dict[str, Any]]:
+        """Events before any part."""
+        return []
+
+    def part(self, index: int, part: Any) -> list[dict[str, Any]]:
+        """Events for a part of reply ``index``."""
+        raise NotImplementedError
+
+    def last(self, outputs: Sequence[Any], usage: Usage) -> list[dict[str, Any]]:
+        """Events at the end; ``outputs`` are the whole replies, by index."""
+        raise NotImplementedError
+
+    def whole(self, outputs: Sequence[Any], usage: Usage) -> dict[str, Any]:
+        """The answer in one object, where no stream was asked for."""
+        raise NotImplementedError
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        """The event that ends a stream which goes wrong."""
+        return openai_form(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    path: str
+    answer: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
+    summary: str
+    method: str = "POST"
+    body: type | None = None  # a dataclass that `read_body` can make
+    open: bool = False  # whether it needs no key, and answers while the server drains
+    media: str = "application/json"  # what it answers with, streams aside
+    form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
+
+    async def respond(
+        self, call: Call, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request. Raises what went wrong, if nothing is sent yet."""
+        service = call.service
+        if not self.open:
+            service.check()
+        raw = b""
+        if self.body is not None:
+            raw = await body_of(call.request, service.timeout)
+        call.facts["bytes"] = len(raw)
+        try:
+            if len(raw) > LARGE_BODY:
+                answer = await run_in_threadpool(self.ask, call, raw)
+            else:
+                answer = self.ask(call, raw)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        except Exception as error:
+            known = known_names(self.body) if self.body is not None else ()
+            raise as_api_error(error, known) or error from error
+        if isinstance(answer, Generation):
+            await while_there(receive, generate(call, answer, send))
+            return
+        response = answer if isinstance(answer, Response) else as_json(answer)
+        await response(scope, receive, send)
+
+    def ask(self, call: Call, raw: bytes) -> Any:
+        """Read and check the body, and see what the endpoint makes of it."""
+        if self.body is not None:
+            parsed = parse_json(raw)
+            if call.service.log_prompts:
+                call.facts["body"] = parsed
+            call.body = read_body(self.body, parsed)
+        return self.answer(call)
+
+
+def as_json(
+    data: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response of plain data."""
+    return Response(orjson.dumps(data), status, headers, "application/json")
+
+
+def new_id(kind: str) -> str:
+    """A name for something of ``kind`` that nothing else has."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+async def body_of(request: HTTPRequest, seconds: float) -> bytes:
+    """The body of a request that is JSON and not too long; it may take ``seconds``."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site can send anything else without asking the browser first.
+    if kind != "application/json":
+        message = f"the content-type is {kind!r}; expected application/json"
+        raise APIError(415, message, code="unsupported_media_type")
+    said = request.headers.get("content-length", "")
+    check_size(int(said) if said.isdecimal() else 0)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                check_size(len(body))
+    except ClientDisconnect:
+        raise GoneError from None
+    except TimeoutError:
+        message = f"the body did not come within {seconds} seconds"
+        raise APIError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def check_size(length: int) -> None:
+    """Raise APIError if a body of so many bytes is too long."""
+    if length > MAX_BODY:
+        message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
+        raise APIError(413, message, code="body_too_large")
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work`` for as long as the client is there; raises GoneError if it leaves."""
+    task = asyncio.create_task(work)
+    leaves = asyncio.create_task(wait_until_gone(receive))
+    try:
+        await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise GoneError
+        task.result()
+    finally:
+        for one in (task, leaves):
+            one.cancel()
+        await asyncio.gather(task, leaves, return_exceptions=True)
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def generate(call: Call, answer: Generation, send: Send) -> None:
+    """Run the requests of ``answer`` and write what it says of them.
+
+    Nothing is sent before the first event is there: until then, whatever goes wrong can
+    still be a status. Afterwards it is the stream's last event.
+    """
+    service, started = call.service, False
+    try:
+        # Whatever ends this ends the generator too, and with it the requests.
+        async with (
+            asyncio.timeout(service.timeout),
+            aclosing(texts(call, answer)) as written,
+        ):
+            async for data in written:
+                if not started:
+                    started = True
+                    await send(start_of(answer.stream))
+                # Waits while the client reads slowly; parts merge meanwhile.
+                await send(body_part(data, more=True))
+    except Exception as error:
+        found = as_api_error(error)
+        if not started or found is None:
+            raise
+        call.facts["error"] = found.message
+        # If the client has stopped reading, this can't be sent either.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await send(body_part(sse.event(answer.failure(found)), more=False))
+        return
+    await send(body_part(b"", more=False))
+
+
+def start_of(stream: bool) -> dict[str, Any]:
+    """The beginning of a response that is a ``stream``, or one object."""
+    headers = sse.HEADERS if stream else {"content-type": "application/json"}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": pairs}
+
+
+def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
+    """What is written: one object, or a stream's events, those of a part together."""
+    llm = call.service.llm
+    watch = call.service.metrics.watch(answer.requests, answer.n)
+    replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    try:
+        waiting = answer.first()
+        if not answer.stream:
+            await replies.finish()
+        async for index, part in replies:
+            watch.part(index)
+            waiting += answer.part(index, part)
+            if waiting:
+                yield b"".join(map(sse.event, waiting))
+            waiting = []
+        outputs, usage = replies.outputs(), replies.usage()
+        reasons = [output.finish_reason for output in outputs]
+        watch.done(usage)
+        call.facts |= facts_of(reasons, usage)
+        if "abort" in reasons:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if answer.stream:
+            waiting += answer.last(outputs, usage)
+            yield b"".join(map(sse.event, waiting)) + answer.ending
+        else:
+            yield orjson.dumps(answer.whole(outputs, usage))
+    finally:
+        await replies.aclose()
+
+
+def facts_of(reasons: Sequence[str | None], usage: Usage) -> dict[str, Any]:
+    """What the access log says of an answer."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+        "finish_reasons": list(reasons),
+    }
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The usage as OpenAI's completions and chats tell it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

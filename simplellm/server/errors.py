@@ -1,0 +1,86 @@
+"""What can go wrong with a request, as HTTP and OpenAI's clients say it."""
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+from simplellm.request import EngineError, QueueFullError
+
+# What the door raises for a body that it does not take: JSON can go wrong in many ways.
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
+
+
+class APIError(Exception):
+    """A request that ends with an HTTP ``status`` other than 200.
+
+    ``param`` is the body's parameter that is to blame, ``code`` a word for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code = param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for errors like this one."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def openai_form(error: APIError) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    fields = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": fields}
+
+
+def unavailable(message: str, code: str) -> APIError:
+    """The engine or the server cannot answer now; another one may."""
+    return APIError(503, message, code=code, headers=RETRY)
+
+
+def param_of(error: Exception, known: Container[str]) -> str | None:
+    """The parameter among ``known`` that a refusal is about, as far as it says so.
+
+    The refusal names it in its own words, such as "a token id of the prompt"; a path
+    such as "messages[0].role" stays whole.
+    """
+    for word in re.findall(r"\w[\w.\[\]]*", getattr(error, "param", "")):
+        for name in (word, word.removesuffix("s")):
+            if re.split(r"[.\[]", name)[0] in known:
+                return name
+    return None
+
+
+def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | None:
+    """What a client is told of ``error``; None for what nobody foresaw."""
+    match error:
+        case APIError():
+            return error
+        case QueueFullError():
+            return APIError(429, str(error), code="queue_full", headers=RETRY)
+        case EngineError():
+            return unavailable(str(error), "engine_error")
+        case TimeoutError():
+            message = "the time limit for requests is over; expected a shorter answer"
+            return APIError(504, message, code="timeout")
+    if isinstance(error, REFUSALS):
+        message = str(error) or repr(error)
+        return APIError(400, message, param=param_of(error, known))
+    return None

@@ -1,0 +1,86 @@
+"""Log-probabilities in OpenAI's two forms: that of chats, and that of completions."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from simplellm.request import TokenLogprobs
+from simplellm.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON can't spell
+
+
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """Those of a chat: of all tokens, control tokens and reasoning among them."""
+    if entries is None:
+        return None
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        spelled = tokenizer.token_bytes(token)
+        return {
+            "token": spelled.decode(errors="replace"),
+            "logprob": max(logprob, LEAST),
+            "bytes": list(spelled),
+        }
+
+    content = [
+        one(entry.token_id, entry.logprob)
+        | {"top_logprobs": [one(*pair) for pair in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_name(token: int, tokenizer: Tokenizer) -> str:
+    """A token as completions name it; one that is no text by its bytes."""
+    spelled = tokenizer.token_bytes(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+class LegacyLogprobs:
+    """Those of one sample of a completion, part by part.
+
+    An offset is where a token's text begins in the answer's text, in characters; one
+    that only goes on with a character begins where that does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.offset = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        *,
+        prompt: bool = False,
+    ) -> dict[str, list[Any]]:
+        """The next tokens and their log-probabilities; a prompt's first has None.
+
+        In a ``prompt`` control tokens are part of the text.
+        """
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token, entry in zip(tokens, entries, strict=True):
+            logprob, named = None, None
+            if entry is not None:
+                logprob = max(entry.logprob, LEAST)
+                pairs = [*entry.top, (token, logprob)]
+                named = {token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs}
+            found["tokens"].append(token_name(token, self.tokenizer))
+            found["token_logprobs"].append(logprob)
+            found["top_logprobs"].append(named)
+            found["text_offset"].append(self.offset)
+            spelled = self.tokenizer.token_bytes(token, skip_special=not prompt)
+            self.offset += len(self.decoder.decode(spelled))
+        return found

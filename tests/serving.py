@@ -1,0 +1,122 @@
+"""A server in a thread of this process, and what reads its streams."""
+
+import asyncio
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import torch
+import uvicorn
+from models import PATIENCE, favor, until
+
+from simplellm import LLM
+from simplellm.request import Request
+from simplellm.scheduler import Work
+from simplellm.server.app import make_app
+from simplellm.server.endpoint import Service
+from simplellm.server.serve import DrainingServer
+
+NAME = "tiny"
+
+
+class Served:
+    """A running server: its service, its port, and a client."""
+
+    def __init__(self, server: DrainingServer, url: str) -> None:
+        self.server, self.service = server, server.service
+        self.port = int(url.rpartition(":")[2])
+        self.client = httpx.Client(base_url=url, timeout=PATIENCE)
+
+    def shrink(self) -> None:
+        """Let the system hold back little of what connections from now on send."""
+        listener = self.server.servers[0].sockets[0]
+        with socket.socket(fileno=os.dup(listener.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The data of a stream's events; its end is as it should be."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            return events_of(answer.read().decode())
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a whole stream that ends with [DONE]."""
+    *blocks, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert all(block.startswith("data: ") for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+@contextmanager
+def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]:
+    """A server of ``llm``; ``options`` are those of `Service`."""
+    service = Service(llm, [NAME, "alias"], **options)
+    config = uvicorn.Config(
+        make_app(service),
+        port=0,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    lines: list[str] = []
+    server = DrainingServer(config, service, grace, lines.append)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: lines)
+    served = Served(server, lines[0].split()[-1])
+    try:
+        yield served
+    finally:
+        served.client.close()
+        server.handle_exit(15, None)
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def idle(llm: LLM) -> bool:
+    """Whether nothing runs and no page is held."""
+    stats = llm.stats()
+    held = llm.engine.snapshot()["pages"]
+    return not (stats.running or stats.waiting) and stats.cache_usage == 0 and held
+
+
+@contextmanager
+def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
+    """The model says what ``babble`` makes of a request's seed and a position.
+
+    So the same request, streamed or not, gets the same tokens, whatever runs beside it.
+    """
+    runner = llm.engine.runner
+    start = runner.start
+
+    def scripted(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        start(works, sampling)
+        with torch.inference_mode():
+            for row, request in enumerate(sampling):
+                assert request.params.seed is not None
+                token = babble(request.params.seed, request.num_output)
+                favor(runner.logits[row], token)
+                runner.output[row] = token
+
+    runner.start = scripted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.start = start  # type: ignore[method-assign]
+
+
+def run(coroutine: Any) -> Any:
+    """Run a test's coroutine, which may not hang."""
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))

@@ -1,0 +1,534 @@
+"""The server over HTTP: what it answers, and how it refuses."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from models import HELLO, SMALL, TOKENIZER, saying
+from serving import NAME, Served, serving
+
+from simplellm import LLM, QueueFullError
+from simplellm.server.endpoint import MAX_BODY
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+        },
+    }
+]
+ANSWER = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+ANSWER += "<|channel|>final<|message|>132<|return|>"
+CALL = "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant"
+CALL += '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+CALL += "<|call|>"
+COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with LLM(folder, SMALL) as llm, serving(llm) as found:
+        yield found
+
+
+def said(served: Served, *scripts: Any) -> Any:
+    return saying(served.service.llm, *scripts)
+
+
+def test_a_completion(served: Served) -> None:
+    with said(served, [65, 66, 67, 200]):
+        answer = served.post(COMPLETE, {"prompt": "x", "max_tokens": 3, "model": NAME})
+    found = answer.json()
+    assert answer.status_code == 200
+    assert found["object"] == "text_completion" and found["model"] == NAME
+    (choice,) = found["choices"]
+    text = TOKENIZER.decode([65, 66, 67])
+    assert choice == {
+        "index": 0,
+        "text": text,
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert found["usage"] == {
+        "prompt_tokens": 1,
+        "completion_tokens": 3,
+        "total_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [("x", 1), (["x", "yz"], 2), ([1, 2, 3], 1), ([[1, 2], [3]], 2)],
+)
+def test_prompts_and_samples(served: Served, prompt: Any, count: int) -> None:
+    body = {"prompt": prompt, "n": 3, "max_tokens": 2, "echo": True, "seed": 5}
+    found = served.post(COMPLETE, body).json()
+    indices = [choice["index"] for choice in found["choices"]]
+    assert indices == list(range(3 * count))
+    every = [prompt] if count == 1 else prompt
+    shown = [p if isinstance(p, str) else TOKENIZER.decode(p) for p in every]
+    for choice in found["choices"]:
+        assert choice["text"].startswith(shown[choice["index"] // 3])
+    texts = [choice["text"] for choice in found["choices"]]
+    pieces = [""] * len(texts)
+    for event in served.events(COMPLETE, body):
+        for choice in event["choices"]:
+            pieces[choice["index"]] += choice["text"]
+    assert pieces == texts
+
+
+def test_sixteen_tokens_are_the_default(served: Served) -> None:
+    found = served.post(COMPLETE, {"prompt": "x", "ignore_eos": True}).json()
+    assert found["usage"]["completion_tokens"] == 16
+
+
+def test_logprobs_of_a_completion(served: Served) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "logprobs": 2, "ignore_eos": True}
+    found = served.post(COMPLETE, body | {"seed": 3, "return_token_ids": True}).json()
+    (choice,) = found["choices"]
+    logprobs = choice["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {5}
+    for token, logprob, top in zip(
+        logprobs["tokens"],
+        logprobs["token_logprobs"],
+        logprobs["top_logprobs"],
+        strict=True,
+    ):
+        assert top[token] == logprob < 0
+        assert 2 <= len(top) <= 3
+    joined: dict[str, list[Any]] = {name: [] for name in logprobs}
+    for event in served.events(COMPLETE, body | {"seed": 3}):
+        for name, values in event["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert joined == logprobs
+
+
+def test_a_scored_prompt(served: Served) -> None:
+    """What evaluations ask for: the log-probabilities of the prompt."""
+    text = "What is 2 + 3? 😀"
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": [text, ids], "max_tokens": 1, "logprobs": 1, "echo": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    found = served.post(COMPLETE, body).json()
+    first, second = found["choices"]
+    assert first["text"] == second["text"] and first["text"].startswith(text)
+    logprobs = first["logprobs"]
+    assert logprobs == second["logprobs"]
+    assert len(logprobs["tokens"]) == len(ids) + 1
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    scored = served.service.llm.generate(text, max_tokens=1, prompt_logprobs=1)
+    for value, entry in zip(
+        logprobs["token_logprobs"][1:-1], scored[0].prompt_logprobs[1:], strict=True
+    ):
+        assert value == pytest.approx(entry.logprob, abs=1e-4)
+    events = served.events(COMPLETE, body)
+    for index in range(2):
+        mine = [c for e in events for c in e["choices"] if c["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == first["text"]
+        for name, values in logprobs.items():
+            assert [v for c in mine for v in c["logprobs"][name]] == values
+    alone = served.post(COMPLETE, body | {"max_tokens": 0}).json()["choices"][0]
+    assert alone["text"] == text
+    assert alone["logprobs"]["tokens"] == logprobs["tokens"][:-1]
+    three = served.post(COMPLETE, body | {"n": 3}).json()["choices"]
+    assert [choice["logprobs"]["tokens"][:2] for choice in three] == [
+        logprobs["tokens"][:2]
+    ] * 6
+    answer = served.post(COMPLETE, body | {"n": 3, "stream": True})
+    assert answer.json()["error"]["param"] == "n"
+
+
+def test_offsets_point_at_tokens(served: Served) -> None:
+    ids = TOKENIZER.encode("aä€😀z")
+    with said(served, ids):
+        body = {"prompt": "x", "max_tokens": len(ids), "logprobs": 0}
+        (choice,) = served.post(COMPLETE, body).json()["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert text == "aä€😀z"
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or text.startswith(token, offset)
+
+
+def test_a_chat(served: Served) -> None:
+    with said(served, ANSWER):
+        answer = served.post(CHAT, {"messages": HELLO, "model": NAME})
+    found = answer.json()
+    assert found["object"] == "chat.completion"
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == "stop"
+    message = choice["message"]
+    assert message["role"] == "assistant" and message["content"] == "132"
+    assert message["reasoning"] == "Hm."
+    details = found["usage"]["completion_tokens_details"]
+    assert details["reasoning_tokens"] == len(TOKENIZER.encode("Hm."))
+
+
+def test_a_streamed_chat(served: Served) -> None:
+    options = {"stream_options": {"include_usage": True}, "n": 2}
+    with said(served, ANSWER):
+        events = served.events(CHAT, {"messages": HELLO, **options})
+    *parts, last = events
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] > 10
+    assert all(part["usage"] is None for part in parts)
+    for index in range(2):
+        deltas = [
+            choice
+            for part in parts
+            for choice in part["choices"]
+            if choice["index"] == index
+        ]
+        assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [d["finish_reason"] for d in deltas if d["finish_reason"]] == ["stop"]
+        for name, text in (("reasoning", "Hm."), ("content", "132")):
+            assert "".join(d["delta"].get(name, "") for d in deltas) == text
+
+
+def test_tools(served: Served) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "auto"}
+    with said(served, CALL):
+        (choice,) = served.post(CHAT, body).json()["choices"]
+        events = served.events(CHAT, body)
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_")
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    calls = [
+        call
+        for event in events
+        for call in event["choices"][0]["delta"].get("tool_calls", ())
+    ]
+    assert calls[0]["function"]["name"] == "add" and calls[0]["id"]
+    assert all("id" not in call for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    # What came back goes in again, under either name of the reasoning.
+    for name in ("reasoning", "reasoning_content"):
+        message = dict(choice["message"])
+        message[name] = message.pop("reasoning")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "132"}
+        with said(served, ANSWER):
+            answer = served.post(CHAT, {"messages": [*HELLO, message, result]})
+        assert answer.status_code == 200, answer.text
+
+
+def test_no_tools_are_offered_where_none_may_be_called(served: Served) -> None:
+    def prompt_tokens(**options: Any) -> int:
+        answer = served.post(CHAT, {"messages": HELLO, "max_tokens": 1, **options})
+        return answer.json()["usage"]["prompt_tokens"]
+
+    assert prompt_tokens(tools=TOOLS, tool_choice="none") == prompt_tokens()
+    assert prompt_tokens(tools=TOOLS) > prompt_tokens()
+
+
+def test_logprobs_of_a_chat(served: Served) -> None:
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "seed": 1}
+    with said(served, ANSWER):
+        (choice,) = served.post(CHAT, body).json()["choices"]
+        events = served.events(CHAT, body)
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [
+        TOKENIZER.decode([id]) for id in TOKENIZER.encode(ANSWER, special=True)
+    ]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in content)
+    streamed = [
+        entry
+        for event in events
+        for choice in event["choices"]
+        for entry in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == content
+
+
+def test_stop_strings(served: Served) -> None:
+    with said(served, ANSWER):
+        body = {"messages": HELLO, "stop": "3"}
+        (choice,) = served.post(CHAT, body).json()["choices"]
+    assert choice["message"]["content"] == "1"
+    assert choice["finish_reason"] == "stop"
+
+
+def test_models(served: Served) -> None:
+    found = served.client.get("/v1/models").json()
+    assert [card["id"] for card in found["data"]] == [NAME, "alias"]
+    assert served.client.get("/v1/models/alias").json()["root"] == NAME
+    assert served.client.get("/v1/models/other").status_code == 404
+    assert served.post(COMPLETE, {"prompt": "x", "model": "alias"}).status_code == 200
+
+
+def test_tokens(served: Served) -> None:
+    text = "What is 2 + 3? 😀"
+    found = served.post("/tokenize", {"prompt": text, "return_token_strs": True})
+    found = found.json()
+    assert found["tokens"] == TOKENIZER.encode(text)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    back = served.post("/detokenize", {"tokens": found["tokens"]}).json()
+    assert back == {"prompt": text}
+    chat = served.post("/tokenize", {"messages": HELLO}).json()["tokens"]
+    assert TOKENIZER.decode(chat).endswith("<|start|>assistant")
+    for body in ({}, {"prompt": "x", "messages": HELLO}):
+        assert served.post("/tokenize", body).status_code == 400
+    assert served.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+
+
+def test_health_and_metrics(served: Served) -> None:
+    assert served.client.get("/health").json() == {"status": "ok"}
+    served.events(COMPLETE, {"prompt": "x", "max_tokens": 2})
+    text = served.client.get("/metrics").text
+    for name in (
+        "simplellm:num_requests_running{",
+        "simplellm:num_requests_waiting{",
+        "simplellm:kv_cache_usage_perc{",
+        "simplellm:generation_tokens_total{",
+        "simplellm:prompt_tokens_total{",
+        "simplellm:prefix_cache_hits_total{",
+        "simplellm:time_to_first_token_seconds_bucket{",
+        "simplellm:e2e_request_latency_seconds_count{",
+        'simplellm:request_success_total{engine="0",finished_reason="length"',
+    ):
+        assert name in text, name
+    assert f'model_name="{NAME}"' in text
+
+
+BAD: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "x"]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": "x" * 10**4}, "prompt"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": "3"}, "max_tokens"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "temperature": True}, "temperature"),
+    ({"prompt": "x", "top_p": 0}, "top_p"),
+    ({"prompt": "x", "n": 0}, "n"),
+    ({"prompt": "x", "n": 10**6}, "n"),
+    ({"prompt": ["x"] * 200, "n": 100}, "n"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs"),
+    ({"prompt": "x", "stop": [""]}, "stop"),
+    ({"prompt": "x", "stop": 5}, "stop"),
+    ({"prompt": "x", "stop": ["x"] * 100}, "stop"),
+    ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": [5]}, "logit_bias"),
+    ({"prompt": "x", "stream": "yes"}, "stream"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    (
+        {"prompt": "x", "stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+    ),
+    ({"prompt": "x", "stream": True, "stream_options": []}, "stream_options"),
+    ({"prompt": "x", "stream": True, "stream_options": {"a": 1}}, "stream_options.a"),
+    ({"prompt": "x", "temprature": 1}, "temprature"),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": "x", "suffix": "y"}, "suffix"),
+    ({"prompt": "x", "guided_json": {}}, "guided_json"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "x", "seed": 2**70}, "seed"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [5]}, "messages[0]"),
+    ({"messages": [{"role": "robot"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (
+        {"messages": [{"role": "tool", "tool_call_id": "x", "content": ""}]},
+        "messages[0].tool_call_id",
+    ),
+    ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
+    ({"messages": HELLO, "tools": [{}]}, "tools[0]"),
+    ({"messages": HELLO, "tools": {}}, "tools"),
+    ({"messages": HELLO, "tools": TOOLS * 2}, "tools[1].name"),
+    ({"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
+    ({"messages": HELLO, "tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
+    ({"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HELLO, "tools": TOOLS, "tool_choice": {}}, "tool_choice"),
+    ({"messages": HELLO, "reasoning_effort": "max"}, "reasoning_effort"),
+    ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": HELLO, "logprobs": 2}, "logprobs"),
+    (
+        {"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 2},
+        "max_completion_tokens",
+    ),
+    ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": HELLO, "functions": []}, "functions"),
+    ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [(COMPLETE, *case) for case in BAD] + [(CHAT, *case) for case in BAD_CHATS],
+)
+def test_bad_bodies(
+    served: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    answer = served.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+@pytest.mark.parametrize("name", ["stream_options", "logit_bias", "seed", "best_of"])
+def test_null_counts_as_absent(served: Served, name: str) -> None:
+    body = {"prompt": "x", "max_tokens": 1, name: None}
+    assert served.post(COMPLETE, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.2},
+        {"ignore_eos": True},
+        {"stop_token_ids": [5]},
+        {"priority": -3},
+        {"best_of": 1},
+        {"user": "me"},
+        {"logit_bias": {"5": 3, "7": -100}},
+        {"response_format": {"type": "text"}},
+    ],
+)
+def test_parameters_of_others(served: Served, options: dict[str, Any]) -> None:
+    body = {"prompt": "x", "max_tokens": 2, **options}
+    assert served.post(COMPLETE, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'"x"',
+        b"null",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}",
+    ],
+)
+def test_bodies_that_are_no_object(served: Served, raw: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    for path in (COMPLETE, CHAT, "/tokenize"):
+        answer = served.client.post(path, content=raw, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json(served: Served) -> None:
+    answer = served.client.post(COMPLETE, content=b'{"prompt": "x"}')
+    assert answer.status_code == 415
+
+
+def test_a_body_that_is_too_long(served: Served) -> None:
+    headers = {"content-type": "application/json"}
+    long = b" " * (MAX_BODY + 1)
+    said = served.client.post(COMPLETE, content=long, headers=headers)
+    in_chunks = served.client.post(COMPLETE, content=iter([long]), headers=headers)
+    assert [said.status_code, in_chunks.status_code] == [413, 413]
+    assert served.client.get("/health").status_code == 200
+
+
+def test_a_large_body_is_read_in_another_thread(served: Served) -> None:
+    body = {"prompt": "x" * 50_000}
+    answer = served.post(COMPLETE, body)
+    assert answer.status_code == 400 and "tokens" in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods(served: Served) -> None:
+    answer = served.client.get("/v1/nothing")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+    answer = served.client.get(COMPLETE)
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    answer = served.post(COMPLETE, {"prompt": "x", "model": "gpt-4"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (404, "model")
+    assert error["code"] == "model_not_found"
+
+
+def test_request_ids_go_through(served: Served) -> None:
+    def id_of(given: str) -> str:
+        answer = served.client.get("/health", headers={"x-request-id": given})
+        return answer.headers["x-request-id"]
+
+    assert id_of("abc-123") == "abc-123"
+    assert id_of("").startswith("req-")
+    assert id_of("x" * 1000).startswith("req-")
+    answer = served.client.get("/nowhere", headers={"x-request-id": "lost"})
+    assert answer.headers["x-request-id"] == "lost"
+
+
+def test_a_full_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(requests: object) -> None:
+        raise QueueFullError("7 requests wait already")
+
+    monkeypatch.setattr(served.service.llm.engine, "submit", full)
+    for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}):
+        answer = served.post(COMPLETE, body)
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_the_document_is_true(served: Served) -> None:
+    """Every parameter it names is read, and no others are."""
+    document = served.client.get("/openapi.json").json()
+    schema = document["components"]["schemas"]["CompletionBody"]
+    assert "prompt" in schema["required"] and not schema["additionalProperties"]
+    for name in schema["properties"]:
+        body = {"prompt": "x", "max_tokens": 1, name: None}
+        if name != "prompt":
+            assert served.post(COMPLETE, body).status_code == 200, name
+    assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
+    assert json.dumps(schema["properties"]["best_of"]["enum"]) == "[1, null]"
+
+
+def test_the_page_needs_no_network(served: Served) -> None:
+    text = served.client.get("/docs").text
+    assert "POST /v1/chat/completions" in text and "temperature" in text
+    assert "http://" not in text and "https://" not in text and "<script" not in text
+
+
+def test_keys(served: Served) -> None:
+    with serving(served.service.llm, key="s3cret") as other:
+
+        def get(path: str, **headers: str) -> httpx.Response:
+            return other.client.get(path, headers=headers)
+
+        for key in ("", "Bearer", "Bearer wrong", "Bearer s3cretx", "Basic s3cret"):
+            answer = get("/v1/models", authorization=key)
+            assert answer.status_code == 401, key
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert get("/v1/nowhere").status_code == 401
+        assert get("/v1/models", authorization="Bearer s3cret").status_code == 200
+        assert get("/v1/models", **{"x-api-key": "s3cret"}).status_code == 200
+        odd = {b"authorization": "Bearer s3crét".encode()}
+        assert other.client.get("/v1/models", headers=odd).status_code == 401
+        for path in ("/health", "/docs", "/openapi.json"):
+            assert get(path).status_code == 200
