@@ -33,8 +33,8 @@ def check_downloaded(path: str | Path) -> Path:
     if not folder.exists() and HUB_NAME.fullmatch(name):
         local = name.rpartition("/")[2]
         raise CheckpointError(
-            f"{path}: does not exist; expected the folder of a checkpoint. If it is on the "
-            f"Hugging Face hub, download it first: hf download {name} --local-dir "
+            f"{path}: does not exist; expected the folder of a checkpoint. If it is on "
+            f"the Hugging Face hub, download it first: hf download {name} --local-dir "
             f"{local}, and then give {local}"
         )
     return folder
