@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ from simplellm.request import Request
 from simplellm.server import sse
 from simplellm.server.bodies import known_names, parse_json, read_body
 from simplellm.server.errors import (
+    UNMEANT,
     APIError,
     as_api_error,
     openai_form,
@@ -33,6 +35,7 @@ MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
 # other stream, would wait for it for some milliseconds.
 LARGE_BODY = 16 * 2**10
+LOGGER = logging.getLogger("simplellm.server")
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
@@ -81,6 +84,14 @@ class Call:
     body: Any = None  # of the endpoint's kind
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: APIError) -> None:
+        """Note what went wrong; a message may quote the body, and so a prompt."""
+        self.facts["error"] = error.code or error.type
+        if error.param is not None:
+            self.facts["param"] = error.param
+        if self.service.log_prompts:
+            self.facts["message"] = error.message
 
 
 class Generation:
@@ -153,7 +164,13 @@ class Endpoint:
                 answer = await answer
         except Exception as error:
             known = known_names(self.body) if self.body is not None else ()
-            raise as_api_error(error, known) or error from error
+            if (found := as_api_error(error, known)) is None:
+                raise
+            if isinstance(error, UNMEANT):
+                LOGGER.warning(
+                    "request %s is refused by accident", call.id, exc_info=True
+                )
+            raise found from None
         if isinstance(answer, Generation):
             await while_there(receive, generate(call, answer, send))
             return
@@ -255,7 +272,7 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
         found = as_api_error(error)
         if not started or found is None:
             raise
-        call.facts["error"] = found.message
+        call.fail(found)
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
