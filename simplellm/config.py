@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -68,7 +69,18 @@ def expect(
 ) -> None:
     """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
     if not ok:
-        raise error(f"{name} is {short(value)}; expected {wanted}")
+        raise refusal(name, f"{name} is {short(value)}; expected {wanted}", error)
+
+
+def refusal(name: str, message: str, error: type[Exception] = ValueError) -> Exception:
+    """An ``error`` whose ``param`` is the parameter that ``name`` speaks of.
+
+    That is its first word with an underscore, or else its last word.
+    """
+    words = re.findall(r"[\w.\[\]]+", name)
+    found: Any = error(message)
+    found.param = next((word for word in words if "_" in word), words[-1])
+    return found
 
 
 def one_of(
@@ -85,7 +97,8 @@ def one_of(
 def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {type(value).__name__}; expected {wanted}")
+        message = f"{name} is {type(value).__name__}; expected {wanted}"
+        raise refusal(name, message, TypeError)
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -115,29 +128,23 @@ def check_number(
 
 
 def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
-    """One text, a list of them, or None for none, as a tuple.
-
-    Raises TypeError or ValueError for anything else, for too many texts, for too many
-    characters in all, and for an empty text.
-    """
+    """One text, a list of them, or None for none. Raises TypeError or ValueError."""
     texts = (value,) if isinstance(value, str) else () if value is None else value
     ok = isinstance(texts, list | tuple) and all(isinstance(x, str) for x in texts)
     expect(ok, name, texts, "a list of str", TypeError)
     characters = sum(map(len, texts))
     if len(texts) > most or characters > most_chars:
-        raise ValueError(
+        raise refusal(
+            name,
             f"{name} has {len(texts)} texts of {characters} characters; expected "
-            f"at most {most} texts and {most_chars} characters in all"
+            f"at most {most} texts and {most_chars} characters in all",
         )
     expect("" not in texts, name, texts, "texts that are not empty")
     return tuple(texts)
 
 
 def as_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list of token ids, or None for none, as a tuple.
-
-    Raises TypeError or ValueError for anything else.
-    """
+    """A list of token ids, or None for none. Raises TypeError or ValueError."""
     ids = () if value is None else value
     ok = isinstance(ids, list | tuple) and all(isinstance(x, int) for x in ids)
     expect(ok, name, ids, "a list of int", TypeError)
@@ -423,6 +430,9 @@ class EngineConfig:
     num_pages: int | None = declared(None, high=2**48)  # instead of cache_bytes
     cache_bytes: int | None = declared(None, high=2**48)  # for keys and values
     max_model_len: int | None = declared(None)  # tokens of prompt and output
+    # The share of a GPU's memory that may be in use, the cache included; None: 85 % of
+    # what is free once the model is loaded becomes the cache.
+    gpu_memory_utilization: float | None = declared(None, above=0, high=1)
     max_waiting: int = declared(10_000)  # requests that wait; more are refused
     overtakes: int = declared(100, low=0)  # earlier requests that may be passed
     share_prefixes: bool = True  # find the pages of equal prompts again
@@ -445,6 +455,16 @@ class EngineConfig:
         # A kernel may have a program for each token and each sequence.
         wanted = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
         expect(tokens + seqs < MAX_LAUNCH, name, tokens, wanted)
+
+    def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
+        """This config with some fields replaced."""
+        known = [spec.name for spec in fields(self)]
+        for name in options:
+            if name not in known:
+                wanted = f"one of {', '.join(known)}"
+                message = f"there is no option {name!r}; expected {wanted}"
+                raise refusal(name, message, TypeError)
+        return replace(self, **options)
 
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""

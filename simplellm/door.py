@@ -5,9 +5,15 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
-from simplellm.config import ModelConfig, check_number, expect, expect_type, one_of
+from simplellm.config import (
+    ModelConfig,
+    check_number,
+    expect,
+    expect_type,
+    refusal,
+)
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request, SamplingParams
@@ -17,14 +23,9 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
 
 CHAT_MAX_TOKENS = 1024  # reasoning included
+MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
-# Declared, but not done yet: other values than these are refused.
-NOT_YET = {
-    "n": 1,
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-}
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -36,7 +37,9 @@ def sample_of(asked: Request, number: int = 0) -> Request:
     seed = asked.params.seed
     assert seed is not None
     params = replace(asked.params, seed=(seed + number) % 2**64)
-    sample = replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    sample = replace(
+        asked, tokens=list(asked.tokens), params=params, siblings=[], index=number
+    )
     if number > 0:
         sample.prompt_logprobs = None
     return sample
@@ -46,11 +49,23 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list. Raises TypeError or ValueError."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     wanted = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, wanted)
     expect(prompts, "the list of prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, int) for item in prompts)
+    one = all(isinstance(item, SupportsIndex) for item in prompts)
     return [list(prompts)] if one else list(prompts)
+
+
+def is_several(messages: Any) -> bool:
+    """Whether these are conversations, and not the messages of one."""
+    listed = isinstance(messages, list | tuple) and len(messages) > 0
+    return listed and isinstance(messages[0], list | tuple)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy or PyTorch array as a list; all else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True)
@@ -99,12 +114,18 @@ class Door:
             for prompt, params in zip(every, sampling_params, strict=True)
         ]
 
+    def ask_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
+        """One conversation or several, with the same options."""
+        every = messages if is_several(messages) else [messages]
+        return [self.ask_chat(one, **options) for one in every]
+
     def ask_chat(
         self,
         messages: Any,  # Messages, once checked
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         reasoning_effort: str = "medium",
+        current_date: str | None = None,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
     ) -> Request:
@@ -119,6 +140,7 @@ class Door:
             self.need_tokenizer(),
             reasoning_effort=reasoning_effort,
             tools=tools,
+            current_date=current_date,
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
@@ -143,10 +165,11 @@ class Door:
         limit = self.max_model_len
         if len(ids) + (params.max_tokens != 0) > limit:
             fewer = "fewer than" if params.max_tokens != 0 else "at most"
-            raise ValueError(
+            raise refusal(
+                "prompt",
                 f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
-                "have room for"
+                "have room for",
             )
         named = {
             "the prompt": ids,
@@ -162,9 +185,11 @@ class Door:
         bad: list[tuple[int, ...]] = []
         if params.bad_words:
             bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        room, most_tokens = limit - len(ids), params.max_tokens
         request = Request(
             tokens=ids,
-            max_tokens=min(params.max_tokens or 0, limit - len(ids)),
+            text=prompt if isinstance(prompt, str) else None,
+            max_tokens=room if most_tokens is None else min(most_tokens, room),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             bad_sequences=bad,
@@ -186,13 +211,11 @@ class Door:
         params = self.default_params if params is None else params
         expect_type("sampling_params", params, SamplingParams, "SamplingParams")
         for name in options:
-            one_of("a sampling parameter", name, OVERRIDES, TypeError)
+            if name not in OVERRIDES:
+                wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
+                message = f"a sampling parameter is {name!r}; expected {wanted}"
+                raise refusal(name, message, TypeError)
         params = replace(params, **options)
-        for name, only in NOT_YET.items():
-            value = getattr(params, name)
-            expect(value == only, name, value, f"{only}: others are not supported yet")
-        most = params.max_tokens
-        expect(most is not None, "max_tokens", most, "a number: not supported yet")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         if params.stop:
@@ -202,10 +225,12 @@ class Door:
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.need_tokenizer().encode(prompt)
+        prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
-        ids = list(prompt)
-        if not ids:
-            raise ValueError("a prompt is empty; expected at least one token")
+        if not prompt:
+            message = "a prompt is empty; expected at least one token"
+            raise refusal("prompt", message)
+        ids = [plain(token) for token in prompt]  # NumPy has integers of its own
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids

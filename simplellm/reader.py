@@ -7,20 +7,22 @@ engine's events and makes the replies, one event at a time.
 import asyncio
 import itertools
 import logging
-import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from simplellm.engine import Engine
+from tqdm import tqdm
+
+from simplellm.outputs import Usage
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
-Part = TypeVar("Part")
+Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
 END = object()  # behind the last part of an answer
 
 
@@ -57,13 +59,19 @@ class Reader:
 
 
 class Delivery:
-    """Brings the engine's events to their readers, in a thread of its own."""
+    """Brings the engine's events to their readers, in a thread of its own.
 
-    def __init__(self, engine: Engine) -> None:
+    ``engine`` is an `Engine`, or whatever has its events and methods.
+    """
+
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
         # Those with callbacks to come: who waits for one need not keep the future.
         self.awaited: set[RequestFuture] = set()
+        # What wakes each event loop, for as long as somebody reads in it.
+        self.bells: weakref.WeakValueDictionary[Any, Any]
+        self.bells = weakref.WeakValueDictionary()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True
@@ -163,6 +171,21 @@ class RequestFuture(Future[Any]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._wait(super().exception, timeout)
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.result())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.result()[index]
+
+    def __len__(self) -> int:
+        return len(self.result())
+
+    def __bool__(self) -> bool:
+        return True  # without waiting for its length
+
     def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> Any:
         if (delivery := self.delivery) is not None:
             delivery.engine.check_process()
@@ -194,6 +217,32 @@ class RequestFuture(Future[Any]):
             delivery.awaited.discard(self)
 
 
+def readers_of(
+    families: Families, deliver: Callable[[int, Any], object]
+) -> list[list[Reader]]:
+    """A reader for each sample; ``deliver`` also gets its index among all."""
+    index = itertools.count()
+    return [
+        [
+            Reader(request, reply, partial(deliver, next(index)))
+            for request, reply in family
+        ]
+        for family in families
+    ]
+
+
+def usage(families: Sequence[Sequence[Reader]]) -> Usage:
+    """How many tokens some prompts and all their samples took, so far."""
+    firsts = [family[0] for family in families]
+    replies = [reader.reply for family in families for reader in family]
+    return Usage(
+        prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
+        completion_tokens=sum(len(reply.token_ids) for reply in replies),
+        cached_tokens=sum(first.cached_tokens for first in firsts),
+        reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
+    )
+
+
 class Collector:
     """Sets a future's result when the last of its replies is done.
 
@@ -204,106 +253,50 @@ class Collector:
     def __init__(
         self,
         future: RequestFuture,
-        delivery: Delivery,
-        result: Callable[[list[Reader]], Any],
+        families: Families,
+        result: Callable[[list[list[Reader]]], Any],
+        bar: tqdm,
     ) -> None:
-        readers = future.readers
-        self.delivery, self.readers, self.result = delivery, readers, result
+        assert future.delivery is not None
+        self.delivery, self.result = future.delivery, result
+        self.families = readers_of(families, self.deliver)
+        readers = list(itertools.chain.from_iterable(self.families))
+        future.readers, self.left = readers, len(readers)  # replies to come
+        self.bar = bar
+        delivery = self.delivery
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
-        self.done = 0  # replies
 
-    def deliver(self, part: Any) -> None:
+    def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        self.done += part is END
+        if part is END:
+            self.left -= 1
+            self.bar.update()
         failed = isinstance(part, Exception)
-        if self.done < len(self.readers) and not failed:
+        if (self.left and not failed) or (future := self.future()) is None:
             return
-        if (future := self.future()) is None:
-            return
+        readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
             if failed:
                 future.set_exception(part)
             else:
-                future.set_result(self.result(self.readers))
-        self.delivery.drop(self.readers)
+                future.set_result(self.result(self.families))
+        self.bar.close()
+        self.delivery.drop(readers)
         future.release()
 
 
 def future_of(
     owner: Any,
     delivery: Delivery,
-    families: Sequence[Sequence[tuple[Request, Reply]]],
-    result: Callable[[list[Reader]], Any],
+    families: Families,
+    result: Callable[[list[list[Reader]]], Any],
+    show: bool = False,
 ) -> RequestFuture:
-    """A future of what ``result`` makes of the readers once all replies are done."""
-    future = RequestFuture(owner, delivery)
-    collector = Collector(future, delivery, result)
-    readers = [
-        [Reader(request, reply, collector.deliver) for request, reply in family]
-        for family in families
-    ]
-    future.readers += itertools.chain.from_iterable(readers)
-    delivery.submit(readers)
+    """A future of what ``result`` makes of the readers once all replies are done.
+
+    To ``show`` how many are, there is a bar on standard error.
+    """
+    future, count = RequestFuture(owner, delivery), sum(map(len, families))
+    bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
+    delivery.submit(Collector(future, families, result, bar).families)
     return future
-
-
-class Stream(Iterator[Part]):
-    """The parts of one reply as they come. Closed or dropped, it ends the request."""
-
-    def __init__(
-        self, owner: Any, delivery: Delivery, request: Request, reply: Reply
-    ) -> None:
-        self.owner, self.delivery = owner, delivery
-        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.over = False
-        self.reader = Reader(request, reply, self.parts.put)
-        delivery.submit([[self.reader]])
-
-    def __next__(self) -> Part:
-        while not self.over:
-            try:
-                part = self.parts.get(timeout=1.0)
-            except queue.Empty:
-                self.delivery.engine.check()
-                continue
-            except BaseException:  # Ctrl-C, whose traceback may keep this for long
-                self.close()
-                raise
-            if part is not END and not isinstance(part, Exception):
-                return part
-            self.over = True
-            if isinstance(part, Exception):
-                raise part
-        raise StopIteration
-
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.reader.reply.output()
-
-    def close(self) -> None:
-        """The reader wants no more."""
-        self.over = True
-        self.delivery.drop([self.reader])
-
-    def __del__(self) -> None:
-        if hasattr(self, "reader"):
-            self.close()
-
-
-async def stream_async(
-    owner: Any, delivery: Delivery, request: Request, reply: Reply
-) -> AsyncIterator[Any]:
-    """The parts of one reply as they come; ``owner`` stays open meanwhile."""
-    loop = asyncio.get_running_loop()
-    parts: asyncio.Queue[Any] = asyncio.Queue()
-    reader = Reader(
-        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
-    )
-    delivery.submit([[reader]])
-    try:
-        while (part := await parts.get()) is not END:
-            if isinstance(part, Exception):
-                raise part
-            yield part
-    finally:
-        delivery.drop([reader])

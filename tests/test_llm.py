@@ -27,6 +27,7 @@ from simplellm import (
     Tool,
     ToolCall,
 )
+from simplellm.outputs import merge
 from simplellm.request import Request
 from simplellm.tokenizer import TokenizerError
 
@@ -483,7 +484,7 @@ def test_chat_for_coroutines(llm: LLM, say: Any, streamed: bool) -> None:
 
     async def parts() -> None:
         deltas = [delta async for delta in llm.stream_chat_async(HELLO)]
-        assert deltas == list(llm.stream_chat(HELLO))
+        assert merge(deltas) == merge(llm.stream_chat(HELLO))
         final = [delta.text for delta in deltas if delta.channel == "final"]
         assert "".join(final) == "132"
 
