@@ -16,7 +16,8 @@ from simplellm.config import (
 )
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.masks import Choices, bad_sequences
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.sampling_params import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]

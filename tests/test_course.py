@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from simplellm.apps.report import write_json
-from simplellm.request import SamplingParams
+from simplellm.sampling_params import SamplingParams
 
 
 @pytest.fixture

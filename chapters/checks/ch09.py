@@ -14,7 +14,8 @@ from typing import Any
 from simplellm.llm import LLM
 from simplellm.pages import PageManager
 from simplellm.reply import TextReply
-from simplellm.request import UNKNOWN, Event, Request, SamplingParams, TokenLogprobs
+from simplellm.request import UNKNOWN, Event, Request, TokenLogprobs
+from simplellm.sampling_params import SamplingParams
 from simplellm.scheduler import Scheduler, Work
 from simplellm.tokenizer import Tokenizer
 

@@ -13,7 +13,8 @@ import orjson
 
 from simplellm.config import about, check_value, declared, expect, expect_type
 from simplellm.door import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.sampling_params import SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")

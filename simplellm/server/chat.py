@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from simplellm.config import declared, expect, one_of
 from simplellm.harmony import Delta
 from simplellm.outputs import ChatChoice, Usage
-from simplellm.request import MAX_LOGPROBS
+from simplellm.sampling_params import MAX_LOGPROBS
 from simplellm.server.bodies import (
     NEEDS_GRAMMAR,
     NOT_HERE,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from simplellm.config import declared, expect
 from simplellm.door import as_prompts
 from simplellm.outputs import RequestOutput, Usage
-from simplellm.request import MAX_LOGPROBS
+from simplellm.sampling_params import MAX_LOGPROBS
 from simplellm.server.bodies import (
     NOT_HERE,
     SHARED_NEUTRAL,
