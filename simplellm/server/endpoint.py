@@ -18,9 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from simplellm.llm import LLM
 from simplellm.outputs import Usage
+from simplellm.reader import Replies
 from simplellm.request import Request
 from simplellm.server import sse
-from simplellm.server.bodies import known_names, parse_json, read_body
+from simplellm.server.bodies import (
+    known_names,
+    parse_json,
+    read_body,
+    read_query,
+)
 from simplellm.server.errors import (
     APIError,
     as_api_error,
@@ -28,6 +34,7 @@ from simplellm.server.errors import (
     unavailable,
 )
 from simplellm.server.metrics import Metrics
+from simplellm.server.responses_store import ResponseStore
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
@@ -50,6 +57,7 @@ class Service:
     timeout: float = 600.0  # seconds that a request may take
     log_prompts: bool = False  # bodies in the access log
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
 
@@ -79,6 +87,7 @@ class Call:
     request: HTTPRequest
     id: str  # of the request: the client's, or a new one
     body: Any = None  # of the endpoint's kind
+    query: Any = None  # of the endpoint's kind of query
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -98,6 +107,12 @@ class Generation:
     ) -> None:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream
+
+    def begin(self, replies: Replies) -> None:
+        """The requests run; nothing is said yet. This and `end` may have effects."""
+
+    def end(self) -> None:
+        """Nothing more will be said, unless `failure` is asked for."""
 
     def first(self) -> list[dict[str, Any]]:
         """Events before any part."""
@@ -129,6 +144,8 @@ class Endpoint:
     summary: str
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
+    # One for what stands behind the "?"; None: whatever stands there means nothing.
+    query: type | None = None
     open: bool = False  # whether it needs no key, and answers while the server drains
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
@@ -149,7 +166,8 @@ class Endpoint:
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
-            known = known_names(self.body) if self.body is not None else ()
+            kinds = [kind for kind in (self.body, self.query) if kind is not None]
+            known = {name for kind in kinds for name in known_names(kind)}
             raise as_api_error(error, known) or error from error
         if isinstance(answer, Generation):
             await while_there(receive, generate(call, answer, send))
@@ -164,6 +182,9 @@ class Endpoint:
             if call.service.log_prompts:
                 call.facts["body"] = parsed
             call.body = read_body(self.body, parsed)
+        if self.query is not None:
+            pairs = call.request.query_params.multi_items()
+            call.query = read_query(self.query, pairs)
         return self.answer(call)
 
 
@@ -269,6 +290,7 @@ async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     try:
+        answer.begin(replies)
         waiting = answer.first()
         async for index, part in replies:
             watch.part(index)
@@ -290,6 +312,7 @@ async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
         else:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
+        answer.end()
         await replies.aclose()
 
 
