@@ -16,6 +16,7 @@ from simplellm.config import (
     one_of,
 )
 from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request, SamplingParams
 from simplellm.tokenizer import Tokenizer
 
@@ -23,27 +24,29 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
 
 CHAT_MAX_TOKENS = 1024  # reasoning included
+MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 # Declared, but not done yet: other values than these are refused.
 NOT_YET = {
-    "n": 1,
-    "min_tokens": 0,
     "include_stop_str_in_output": False,
-    "bad_words": (),
-    "allowed_token_ids": None,
     "skip_special_tokens": True,
-    "prompt_logprobs": None,
 }
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
 def sample_of(asked: Request, number: int = 0) -> Request:
-    """Sample ``number`` of a checked request: the same, drawn with another seed."""
+    """Sample ``number`` of a checked request: the same, drawn with another seed.
+
+    The first one finds the prompt's logprobs for all of them.
+    """
     seed = asked.params.seed
     assert seed is not None
     params = replace(asked.params, seed=(seed + number) % 2**64)
-    return replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    sample = replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    if number > 0:
+        sample.prompt_logprobs = None
+    return sample
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
@@ -150,9 +153,10 @@ class Door:
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)
         limit = self.max_model_len
-        if len(ids) >= limit:
+        if len(ids) + (params.max_tokens != 0) > limit:
+            fewer = "fewer than" if params.max_tokens != 0 else "at most"
             wrong = (
-                f"the prompt has {len(ids)} tokens; expected fewer than {limit}, which "
+                f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
                 "is all that the model's context and this engine's cache and limits "
                 "have room for"
             )
@@ -168,14 +172,25 @@ class Door:
             odd = next((token for token in tokens if not 0 <= token <= most), None)
             expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        return Request(
+        bad: list[tuple[int, ...]] = []
+        if params.bad_words:
+            bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        request = Request(
             tokens=ids,
             max_tokens=min(params.max_tokens or 0, limit - len(ids)),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
+            bad_sequences=bad,
             priority=priority,
             deadline=deadline,
+            needs_last_token=any(len(sequence) > 1 for sequence in bad),
         )
+        if params.restricts:
+            choices = Choices(request, self.config.vocab_size)
+            left = choices.bits(params.min_tokens > 0, ()).any()
+            restricting = "allowed_token_ids, bad_words and min_tokens"
+            expect(left, f"the tokens that {restricting} leave", 0, "at least one")
+        return request
 
     def _params(
         self, params: SamplingParams | None, options: Mapping[str, Any]
@@ -191,8 +206,6 @@ class Door:
             expect(value == only, name, value, f"{only}: others are not supported yet")
         most = params.max_tokens
         expect(most is not None, "max_tokens", most, "a number: not supported yet")
-        least = params.logprobs is None or params.logprobs >= 0
-        expect(least, "logprobs", params.logprobs, "0 to 20: not supported yet")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         if params.stop:

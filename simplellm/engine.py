@@ -71,13 +71,16 @@ class Engine:
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
             works, flight = self.flights.popleft()
-            tokens, logprobs = flight()  # waits for the device, and without the lock
+            landed = flight()  # waits for the device, and without the lock
             now = time.monotonic()
             with self.lock:
-                new = self.scheduler.commit(works, tokens)
+                new = self.scheduler.commit(works, landed.tokens)
                 self.meter.step(new, now)
+            for request, first, entries in landed.prompts:
+                if (known := request.prompt_logprobs) is not None:
+                    known += entries[len(known) - first :]  # some may come again
             sampling = [work.request.number for work in works if work.samples]
-            found = dict(zip(sampling, logprobs, strict=True))
+            found = dict(zip(sampling, landed.logprobs, strict=True))
             for request, kept in new:
                 self.tell(request, kept, found[request.number], now)
 
@@ -93,7 +96,8 @@ class Engine:
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
         number, reason, cached = request.number, request.finish_reason, request.cached
-        event = Event(number, tokens, logprobs, reason, error, now, cached or 0)
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        event = Event(number, tokens, logprobs, reason, error, now, cached or 0, scores)
         self.events.put(event)
 
     def launch(self, works: Sequence[Work]) -> None:

@@ -1,37 +1,46 @@
 """The LLM: text or messages in; futures, streams and turns of a chat out."""
 
-import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from simplellm.config import EngineConfig, check_number
-from simplellm.door import Messages, Prompt, sample_of
+from simplellm.config import EngineConfig, check_number, expect
+from simplellm.door import MAX_SAMPLES, Messages, Prompt, sample_of
 from simplellm.harmony import Delta, Tool
 from simplellm.load import load
 from simplellm.outputs import ChatOutput, RequestOutput
-from simplellm.reader import Delivery, Reader, Stream, future_of, stream_async
-from simplellm.reply import ChatReply, Reply, TextReply, chat_output
+from simplellm.reader import (
+    AsyncStream,
+    Delivery,
+    Families,
+    Reader,
+    Replies,
+    RequestFuture,
+    Stream,
+    future_of,
+    usage,
+)
+from simplellm.reply import ChatReply, Reply, TextReply
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
 from simplellm.tokenizer import Tokenizer
 
-MAX_SAMPLES = 1024
 
-
-def outputs(readers: Sequence[Reader]) -> list[Any]:
+def outputs(families: Sequence[Sequence[Reader]]) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
-    return [reader.reply.output() for reader in readers]
+    found: list[Any] = [
+        reader.reply.output() for family in families for reader in family
+    ]
+    return found
 
 
-def turn(readers: Sequence[Reader]) -> ChatOutput:
+def turn(families: Sequence[Sequence[Reader]]) -> ChatOutput:
     """What `LLM.chat` gives."""
-    replies: list[Any] = [reader.reply for reader in readers]
-    return chat_output(replies, readers[0].cached_tokens)
+    choices: list[Any] = [reader.reply.output() for reader in families[0]]
+    return ChatOutput(choices, usage(families))
 
 
 class LLM:
@@ -70,7 +79,7 @@ class LLM:
         self.config = loaded.model.config
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
-        self._door = loaded.door
+        self.door = loaded.door
         self._delivery = Delivery(loaded.engine)
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
@@ -79,36 +88,34 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ValueError if it has none."""
-        return self._door.need_tokenizer()
+        return self.door.need_tokenizer()
 
     @property
     def default_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
-        return self._door.default_params
+        return self.door.default_params
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end a turn."""
-        return self._door.eos_token_ids
+        return self.door.eos_token_ids
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        n: int = 1,
         **overrides: Any,
-    ) -> Future[list[RequestOutput]]:
+    ) -> RequestFuture:
         """Continue each prompt; the result has ``n`` outputs per prompt, in order.
 
-        A prompt is text, taken as it stands, or a list of token ids.
-        ``sampling_params`` are one for all or one each. The samples of a prompt share
-        its computation and its pages; with a seed s they draw with s, s + 1, ...
-        Cancelling or dropping the future ends its requests. In a coroutine:
-        ``await asyncio.wrap_future(llm.generate(...))``.
+        It is a future of a list of `RequestOutput`, which can be awaited, and which
+        waits by itself where it is used like that list. A prompt is text, taken as it
+        stands, or a list of token ids. ``sampling_params`` are one for all or one each.
+        The samples of a prompt share its computation and its pages; with a seed s they
+        draw with s, s + 1, ... Cancelling or dropping the future ends its requests.
         """
-        asked = self._door.ask_all(prompts, sampling_params, overrides)
-        return self._future(asked, n, self._text_reply, outputs)
+        asked = self.door.ask_all(prompts, sampling_params, overrides)
+        return future_of(self, self._delivery, self._families(asked), outputs)
 
     def stream(
         self,
@@ -121,23 +128,21 @@ class LLM:
         Texts are whole characters and never part of a stop string; the last output
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
-        asked = self._door.ask(prompt, sampling_params, overrides)
-        reply = self._text_reply(asked)
-        return Stream(self, self._delivery, sample_of(asked), reply)
+        asked = self.door.ask(prompt, sampling_params, overrides)
+        return Stream(self, self._delivery, self._family(asked))
 
     def stream_async(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
-    ) -> AsyncIterator[RequestOutput]:
-        """Like `stream`, for ``async for``.
+    ) -> AsyncStream[RequestOutput]:
+        """Like `stream`, for ``async for``; outputs that waited come as one.
 
         The request starts with the iteration, its ``timeout`` with this call.
         """
-        asked = self._door.ask(prompt, sampling_params, overrides)
-        reply = self._text_reply(asked)
-        return stream_async(self, self._delivery, sample_of(asked), reply)
+        asked = self.door.ask(prompt, sampling_params, overrides)
+        return AsyncStream(Replies(self, self._delivery, self._family(asked)))
 
     def chat(
         self,
@@ -146,7 +151,6 @@ class LLM:
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         reasoning_effort: str = "medium",
         sampling_params: SamplingParams | None = None,
-        n: int = 1,
         **overrides: Any,
     ) -> ChatOutput:
         """The assistant's next turn in a conversation, in ``n`` choices.
@@ -155,22 +159,20 @@ class LLM:
         Stop strings count in the final answer only, each message of it by itself. The
         default max_tokens is 1024.
         """
-        asked = self._door.ask_chat(
+        asked = self.door.ask_chat(
             messages,
             tools=tools,
             reasoning_effort=reasoning_effort,
             sampling_params=sampling_params,
             **overrides,
         )
-        return self._future([asked], n, self._chat_reply, turn).result()
+        families = self._families([asked], chat=True)
+        return future_of(self, self._delivery, families, turn).result()
 
-    async def chat_async(
-        self, messages: Messages, *, n: int = 1, **options: Any
-    ) -> ChatOutput:
+    async def chat_async(self, messages: Messages, **options: Any) -> ChatOutput:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
-        asked = self._door.ask_chat(messages, **options)
-        future = self._future([asked], n, self._chat_reply, turn)
-        return await asyncio.wrap_future(future)
+        replies = self.replies(self.door.ask_chat(messages, **options), chat=True)
+        return ChatOutput(await replies.finish(), replies.usage())
 
     def stream_chat(self, messages: Messages, **options: Any) -> Stream[Delta]:
         """Like `chat`, but the text as it comes, with its channel and recipient.
@@ -178,17 +180,32 @@ class LLM:
         ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
         `ChatChoice` that it has come to.
         """
-        asked = self._door.ask_chat(messages, **options)
-        reply = self._chat_reply(asked)
-        return Stream(self, self._delivery, sample_of(asked), reply)
+        family = self._family(self.door.ask_chat(messages, **options), chat=True)
+        return Stream(self, self._delivery, family)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
-    ) -> AsyncIterator[Delta]:
-        """Like `stream_chat`, for ``async for``."""
-        asked = self._door.ask_chat(messages, **options)
-        reply = self._chat_reply(asked)
-        return stream_async(self, self._delivery, sample_of(asked), reply)
+    ) -> AsyncStream[Delta]:
+        """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
+        family = self._family(self.door.ask_chat(messages, **options), chat=True)
+        return AsyncStream(Replies(self, self._delivery, family))
+
+    def replies(
+        self,
+        asked: Request | Sequence[Request],
+        n: int | None = None,
+        chat: bool = False,
+    ) -> Replies:
+        """All samples of one or more requests of `door`, for a coroutine.
+
+        They start at once, ``n`` of each or what its parameters say. ``async for``
+        gives pairs of an index (prompt by prompt) and a part: a RequestOutput or, in a
+        ``chat``, a Delta.
+        """
+        asked = [asked] if isinstance(asked, Request) else asked
+        found = Replies(self, self._delivery, self._families(asked, n, chat))
+        found.submit()
+        return found
 
     def stats(self) -> Stats:
         """Queue, speed, cache and latencies of the engine."""
@@ -207,23 +224,25 @@ class LLM:
 
     # Requests
 
-    def _text_reply(self, asked: Request) -> Reply:
-        return TextReply(asked, self._door.tokenizer)
+    def _families(
+        self, asked: Sequence[Request], n: int | None = None, chat: bool = False
+    ) -> Families:
+        """Each request's samples, which run, and the replies that they will fill."""
+        if n is not None:
+            check_number("n", n, int, 1, MAX_SAMPLES)
 
-    def _chat_reply(self, asked: Request) -> Reply:
-        return ChatReply(asked, self.tokenizer)
+        def reply_to(one: Request) -> Reply:
+            if chat:
+                return ChatReply(one, self.tokenizer)
+            return TextReply(one, self.door.tokenizer)
 
-    def _future(
-        self,
-        asked: Sequence[Request],
-        n: int,
-        reply_to: Callable[[Request], Reply],
-        result: Callable[[list[Reader]], Any],
-    ) -> Future[Any]:
-        """What ``n`` samples of each request come to, once all of them are done."""
-        check_number("n", n, int, 1, MAX_SAMPLES)
-        families = [
-            [(sample_of(one, number), reply_to(one)) for number in range(n)]
+        return [
+            [(sample_of(one, k), reply_to(one)) for k in range(n or one.params.n)]
             for one in asked
         ]
-        return future_of(self, self._delivery, families, result)
+
+    def _family(self, asked: Request, chat: bool = False) -> Families:
+        """`_families` for a stream: the only sample of one request."""
+        n = asked.params.n
+        expect(n == 1, "n", n, "1 for a stream; `replies` reads several")
+        return self._families([asked], chat=chat)

@@ -1,9 +1,11 @@
 """What the LLM returns: samples of text and turns of a chat. Plain data."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from typing import Any
 
-from simplellm.harmony import ToolCall, to_openai
+from simplellm.harmony import Delta, ToolCall, to_openai
 from simplellm.request import TokenLogprobs
 
 
@@ -15,6 +17,8 @@ class RequestOutput:
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
     on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
+    ``prompt_logprobs`` has one for each token of the prompt, None for the first; of a
+    prompt's samples, the first has them, and of a stream its first part.
     """
 
     text: str
@@ -22,6 +26,7 @@ class RequestOutput:
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,33 @@ class ChatOutput:
     @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         return self.choices[0].logprobs
+
+
+# Parts of a reply
+
+
+def kind_of(part: RequestOutput | Delta) -> object:
+    """What parts must have in common to be merged: a delta, its message."""
+    if isinstance(part, RequestOutput):
+        return None
+    return part.channel, part.recipient, part.call
+
+
+def merge(parts: Iterable[Any]) -> list[Any]:
+    """Parts of one reply, in order: neighbours that can be one part are one."""
+    groups = (list(group) for _, group in groupby(parts, key=kind_of))
+    return [merged(group) if len(group) > 1 else group[0] for group in groups]
+
+
+def merged(parts: Sequence[Any]) -> Any:
+    """Parts of one kind as one part."""
+    kind, last = type(parts[0].token_ids), parts[-1]
+    logprobs = None
+    if any(part.logprobs is not None for part in parts):
+        logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
+    return replace(
+        last,
+        text="".join(part.text for part in parts),
+        token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=logprobs,
+    )

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from simplellm.request import Request
-
-
-def upload(
-    values: Sequence[float], dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    """A list as a tensor on ``device``, without waiting for what the device does."""
-    tensor = torch.tensor(values, dtype=dtype)
-    if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+from simplellm.transfer import upload
 
 
 class TokenCounts:

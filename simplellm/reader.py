@@ -7,21 +7,24 @@ engine's events and makes the replies, one event at a time.
 import asyncio
 import itertools
 import logging
-import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from simplellm.engine import Engine
+from simplellm.inbox import END, Bell, Inbox, is_end
+from simplellm.outputs import Usage, merge
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
 Part = TypeVar("Part")
-END = object()  # behind the last part of an answer
+Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
 
 
 class Reader:
@@ -64,6 +67,9 @@ class Delivery:
         self.readers: dict[int, Reader] = {}  # by the number of their request
         # Those with callbacks to come: who waits for one need not keep the future.
         self.awaited: set[RequestFuture] = set()
+        # Of each event loop, for as long as somebody reads in it.
+        self.bells: weakref.WeakValueDictionary[Any, Bell]
+        self.bells = weakref.WeakValueDictionary()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True
@@ -163,6 +169,21 @@ class RequestFuture(Future[Any]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._wait(super().exception, timeout)
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.result())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.result()[index]
+
+    def __len__(self) -> int:
+        return len(self.result())
+
+    def __bool__(self) -> bool:
+        return True  # without waiting for its length
+
     def _wait(self, wait: Callable[[float | None], Any], timeout: float | None) -> Any:
         if (delivery := self.delivery) is not None:
             delivery.engine.check_process()
@@ -194,6 +215,32 @@ class RequestFuture(Future[Any]):
             delivery.awaited.discard(self)
 
 
+def readers_of(
+    families: Families, deliver: Callable[[int, Any], object]
+) -> list[list[Reader]]:
+    """A reader for each sample; ``deliver`` also gets its index among all."""
+    index = itertools.count()
+    return [
+        [
+            Reader(request, reply, partial(deliver, next(index)))
+            for request, reply in family
+        ]
+        for family in families
+    ]
+
+
+def usage(families: Sequence[Sequence[Reader]]) -> Usage:
+    """How many tokens some prompts and all their samples took, so far."""
+    firsts = [family[0] for family in families]
+    replies = [reader.reply for family in families for reader in family]
+    return Usage(
+        prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
+        completion_tokens=sum(len(reply.token_ids) for reply in replies),
+        cached_tokens=sum(first.cached_tokens for first in firsts),
+        reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
+    )
+
+
 class Collector:
     """Sets a future's result when the last of its replies is done.
 
@@ -204,106 +251,197 @@ class Collector:
     def __init__(
         self,
         future: RequestFuture,
-        delivery: Delivery,
-        result: Callable[[list[Reader]], Any],
+        families: Families,
+        result: Callable[[list[list[Reader]]], Any],
     ) -> None:
-        readers = future.readers
-        self.delivery, self.readers, self.result = delivery, readers, result
+        assert future.delivery is not None
+        self.delivery, self.result = future.delivery, result
+        self.families = readers_of(families, self.deliver)
+        readers = list(itertools.chain.from_iterable(self.families))
+        future.readers, self.left = readers, len(readers)  # replies to come
+        delivery = self.delivery
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
-        self.done = 0  # replies
 
-    def deliver(self, part: Any) -> None:
+    def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        self.done += part is END
+        self.left -= part is END
         failed = isinstance(part, Exception)
-        if self.done < len(self.readers) and not failed:
+        if (self.left and not failed) or (future := self.future()) is None:
             return
-        if (future := self.future()) is None:
-            return
+        readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
             if failed:
                 future.set_exception(part)
             else:
-                future.set_result(self.result(self.readers))
-        self.delivery.drop(self.readers)
+                future.set_result(self.result(self.families))
+        self.delivery.drop(readers)
         future.release()
 
 
 def future_of(
     owner: Any,
     delivery: Delivery,
-    families: Sequence[Sequence[tuple[Request, Reply]]],
-    result: Callable[[list[Reader]], Any],
+    families: Families,
+    result: Callable[[list[list[Reader]]], Any],
 ) -> RequestFuture:
     """A future of what ``result`` makes of the readers once all replies are done."""
     future = RequestFuture(owner, delivery)
-    collector = Collector(future, delivery, result)
-    readers = [
-        [Reader(request, reply, collector.deliver) for request, reply in family]
-        for family in families
-    ]
-    future.readers += itertools.chain.from_iterable(readers)
-    delivery.submit(readers)
+    delivery.submit(Collector(future, families, result).families)
     return future
 
 
-class Stream(Iterator[Part]):
-    """The parts of one reply as they come. Closed or dropped, it ends the request."""
+class Parts:
+    """The parts of replies as they come. Closed or dropped, it ends the requests."""
 
-    def __init__(
-        self, owner: Any, delivery: Delivery, request: Request, reply: Reply
-    ) -> None:
-        self.owner, self.delivery = owner, delivery
-        self.parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.over = False
-        self.reader = Reader(request, reply, self.parts.put)
-        delivery.submit([[self.reader]])
+    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
+        self.owner, self.delivery = owner, delivery  # the owner stays open meanwhile
+        self.inbox = Inbox()
+        self.families = readers_of(families, self.inbox.put)
+        self.readers = list(itertools.chain.from_iterable(self.families))
+        self.left = len(self.readers)  # replies to come
+        self.taken: deque[tuple[int, Any]] = deque()  # out of the inbox
 
-    def __next__(self) -> Part:
-        while not self.over:
-            try:
-                part = self.parts.get(timeout=1.0)
-            except queue.Empty:
-                self.delivery.engine.check()
-                continue
-            except BaseException:  # Ctrl-C, whose traceback may keep this for long
-                self.close()
-                raise
-            if part is not END and not isinstance(part, Exception):
-                return part
-            self.over = True
-            if isinstance(part, Exception):
-                raise part
-        raise StopIteration
+    def take(self, join: Callable[[list[Any]], list[Any]]) -> None:
+        """Empty the inbox; of each reply, the parts go through ``join``."""
+        for index, parts in self.inbox.take().items():
+            ends = [parts.pop()] if is_end(parts[-1]) else []
+            self.left -= ends == [END]
+            failures = [] if ends == [END] else ends
+            self.taken += [(index, part) for part in [*join(parts), *failures]]
 
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.reader.reply.output()
+    def next(self) -> tuple[int, Any]:
+        """The next part. What went wrong with one reply ends all, and is raised."""
+        index, part = self.taken.popleft()
+        if isinstance(part, Exception):
+            self.close()
+            raise part
+        return index, part
+
+    def outputs(self) -> list[Any]:
+        """All so far, even what is not read yet; of chats, ChatChoices."""
+        return [reader.reply.output() for reader in self.readers]
+
+    def usage(self) -> Usage:
+        """How many tokens it took so far."""
+        return usage(self.families)
 
     def close(self) -> None:
         """The reader wants no more."""
-        self.over = True
-        self.delivery.drop([self.reader])
+        self.left = 0
+        self.taken.clear()
+        self.delivery.drop(self.readers)
 
     def __del__(self) -> None:
-        if hasattr(self, "reader"):
+        if hasattr(self, "taken"):
             self.close()
 
 
-async def stream_async(
-    owner: Any, delivery: Delivery, request: Request, reply: Reply
-) -> AsyncIterator[Any]:
-    """The parts of one reply as they come; ``owner`` stays open meanwhile."""
-    loop = asyncio.get_running_loop()
-    parts: asyncio.Queue[Any] = asyncio.Queue()
-    reader = Reader(
-        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
-    )
-    delivery.submit([[reader]])
-    try:
-        while (part := await parts.get()) is not END:
-            if isinstance(part, Exception):
-                raise part
-            yield part
-    finally:
-        delivery.drop([reader])
+class Stream(Parts, Iterator[Part]):
+    """The parts of one reply, for a thread."""
+
+    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
+        super().__init__(owner, delivery, families)
+        self.arrived = threading.Event()
+        self.inbox.wake = self.arrived.set
+        delivery.submit(self.families)
+
+    def __next__(self) -> Part:
+        while not self.taken:
+            if not self.left:
+                raise StopIteration
+            try:
+                arrived = self.arrived.wait(timeout=1.0)
+            except BaseException:  # Ctrl-C, whose traceback may keep this for long
+                self.close()
+                raise
+            if not arrived:
+                self.delivery.engine.check()
+            self.arrived.clear()
+            self.take(list)
+        return self.next()[1]
+
+    def output(self) -> Any:
+        """All so far, even what is not read yet; of a chat, a ChatChoice."""
+        return self.outputs()[0]
+
+
+class Replies(Parts, AsyncIterator[tuple[int, Any]]):
+    """The parts of any number of replies, for a coroutine, each with its reply's index.
+
+    Parts that waited come merged. They belong to one event loop, and whoever waits for
+    one and is cancelled ends them all.
+    """
+
+    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
+        super().__init__(owner, delivery, families)
+        self.arrived = asyncio.Event()
+
+    def submit(self) -> None:
+        """Begin, in the event loop that will read. Raises as `Delivery.submit`."""
+        loop = asyncio.get_running_loop()
+        bell = self.delivery.bells.setdefault(loop, Bell(loop))
+        self.inbox.wake = partial(bell.ring, self.arrived)
+        self.delivery.submit(self.families)
+
+    async def __anext__(self) -> tuple[int, Any]:
+        while not self.taken:
+            if not self.left:
+                raise StopAsyncIteration
+            try:
+                await self.arrived.wait()
+            except asyncio.CancelledError:
+                self.close()
+                raise
+            self.arrived.clear()
+            self.take(merge)
+        return self.next()
+
+    async def finish(self) -> list[Any]:
+        """Wait for the end of all; the outputs. Parts that come are not read."""
+        self.inbox.quiet = True
+        async for _ in self:
+            pass
+        return self.outputs()
+
+    async def aclose(self) -> None:
+        """The reader wants no more, nor does whoever waits at the moment."""
+        self.close()
+        self.arrived.set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+
+class AsyncStream(AsyncIterator[Part]):
+    """The parts of one reply, for a coroutine; it is asked for with the first."""
+
+    def __init__(self, replies: Replies) -> None:
+        self.replies, self.begun = replies, False
+
+    async def __anext__(self) -> Part:
+        if not self.begun:
+            self.replies.submit()
+            self.begun = True
+        return (await anext(self.replies))[1]
+
+    def output(self) -> Any:
+        """All so far, even what is not read yet; of a chat, a ChatChoice."""
+        return self.replies.outputs()[0]
+
+    def usage(self) -> Usage:
+        """How many tokens it took so far."""
+        return self.replies.usage()
+
+    async def aclose(self) -> None:
+        """The reader wants no more."""
+        self.begun = True
+        await self.replies.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()

@@ -5,11 +5,10 @@ them adds comes out, and `output` is all of it. Nothing is raised, whatever the 
 an event's error is for the reader of the events to raise.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from simplellm.harmony import Delta, HarmonyParser, Message, tool_calls
-from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
+from simplellm.harmony import Delta, HarmonyParser, Message, is_call, tool_calls
+from simplellm.outputs import ChatChoice, RequestOutput
 from simplellm.request import Event, Request, TokenLogprobs
 from simplellm.stops import StopStrings
 from simplellm.tokenizer import StreamDecoder, Tokenizer
@@ -32,6 +31,8 @@ class TextReply:
         self.token_ids: list[int] = []
         wanted = asked.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
+        self.reasoning_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._texts: list[str] = []
         self._stops = StopStrings(asked.params.stop)
         self._decoder: StreamDecoder | None = None
@@ -52,6 +53,9 @@ class TextReply:
             if event.finish_reason is not None and not stops.found:
                 text += stops.push(self._decoder.flush()) + stops.flush()
         self.finish_reason = "stop" if stops.found else event.finish_reason
+        scores = None
+        if event.prompt_logprobs is not None:
+            scores = self.prompt_logprobs = [*event.prompt_logprobs]
         token_ids, logprobs = list(event.tokens[:count]), None
         if self.logprobs is not None:
             logprobs = list(event.logprobs or ())[:count]
@@ -64,6 +68,7 @@ class TextReply:
             finish_reason=self.finish_reason,
             logprobs=logprobs,
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=scores,
         )
         return [part]
 
@@ -75,13 +80,16 @@ class TextReply:
             finish_reason=self.finish_reason,
             logprobs=None if self.logprobs is None else [*self.logprobs],
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
 class ChatReply:
     """A turn of the assistant, which ends at a stop string in its final answer.
 
-    Stop strings count in the final channel only, each message of it by itself. The rest
+    Stop strings count in the final channel only, each message of it by itself. Where
+    log-probabilities are asked for, each token is in one delta: of its message, or in
+    one without text and channel if it is part of a header or ends a message. The rest
     is as in `TextReply`.
     """
 
@@ -106,9 +114,18 @@ class ChatReply:
         count = len(event.tokens)
         for number, token in enumerate(event.tokens, start=1):
             message = self._parser.message
-            shown += self._show(self._parser.push(token))
-            if message is not None and message is self._parser.message:
-                self.reasoning_tokens += is_reasoning(message)
+            new = self._show(self._parser.push(token))
+            if message is not self._parser.message:
+                message = None  # the token is no part of its content
+            self.reasoning_tokens += message is not None and is_reasoning(message)
+            if self.logprobs is not None and event.logprobs is not None:
+                new = with_token(new, message, self._parser.num_calls - 1)
+                new[-1] = replace(
+                    new[-1],
+                    token_ids=(token,),
+                    logprobs=(event.logprobs[number - 1],),
+                )
+            shown += new
             if self._stops.found:
                 count = number
                 break
@@ -125,7 +142,7 @@ class ChatReply:
         for delta in shown:
             if is_reasoning(delta):
                 self._reasoning.append(delta.text)
-            elif delta.recipient is None:
+            elif delta.call is None:
                 self._content.append(delta.text)
         return shown
 
@@ -164,12 +181,11 @@ def is_reasoning(part: Message | Delta) -> bool:
     return part.channel == "analysis" and part.recipient is None
 
 
-def chat_output(replies: Sequence[ChatReply], cached_tokens: int) -> ChatOutput:
-    """What the choices of one chat give; ``cached_tokens`` are those of its prompt."""
-    usage = Usage(
-        prompt_tokens=len(replies[0].prompt_token_ids),
-        completion_tokens=sum(len(reply.token_ids) for reply in replies),
-        cached_tokens=cached_tokens,
-        reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
-    )
-    return ChatOutput([reply.output() for reply in replies], usage)
+def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:
+    """``deltas``, the last of which can have a token of ``message``; None: of none."""
+    if message is None:
+        return [*deltas, Delta(None, None, "")]
+    if deltas:
+        return deltas
+    number = call if is_call(message) else None
+    return [Delta(message.channel, message.recipient, "", number)]

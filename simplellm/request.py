@@ -109,6 +109,12 @@ class SamplingParams:
             check_number(f"logit_bias of token {token}", bias, float, -100, 100)
 
     @property
+    def restricts(self) -> bool:
+        """Whether some tokens are ruled out, be it for a while."""
+        some = self.allowed_token_ids is not None
+        return some or self.min_tokens > 0 or bool(self.bad_words)
+
+    @property
     def penalizes(self) -> bool:
         """Whether it matters which tokens there were."""
         penalties = self.presence_penalty, self.frequency_penalty
@@ -135,6 +141,7 @@ class Request:
     max_tokens: int  # of output
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_sequences: Sequence[Sequence[int]] = ()  # the tokens of bad words
     priority: int = 0  # the lower, the sooner, as in vLLM
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
@@ -154,6 +161,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        # Those of the prompt's tokens so far, if they are asked for, and until an event
+        # has them. Nothing comes before the first one.
+        asked = self.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None
+        self.prompt_logprobs = [None] if asked else None
 
     @property
     def missing(self) -> int:
@@ -166,8 +178,11 @@ class Request:
 
     @property
     def complete(self) -> bool:
-        """Its last token is there, or at least being computed."""
-        return self.num_output >= self.max_tokens
+        """Its last token is there, or at least being computed.
+
+        One is sampled even if none is wanted: it ends the request and is dropped.
+        """
+        return self.num_output >= max(self.max_tokens, 1)
 
 
 class Event(NamedTuple):
@@ -180,3 +195,5 @@ class Event(NamedTuple):
     error: Exception | None = None
     time: float = 0.0  # time.monotonic() when the tokens came
     cached_tokens: int = 0  # of the prompt that the cache held when it began
+    # Of the prompt's tokens, if they were asked for: with the first event.
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None

@@ -15,11 +15,19 @@ from torch import Tensor
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
 from simplellm.graphs import Captured, capture
+from simplellm.logprobs import (
+    PromptScores,
+    prompt_entries,
+    score_prompts,
+    token_logprobs,
+)
+from simplellm.masks import Masks
 from simplellm.model import Model
 from simplellm.pages import KVPool, PageManager
 from simplellm.request import UNKNOWN, Request, TokenLogprobs
-from simplellm.sampler import Columns, Sampled, TokenCounts, sample, upload
+from simplellm.sampler import Columns, Sampled, TokenCounts, sample
 from simplellm.scheduler import Work
+from simplellm.transfer import fetch, pinned, upload
 
 
 class Landed(NamedTuple):
@@ -27,6 +35,8 @@ class Landed(NamedTuple):
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
+    # Prompts that are scored, in parts: where one begins, and each token's logprobs.
+    prompts: Sequence[tuple[Request, int, list[TokenLogprobs]]] = ()
 
 
 Flight = Callable[[], Landed]  # waits for what a step has sampled
@@ -54,15 +64,17 @@ class Runner:
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
         size = Batch.size(tokens, seqs, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
-        self.staging = [self._pinned((size,), torch.int32) for _ in range(2)]
-        self.landing = [self._pinned((seqs,), torch.int32) for _ in range(2)]
+        self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
+        self.landing = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(seqs, vocab_size, device=self.device)
         self.counts = TokenCounts(vocab_size, self.device)
+        self.masks = Masks(vocab_size, self.device)
         self.turn = 0
         self.previous: dict[int, int] = {}  # request -> place of its token in output
+        self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[Captured] = []  # by size
         self._columns: tuple[list[int], Columns] | None = None
 
@@ -73,17 +85,13 @@ class Runner:
         windows, page_size = self.pool.windows, self.pool.page_size
         return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
 
-    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Only with pinned memory does a copy go on while the host does something else.
-        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
-
     # Graphs
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
         """Record a decode step for each batch size for which there is room."""
 
-        def padding(size: int) -> Callable[[], None]:
+        def padding(size: int) -> Callable[[], object]:
             batch = self.view(self.inputs, size, size, self.pages, size)
             batch.pad()
             return partial(self._compute, batch, size)
@@ -109,8 +117,9 @@ class Runner:
     def start(self, works: Sequence[Work], sampling: Sequence[Request]) -> None:
         """Start the forward pass of a step.
 
-        Leaves the logits of ``sampling`` in ``logits`` and their likeliest tokens in
-        ``output``. The next step writes over both.
+        Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
+        ``output``, and what it finds of prompts in ``scores``. The next step writes
+        over all three.
         """
         self.pool.copy(self.manager.take_copies())
         tokens, rows = sum(work.length for work in works), len(works)
@@ -125,18 +134,24 @@ class Runner:
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
         self.previous = {r.number: place for place, r in enumerate(sampling)}
+        self.scores = []
         if graph is not None:
             graph.replay()
         else:
-            self._compute(self.view(self.inputs, *shape), len(sampling))
+            hidden = self._compute(self.view(self.inputs, *shape), len(sampling))
+            self.scores = score_prompts(works, hidden, self.model.head, self.logits)
 
-    def _compute(self, batch: Batch, count: int) -> None:
-        """The forward pass of a step, of which the first ``count`` samples count."""
+    def _compute(self, batch: Batch, count: int) -> Tensor:
+        """The forward pass of a step, of which the first ``count`` samples count.
+
+        Returns the hidden states of all its tokens.
+        """
         hidden = self.model.forward(batch, self.pool, self.output)
-        if count < len(hidden):
-            hidden = hidden[batch.samples[:count]]
         if count:
-            self.output[:count] = self.model.head(hidden, self.logits[:count])
+            some = count < len(hidden)
+            last = hidden[batch.samples[:count]] if some else hidden
+            self.output[:count] = self.model.head(last, self.logits[:count])
+        return hidden
 
     def _fill(self, batch: Any, works: Sequence[Work]) -> None:
         """Write ``works`` into ``batch``, whose arrays are NumPy's."""
@@ -185,8 +200,9 @@ class Runner:
             return self._land(requests, Sampled(self.output[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
+        mask = self.masks.arrange(requests) if columns.restricted else None
         sampled = Sampled(self.output[:count])
-        changed = counting or columns.bias is not None
+        changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
             steps = [request.num_output for request in requests]
             sampled = sample(
@@ -196,6 +212,7 @@ class Runner:
                 upload(steps, torch.int64, self.device),
                 self.model.ops.draw,
                 counts=self.counts if counting else None,
+                mask=mask,
             )
             self.output[:count] = sampled.tokens
         return self._land(requests, sampled)
@@ -220,9 +237,9 @@ class Runner:
         landing.copy_(sampled.tokens, non_blocking=True)
         logprobs: list[Tensor] = []
         if sampled.logprobs is not None and sampled.top is not None:
-            for x in (sampled.logprobs, *sampled.top):
-                place = self._pinned(x.shape, x.dtype)
-                logprobs.append(place.copy_(x, non_blocking=True))
+            logprobs = [*map(fetch, (sampled.logprobs, *sampled.top))]
+        whole = [*map(fetch, sampled.whole or ())]
+        scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
@@ -232,25 +249,8 @@ class Runner:
             if arrived:
                 arrived.synchronize()
             tokens = landing.tolist()
-            found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
-            if logprobs:
-                found = token_logprobs(wanted, tokens, *(x.tolist() for x in logprobs))
-            return Landed([[token] for token in tokens], found)
+            found = token_logprobs(wanted, tokens, logprobs, whole)
+            prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
+            return Landed([[token] for token in tokens], found, prompts)
 
         return wait
-
-
-def token_logprobs(
-    wanted: Sequence[int | None],
-    tokens: Sequence[int],
-    chosen: Sequence[float],
-    ids: Sequence[Sequence[int]],
-    values: Sequence[Sequence[float]],
-) -> list[list[TokenLogprobs] | None]:
-    """Each row's log-probabilities, as many as its request asked for."""
-    found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
-    for row, count in enumerate(wanted):
-        if count is not None:
-            top = tuple(zip(ids[row], values[row], strict=True))[:count]
-            found[row] = [TokenLogprobs(tokens[row], chosen[row], top)]
-    return found

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from simplellm.penalties import TokenCounts, upload
+from simplellm.logprobs import score
+from simplellm.penalties import TokenCounts
 from simplellm.request import SamplingParams
+from simplellm.transfer import upload
 
 
 def filter_tokens(
@@ -52,7 +54,9 @@ class Columns:
     bias: tuple[Tensor, Tensor, Tensor] | None  # rows, token ids, values
     random: bool
     filters: bool
-    logprobs: int | None  # the most that any row asks for
+    restricted: bool  # some tokens are ruled out: `sample` gets a mask
+    logprobs: int | None  # the most that any row asks for, but for those of `whole`
+    whole: Tensor | None  # rows that ask for the logprobs of the vocabulary, int64
 
     @classmethod
     def of(
@@ -82,6 +86,7 @@ class Columns:
                 upload(values, torch.float32, device),
             )
         wanted = [p.logprobs for p in params if p.logprobs is not None]
+        whole = [row for row, p in enumerate(params) if p.logprobs == -1]
         return cls(
             seeds=upload(seeds, torch.int64, device),
             temperature=column([p.temperature for p in params]),
@@ -95,7 +100,9 @@ class Columns:
                 and (0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0)
                 for p in params
             ),
-            logprobs=max(wanted) if wanted else None,
+            restricted=any(p.restricts for p in params),
+            logprobs=max(0, *wanted) if wanted else None,
+            whole=upload(whole, torch.int64, device) if whole else None,
         )
 
 
@@ -106,6 +113,7 @@ class Sampled:
     tokens: Tensor  # int32 [B]
     logprobs: Tensor | None = None  # float32 [B], of the chosen tokens
     top: tuple[Tensor, Tensor] | None = None  # ids and logprobs [B, N], best first
+    whole: tuple[Tensor, Tensor] | None = None  # [W, V] for W rows that want them all
 
 
 def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
@@ -173,7 +181,8 @@ def sample(
         counts.add(chosen)
     if columns.logprobs is None:
         return Sampled(chosen)
-    logprobs = logits.log_softmax(dim=-1)
-    top = logprobs.topk(min(columns.logprobs, logits.shape[1]), dim=-1)
-    picked = logprobs.gather(1, chosen[:, None].long())[:, 0]
-    return Sampled(chosen, picked, (top.indices, top.values))
+    picked, ids, values = score(logits, chosen, columns.logprobs)
+    whole = None
+    if (rows := columns.whole) is not None:
+        whole = score(logits[rows], chosen[rows], logits.shape[1])[1:]
+    return Sampled(chosen, picked, (ids, values), whole)

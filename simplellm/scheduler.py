@@ -195,7 +195,9 @@ class Scheduler:
             refused, room = self._refused
             if self.running and refused == request.number and spare <= room:
                 return  # as little room as the last time
-            request.computed = self.manager.add(request.number, request.tokens)
+            # Logprobs of a prompt need its computation: of it, nothing is looked up.
+            known = request.tokens if request.prompt_logprobs is None else [0]
+            request.computed = self.manager.add(request.number, known)
             length = self._chunk(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is

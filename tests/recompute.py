@@ -13,14 +13,35 @@ from torch import Tensor
 
 from simplellm.model import Model
 from simplellm.noise import gumbel_noise
-from simplellm.request import SamplingParams
+from simplellm.request import Request, SamplingParams
 from simplellm.sampler import filter_tokens
 
 
+def forbidden(
+    tokens: Sequence[int], num_prompt: int, request: Request, vocab_size: int
+) -> set[int]:
+    """What must not follow ``tokens``."""
+    params, output = request.params, list(tokens[num_prompt:])
+    found: set[int] = set()
+    if params.allowed_token_ids is not None:
+        found = {*range(vocab_size)} - {*params.allowed_token_ids}
+    if len(output) < params.min_tokens:
+        found |= request.stop_ids
+    ends = [
+        bad[-1]
+        for bad in request.bad_sequences
+        if output[len(output) - len(bad) + 1 :] == list(bad[:-1])
+        and len(bad) <= len(output) + 1
+    ]
+    found |= {token for token in ends if (token,) in request.bad_sequences}
+    return found if len(found.union(ends)) == vocab_size else found.union(ends)
+
+
 def choose(
-    logits: Tensor, tokens: Sequence[int], num_prompt: int, params: SamplingParams
+    logits: Tensor, tokens: Sequence[int], num_prompt: int, request: Request
 ) -> int:
     """The token that follows ``tokens``, of logits [V]."""
+    params = request.params
     scores = logits.clone()
     for token, bias in (params.logit_bias or {}).items():
         scores[token] += bias
@@ -29,6 +50,7 @@ def choose(
         scores[token] *= 1 / factor if scores[token] > 0 else factor
     for token, count in Counter(tokens[num_prompt:]).items():
         scores[token] -= count * params.frequency_penalty + params.presence_penalty
+    scores[[*forbidden(tokens, num_prompt, request, len(scores))]] = -torch.inf
     if params.temperature == 0:
         return int(scores.argmax())
     scores = (scores - scores.max()) / params.temperature
@@ -47,13 +69,17 @@ def recompute(
     prompt: Sequence[int],
     params: SamplingParams,
     stop_ids: Collection[int] = (),
+    bad_sequences: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str]:
     """A request's tokens, and why it ends."""
-    tokens = list(prompt)
-    for _ in range(params.max_tokens):
+    stops, tokens = frozenset([*stop_ids, *params.stop_token_ids]), list(prompt)
+    most = params.max_tokens
+    assert most is not None
+    request = Request([0], most, params, stops, bad_sequences=bad_sequences)
+    for _ in range(most):
         logits = model.logits(tokens)[-1]
-        tokens.append(choose(logits, tokens, len(prompt), params))
-        if tokens[-1] in {*stop_ids, *params.stop_token_ids}:
+        tokens.append(choose(logits, tokens, len(prompt), request))
+        if tokens[-1] in stops:
             return tokens[len(prompt) :], "stop"
     return tokens[len(prompt) :], "length"
 
@@ -66,9 +92,14 @@ class Recompute:
         self.known: dict[Any, tuple[list[int], str]] = {}
 
     def __call__(
-        self, prompt: Sequence[int], params: SamplingParams
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        bad_sequences: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
-        key = tuple(prompt), repr(params)
+        key = tuple(prompt), repr(params), repr(bad_sequences)
         if key not in self.known:
-            self.known[key] = recompute(self.model, prompt, params)
+            self.known[key] = recompute(
+                self.model, prompt, params, bad_sequences=bad_sequences
+            )
         return self.known[key]

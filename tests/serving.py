@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,12 @@ class Served:
         self.server, self.service = server, server.service
         self.port = int(url.rpartition(":")[2])
         self.client = httpx.Client(base_url=url, timeout=PATIENCE)
+
+    def shrink(self) -> None:
+        """Let the system hold back little of what connections from now on send."""
+        listener = self.server.servers[0].sockets[0]
+        with socket.socket(fileno=os.dup(listener.fileno())) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)

@@ -29,6 +29,7 @@ from simplellm import (
     QueueFullError,
     RequestOutput,
     SamplingParams,
+    inbox,
     load_model,
 )
 from simplellm.engine import Engine
@@ -351,6 +352,183 @@ def test_a_stream_that_is_left_early_ends_in_silence(
         asyncio.run(leave())
     until(lambda: llm.stats().finished.get("abort") == 3)
     assert not caplog.text
+
+
+# Many replies in one coroutine
+
+
+def asked(llm: LLM, prompt: Sequence[int], **options: Any) -> Request:
+    return llm.door.ask(prompt, None, {"max_tokens": 12, **GREEDY, **options})
+
+
+def test_replies_come_with_their_index(start: Any) -> None:
+    llm = start()
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logprobs": 1}
+    prompts = [[5, 6], [7, 8, 9]]
+    right = llm.generate(prompts, n=2, max_tokens=12, ignore_eos=True, **options)
+
+    async def main() -> None:
+        both = [asked(llm, prompt, **options) for prompt in prompts]
+        async with llm.replies(both, n=2) as replies:
+            parts: list[list[RequestOutput]] = [[], [], [], []]
+            async for index, part in replies:
+                parts[index].append(part)
+        assert [o.token_ids for o in replies.outputs()] == results([right])
+        for found, whole in zip(parts, replies.outputs(), strict=True):
+            assert "".join(part.text for part in found) == whole.text
+            assert [t for part in found for t in part.token_ids] == whole.token_ids
+            assert [e for part in found for e in part.logprobs or ()] == whole.logprobs
+            assert found[-1].finish_reason == whole.finish_reason
+        whole = await llm.replies(both, n=2).finish()
+        assert [output.text for output in whole] == [output.text for output in right]
+        usage = replies.usage()
+        assert (usage.prompt_tokens, usage.completion_tokens) == (5, 48)
+
+    asyncio.run(main())
+
+
+def test_a_slow_coroutine_gets_everything_and_little_waits(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start(num_pages=600, page_size=4)
+    monkeypatch.setattr(inbox, "MANY", 3)
+    monkeypatch.setattr(inbox, "LONG", 20)
+
+    async def main() -> None:
+        replies = llm.replies([asked(llm, [n], max_tokens=100) for n in (1, 2)])
+        waiting = replies.inbox.waiting
+        until(lambda: llm.stats().finished.get("length") == 2)  # blocks the loop
+        until(lambda: not llm._delivery.readers)
+        assert [len(parts) for parts in waiting.values()] < [50, 50]
+        merged = [len(part.token_ids) for part in waiting[0][:-1]]
+        assert merged[:2] == [1, 1] and max(merged) > 5 and sum(merged) == 100
+        found: dict[int, list[int]] = {0: [], 1: []}
+        async for index, part in replies:
+            found[index] += part.token_ids
+        assert found == {n: replies.outputs()[n].token_ids for n in (0, 1)}
+
+    asyncio.run(main())
+
+
+def test_a_loop_is_woken_once_for_all_that_comes_meanwhile(start: Any) -> None:
+    llm = start()
+
+    async def main() -> None:
+        loop, woken = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+
+        def noted(*call: Any) -> Any:
+            woken.append(call)
+            return wake(*call)
+
+        loop.call_soon_threadsafe = noted  # type: ignore[assignment, method-assign]
+        every = [llm.replies(asked(llm, [n])) for n in range(5)]
+        every.append(llm.replies([asked(llm, [n]) for n in range(3)], n=2))
+        until(lambda: llm.stats().finished.get("length") == 11)
+        until(lambda: not llm._delivery.readers)
+        assert len(woken) == 1
+        for replies in every:
+            assert {o.finish_reason for o in await replies.finish()} == {"length"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["aclose", "with", "drop", "cancel", "error"])
+def test_whoever_leaves_replies_ends_them(start: Any, how: str) -> None:
+    llm = start()
+    before_each_step(llm, fail_at(13))
+
+    async def read() -> None:
+        replies = llm.replies([asked(llm, [n], **LONG) for n in (1, 2, 3)])
+        await anext(replies)
+        if how == "aclose":
+            await replies.aclose()
+            assert [part async for part in replies] == []
+        elif how == "with":
+            with suppress(KeyError):
+                async with replies:
+                    raise KeyError
+        elif how == "cancel":
+            await collect(replies)
+        elif how == "error":
+            both = llm.replies([asked(llm, [n], **LONG) for n in (4, 13)])
+            with pytest.raises(EngineError, match="injected"):
+                await collect(both)
+            await replies.aclose()
+
+    async def main() -> None:
+        task = asyncio.create_task(read())
+        while not task.done() and llm.stats().generated_tokens < 30:
+            await asyncio.sleep(0.01)
+        if how == "cancel":
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        else:
+            await task
+
+    asyncio.run(main())
+    until(lambda: llm.stats().finished.get("abort") == (4 if how == "error" else 3))
+    until(lambda: gc.collect() >= 0 and not llm._delivery.bells)
+    assert not llm._delivery.readers
+
+
+def test_who_waits_learns_that_another_task_closed_the_replies(start: Any) -> None:
+    llm = start(max_num_seqs=1)
+
+    async def main() -> None:
+        running = llm.replies(asked(llm, [1], **LONG))
+        waiting = llm.replies(asked(llm, [2]))
+        task = asyncio.create_task(collect(waiting))
+        await asyncio.sleep(0)
+        await waiting.aclose()
+        assert await task == []
+        await running.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_streamed_turn_tells_its_end_and_its_usage(start: Any) -> None:
+    llm = start()
+
+    async def main() -> None:
+        whole = llm.chat(HELLO, max_tokens=20, **GREEDY)
+        stream = llm.stream_chat_async(HELLO, max_tokens=20, **GREEDY)
+        assert stream.output().finish_reason is None and not stream.output().token_ids
+        async for _ in stream:
+            pass
+        assert stream.output() == whole.choices[0]
+        assert replace(stream.usage(), cached_tokens=0) == whole.usage
+        unread = llm.stream_chat_async(HELLO)
+        await unread.aclose()
+        assert [part async for part in unread] == []
+        refused = llm.stream_async([1], timeout=0, n=1, **LONG)
+        async with refused:
+            assert [part.finish_reason async for part in refused] == ["timeout"]
+
+    asyncio.run(main())
+    assert llm.stats().finished == {"length": 2, "timeout": 1}
+
+
+def test_a_future_is_awaited_and_iterated(start: Any) -> None:
+    llm = start()
+    future = llm.generate([[1], [2]], max_tokens=4, **GREEDY)
+    outputs = future.result()
+    assert list(future) == outputs and len(future) == 2 and future[-1] is outputs[-1]
+
+    async def main() -> None:
+        assert await llm.generate([[1], [2]], max_tokens=4, **GREEDY) == outputs
+        both = (llm.generate([n], max_tokens=4, **GREEDY) for n in (1, 2))
+        assert [*map(list, await asyncio.gather(*both))] == [[o] for o in outputs]
+        task = asyncio.ensure_future(llm.generate([3], **LONG))
+        while not llm.stats().running:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert llm.generate([3], **LONG)  # true at once
+    until(lambda: llm.stats().finished.get("abort") == 2)
 
 
 def test_a_timeout_ends_a_request_with_what_it_has(start: Any) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 from models import TOKENIZER, spelled
 
 from simplellm.harmony import Delta, ToolCall, from_openai, parse, tool_calls
+from simplellm.outputs import merge
 from simplellm.reply import (
     ChatChoice,
     ChatReply,
     RequestOutput,
     TextReply,
-    Usage,
-    chat_output,
+    is_reasoning,
 )
 from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
 from simplellm.stops import StopStrings
@@ -67,9 +68,10 @@ def chat_reply(
     stop: Sequence[str] = (),
     finish_reason: str | None = "stop",
     size: int = 1,
+    logprobs: int | None = None,
 ) -> tuple[list[Delta], ChatReply]:
     """All deltas, and the reply."""
-    reply = ChatReply(asked(stop), TOKENIZER)
+    reply = ChatReply(asked(stop, logprobs), TOKENIZER)
     pushed = [reply.push(event) for event in events(tokens, finish_reason, size)]
     return [delta for deltas in pushed for delta in deltas], reply
 
@@ -305,27 +307,12 @@ def test_a_turn_is_taken_apart() -> None:
         tool_calls=[],
         finish_reason="stop",
         token_ids=tokens,
-        logprobs=logprobs_of(tokens),
+        logprobs=None,
     )
     assert reply.output() == expected and reply.finish_reason == "stop"
     for channel, part in (("analysis", "7 + 5 = 12."), ("final", "132")):
         assert "".join(d.text for d in deltas if d.channel == channel) == part
     assert reply.reasoning_tokens == len(TOKENIZER.encode("7 + 5 = 12."))
-
-
-def test_choices_and_usage_make_an_output() -> None:
-    _, first = chat_reply(encoded(f"{THOUGHT}hm<|end|>{ANSWER}1<|return|>"))
-    _, second = chat_reply(encoded("<|channel|>final<|message|>22"), (), "length")
-    made = chat_output([first, second], cached_tokens=2)
-    assert made.choices == [first.output(), second.output()]
-    assert made.usage == Usage(
-        prompt_tokens=3,
-        completion_tokens=len(first.token_ids) + len(second.token_ids),
-        cached_tokens=2,
-        reasoning_tokens=len(TOKENIZER.encode("hm")),
-    )
-    for name in vars(made.choices[0]):
-        assert getattr(made, name) == getattr(made.choices[0], name)
 
 
 def test_a_turn_that_calls_functions_says_so() -> None:
@@ -449,17 +436,17 @@ def test_any_tokens_make_a_turn(
     deltas, reply = chat_reply(ids, stops, reason, size)
     choice = reply.output()
     assert all(delta.text or delta.call is not None for delta in deltas)
-    said = [delta for delta in deltas if delta.recipient is None]
-    thoughts = "".join(d.text for d in said if d.channel == "analysis")
+    said = [delta for delta in deltas if delta.call is None]
+    thoughts = "".join(d.text for d in said if is_reasoning(d))
     assert choice.reasoning == thoughts
-    assert choice.content == "".join(d.text for d in said if d.channel != "analysis")
+    assert choice.content == "".join(d.text for d in said if not is_reasoning(d))
     calls: dict[int, str] = {}
     for delta in deltas:
         if delta.call is not None:
             calls[delta.call] = calls.get(delta.call, "") + delta.text
     assert [call.arguments for call in choice.tool_calls] == list(calls.values())
     assert choice.token_ids == ids[: len(choice.token_ids)]
-    assert choice.logprobs == logprobs_of(choice.token_ids)
+    assert choice.logprobs is None
     assert 0 <= reply.reasoning_tokens <= len(choice.token_ids)
     finals = [
         m for m in parse(ids, TOKENIZER) if (m.channel, m.recipient) == ("final", None)
@@ -467,7 +454,9 @@ def test_any_tokens_make_a_turn(
     cut = [until_stop(m.content, stops) for m in finals]
     stopped = [a != b.content for a, b in zip(cut, finals, strict=True)]
     first = stopped.index(True) + 1 if any(stopped) else len(cut)
-    answer = "".join(d.text for d in said if d.channel == "final")
+    answer = "".join(
+        d.text for d in said if (d.channel, d.recipient) == ("final", None)
+    )
     assert answer == "".join(cut[:first])
     if any(stopped):
         assert choice.finish_reason == "stop"
@@ -476,3 +465,46 @@ def test_any_tokens_make_a_turn(
         assert choice.finish_reason == ("tool_calls" if calling else reason)
         assert choice.tool_calls == tool_calls(parse(ids, TOKENIZER))
     assert chat_reply(ids, stops, reason)[1].output() == choice
+
+
+def test_each_token_is_in_one_delta_of_its_message() -> None:
+    call = f"{CALL}1<|call|>"
+    tokens = encoded(f"{THOUGHT}hm<|end|>{ANSWER}") + spelled("\u4e16") + encoded(call)
+    deltas, _ = chat_reply(tokens, logprobs=1)
+    assert [token for delta in deltas for token in delta.token_ids] == tokens
+    told = [(d.channel, d.call, d.text, d.token_ids) for d in deltas if d.channel]
+    thoughts = [text for channel, _, text, _ in told if channel == "analysis"]
+    assert "".join(thoughts) == "hm"
+    final = [(text, ids) for channel, _, text, ids in told if channel == "final"]
+    first, second, third = ((token,) for token in spelled("\u4e16"))
+    assert final == [("", first), ("", second), ("\u4e16", third)]
+    calls = [each for each in told if each[1] == 0]
+    header, one = ("commentary", 0, "", ()), tuple(TOKENIZER.encode("1"))
+    assert calls == [header, ("commentary", 0, "1", one)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(IDS, STOPS, REASONS, st.integers(1, 5))
+def test_deltas_with_their_tokens_say_the_same(
+    ids: list[int], stops: list[str], reason: str, size: int
+) -> None:
+    plain, reply = chat_reply(ids, stops, reason, size)
+    deltas, same = chat_reply(ids, stops, reason, size, logprobs=1)
+    token_ids = [token for delta in deltas for token in delta.token_ids]
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    assert token_ids == same.output().token_ids == reply.output().token_ids
+    assert logprobs == same.output().logprobs == logprobs_of(token_ids)
+    bare = [replace(delta, token_ids=(), logprobs=None) for delta in deltas]
+    assert said(bare) == said(plain)
+    assert said(merge(deltas)) == said(plain)
+    assert [t for delta in merge(deltas) for t in delta.token_ids] == token_ids
+
+
+def said(deltas: Sequence[Delta]) -> dict[Any, str]:
+    """The texts of all messages of a kind, each with all that it says."""
+    found: dict[Any, str] = {}
+    for delta in deltas:
+        kind = (delta.channel, delta.recipient, delta.call)
+        if delta.text or delta.call is not None:
+            found[kind] = found.get(kind, "") + delta.text
+    return found

@@ -387,8 +387,8 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    sizes = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
-    config = EngineConfig(**sizes)
+    given: Any = max_num_seqs  # None: what suits the machine
+    config = EngineConfig(max_num_seqs=given)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     try:

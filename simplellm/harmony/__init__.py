@@ -10,6 +10,7 @@ from simplellm.harmony.parse import (
     Delta,
     HarmonyParser,
     ToolCall,
+    is_call,
     parse,
     tool_calls,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "ToolCall",
     "developer_text",
     "from_openai",
+    "is_call",
     "parse",
     "render",
     "render_message",

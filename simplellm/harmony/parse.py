@@ -76,6 +76,9 @@ class Delta:
     recipient: str | None
     text: str
     call: int | None = None  # the reply's first call is 0
+    # Set where log-probabilities are asked for: its tokens, with an entry for each.
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] | None = None
 
 
 def is_call(message: Message) -> bool:
@@ -88,8 +91,8 @@ class HarmonyParser:
 
     `push` returns the text that a token adds, complete characters only, and says where
     a call begins; ``messages`` holds the messages that have ended and ``message`` the
-    header of the one whose content is being written, None within a header. Whatever
-    the ids are, nothing is raised:
+    header of the one whose content is being written, None within a header. There were
+    ``num_calls`` so far. Whatever the ids are, nothing is raised:
 
     - a header is read word by word, and words that mean nothing are passed over;
     - a header that never reaches `<|message|>` gives its remaining text as content;
@@ -105,7 +108,7 @@ class HarmonyParser:
         self._tokens = tokenizer.tokens
         self._markers = {id: name for name, id in markers(tokenizer).items()}
         self._decoder = StreamDecoder(tokenizer)
-        self._num_calls = 0
+        self.num_calls = 0
         self._text: list[str] = []
         # What a header holds: each marker with the bytes that follow it.
         self._header: list[tuple[str, bytearray]] = [("", bytearray())]
@@ -132,7 +135,7 @@ class HarmonyParser:
     def _begin(self, message: Message, text: str = "") -> list[Delta]:
         """Go from the header to the content; a call is announced even without text."""
         self.message = message
-        self._num_calls += is_call(message)
+        self.num_calls += is_call(message)
         return self._add(text, announce=is_call(message))
 
     def _add(self, text: str, *, announce: bool = False) -> list[Delta]:
@@ -140,7 +143,7 @@ class HarmonyParser:
         if message is None or not (text or announce):
             return []
         self._text.append(text)
-        call = self._num_calls - 1 if is_call(message) else None
+        call = self.num_calls - 1 if is_call(message) else None
         return [Delta(message.channel, message.recipient, text, call)]
 
     def push(self, token_id: int) -> list[Delta]:

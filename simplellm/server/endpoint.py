@@ -4,8 +4,8 @@ import asyncio
 import inspect
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -253,8 +253,12 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
     """
     service, started = call.service, False
     try:
-        async with asyncio.timeout(service.timeout):
-            async for data in texts(call, answer):
+        # Whatever ends this ends the generator too, and with it the requests.
+        async with (
+            asyncio.timeout(service.timeout),
+            aclosing(texts(call, answer)) as written,
+        ):
+            async for data in written:
                 if not started:
                     started = True
                     await send(start_of(answer.stream))
@@ -284,7 +288,7 @@ def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
+async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     """What is written: one object, or a stream's events, those of a part together."""
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
@@ -292,13 +296,13 @@ async def texts(call: Call, answer: Generation) -> AsyncIterator[bytes]:
     try:
         answer.begin(replies)
         waiting = answer.first()
+        if not answer.stream:
+            await replies.finish()
         async for index, part in replies:
             watch.part(index)
-            if not answer.stream:
-                continue
             waiting += answer.part(index, part)
-            if data := b"".join(map(sse.event, waiting)):
-                yield data
+            if waiting:
+                yield b"".join(map(sse.event, waiting))
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
         reasons = [output.finish_reason for output in outputs]

@@ -1,7 +1,7 @@
 """What /metrics tells: vLLM's names, which dashboards know, with our prefix.
 
 Counts come from the engine when they are asked for. Times are taken where a client
-would take them: when a part is about to be written.
+would take them: when a part of a stream is about to be written.
 """
 
 import time
@@ -26,8 +26,8 @@ WHOLE += [40, 50, 60, 120, 240, 480, 960, 1920]
 TOKENS = [m * 10**e for e in range(6) for m in (1, 2, 5)]
 COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Until the first token of a request.", FIRST),
-    "inter_token_latency_seconds": ("Between parts of an answer.", BETWEEN),
+    "time_to_first_token_seconds": ("Until the first token of a stream.", FIRST),
+    "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN),
     "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE),
     "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
     "request_generation_tokens": ("Tokens of a request's answer.", TOKENS),

@@ -1,0 +1,355 @@
+"""Clients that leave, that don't read, that wait too long; servers that end."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from models import PATIENCE, SMALL, until
+from serving import Served, events_of, idle, serving
+
+from simplellm import LLM, EngineConfig
+from simplellm.request import Request
+from simplellm.scheduler import Work
+
+ROOT = Path(__file__).parents[1]
+COMPLETE = "/v1/completions"
+LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+STEP = 0.02  # seconds, where steps are slow
+
+
+@contextmanager
+def slow(llm: LLM) -> Iterator[None]:
+    """Every step takes a while."""
+    start = llm.engine.runner.start
+
+    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        time.sleep(STEP)
+        start(works, sampling)
+
+    llm.engine.runner.start = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.runner.start = start  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with LLM(folder, SMALL) as llm, serving(llm) as found:
+        yield found
+
+
+def connect(port: int, path: str, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a request has been sent."""
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(raw)}\r\nconnection: close\r\n\r\n"
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    found.settimeout(PATIENCE)
+    found.connect(("127.0.0.1", port))
+    found.sendall(head.encode() + raw)
+    return found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves(served: Served, stream: bool, n: int) -> None:
+    llm = served.service.llm
+    with slow(llm):
+        before = llm.stats()
+        client = connect(served.port, COMPLETE, LONG | {"stream": stream, "n": n})
+        until(lambda: llm.stats().running == n)
+        if stream:
+            assert client.recv(20).startswith(b"HTTP/1.1 200")
+        left = llm.stats().steps
+        client.close()
+        until(lambda: idle(llm))
+        after = llm.stats()
+    # The loop and the engine's thread each get to know, and a step may be under way.
+    assert after.steps - left < 10
+    ended = after.finished.get("abort", 0) - before.finished.get("abort", 0)
+    assert ended == n
+
+
+def test_a_client_that_leaves_the_queue(served: Served) -> None:
+    llm = served.service.llm
+    with slow(llm):
+        first = connect(served.port, COMPLETE, LONG | {"n": SMALL.max_num_seqs})
+        until(lambda: llm.stats().running == SMALL.max_num_seqs)
+        second = connect(served.port, COMPLETE, LONG)
+        until(lambda: llm.stats().waiting == 1)
+        second.close()
+        until(lambda: llm.stats().waiting == 0)
+        assert llm.stats().running == SMALL.max_num_seqs
+        first.close()
+        until(lambda: idle(llm))
+
+
+def everything(client: socket.socket) -> bytes:
+    """What a connection still brings until it is closed."""
+    chunks = []
+    while chunk := client.recv(65536):
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def unchunked(raw: bytes) -> str:
+    """The body of a chunked response."""
+    _, _, rest = raw.partition(b"\r\n\r\n")
+    found = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        count = int(size, 16)
+        if count == 0:
+            return found.decode()
+        found, rest = found + rest[:count], rest[count + 2 :]
+
+
+def test_a_reader_that_does_not_read(served: Served) -> None:
+    """The engine finishes, others are answered, and then all of it is there."""
+    llm = served.service.llm
+    body = LONG | {"prompt": "xy", "stream": True, "logprobs": 20, "n": 4, "seed": 1}
+    body["return_token_ids"] = True
+    served.shrink()
+    client = connect(served.port, COMPLETE, body)
+    until(lambda: llm.stats().running)
+    until(lambda: idle(llm))
+    answer = served.post(COMPLETE, {"prompt": "x", "max_tokens": 2})
+    assert answer.status_code == 200
+    assert served.service.running == 1  # it is not over: nobody has read it
+    raw = everything(client)
+    client.close()
+    events = events_of(unchunked(raw))
+    whole = served.post(COMPLETE, body | {"stream": False}).json()
+    for choice in whole["choices"]:
+        mine = [
+            one
+            for event in events
+            for one in event["choices"]
+            if one["index"] == choice["index"]
+        ]
+        assert [id for one in mine for id in one["token_ids"]] == choice["token_ids"]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        # Parts that waited for the reader have come together.
+        assert len(mine) < len(choice["token_ids"])
+
+
+def test_the_time_limit(served: Served) -> None:
+    llm = served.service.llm
+    with serving(llm, timeout=0.5) as hasty, slow(llm):
+        hasty.shrink()
+        answer = hasty.post(COMPLETE, LONG)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "timeout"
+        until(lambda: idle(llm))
+        answer = hasty.post(COMPLETE, LONG | {"stream": True})
+        assert answer.status_code == 200 and "[DONE]" not in answer.text
+        *parts, last, rest = answer.text.split("\n\n")
+        assert rest == "" and len(parts) > 3
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "timeout"
+        until(lambda: idle(llm))
+        # Nor does it help not to read.
+        body = LONG | {"stream": True, "logprobs": 20, "n": 8}
+        client = connect(hasty.port, COMPLETE, body)
+        until(lambda: not idle(llm))
+        until(lambda: idle(llm) and not hasty.service.running)
+        client.close()
+
+
+def test_running_requests_finish_in_a_drain(folder: Path) -> None:
+    with LLM(folder, SMALL) as llm, serving(llm) as served, slow(llm):
+        found: list[Any] = []
+        body = LONG | {"max_tokens": 30, "return_token_ids": True}
+        thread = threading.Thread(
+            target=lambda: found.extend(served.events(COMPLETE, body))
+        )
+        thread.start()
+        until(lambda: llm.stats().running)
+        other = httpx.Client(base_url=served.client.base_url)
+        assert other.get("/health").status_code == 200
+        served.server.handle_exit(signal.SIGTERM, None)
+        for path, call in (("/health", other.get), (COMPLETE, other.post)):
+            answer = call(path)
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "shutting_down"
+        thread.join(PATIENCE)
+        tokens = [id for event in found for id in event["choices"][0]["token_ids"]]
+        assert len(tokens) == 30
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+        other.close()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_the_end_of_a_drain(folder: Path, again: bool) -> None:
+    """A second signal, or the end of the grace time, ends what runs."""
+    grace = 60.0 if again else 0.3
+    with LLM(folder, SMALL) as llm, serving(llm, grace=grace) as served, slow(llm):
+        streamed = connect(served.port, COMPLETE, LONG | {"stream": True})
+        whole = connect(served.port, COMPLETE, LONG)
+        until(lambda: llm.stats().running == 2)
+        served.server.handle_exit(signal.SIGTERM, None)
+        if again:
+            served.server.handle_exit(signal.SIGTERM, None)
+        events = unchunked(everything(streamed)).split("\n\n")
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert error["code"] == "shutting_down" and events[-1] == ""
+        assert everything(whole).startswith(b"HTTP/1.1 503")
+
+
+def test_the_engine_dies(folder: Path) -> None:
+    with LLM(folder, SMALL) as llm, serving(llm) as served, slow(llm):
+        client = connect(served.port, COMPLETE, LONG | {"stream": True})
+        begun = client.recv(20)
+        assert begun.startswith(b"HTTP/1.1 200")
+
+        def broken() -> None:
+            raise RuntimeError("broken on purpose")
+
+        llm.engine.scheduler.schedule = broken  # type: ignore[assignment]
+        *_, last, rest = unchunked(everything(client)).split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["type"] == "server_error" and rest == ""
+        assert "broken on purpose" in error["message"]
+        with suppress(httpx.TransportError):  # the server may be gone already
+            assert served.client.get("/health").status_code == 503
+        until(lambda: not served.server.servers[0].is_serving())
+
+
+class Process:
+    """`simplellm serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        code = "import sys; from simplellm.apps import cli; "
+        code += f"{before}\nsys.exit(cli.main(['serve', *sys.argv[1:], '--port', '0']))"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+        until(lambda: self.ready or self.process.poll() is not None)
+        assert self.ready, self.lines
+        self.port = int(self.ready[1])
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    @property
+    def ready(self) -> re.Match[str] | None:
+        return re.search(r"served at http://127\.0\.0\.1:(\d+)", "".join(self.lines))
+
+    def finish(self) -> int:
+        """Wait for its end; its exit status."""
+        status = self.process.wait(PATIENCE)
+        self.reader.join()
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        self.process.stdout.close()
+        return status
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[..., Process]]:
+    found: list[Process] = []
+
+    def start(*arguments: str, before: str = "") -> Process:
+        found.append(Process(*arguments, before=before))
+        return found[-1]
+
+    yield start
+    for one in found:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.finish()
+
+
+def test_a_process_from_start_to_end(folder: Path, processes: Any) -> None:
+    process = processes(
+        str(folder), "--api-key", "k", "--access-log", "requests", "--max-num-seqs", "4"
+    )
+    client = httpx.Client(
+        base_url=f"http://127.0.0.1:{process.port}",
+        headers={"authorization": "Bearer k", "x-request-id": "mine"},
+        timeout=PATIENCE,
+    )
+    assert client.get("/v1/models").json()["data"][0]["id"] == folder.name
+    body = {"prompt": "a secret", "max_tokens": 5, "ignore_eos": True}
+    assert client.post(COMPLETE, json=body).status_code == 200
+    with client.stream("POST", COMPLETE, json=LONG | {"stream": True}) as answer:
+        chunks = answer.iter_bytes()
+        text = next(chunks)
+        process.process.send_signal(signal.SIGTERM)
+        text += b"".join(chunks)
+    events_of(text.decode())
+    client.close()
+    assert process.finish() == 0
+    assert "a secret" not in "".join(process.lines)
+    logged = [json.loads(line) for line in process.lines if line.startswith("{")]
+    assert [line["path"] for line in logged] == ["/v1/models", COMPLETE, COMPLETE]
+    assert all(line["request_id"] == "mine" for line in logged)
+    assert logged[1]["completion_tokens"] == 5 and logged[1]["status"] == 200
+
+
+def test_a_second_signal_ends_a_process(folder: Path, processes: Any) -> None:
+    before = "import time; from simplellm.runner import Runner; start = Runner.start; "
+    before += "Runner.start = lambda *a: (time.sleep(0.05), start(*a))[1]"
+    process = processes(str(folder), before=before)
+    client = connect(process.port, COMPLETE, LONG | {"stream": True})
+    assert client.recv(20).startswith(b"HTTP/1.1 200")
+    process.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert process.process.poll() is None
+    process.process.send_signal(signal.SIGTERM)
+    assert process.finish() == 0
+    assert b"shutting_down" in everything(client)
+
+
+def test_a_process_whose_engine_dies(folder: Path, processes: Any) -> None:
+    before = "from simplellm.scheduler import Scheduler; old = Scheduler.schedule; "
+    before += "Scheduler.schedule = lambda s: old(s) if s.steps_left() else 1 / 0; "
+    before += "Scheduler.count = 0; Scheduler.steps_left = lambda s: ("
+    before += "setattr(s, 'count', s.count + 1), s.count < 20)[1]"
+    process = processes(str(folder), before=before)
+    client = connect(process.port, COMPLETE, LONG | {"stream": True})
+    assert b"ZeroDivisionError" in everything(client)
+    assert process.finish() == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--timeout", "0"], ["--api-key", ""], ["--port", "99999"], ["nowhere"]],
+)
+def test_bad_arguments(arguments: list[str], capsys: Any) -> None:
+    from simplellm.apps import cli
+
+    assert cli.main(["serve", *arguments]) == 2
+    assert capsys.readouterr().err
+
+
+def test_the_fewest_requests_at_once(folder: Path) -> None:
+    """One after the other, whatever comes: sizes reach the engine."""
+    config = EngineConfig(max_num_seqs=1, num_pages=120)
+    with LLM(folder, config) as llm, serving(llm) as served:
+        body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 3, "ignore_eos": True}
+        found = served.post(COMPLETE, body).json()
+        assert found["usage"]["completion_tokens"] == 12
