@@ -22,7 +22,8 @@ To add an endpoint, write one file:
 3. A subclass of `Generation` if the model is asked: the checked requests (from
    ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
    and ``last`` give the events of a stream and ``whole`` the one object without; they
-   are pure, and tests compare the two; ``begin`` and ``end`` need not be. An event with a "type" gets an ``event:`` line.
+   are pure, and tests compare the two; what has effects belongs into ``begin`` and
+   ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, added to ENDPOINTS in app.py. ``form`` is how errors
    look there, if not as OpenAI's; ``open`` says that it needs no key.
 
