@@ -30,7 +30,7 @@ ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
-    *responses.ENDPOINTS,
+    *responses.RESPONSES,
     *facts.ENDPOINTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
