@@ -50,11 +50,17 @@ class Served:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a whole stream that ends with [DONE]."""
+    """The events of a whole stream that ends with [DONE]; "type" names them."""
     *blocks, done, rest = text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
-    assert all(block.startswith("data: ") for block in blocks)
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+    found = []
+    for block in blocks:
+        *names, data = block.split("\n")
+        assert data.startswith("data: ")
+        found.append(json.loads(data.removeprefix("data: ")))
+        kind = found[-1].get("type")
+        assert names == ([] if kind is None else [f"event: {kind}"])
+    return found
 
 
 @contextmanager
