@@ -28,10 +28,10 @@ from simplellm.server.openapi import document_endpoints
 LOGGER = logging.getLogger("simplellm.server")
 ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
-    *completions.ENDPOINTS,
-    *chat.ENDPOINTS,
+    *completions.COMPLETIONS,
+    *chat.CHATS,
     *responses.RESPONSES,
-    *facts.ENDPOINTS,
+    *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
 # OpenAI's names for statuses that come from routing.
@@ -52,8 +52,6 @@ class Gate:
         self.forms = {e.path: e.form for e in endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # a websocket, of which there are none
-            raise RuntimeError(f"{scope['type']} is not served; expected http")
         request = HTTPRequest(scope)
         call = Call(self.service, request, request_id(request))
         scope["call"] = call
@@ -151,7 +149,7 @@ def same(given: str, key: str) -> bool:
     return hmac.compare_digest(*digests)
 
 
-def route(path: str, endpoints: list[Endpoint]) -> Route:
+def route_of(path: str, endpoints: list[Endpoint]) -> Route:
     """One path and its methods."""
     methods = {endpoint.method: endpoint for endpoint in endpoints}
 
@@ -181,6 +179,6 @@ def make_app(service: Service) -> Gate:
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)
-    routes = [route(path, found) for path, found in by_path.items()]
+    routes = [route_of(path, found) for path, found in by_path.items()]
     router = Router(routes, redirect_slashes=False)
     return Gate(router, service, endpoints)

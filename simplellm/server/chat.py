@@ -15,6 +15,7 @@ from simplellm.server.bodies import (
     Neutral,
     SampledBody,
     check_tool_choice,
+    checked_samples,
 )
 from simplellm.server.deltas import Turn, message_of_choice
 from simplellm.server.endpoint import (
@@ -103,7 +104,8 @@ class Chat(Generation):
             priority=body.priority,
             **params,
         )
-        super().__init__([asked], n=body.n, chat=True, stream=body.stream)
+        requests = checked_samples([asked], body.n)
+        super().__init__(requests, n=body.n, chat=True, stream=body.stream)
         self.body, self.tokenizer = body, door.need_tokenizer()
         self.id, self.created = new_id("chatcmpl"), int(time.time())
         self.turns = [Turn() for _ in range(body.n)]
@@ -181,7 +183,7 @@ class Chat(Generation):
         return found | {"usage": usage_fields(usage)}
 
 
-ENDPOINTS = [
+CHATS = [
     Endpoint(
         path="/v1/chat/completions",
         answer=Chat,

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from simplellm.config import declared, expect
+from simplellm.config import about, declared, expect
 from simplellm.harmony import Delta
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import ChatChoice, Usage
-from simplellm.reader import Replies
 from simplellm.server.bodies import NOT_HERE, Neutral
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError
@@ -22,6 +21,7 @@ from simplellm.server.responses_body import (
 from simplellm.server.responses_items import ItemReader, to_harmony
 from simplellm.server.responses_output import Output, output_of
 from simplellm.server.responses_store import Kept, ResponseStore
+from simplellm.streams import Replies
 
 # How a response ends, by the reason that the model's turn has; others: incomplete.
 STATUS_OF_REASON = {"stop": "completed", "tool_calls": "completed", None: "cancelled"}
@@ -64,13 +64,18 @@ class Response(Generation):
             params["max_tokens"] = body.max_output_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
-        asked = door.ask_chat(
-            to_harmony(self.asked, body.instructions, tools),
-            tools=tools,
-            reasoning_effort=body.effort,
-            priority=body.priority,
-            **params,
-        )
+        try:
+            asked = door.ask_chat(
+                to_harmony(self.asked, body.instructions, tools),
+                tools=tools,
+                reasoning_effort=body.effort,
+                priority=body.priority,
+                **params,
+            )
+        except ValueError as error:
+            if getattr(error, "param", None) == "prompt":  # it is too long
+                about(error, "input")
+            raise
         super().__init__([asked], chat=True, stream=body.stream)
         self.body, self.tokenizer = body, door.need_tokenizer()
         self.output = Output(self.key, self.tokenizer)
@@ -88,6 +93,7 @@ class Response(Generation):
     ) -> dict[str, Any]:
         """The response as it stands; ``why`` it is incomplete, if it is."""
         body, params = self.body, self.requests[0].params
+        unfinished = status if status == "in_progress" else "incomplete"
         return {
             "id": self.id,
             "object": "response",
@@ -97,7 +103,7 @@ class Response(Generation):
             "error": error,
             "incomplete_details": why,
             "model": self.model,
-            "output": self.output.items,
+            "output": self.output.items(unfinished),
             "usage": None if usage is None else usage_of(usage),
             "instructions": body.instructions,
             "previous_response_id": body.previous_response_id,
@@ -130,7 +136,6 @@ class Response(Generation):
 
     def end(self) -> None:
         if self.replies is not None and self.stream:  # the client is gone
-            self.output.close("incomplete")
             self.settle(self.object("cancelled", self.replies.usage()))
 
     def settle(self, response: dict[str, Any]) -> dict[str, Any]:

@@ -53,10 +53,10 @@ class Output:
         # Those of tokens whose text is to come, and the kind of item that it begins.
         self.held: tuple[tuple[str, int] | None, list[TokenLogprobs]] = None, []
 
-    @property
-    def items(self) -> list[Item]:
-        """All there is; the last item may be in progress."""
-        return self.done if self.kind is None else [*self.done, self.snapshot()]
+    def items(self, status: str = "in_progress") -> list[Item]:
+        """All there is; ``status`` is that of an item that is open."""
+        opened = [] if self.kind is None else [self.snapshot(status)]
+        return self.done + opened
 
     def event(self, type: str, **fields: Any) -> dict[str, Any]:
         """An event with the next number."""
