@@ -125,8 +125,8 @@ def neutral_of(kind: Any) -> Mapping[str, Neutral]:
 
 
 def known_names(kind: Any) -> set[str]:
-    """Every parameter that a body of this ``kind`` may name."""
-    return {*own_fields(kind), *sampling_fields(kind), *neutral_of(kind)}
+    """Every parameter that a body of this ``kind`` can hold."""
+    return {*own_fields(kind), *sampling_fields(kind)}
 
 
 def record_of(spec: Field[Any]) -> Any:
@@ -235,15 +235,13 @@ def checked_samples(requests: list[Request], n: int) -> list[Request]:
     return requests
 
 
-def check_tool_choice(choice: Any, tools: Any) -> None:
-    """Raise unless ``choice`` is None, "auto" or "none", and there are tools for it."""
+def check_tool_choice(choice: Any) -> None:
+    """Raise unless ``choice`` is None, "auto" or "none"."""
     if isinstance(choice, dict) or choice == "required":
         message = f"tool_choice {choice!r} is not supported: {NEEDS_GRAMMAR}"
         code = "unsupported_parameter"
         raise APIError(400, message, param="tool_choice", code=code)
     one_of("tool_choice", choice, (None, "auto", "none", "required"))
-    ok = choice in (None, "none") or tools
-    expect(ok, "tool_choice", choice, "none without tools")
 
 
 def is_optional(spec: Field[Any]) -> bool:

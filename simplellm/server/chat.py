@@ -77,7 +77,10 @@ class ChatBody(SampledBody):
         most = self.max_completion_tokens
         twice = most is not None and "max_tokens" in self.sampling
         expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
-        check_tool_choice(self.tool_choice, self.tools)
+        choice = self.tool_choice
+        check_tool_choice(choice)
+        ok = choice in (None, "none") or self.tools
+        expect(ok, "tool_choice", choice, "none without tools")
 
     @property
     def offered(self) -> list[dict[str, Any]]:

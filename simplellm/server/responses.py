@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from simplellm.config import about, declared, expect
+from simplellm.config import declared, expect
 from simplellm.harmony import Delta
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import ChatChoice, Usage
@@ -20,7 +20,7 @@ from simplellm.server.responses_body import (
 )
 from simplellm.server.responses_items import ItemReader, to_harmony
 from simplellm.server.responses_output import Output, output_of
-from simplellm.server.responses_store import Kept, ResponseStore
+from simplellm.server.responses_store import Kept, ResponseStore, Stored
 from simplellm.streams import Replies
 
 # How a response ends, by the reason that the model's turn has; others: incomplete.
@@ -64,24 +64,18 @@ class Response(Generation):
             params["max_tokens"] = body.max_output_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
-        try:
-            asked = door.ask_chat(
-                to_harmony(self.asked, body.instructions, tools),
-                tools=tools,
-                reasoning_effort=body.effort,
-                priority=body.priority,
-                **params,
-            )
-        except ValueError as error:
-            if getattr(error, "param", None) == "prompt":  # it is too long
-                about(error, "input")
-            raise
+        asked = door.ask_chat(
+            to_harmony(self.asked, body.instructions, tools),
+            tools=tools,
+            reasoning_effort=body.effort,
+            priority=body.priority,
+            **params,
+        )
         super().__init__([asked], chat=True, stream=body.stream)
         self.body, self.tokenizer = body, door.need_tokenizer()
         self.output = Output(self.key, self.tokenizer)
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
-        self.kept = body.store
 
     def object(
         self,
@@ -110,7 +104,7 @@ class Response(Generation):
             "store": body.store,
             "background": False,
             "tools": [tool_of(tool) for tool in body.tools or ()],
-            "tool_choice": body.tool_choice or "auto",
+            "tool_choice": body.tool_choice,
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
             "reasoning": {"effort": body.effort, "summary": None},
@@ -131,26 +125,29 @@ class Response(Generation):
 
     def begin(self, replies: Replies) -> None:
         self.replies = replies
-        if self.kept and self.stream:  # nobody knows the id of another one yet
+        if self.body.store:
             self.store.begin(self.id, self)
 
     def end(self) -> None:
-        if self.replies is not None and self.stream:  # the client is gone
+        if self.replies is None:
+            return
+        if self.stream:  # the client is gone
             self.settle(self.object("cancelled", self.replies.usage()))
+        else:  # nobody was told its id
+            self.store.forget(self.id)
 
     def settle(self, response: dict[str, Any]) -> dict[str, Any]:
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
-        self.store.end(self.id, Kept(response, self.asked) if self.kept else None)
+        self.store.end(self.id, Kept(response, self.asked))
         return response
 
     def now(self) -> dict[str, Any]:
         return self.object(self.status)
 
-    async def cancel(self, *, forget: bool = False) -> None:
-        """End it; what is written by then stays, unless it is to be forgotten."""
+    async def cancel(self) -> None:
+        """End it; what is written by then stays."""
         self.status = "cancelled"
-        self.kept = self.kept and not forget
         if self.replies is not None:
             await self.replies.aclose()
 
@@ -196,27 +193,34 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tool.get(name) for name in names} | {"strict": False}
 
 
+def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:
+    """The response of this ``id``. Raises APIError if there is none.
+
+    As a ``previous`` one it is a parameter, and no part of the path.
+    """
+    found = store.find(id)
+    if found is None:
+        param = "previous_response_id" if previous else None
+        code = f"{'previous_' * previous}response_not_found"
+        message = f"response {id!r} is not here, or no longer"
+        raise APIError(400 if previous else 404, message, param=param, code=code)
+    return found
+
+
 def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
-    """What a response that follows response ``id`` begins with. Raises APIError."""
+    """What a response that follows response ``id`` begins with."""
     if id is None:
         return []
-    found = store.find(id)
-    if isinstance(found, Kept):
-        return found.items
-    why = "is not here, or no longer" if found is None else "is still being written"
-    message = f"previous_response_id: response {id!r} {why}"
-    name, code = "previous_response_id", "previous_response_not_found"
-    raise APIError(400, message, param=name, code=code)
+    found = stored_response(store, id, previous=True)
+    response, wanted = found.now(), "one that is no longer being written"
+    expect(response["status"] != "in_progress", "previous_response_id", id, wanted)
+    output: list[dict[str, Any]] = response["output"]
+    return found.asked + output
 
 
-def found_response(call: Call) -> Kept | Response:
+def named_response(call: Call) -> Stored:
     """The response that a path names. Raises APIError."""
-    id = call.request.path_params["response"]
-    found: Any = call.service.responses.find(id)
-    if found is None:
-        message = f"response {id!r} is not here, or no longer"
-        raise APIError(404, message, code="response_not_found")
-    return found
+    return stored_response(call.service.responses, call.request.path_params["response"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,26 +240,22 @@ class ResponseQuery:
 
 
 def get_response(call: Call) -> dict[str, Any]:
-    found = found_response(call)
-    return found.response if isinstance(found, Kept) else found.now()
+    return named_response(call).now()
 
 
 async def cancel_response(call: Call) -> dict[str, Any]:
     """End a response; one that is over stays as it is."""
-    found = found_response(call)
-    if isinstance(found, Kept):
-        return found.response
+    found = named_response(call)
     await found.cancel()
     return found.now()
 
 
 async def delete_response(call: Call) -> dict[str, Any]:
     """Forget a response; one that is being written ends."""
-    found = found_response(call)
-    if isinstance(found, Response):
-        await found.cancel(forget=True)
-    id = call.request.path_params["response"]
-    call.service.responses.end(id, None)
+    found = named_response(call)
+    id = found.now()["id"]
+    call.service.responses.forget(id)
+    await found.cancel()
     return {"id": id, "object": "response", "deleted": True}
 
 
@@ -275,7 +275,7 @@ class ItemsQuery:
 def list_items(call: Call) -> dict[str, Any]:
     """All that the model was asked, the items of earlier responses first."""
     query: ItemsQuery = call.query
-    items = found_response(call).asked
+    items = named_response(call).asked
     if query.order == "desc":
         items = items[::-1]
     if query.after is not None:

@@ -14,7 +14,7 @@ from simplellm.server.bodies import (
     SampledBody,
     check_tool_choice,
 )
-from simplellm.server.responses_items import unsupported
+from simplellm.server.responses_items import refuse_kind
 
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
@@ -94,7 +94,7 @@ class ResponseBody(SampledBody):
         "context_management": Neutral(NOT_HERE, ([],)),
         "moderation": Neutral(NOT_HERE),
         "prompt_cache_options": Neutral("equal beginnings are always found again"),
-        "prompt_cache_retention": Neutral(NOT_HERE, ("in_memory",)),
+        "prompt_cache_retention": Neutral(NOT_HERE, ("in_memory", "in-memory")),
         "service_tier": Neutral(NOT_HERE, ("auto", "default")),
     }
 
@@ -106,8 +106,7 @@ class ResponseBody(SampledBody):
     tools: list[dict[str, Any]] | None = field(
         default=None, metadata={"schema": {"type": "array", "items": TOOL}}
     )
-    # None: "auto" where there are tools.
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
     # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
     parallel_tool_calls: bool = True
     # Of tools that run in the server, of which there are none.
@@ -125,7 +124,7 @@ class ResponseBody(SampledBody):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tool_choice(self.tool_choice, self.tools)
+        check_tool_choice(self.tool_choice)
         check_include(self.include)
         alone = self.logprobs or not self.top_logprobs
         wanted = f"0 without {LOGPROBS!r} in include"
@@ -134,7 +133,7 @@ class ResponseBody(SampledBody):
             where = f"tools[{number}]"
             expect_type(where, tool, Mapping, "an object")
             if tool.get("type") != "function":
-                raise unsupported(f"{where}.type", repr(tool.get("type")))
+                refuse_kind(f"{where}.type", tool.get("type"))
             expect_type(f"{where}.name", tool.get("name"), str, "a string")
         check_labels(self.metadata or {})
 

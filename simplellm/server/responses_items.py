@@ -11,8 +11,7 @@ from simplellm.config import expect, expect_type, one_of
 from simplellm.harmony import Message, Tool, developer_text, result_message
 from simplellm.harmony.message import HEADER_WORD
 from simplellm.harmony.openai import call_message
-from simplellm.server.bodies import NOT_HERE
-from simplellm.server.errors import APIError
+from simplellm.server.bodies import Neutral, refuse
 
 Item = dict[str, Any]
 TEXTS = ("input_text", "output_text", "text")  # parts of a message that are text
@@ -25,10 +24,9 @@ PREFIXES = {
 }
 
 
-def unsupported(name: str, what: str) -> APIError:
-    """What to raise for ``what`` the API has and this server doesn't."""
-    message = f"{name}: {what} is known, but not supported: {NOT_HERE}"
-    return APIError(400, message, param=name, code="unsupported_parameter")
+def refuse_kind(name: str, kind: object) -> None:
+    """Raise APIError: the API has such a thing, or may have it, and this server not."""
+    refuse(name, kind, Neutral(f"this server takes no {kind!r}"))
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -67,7 +65,7 @@ class ItemReader:
         kind = item.get("type", "message" if "role" in item else None)
         expect_type(f"{where}.type", kind, str, f"one of {', '.join(PREFIXES)}")
         if kind not in PREFIXES:
-            raise unsupported(f"{where}.type", repr(kind))
+            refuse_kind(f"{where}.type", kind)
         id = item.get("id") or f"{PREFIXES[kind]}_{self.key}_in{number}"
         expect_type(f"{where}.id", id, str, "a string")
         found = {"id": id, "type": kind, "status": "completed"}
@@ -121,7 +119,7 @@ class ItemReader:
             kind = part.get("type")
             key = "refusal" if kind == "refusal" else "text"
             if kind not in (*TEXTS, "reasoning_text", "refusal"):
-                raise unsupported(f"{place}.type", repr(kind))
+                refuse_kind(f"{place}.type", kind)
             expect_type(f"{place}.{key}", part.get(key), str, "a string")
             texts.append(part[key])
         return "".join(texts)

@@ -13,30 +13,32 @@ MOST_BYTES = 256 * 2**20  # of all of them, as JSON
 SECONDS = 24 * 60 * 60.0  # after which a response is forgotten
 
 
-class Running(Protocol):
-    """A response that is being written."""
+class Stored(Protocol):
+    """A response that can be asked for, whether it is being written or over."""
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The items that the model was given, those of earlier responses first."""
 
     def now(self) -> dict[str, Any]:
-        """What there is of it."""
+        """The response as it stands."""
 
     async def cancel(self) -> None:
-        """Let it end."""
+        """Let it end, if it hasn't yet."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A response that is over.
-
-    ``asked`` are the items that the model was given, those of earlier responses first.
-    """
+    """A response that is over."""
 
     response: dict[str, Any]
     asked: list[dict[str, Any]]
 
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """What a response that follows it begins with."""
-        return self.asked + self.response["output"]
+    def now(self) -> dict[str, Any]:
+        return self.response
+
+    async def cancel(self) -> None:
+        pass
 
 
 class ResponseStore:
@@ -57,27 +59,32 @@ class ResponseStore:
         self.clock = clock
         self.bytes = 0
         self.lock = threading.Lock()
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, Stored] = {}
         # With the time at which it is forgotten, and its bytes; the oldest one first.
         self._kept: dict[str, tuple[Kept, float, int]] = {}
 
-    def begin(self, id: str, response: Running) -> None:
+    def begin(self, id: str, response: Stored) -> None:
         """A response is being written, and can be asked for."""
         with self.lock:
             self._running[id] = response
 
-    def end(self, id: str, kept: Kept | None) -> None:
-        """It no longer is; ``kept`` is to be found under its id from now on."""
-        size = 0 if kept is None else len(orjson.dumps([kept.response, kept.asked]))
+    def end(self, id: str, kept: Kept) -> None:
+        """``kept`` is to be found under this id from now on, if anything was."""
+        size = len(orjson.dumps([kept.response, kept.asked]))
         with self.lock:
-            self._running.pop(id, None)
+            if id not in self._running and id not in self._kept:
+                return
             self._forget(id)
-            if kept is not None:
-                self._kept[id] = kept, self.clock() + self.seconds, size
-                self.bytes += size
+            self._kept[id] = kept, self.clock() + self.seconds, size
+            self.bytes += size
             self._tidy()
 
-    def find(self, id: str) -> Kept | Running | None:
+    def forget(self, id: str) -> None:
+        """Nothing is to be found under this id, even if it ends later."""
+        with self.lock:
+            self._forget(id)
+
+    def find(self, id: str) -> Stored | None:
         """The response of this id, if there is one."""
         with self.lock:
             self._tidy()
@@ -99,5 +106,6 @@ class ResponseStore:
             self._forget(oldest)
 
     def _forget(self, id: str) -> None:
+        self._running.pop(id, None)
         if (found := self._kept.pop(id, None)) is not None:
             self.bytes -= found[2]
