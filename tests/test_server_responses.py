@@ -41,11 +41,13 @@ ANSWER = f"{THOUGHT}<|channel|>final<|message|>132<|return|>"
 CALL = f"{THOUGHT}<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 CALL += '{"a": 1}<|call|>'
 # What openresponses' schema requires of a response.
-FIELDS = """id object created_at completed_at status incomplete_details model output
-error previous_response_id instructions tools tool_choice truncation parallel_tool_calls
-text top_p presence_penalty frequency_penalty top_logprobs temperature reasoning user usage
-max_output_tokens max_tool_calls store background service_tier metadata
-safety_identifier prompt_cache_key""".split()
+FIELDS = """
+id object created_at completed_at status incomplete_details model output error
+previous_response_id instructions tools tool_choice truncation parallel_tool_calls
+text top_p presence_penalty frequency_penalty top_logprobs temperature reasoning user
+usage max_output_tokens max_tool_calls store background service_tier metadata
+safety_identifier prompt_cache_key
+""".split()
 TOOLS: list[Any] = [
     {
         "type": "function",
