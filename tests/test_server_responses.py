@@ -691,7 +691,7 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
-        "input",
+        "input[0].call_id",
     ),
     ({"input": [{"type": "reasoning", "content": 5}]}, "input[0].content"),
     ({"input": "x", "tools": [5]}, "tools[0]"),

@@ -56,7 +56,8 @@ class Response(Generation):
         self.key = uuid.uuid4().hex
         self.id, self.created = f"resp_{self.key}", int(time.time())
         before = items_before(self.store, body.previous_response_id)
-        self.asked = before + ItemReader(self.key).read(body.input)
+        given = ItemReader(self.key).read(body.input)
+        self.asked = before + given
         expect(self.asked, "input", body.input, "at least one item")
         tools = as_tools(body.offered)
         params = {"max_tokens": door.max_model_len, **body.sampling}
@@ -65,7 +66,7 @@ class Response(Generation):
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
         asked = door.ask_chat(
-            to_harmony(self.asked, body.instructions, tools),
+            to_harmony(before, given, body.instructions, tools),
             tools=tools,
             reasoning_effort=body.effort,
             priority=body.priority,

@@ -131,21 +131,25 @@ def text_of(item: Item) -> str:
 
 
 def to_harmony(
-    items: Sequence[Item], instructions: str | None, tools: Sequence[Tool]
+    before: Sequence[Item],
+    given: Sequence[Item],
+    instructions: str | None,
+    tools: Sequence[Tool],
 ) -> list[Message]:
-    """The conversation as the model is shown it.
+    """The conversation as the model is shown it: what came ``before``, what is given.
 
     ``instructions`` stand in front and tell of the ``tools``. Without them the first
     item does, if it is the developer's. Raises ValueError for results of no call.
     """
-    items = list(items)
+    items = [*before, *given]
     leads = items and items[0].get("role") in ("system", "developer")
-    if instructions is None and leads:
-        instructions = text_of(items.pop(0))
+    skipped = int(instructions is None and bool(leads))
+    if skipped:
+        instructions = text_of(items[0])
     lead = developer_text(instructions, tools)
     found = [Message("developer", lead)] if lead else []
     called: dict[str, str] = {}  # the function behind each call_id
-    for item in items:
+    for number, item in enumerate(items[skipped:], start=skipped - len(before)):
         match item["type"]:
             case "message":
                 found.append(shown_message(item))
@@ -160,7 +164,7 @@ def to_harmony(
             case "function_call_output":
                 id = item["call_id"]
                 wanted = f"the id of a call before it ({list(called) or 'none'})"
-                expect(id in called, "the call_id of an input", id, wanted)
+                expect(id in called, f"input[{number}].call_id", id, wanted)
                 found.append(result_message(called[id], item["output"]))
     return found
 
