@@ -8,7 +8,7 @@ from typing import Any
 
 from simplellm.harmony import Delta
 from simplellm.harmony.openai import function_name
-from simplellm.outputs import ChatChoice
+from simplellm.outputs import ChatChoice, merge
 from simplellm.reply import ChatReply, is_reasoning
 from simplellm.request import Event, Request, TokenLogprobs
 from simplellm.server.logprobs import chat_logprobs
@@ -172,6 +172,6 @@ def output_of(
     """The output that the parts of a whole turn make, read from its tokens again."""
     reply, output = ChatReply(asked, tokenizer), Output(key, tokenizer)
     event = Event(0, choice.token_ids, choice.logprobs, choice.finish_reason)
-    for part in reply.push(event):
+    for part in merge(reply.push(event)):
         output.push(part)
     return output
