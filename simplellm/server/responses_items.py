@@ -14,7 +14,7 @@ from simplellm.harmony.openai import call_message
 from simplellm.server.bodies import Neutral, refuse
 
 Item = dict[str, Any]
-TEXTS = ("input_text", "output_text", "text")  # parts of a message that are text
+TEXT_PARTS = ("input_text", "output_text", "text")  # parts of a message that are text
 # Kinds of items, and how their ids begin.
 PREFIXES = {
     "message": "msg",
@@ -118,7 +118,7 @@ class ItemReader:
             expect_type(place, part, Mapping, "an object")
             kind = part.get("type")
             key = "refusal" if kind == "refusal" else "text"
-            if kind not in (*TEXTS, "reasoning_text", "refusal"):
+            if kind not in (*TEXT_PARTS, "reasoning_text", "refusal"):
                 refuse_kind(f"{place}.type", kind)
             expect_type(f"{place}.{key}", part.get(key), str, "a string")
             texts.append(part[key])
