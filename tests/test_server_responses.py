@@ -24,14 +24,19 @@ from openai.types.responses import (
     ResponseStreamEvent,
 )
 from serving import NAME, Served, babbling, events_of, idle, run, serving, slow
+from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
 from simplellm.harmony import Delta, parse
 from simplellm.outputs import merge
 from simplellm.reply import ChatReply
 from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
+from simplellm.server import responses
 from simplellm.server.app import make_app
-from simplellm.server.endpoint import Service
+from simplellm.server.bodies import read_body
+from simplellm.server.endpoint import Call, Service
+from simplellm.server.errors import APIError
+from simplellm.server.responses_body import ResponseBody
 from simplellm.server.responses_output import Output, output_of
 from simplellm.server.responses_store import Kept, ResponseStore
 
@@ -734,6 +739,49 @@ def test_bad_bodies(served: Served, body: dict[str, Any], param: str | None) -> 
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
     assert idle(served.service.llm)
+
+
+WORDS = ["message", "reasoning", "function_call", "function_call_output", "user"]
+WORDS += ["developer", "assistant", "input_text", "refusal", "function", "x", "a b", ""]
+KEYS = "type role content text call_id name arguments output id phase refusal".split()
+LEAVES = st.sampled_from([None, True, 5, -1.5, *WORDS])
+NESTED = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(WORDS[:4])},
+    optional={key: NESTED for key in KEYS[1:]} | {"role": st.sampled_from(WORDS[4:])},
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    given=NESTED | st.lists(ITEM | NESTED, max_size=4),
+    tools=st.none() | st.lists(NESTED | ITEM, max_size=2),
+    options=st.dictionaries(
+        st.sampled_from(["instructions", "reasoning", "text", "metadata", "include"]),
+        NESTED,
+        max_size=2,
+    ),
+)
+def test_bodies_are_refused_on_purpose(
+    served: Served, given: Any, tools: Any, options: dict[str, Any]
+) -> None:
+    """What isn't right meets a check, which says what it expected."""
+    call = Call(served.service, HTTPRequest({"type": "http"}), "id")
+    body = {"input": given, "tools": tools, **options}
+    try:
+        call.body = read_body(ResponseBody, body)
+        made = responses.Response(call)
+    except (APIError, TypeError, ValueError) as error:
+        assert str(error)
+    else:
+        assert len(made.requests[0].tokens) > 10
 
 
 def test_the_document_is_true_of_responses(served: Served) -> None:
