@@ -13,7 +13,8 @@ To add an endpoint, write one file:
    made from the same fields. A field that is a dataclass is read likewise. A subclass
    of `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ...
    Parameters of others that we know and don't support stand in its ``neutral``, with
-   the values that ask for nothing.
+   the values that ask for nothing. Another such dataclass may declare the parameters
+   behind the path's "?".
 2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
    ValueError for what cannot run (400, with the parameter that `config.about` names) or
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
@@ -21,7 +22,8 @@ To add an endpoint, write one file:
 3. A subclass of `Generation` if the model is asked: the checked requests (from
    ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
    and ``last`` give the events of a stream and ``whole`` the one object without; they
-   are pure, and tests compare the two. An event with a "type" gets an ``event:`` line.
+   are pure, and tests compare the two; what has effects belongs into ``begin`` and
+   ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
    ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
    key.

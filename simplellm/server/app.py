@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts
+from simplellm.server import chat, completions, facts, responses
 from simplellm.server.endpoint import (
     LOGGER,
     Call,
@@ -36,6 +36,7 @@ ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,
+    *responses.RESPONSES,
     *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is

@@ -21,7 +21,12 @@ from simplellm.llm import LLM
 from simplellm.outputs import Usage
 from simplellm.request import Request
 from simplellm.server import sse
-from simplellm.server.bodies import known_names, parse_json, read_body
+from simplellm.server.bodies import (
+    known_names,
+    parse_json,
+    read_body,
+    read_query,
+)
 from simplellm.server.errors import (
     UNMEANT,
     APIError,
@@ -30,6 +35,8 @@ from simplellm.server.errors import (
     unavailable,
 )
 from simplellm.server.metrics import ServerMetrics
+from simplellm.server.responses_store import ResponseStore
+from simplellm.streams import Replies
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
@@ -53,6 +60,7 @@ class Service:
     timeout: float = 600.0  # seconds that a request may take
     log_prompts: bool = False  # bodies in the access log
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
 
@@ -82,6 +90,7 @@ class Call:
     request: HTTPRequest
     id: str  # of the request: the client's, or a new one
     body: Any = None  # of the endpoint's kind
+    query: Any = None  # of the endpoint's kind of query
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -109,6 +118,12 @@ class Generation:
     ) -> None:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream
+
+    def begin(self, replies: Replies) -> None:
+        """The requests run; nothing is said yet. This and `end` may have effects."""
+
+    def end(self) -> None:
+        """Nothing more will be said, unless `failure` is asked for."""
 
     def first(self) -> list[dict[str, Any]]:
         """Events before any part."""
@@ -140,6 +155,8 @@ class Endpoint:
     summary: str
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
+    # One for what stands behind the "?"; None: whatever stands there means nothing.
+    query: type | None = None
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
@@ -163,7 +180,8 @@ class Endpoint:
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
-            known = known_names(self.body) if self.body is not None else ()
+            kinds = [kind for kind in (self.body, self.query) if kind is not None]
+            known = {name for kind in kinds for name in known_names(kind)}
             if (found := as_api_error(error, known)) is None:
                 raise
             if isinstance(error, UNMEANT):
@@ -184,6 +202,9 @@ class Endpoint:
             if call.service.log_prompts:
                 call.facts["body"] = parsed
             call.body = read_body(self.body, parsed)
+        if self.query is not None:
+            pairs = call.request.query_params.multi_items()
+            call.query = read_query(self.query, pairs)
         return self.answer(call)
 
 
@@ -298,6 +319,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     try:
+        answer.begin(replies)
         waiting = answer.first()
         if not answer.stream:
             await replies.finish()
@@ -319,6 +341,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
         else:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
+        answer.end()
         await replies.aclose()
 
 

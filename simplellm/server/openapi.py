@@ -156,8 +156,7 @@ def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any
 
 def schema_of_field(spec: Field[Any]) -> dict[str, Any]:
     """The JSON schema of one parameter."""
-    if spec.name in SPECIAL:
-        found = SPECIAL[spec.name]
+    if (found := spec.metadata.get("schema") or SPECIAL.get(spec.name)) is not None:
         return {"anyOf": [found, {"type": "null"}]} if is_optional(spec) else found
     if (record := record_of(spec)) is not None:
         return {"anyOf": [schema_of_body(record), {"type": "null"}]}
@@ -217,6 +216,11 @@ def operation_of(endpoint: Endpoint) -> dict[str, Any]:
         }
         for name in names
     ]
+    if endpoint.query is not None:
+        found["parameters"] += [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in schema_of_body(endpoint.query)["properties"].items()
+        ]
     return found
 
 
