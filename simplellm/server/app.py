@@ -16,13 +16,14 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts
+from simplellm.server import chat, completions, facts, page
 from simplellm.server.endpoint import Call, Endpoint, GoneError, Service, as_json
 from simplellm.server.errors import (
     APIError,
     as_api_error,
     openai_form,
 )
+from simplellm.server.live import live_endpoints
 from simplellm.server.openapi import document_endpoints
 
 LOGGER = logging.getLogger("simplellm.server")
@@ -177,6 +178,7 @@ def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
+    endpoints += [*live_endpoints(service), *page.ENDPOINTS]  # which aren't documented
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)

@@ -52,6 +52,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
+    # The id of the HTTP request that each of the engine's belongs to, by its number.
+    calls: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.llm, self.names[0])
@@ -272,6 +274,8 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    numbers = [reader.request.number for reader in replies.readers]
+    call.service.calls |= dict.fromkeys(numbers, call.id)
     try:
         waiting = answer.first()
         if not answer.stream:
@@ -294,6 +298,8 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
         else:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
+        for number in numbers:
+            del call.service.calls[number]
         await replies.aclose()
 
 
