@@ -29,7 +29,7 @@ EVERY = 0.2  # seconds between two looks
 QUIET = 15.0  # seconds without news after which a sign of life is sent
 STALLED = 5.0  # seconds that a viewer may take for one event
 MAX_VIEWERS = 32
-MAX_ROWS = 12  # requests that are told of one by one, of those that run or wait
+MAX_ROWS = 10  # requests that are told of one by one, of those that run or wait
 MAX_PAGES = 240  # that are told of one by one
 ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 
