@@ -13,19 +13,17 @@ from simplellm.harmony import Delta, Tool
 from simplellm.load import load
 from simplellm.outputs import ChatOutput, RequestOutput
 from simplellm.reader import (
-    AsyncStream,
     Delivery,
     Families,
     Reader,
-    Replies,
     RequestFuture,
-    Stream,
     future_of,
     usage,
 )
 from simplellm.reply import ChatReply, Reply, TextReply
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
+from simplellm.streams import AsyncStream, Replies, Stream
 from simplellm.tokenizer import Tokenizer
 
 

@@ -113,8 +113,11 @@ def merged(parts: Sequence[Any]) -> Any:
     logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
+    scored = getattr(parts[0], "prompt_logprobs", None)
+    firsts = {} if scored is None else {"prompt_logprobs": scored}
     return replace(
         last,
+        **firsts,
         text="".join(part.text for part in parts),
         token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=logprobs,

@@ -177,8 +177,9 @@ Reply = TextReply | ChatReply
 
 
 def is_reasoning(part: Message | Delta) -> bool:
-    """Whether this is text of the analysis channel, and no call."""
-    return part.channel == "analysis" and part.recipient is None
+    """Whether this is no call and not for the user: thoughts, or for a recipient."""
+    calls = is_call(part) if isinstance(part, Message) else part.call is not None
+    return not calls and (part.channel == "analysis" or part.recipient is not None)
 
 
 def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:

@@ -111,6 +111,41 @@ def test_logprobs_of_a_completion(served: Served) -> None:
     assert joined == logprobs
 
 
+def test_a_scored_prompt(served: Served) -> None:
+    """What evaluations ask for: the log-probabilities of the prompt."""
+    text = "What is 2 + 3? 😀"
+    ids = TOKENIZER.encode(text)
+    body = {"prompt": [text, ids], "max_tokens": 1, "logprobs": 1, "echo": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    found = served.post(COMPLETE, body).json()
+    first, second = found["choices"]
+    assert first["text"] == second["text"] and first["text"].startswith(text)
+    logprobs = first["logprobs"]
+    assert logprobs == second["logprobs"]
+    assert len(logprobs["tokens"]) == len(ids) + 1
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    scored = served.service.llm.generate(text, max_tokens=1, prompt_logprobs=1)
+    for value, entry in zip(
+        logprobs["token_logprobs"][1:-1], scored[0].prompt_logprobs[1:], strict=True
+    ):
+        assert value == pytest.approx(entry.logprob, abs=1e-4)
+    events = served.events(COMPLETE, body)
+    for index in range(2):
+        mine = [c for e in events for c in e["choices"] if c["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == first["text"]
+        for name, values in logprobs.items():
+            assert [v for c in mine for v in c["logprobs"][name]] == values
+    alone = served.post(COMPLETE, body | {"max_tokens": 0}).json()["choices"][0]
+    assert alone["text"] == text
+    assert alone["logprobs"]["tokens"] == logprobs["tokens"][:-1]
+    three = served.post(COMPLETE, body | {"n": 3}).json()["choices"]
+    assert [choice["logprobs"]["tokens"][:2] for choice in three] == [
+        logprobs["tokens"][:2]
+    ] * 6
+    answer = served.post(COMPLETE, body | {"n": 3, "stream": True})
+    assert answer.json()["error"]["param"] == "n"
+
+
 def test_offsets_point_at_tokens(served: Served) -> None:
     ids = TOKENIZER.encode("aä€😀z")
     with said(served, ids):

@@ -15,24 +15,21 @@ from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
+from simplellm.apps.options import ModelFolder, ModelName, Where, load_llm
 from simplellm.apps.screen import Screen, respond
-from simplellm.config import MAX_SIZE, EngineConfig, check_number
+from simplellm.apps.serving import serve_model
 from simplellm.request import SamplingParams
-
-if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
 Ctrl-C ends an answer that is being written."""
-EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 # The base of typer.BadParameter, which typer itself does not export.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -73,35 +70,6 @@ app = typer.Typer(
     subcommand_metavar="PROMPT | COMMAND",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ModelFolder = Annotated[
-    str | None,
-    typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
-        show_default=False,
-    ),
-]
-Where = Annotated[
-    Literal["cpu", "cuda"] | None,
-    typer.Option(help="Where to run.  [cuda where there is one]"),
-]
-
-
-def load_llm(
-    model: str | None,
-    device: str | None,
-    screen: Screen,
-    config: EngineConfig | None = None,
-) -> "LLM":
-    """The engine with its model loaded."""
-    with screen.waiting("Starting PyTorch"):
-        from simplellm.llm import LLM
-    return LLM(model, config, device=device)
 
 
 def read_lines(screen: Screen) -> Iterator[str]:
@@ -338,81 +306,7 @@ def bench(
     report.show(found, screen.out)
 
 
-@app.command("serve")
-def serve_model(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint folder.  [embedded]",
-            show_default=False,
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SIMPLELLM_API_KEY",
-            help="What clients must send. Others can see it among a command's options, "
-            "but not in the environment.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What clients call the model; may be repeated.  [its name]"),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests that run at once.")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that a request may take.")
-    ] = 600.0,
-    grace: Annotated[
-        float, typer.Option(help="Seconds for what runs when the server is to end.")
-    ] = 30.0,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")
-    ] = "warning",
-    access_log: Annotated[
-        Literal["off", "requests", "prompts"],
-        typer.Option(help="A JSON line for each request, with its prompt or without."),
-    ] = "off",
-    device: Where = None,
-) -> int:
-    """Answer OpenAI's clients over HTTP.
-
-    SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
-    ends all.
-    """
-    given: Any = max_num_seqs  # None: what suits the machine
-    config = EngineConfig(max_num_seqs=given)
-    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
-    check_number("--grace", grace, float, 0, MAX_SIZE)
-    try:
-        from simplellm.server import serve as server
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{error.name} is not installed; expected what pip install "
-            "'simplellm[serve]' brings"
-        ) from None
-    options = server.Options(
-        host=host,
-        port=port,
-        key=api_key,
-        names=served_model_name or [Path(model).name if model else EMBEDDED_NAME],
-        timeout=timeout,
-        grace=grace,
-        log_level=log_level,
-        access_log=access_log,
-    )
-    screen = Screen()
-    with load_llm(model, device, screen, config) as llm:
-        return server.serve(
-            llm, options, lambda line: screen.write(f"{line}\n", aside=True)
-        )
+app.command("serve")(serve_model)
 
 
 def print_version(wanted: bool) -> None:

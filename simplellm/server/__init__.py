@@ -22,8 +22,9 @@ To add an endpoint, write one file:
    ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
    and ``last`` give the events of a stream and ``whole`` the one object without; they
    are pure, and tests compare the two. An event with a "type" gets an ``event:`` line.
-4. A list of `Endpoint` records, added to ENDPOINTS in app.py. ``form`` is how errors
-   look there, if not as OpenAI's; ``open`` says that it needs no key.
+4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
+   ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
+   key.
 
 It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
 metrics and the access log.

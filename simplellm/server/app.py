@@ -29,9 +29,9 @@ from simplellm.server.openapi import document_endpoints
 LOGGER = logging.getLogger("simplellm.server")
 ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
-    *completions.ENDPOINTS,
-    *chat.ENDPOINTS,
-    *facts.ENDPOINTS,
+    *completions.COMPLETIONS,
+    *chat.CHATS,
+    *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
 # OpenAI's names for statuses that come from routing.
@@ -151,7 +151,7 @@ def same(given: str, key: str) -> bool:
     return hmac.compare_digest(*digests)
 
 
-def route(path: str, endpoints: list[Endpoint]) -> Route:
+def route_of(path: str, endpoints: list[Endpoint]) -> Route:
     """One path and its methods."""
     methods = {endpoint.method: endpoint for endpoint in endpoints}
 
@@ -182,6 +182,6 @@ def make_app(service: Service) -> Gate:
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)
-    routes = [route(path, found) for path, found in by_path.items()]
+    routes = [route_of(path, found) for path, found in by_path.items()]
     router = Router(routes, redirect_slashes=False)
     return Gate(router, service, endpoints)

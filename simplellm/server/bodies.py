@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin
 import orjson
 
 from simplellm.config import about, check_value, declared, expect, expect_type
-from simplellm.door import MAX_PRIORITY, with_integer_keys
-from simplellm.llm import MAX_SAMPLES
+from simplellm.door import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
 from simplellm.request import Request, SamplingParams
 from simplellm.server.errors import APIError
 

@@ -189,7 +189,7 @@ class Chat(Generation):
         return found | {"usage": usage_fields(usage)}
 
 
-ENDPOINTS = [
+CHATS = [
     Endpoint(
         path="/v1/chat/completions",
         answer=Chat,

@@ -56,10 +56,13 @@ class Completion(Generation):
             "logprobs": body.logprobs,
             **body.sampling,
         }
-        logprobs = body.logprobs is not None
-        expect(not (body.echo and logprobs), "echo", True, "false beside logprobs")
-        prompts = as_prompts(body.prompt)
-        requests = door.ask_all(prompts, None, params)
+        # The first sample of a prompt tells its log-probabilities.
+        self.scored = body.echo and body.logprobs is not None
+        if self.scored:
+            params["prompt_logprobs"] = body.logprobs
+            alone = body.n == 1 or not body.stream
+            expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
+        requests = door.ask_all(as_prompts(body.prompt), None, params)
         super().__init__(
             checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
         )
@@ -67,19 +70,17 @@ class Completion(Generation):
         self.id, self.created = new_id("cmpl"), int(time.time())
         self.echoes = [""] * len(requests)  # what stands in front of the texts
         if body.echo:
-            self.echoes = [
-                prompt
-                if isinstance(prompt, str)
-                else door.need_tokenizer().decode(prompt)
-                for prompt in prompts
-            ]
+            decode = door.need_tokenizer().decode
+            self.echoes = [decode(request.tokens) for request in requests]
         self.logprobs: list[LegacyLogprobs] = []
         if body.logprobs is not None:
             tokenizer = door.need_tokenizer()
             count = len(requests) * body.n
             self.logprobs = [LegacyLogprobs(tokenizer) for _ in range(count)]
 
-    def choice(self, index: int, part: RequestOutput, echo: bool) -> dict[str, Any]:
+    def choice(
+        self, index: int, part: RequestOutput, *, echo: bool = False
+    ) -> dict[str, Any]:
         """A part of a sample, or all of it, perhaps with its prompt in front."""
         shown = self.echoes[index // self.n] if echo else ""
         choice: dict[str, Any] = {
@@ -89,11 +90,28 @@ class Completion(Generation):
             "finish_reason": part.finish_reason,
         }
         if part.logprobs is not None:
-            choice["logprobs"] = self.logprobs[index].push(part.logprobs)
+            choice["logprobs"] = self.logprobs[index].push(
+                part.token_ids, part.logprobs
+            )
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
             if echo or not self.stream:
                 choice["prompt_token_ids"] = part.prompt_token_ids
+        return choice
+
+    def scored_choice(
+        self, index: int, part: RequestOutput, scores: RequestOutput
+    ) -> dict[str, Any]:
+        """A choice that begins with its prompt and the log-probabilities of that.
+
+        ``scores`` is what tells them: the prompt's first sample.
+        """
+        prompt = self.logprobs[index].push(
+            part.prompt_token_ids, scores.prompt_logprobs or [], prompt=True
+        )
+        choice = self.choice(index, part, echo=True)
+        rest = choice["logprobs"]
+        choice["logprobs"] = {name: prompt[name] + rest[name] for name in prompt}
         return choice
 
     def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,7 +130,7 @@ class Completion(Generation):
         return found | {"usage": None} if self.body.include_usage else found
 
     def first(self) -> list[dict[str, Any]]:
-        if not self.body.echo:
+        if not self.body.echo or self.scored:
             return []
         choices = [
             {
@@ -126,7 +144,9 @@ class Completion(Generation):
         return [self.event([choice]) for choice in choices]
 
     def part(self, index: int, part: RequestOutput) -> list[dict[str, Any]]:
-        choice = self.choice(index, part, echo=False)
+        if self.scored and part.prompt_logprobs is not None:
+            return [self.event([self.scored_choice(index, part, part)])]
+        choice = self.choice(index, part)
         told = part.text or part.finish_reason or part.logprobs
         if not (told or self.body.return_token_ids):
             return []
@@ -140,14 +160,20 @@ class Completion(Generation):
         return [self.object([]) | {"usage": usage_fields(usage)}]
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
-        choices = [
-            self.choice(index, output, echo=True)
-            for index, output in enumerate(outputs)
-        ]
+        if self.scored:
+            choices = [
+                self.scored_choice(index, output, outputs[index - index % self.n])
+                for index, output in enumerate(outputs)
+            ]
+        else:
+            choices = [
+                self.choice(index, output, echo=True)
+                for index, output in enumerate(outputs)
+            ]
         return self.object(choices) | {"usage": usage_fields(usage)}
 
 
-ENDPOINTS = [
+COMPLETIONS = [
     Endpoint(
         path="/v1/completions",
         answer=Completion,

@@ -107,7 +107,7 @@ def metrics(call: Call) -> Response:
     return Response(call.service.metrics.text(), headers={"content-type": kind})
 
 
-ENDPOINTS = [
+FACTS = [
     Endpoint(
         method="GET",
         path="/v1/models",

@@ -54,29 +54,33 @@ class LegacyLogprobs:
         self.offset = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def skip(self, text: str) -> None:
-        """Text comes whose tokens have no log-probabilities here."""
-        self.offset += len(text)
+    def push(
+        self,
+        tokens: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        *,
+        prompt: bool = False,
+    ) -> dict[str, list[Any]]:
+        """The next tokens and their log-probabilities; a prompt's first has None.
 
-    def push(self, entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """The next tokens' log-probabilities; the first of a prompt has none: None."""
+        In a ``prompt`` control tokens are part of the text.
+        """
         found: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
-        for entry in entries:
-            if entry is None:
-                continue
-            pairs = dict([*entry.top, (entry.token_id, entry.logprob)])
-            named = {
-                token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs.items()
-            }
-            found["tokens"].append(token_name(entry.token_id, self.tokenizer))
-            found["token_logprobs"].append(max(entry.logprob, LEAST))
+        for token, entry in zip(tokens, entries, strict=True):
+            logprob, named = None, None
+            if entry is not None:
+                logprob = max(entry.logprob, LEAST)
+                pairs = [*entry.top, (token, logprob)]
+                named = {token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs}
+            found["tokens"].append(token_name(token, self.tokenizer))
+            found["token_logprobs"].append(logprob)
             found["top_logprobs"].append(named)
             found["text_offset"].append(self.offset)
-            spelled = self.tokenizer.token_bytes(entry.token_id, skip_special=True)
+            spelled = self.tokenizer.token_bytes(token, skip_special=not prompt)
             self.offset += len(self.decoder.decode(spelled))
         return found

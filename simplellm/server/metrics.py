@@ -17,18 +17,18 @@ from simplellm.request import EngineError, Request
 
 PREFIX = "simplellm:"
 LABELS = ("model_name", "engine")
-FIRST = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75]
-FIRST += [1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640]
-BETWEEN = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3]
-BETWEEN += [0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
-WHOLE = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30]
-WHOLE += [40, 50, 60, 120, 240, 480, 960, 1920]
+FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75]
+FIRST_TOKEN += [1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640]
+BETWEEN_PARTS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3]
+BETWEEN_PARTS += [0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
+WHOLE_ANSWER = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30]
+WHOLE_ANSWER += [40, 50, 60, 120, 240, 480, 960, 1920]
 TOKENS = [m * 10**e for e in range(6) for m in (1, 2, 5)]
 COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Until the first token of a stream.", FIRST),
-    "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN),
-    "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE),
+    "time_to_first_token_seconds": ("Until the first token of a stream.", FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN_PARTS),
+    "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE_ANSWER),
     "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
     "request_generation_tokens": ("Tokens of a request's answer.", TOKENS),
     "request_params_max_tokens": ("max_tokens of a request.", TOKENS),

@@ -22,7 +22,7 @@ from simplellm.server.bodies import (
 )
 from simplellm.server.endpoint import Call, Endpoint, Service
 
-PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What a parameter may hold where Python's annotation says less than the door checks.
 SPECIAL: dict[str, dict[str, Any]] = {
     "logit_bias": {
@@ -143,9 +143,9 @@ def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any
     if get_origin(kind) in (list, Sequence):
         (inner,) = get_args(kind)
         return {"type": "array", "items": schema_of_type(inner, None)}
-    if kind not in PLAIN:
+    if kind not in JSON_TYPES:
         return {"type": "object"}
-    found: dict[str, Any] = {"type": PLAIN[kind]}
+    found: dict[str, Any] = {"type": JSON_TYPES[kind]}
     if kind in (int, float) and bounds:
         low = "minimum" if bounds["above"] is None else "exclusiveMinimum"
         least = bounds["low"] if bounds["above"] is None else bounds["above"]

@@ -1,0 +1,92 @@
+"""The command `simplellm serve`: its options, before anything heavy is imported."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from simplellm.apps.options import Where, load_llm
+from simplellm.apps.screen import Screen
+from simplellm.config import MAX_SIZE, EngineConfig, check_number
+
+EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
+
+ServedModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help="A checkpoint folder.  [embedded]", show_default=False
+    ),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[
+    int, typer.Option(help="Its port; 0 takes a free one.", min=0, max=65535)
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SIMPLELLM_API_KEY",
+        help="What clients must send. Others on this machine can see it among a "
+        "command's options, but not in its environment.",
+    ),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option(help="What clients call the model; may be repeated.  [its name]"),
+]
+Seqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
+Grace = Annotated[
+    float, typer.Option(help="Seconds for what runs when the server is to end.")
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")
+]
+AccessLog = Annotated[
+    Literal["off", "requests", "prompts"],
+    typer.Option(help="A JSON line for each request; its body too with prompts."),
+]
+
+
+def serve_model(
+    model: ServedModel = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    api_key: Key = None,
+    served_model_name: Names = None,
+    max_num_seqs: Seqs = None,
+    timeout: Timeout = 600.0,
+    grace: Grace = 30.0,
+    log_level: LogLevel = "warning",
+    access_log: AccessLog = "off",
+    device: Where = None,
+) -> int:
+    """Answer OpenAI's clients over HTTP.
+
+    SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
+    ends all.
+    """
+    given: Any = max_num_seqs  # None: what suits the machine
+    config = EngineConfig(max_num_seqs=given)
+    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
+    check_number("--grace", grace, float, 0, MAX_SIZE)
+    screen = Screen()
+    try:
+        with screen.waiting("Starting PyTorch"):
+            from simplellm.server.serve import Options, serve
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{error.name} is not installed; expected what "
+            "pip install 'simplellm[serve]' brings"
+        ) from None
+    options = Options(
+        names=served_model_name or [Path(model).name if model else EMBEDDED_NAME],
+        host=host,
+        port=port,
+        key=api_key,
+        timeout=timeout,
+        grace=grace,
+        log_level=log_level,
+        access_log=access_log,
+    )
+    with load_llm(model, device, screen, config) as llm:
+        return serve(llm, options, lambda line: screen.write(f"{line}\n", aside=True))
