@@ -48,9 +48,8 @@ function told(turn) {
 export function chat(changed, refused) {
   const list = document.getElementById("turns");
   const form = document.getElementById("composer");
-  const [question, effort, send, stop, clear] = ["question", "effort", "send", "stop", "clear"].map(
-    (id) => document.getElementById(id),
-  );
+  const ids = ["question", "effort", "send", "stop", "clear"];
+  const [question, effort, send, stop, clear] = ids.map((id) => document.getElementById(id));
   let messages = []; // what the model is told of the turns so far
   let running = null; // what ends the turn under way
   let folded = false; // whether the reader has closed the latest reasoning
@@ -68,7 +67,7 @@ export function chat(changed, refused) {
     stop.hidden = !controller;
   }
 
-  /** A new answer's elements, and the turn that fills them. */
+  /** A question's elements and its answer's, and the turn that fills these. */
   function begin(text) {
     const thought = h("div", { class: "text" });
     const reasoning = h("details", { open: !folded }, h("summary", {}, "Reasoning"), thought);
@@ -80,7 +79,9 @@ export function chat(changed, refused) {
     follow(() => list.append(h("li", { class: "question text" }, text), item));
     return {
       question: text,
-      said: "",
+      get said() {
+        return said(this);
+      },
       finish: null,
       usage: null,
       started: performance.now(),
@@ -103,6 +104,12 @@ export function chat(changed, refused) {
     return turn.calls[index];
   }
 
+  /** All that an answer says so far, its reasoning first. */
+  function said({ reasoning, content, calls }) {
+    const blocks = [reasoning, content, ...calls];
+    return blocks.map((block) => block?.text).filter(Boolean).join("\n");
+  }
+
   function take(turn, event) {
     if (event.error) throw new Error(event.error.message);
     turn.usage = event.usage ?? turn.usage;
@@ -117,9 +124,7 @@ export function chat(changed, refused) {
         ...calls.map((call) => [callOf(turn, call), call.function.arguments]),
       ];
       for (const [block, text] of parts) {
-        if (!text) continue;
-        block.add(text);
-        turn.said += text;
+        if (text) block.add(text);
       }
     });
   }
@@ -149,7 +154,6 @@ export function chat(changed, refused) {
       words = turn.finish === "stopped" ? "Stopped." : error.message;
       if (error.status === 401) refused(error.message);
     }
-    if (messages.length && !list.contains(turn.item)) return; // a new chat has begun
     finish(turn, asked, words);
   }
 
