@@ -52,8 +52,6 @@ class Gate:
         self.forms = {e.path: e.form for e in endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # a websocket, of which there are none
-            raise RuntimeError(f"{scope['type']} is not served; expected http")
         request = HTTPRequest(scope)
         call = Call(self.service, request, request_id(request))
         scope["call"] = call

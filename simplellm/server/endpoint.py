@@ -141,7 +141,9 @@ class Endpoint:
         service = call.service
         if not self.open:
             service.check()
-        raw = await body_of(call.request) if self.body is not None else b""
+        raw = b""
+        if self.body is not None:
+            raw = await body_of(call.request, service.timeout)
         call.facts["bytes"] = len(raw)
         try:
             if len(raw) > LARGE_BODY:
@@ -181,29 +183,34 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def body_of(request: HTTPRequest) -> bytes:
-    """The body of a request, as long as it is JSON and not too long."""
+async def body_of(request: HTTPRequest, seconds: float) -> bytes:
+    """The body of a request that is JSON and not too long; it may take ``seconds``."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another site can send anything else without asking the browser first.
     if kind != "application/json":
         message = f"the content-type is {kind!r}; expected application/json"
         raise APIError(415, message, code="unsupported_media_type")
-    said = request.headers.get("content-length", "0")
-    size = int(said) if said.isdecimal() else 0
-    chunks: list[bytes] = []
+    said = request.headers.get("content-length", "")
+    check_size(int(said) if said.isdecimal() else 0)
+    body = bytearray()
     try:
-        while size <= MAX_BODY:
+        async with asyncio.timeout(seconds):
             async for chunk in request.stream():
-                chunks.append(chunk)
-                if sum(map(len, chunks)) > MAX_BODY:
-                    break
-            else:
-                return b"".join(chunks)
-            size = MAX_BODY + 1
+                body += chunk
+                check_size(len(body))
     except ClientDisconnect:
         raise GoneError from None
-    message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
-    raise APIError(413, message, code="body_too_large")
+    except TimeoutError:
+        message = f"the body did not come within {seconds} seconds"
+        raise APIError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def check_size(length: int) -> None:
+    """Raise APIError if a body of so many bytes is too long."""
+    if length > MAX_BODY:
+        message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
+        raise APIError(413, message, code="body_too_large")
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -123,6 +123,7 @@ STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
     404: "There is no such model or object.",
+    408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not application/json.",
     429: "The queue is full; Retry-After says when to try again.",

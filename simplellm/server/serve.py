@@ -117,6 +117,7 @@ def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
         log_config=None,
         access_log=False,  # ours has the tokens too
         lifespan="off",
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
