@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from simplellm.server.endpoint import Service
 from simplellm.server.serve import DrainingServer
 
 NAME = "tiny"
+STEP = 0.02  # seconds, where steps are slow
 
 
 class Served:
@@ -115,6 +117,22 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
         yield
     finally:
         runner.start = start  # type: ignore[method-assign]
+
+
+@contextmanager
+def slow(llm: LLM) -> Iterator[None]:
+    """Every step takes a while."""
+    start = llm.engine.runner.start
+
+    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        time.sleep(STEP)
+        start(works, sampling)
+
+    llm.engine.runner.start = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.runner.start = start  # type: ignore[method-assign]
 
 
 def run(coroutine: Any) -> Any:

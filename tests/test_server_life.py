@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from models import PATIENCE, SMALL, until
-from serving import Served, events_of, idle, serving
+from serving import Served, events_of, idle, serving, slow
 
 from simplellm import LLM, EngineConfig
 from simplellm.request import Request
@@ -26,23 +26,6 @@ from simplellm.scheduler import Work
 ROOT = Path(__file__).parents[1]
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
-STEP = 0.02  # seconds, where steps are slow
-
-
-@contextmanager
-def slow(llm: LLM) -> Iterator[None]:
-    """Every step takes a while."""
-    start = llm.engine.runner.start
-
-    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
-        time.sleep(STEP)
-        start(works, sampling)
-
-    llm.engine.runner.start = late  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        llm.engine.runner.start = start  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
