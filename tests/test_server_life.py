@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from models import PATIENCE, SMALL, until
 from serving import Served, events_of, idle, serving, slow
 
 from simplellm import LLM, EngineConfig
-from simplellm.request import Request
-from simplellm.scheduler import Work
 
 ROOT = Path(__file__).parents[1]
 COMPLETE = "/v1/completions"

@@ -64,7 +64,8 @@ def viewing(served: Served, **headers: str) -> Iterator[Viewer]:
         yield viewer
         # Closing it would wait for the thread that reads.
         stream = answer.extensions["network_stream"]
-        stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # the server has closed it
+            stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         viewer.thread.join(PATIENCE)
 
 

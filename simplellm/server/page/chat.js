@@ -52,7 +52,6 @@ export function chat(changed, refused) {
   const [question, effort, send, stop, clear] = ids.map((id) => document.getElementById(id));
   let messages = []; // what the model is told of the turns so far
   let running = null; // what ends the turn under way
-  let folded = false; // whether the reader has closed the latest reasoning
 
   function follow(change) {
     const near = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR;
@@ -70,8 +69,9 @@ export function chat(changed, refused) {
   /** A question's elements and its answer's, and the turn that fills these. */
   function begin(text) {
     const thought = h("div", { class: "text" });
-    const reasoning = h("details", { open: !folded }, h("summary", {}, "Reasoning"), thought);
-    reasoning.addEventListener("toggle", () => (folded = !reasoning.open));
+    const before = [...list.querySelectorAll("details")].at(-1);
+    const open = before?.open ?? true; // as the reader has left the one before
+    const reasoning = h("details", { open }, h("summary", {}, "Reasoning"), thought);
     const answer = h("div", { class: "text" });
     const calls = h("div");
     const note = h("p", { class: "note" });
