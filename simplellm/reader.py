@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from tqdm import tqdm
+
 from simplellm.outputs import Usage
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
@@ -253,18 +255,22 @@ class Collector:
         future: RequestFuture,
         families: Families,
         result: Callable[[list[list[Reader]]], Any],
+        bar: tqdm,
     ) -> None:
         assert future.delivery is not None
         self.delivery, self.result = future.delivery, result
         self.families = readers_of(families, self.deliver)
         readers = list(itertools.chain.from_iterable(self.families))
         future.readers, self.left = readers, len(readers)  # replies to come
+        self.bar = bar
         delivery = self.delivery
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
 
     def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        self.left -= part is END
+        if part is END:
+            self.left -= 1
+            self.bar.update()
         failed = isinstance(part, Exception)
         if (self.left and not failed) or (future := self.future()) is None:
             return
@@ -274,6 +280,7 @@ class Collector:
                 future.set_exception(part)
             else:
                 future.set_result(self.result(self.families))
+        self.bar.close()
         self.delivery.drop(readers)
         future.release()
 
@@ -283,8 +290,13 @@ def future_of(
     delivery: Delivery,
     families: Families,
     result: Callable[[list[list[Reader]]], Any],
+    show: bool = False,
 ) -> RequestFuture:
-    """A future of what ``result`` makes of the readers once all replies are done."""
-    future = RequestFuture(owner, delivery)
-    delivery.submit(Collector(future, families, result).families)
+    """A future of what ``result`` makes of the readers once all replies are done.
+
+    To ``show`` how many are, there is a bar on standard error.
+    """
+    future, count = RequestFuture(owner, delivery), sum(map(len, families))
+    bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
+    delivery.submit(Collector(future, families, result, bar).families)
     return future

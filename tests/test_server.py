@@ -1,13 +1,14 @@
 """The server over HTTP: what it answers, and how it refuses."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from models import HELLO, SMALL, TOKENIZER, saying
+from models import HELLO, SMALL, TOKENIZER, saying, until
 from serving import NAME, Served, serving
 
 from simplellm import LLM, QueueFullError
@@ -54,6 +55,7 @@ def test_a_completion(served: Served) -> None:
         "text": text,
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
     }
     assert found["usage"] == {
         "prompt_tokens": 1,
@@ -254,7 +256,7 @@ def test_stop_strings(served: Served) -> None:
         body = {"messages": HELLO, "stop": "3"}
         (choice,) = served.post(CHAT, body).json()["choices"]
     assert choice["message"]["content"] == "1"
-    assert choice["finish_reason"] == "stop"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "3")
 
 
 def test_models(served: Served) -> None:
@@ -292,6 +294,7 @@ def test_health_and_metrics(served: Served) -> None:
         "simplellm:prompt_tokens_total{",
         "simplellm:prefix_cache_hits_total{",
         "simplellm:time_to_first_token_seconds_bucket{",
+        "simplellm:request_time_per_output_token_seconds_count{",
         "simplellm:e2e_request_latency_seconds_count{",
         'simplellm:request_success_total{engine="0",finished_reason="length"',
     ):
@@ -482,6 +485,27 @@ def test_request_ids_go_through(served: Served) -> None:
     assert id_of("x" * 1000).startswith("req-")
     answer = served.client.get("/nowhere", headers={"x-request-id": "lost"})
     assert answer.headers["x-request-id"] == "lost"
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_the_access_log(
+    served: Served, caplog: pytest.LogCaptureFixture, prompts: bool
+) -> None:
+    """A line for each request; what a client wrote is in none, unless asked for."""
+    caplog.set_level(logging.INFO, "simplellm.access")
+    with serving(served.service.llm, log_prompts=prompts) as other:
+        other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        other.post(COMPLETE, {"prompt": {"a": "secret"}})
+        other.events(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        other.client.get("/health")
+        until(lambda: len(caplog.messages) == 4)
+    lines = [json.loads(message) for message in caplog.messages]
+    assert [line["status"] for line in lines] == [200, 400, 200, 200]
+    assert [line["path"] for line in lines] == [COMPLETE] * 3 + ["/health"]
+    assert lines[0]["completion_tokens"] == lines[2]["completion_tokens"] == 2
+    assert lines[1]["param"] == "prompt"
+    assert all(line["seconds"] >= 0 and line["request_id"] for line in lines)
+    assert ("secret" in "".join(caplog.messages)) == prompts
 
 
 def test_a_full_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

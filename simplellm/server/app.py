@@ -17,7 +17,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simplellm.server import chat, completions, facts, page
-from simplellm.server.endpoint import Call, Endpoint, GoneError, Service, as_json
+from simplellm.server.endpoint import (
+    LOGGER,
+    Call,
+    Endpoint,
+    GoneError,
+    Service,
+    as_json,
+)
 from simplellm.server.errors import (
     APIError,
     as_api_error,
@@ -26,7 +33,6 @@ from simplellm.server.errors import (
 from simplellm.server.live import live_endpoints
 from simplellm.server.openapi import document_endpoints
 
-LOGGER = logging.getLogger("simplellm.server")
 ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
@@ -74,7 +80,7 @@ class Gate:
             call.facts["gone"] = True
         except Exception as error:
             found = self.explain(error, call)
-            call.facts["error"] = found.message
+            call.fail(found)
             if status:  # the answer has begun: the connection breaks off
                 LOGGER.exception("request %s failed in its answer", call.id)
                 raise

@@ -84,13 +84,9 @@ class SampledBody:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def __post_init__(self) -> None:
-        options = self.stream_options
-        expect(
-            options is None or self.stream,
-            "stream_options",
-            options,
-            "none without stream",
-        )
+        if self.stream_options is not None and not self.stream:
+            wrong = "stream_options are given; expected none without stream"
+            raise about(ValueError(wrong), "stream_options")
 
 
 def own_fields(kind: Any) -> dict[str, Field[Any]]:

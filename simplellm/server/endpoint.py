@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -22,17 +23,19 @@ from simplellm.request import Request
 from simplellm.server import sse
 from simplellm.server.bodies import known_names, parse_json, read_body
 from simplellm.server.errors import (
+    UNMEANT,
     APIError,
     as_api_error,
     openai_form,
     unavailable,
 )
-from simplellm.server.metrics import Metrics
+from simplellm.server.metrics import ServerMetrics
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
 # other stream, would wait for it for some milliseconds.
 LARGE_BODY = 16 * 2**10
+LOGGER = logging.getLogger("simplellm.server")
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
@@ -56,7 +59,7 @@ class Service:
     calls: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.llm, self.names[0])
+        self.metrics = ServerMetrics(self.llm, self.names[0])
 
     def check_model(self, name: str | None) -> str:
         """What the answer calls the model that a body asks for. Raises APIError."""
@@ -83,6 +86,14 @@ class Call:
     body: Any = None  # of the endpoint's kind
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: APIError) -> None:
+        """Note what went wrong; a message may quote the body, and so a prompt."""
+        self.facts["error"] = error.code or error.type
+        if error.param is not None:
+            self.facts["param"] = error.param
+        if self.service.log_prompts:
+            self.facts["message"] = error.message
 
 
 class Generation:
@@ -132,6 +143,7 @@ class Endpoint:
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
     open: bool = False  # whether it needs no key, and answers while the server drains
+    media: str = "application/json"  # what it answers with, streams aside
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
@@ -154,7 +166,13 @@ class Endpoint:
                 answer = await answer
         except Exception as error:
             known = known_names(self.body) if self.body is not None else ()
-            raise as_api_error(error, known) or error from error
+            if (found := as_api_error(error, known)) is None:
+                raise
+            if isinstance(error, UNMEANT):
+                LOGGER.warning(
+                    "request %s is refused by accident", call.id, exc_info=True
+                )
+            raise found from None
         if isinstance(answer, Generation):
             await while_there(receive, generate(call, answer, send))
             return
@@ -256,7 +274,7 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
         found = as_api_error(error)
         if not started or found is None:
             raise
-        call.facts["error"] = found.message
+        call.fail(found)
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
@@ -295,7 +313,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
         reasons = [output.finish_reason for output in outputs]
-        watch.done(usage)
+        watch.done(outputs, usage)
         call.facts |= facts_of(reasons, usage)
         if "abort" in reasons:
             raise unavailable("the server is shutting down", "shutting_down")
