@@ -19,10 +19,10 @@ from serving import Served, idle, serving, slow
 from simplellm import LLM
 from simplellm.door import Door
 from simplellm.server.live import EVERY
-from simplellm.server.page import HERE
+from simplellm.server.page import FOLDER
 
 FILES = sorted(
-    path for path in HERE.iterdir() if path.suffix != ".py" and path.is_file()
+    path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file()
 )
 NAMES = [path.name for path in FILES]
 PAGES = 240  # all are drawn, and long answers have room
@@ -93,7 +93,7 @@ def test_nothing_else_is_served(served: Served, path: str) -> None:
 
 
 def test_every_file_is_used_and_there() -> None:
-    page = (HERE / "index.html").read_text(encoding="utf-8")
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
     used = {"index.html", *re.findall(r'(?:src|href)="page/([^"]+)"', page)}
     for path in SCRIPTS:
         code = path.read_text(encoding="utf-8")

@@ -182,7 +182,7 @@ def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
-    endpoints += [*live_endpoints(service), *page.ENDPOINTS]  # which aren't documented
+    endpoints += [*live_endpoints(service), *page.FILES]  # which aren't documented
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)

@@ -54,7 +54,7 @@ def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
             "num_pages": pages["num_pages"],
             "page_size": pages["page_size"],
             "tables": {
-                number: [some(table, most) for table in tables[number]]
+                number: [first_pages(table, most) for table in tables[number]]
                 for number in shown
                 if number in tables
             },
@@ -70,7 +70,7 @@ def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def some(table: list[int], most: int) -> dict[str, int]:
+def first_pages(table: list[int], most: int) -> dict[str, int]:
     """The first ``most`` pages of a table that are there, by their places in it."""
     found: dict[str, int] = {}
     for place, page in enumerate(table):

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from simplellm.server.endpoint import Call, Endpoint
 
-HERE = Path(__file__).parent
-KINDS = {
+FOLDER = Path(__file__).parent
+MEDIA = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -29,7 +29,7 @@ POLICY = (
     "form-action 'none'",
     "frame-ancestors 'none'",
 )
-HEADERS = {
+FILE_HEADERS = {
     "cache-control": "no-cache",  # kept, and asked for again by its tag
     "content-security-policy": "; ".join(POLICY),
     "referrer-policy": "no-referrer",
@@ -37,29 +37,29 @@ HEADERS = {
 }
 
 
-def file(path: Path) -> Callable[[Call], Response]:
+def file_answer(path: Path) -> Callable[[Call], Response]:
     """An answer that is the file at ``path``, or that the browser has it already."""
     data = path.read_bytes()
     tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-    headers = HEADERS | {"content-type": KINDS[path.suffix], "etag": tag}
-    return partial(answer, data=data, headers=headers)
+    headers = FILE_HEADERS | {"content-type": MEDIA[path.suffix], "etag": tag}
+    return partial(send_file, data=data, headers=headers)
 
 
-def answer(call: Call, data: bytes, headers: dict[str, str]) -> Response:
+def send_file(call: Call, data: bytes, headers: dict[str, str]) -> Response:
     known = call.request.headers.get("if-none-match", "").split(",")
     if headers["etag"] in (tag.strip().removeprefix("W/") for tag in known):
         return Response(status_code=304, headers=headers)
     return Response(data, headers=headers)
 
 
-ENDPOINTS = [
+FILES = [
     Endpoint(
         method="GET",
         path="/" if path.name == "index.html" else f"/page/{path.name}",
-        answer=file(path),
+        answer=file_answer(path),
         open=True,
         summary="The page at /, or a part of it.",
     )
-    for path in sorted(HERE.iterdir())
-    if path.suffix in KINDS
+    for path in sorted(FOLDER.iterdir())
+    if path.suffix in MEDIA
 ]
