@@ -113,7 +113,7 @@ BOUNDS = {
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
-    "raise statements": (104, 120),
+    "raise statements": (106, 120),
     "import circles": (0, 0),
     "floors": (15, 15),
 }

@@ -495,8 +495,11 @@ def test_the_access_log(
     caplog.set_level(logging.INFO, "simplellm.access")
     with serving(served.service.llm, log_prompts=prompts) as other:
         other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        until(lambda: len(caplog.messages) == 1)  # a line comes behind the answer
         other.post(COMPLETE, {"prompt": {"a": "secret"}})
+        until(lambda: len(caplog.messages) == 2)
         other.events(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        until(lambda: len(caplog.messages) == 3)
         other.client.get("/health")
         until(lambda: len(caplog.messages) == 4)
     lines = [json.loads(message) for message in caplog.messages]
