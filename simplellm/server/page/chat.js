@@ -43,7 +43,7 @@ function told(turn) {
 /**
  * The chat in the page's elements. `changed` is called when a turn begins or ends, with
  * what is known of it: its question, said (so far), finish (its reason) and usage.
- * `refused` is called with a refused key's message.
+ * `refused` is called when the key is no longer right.
  */
 export function chat(changed, refused) {
   const list = document.getElementById("turns");
@@ -152,7 +152,7 @@ export function chat(changed, refused) {
     } catch (error) {
       turn.finish = error.name === "AbortError" ? "stopped" : "error";
       words = turn.finish === "stopped" ? "Stopped." : error.message;
-      if (error.status === 401) refused(error.message);
+      if (error.status === 401) refused();
     }
     finish(turn, asked, words);
   }

@@ -22,9 +22,9 @@ function complain(words) {
   trouble.hidden = !words;
 }
 
-/** Show the form for the key, with what was wrong with the one before. */
-function close(words) {
-  complain(words);
+/** Show the form for the key; the one that was sent, if any, is wrong. */
+function close() {
+  complain(begun || !door.hidden ? "This key is wrong." : "");
   main.hidden = true;
   door.hidden = false;
   key.focus();
@@ -36,7 +36,7 @@ async function open() {
   try {
     models = await (await ask("v1/models")).json();
   } catch (error) {
-    if (error.status === 401) return close(door.hidden ? "" : error.message);
+    if (error.status === 401) return close();
     complain(`${error.message} Trying again.`);
     setTimeout(open, AGAIN);
     return;
