@@ -30,7 +30,8 @@ from simplellm import LLM, EngineConfig
 from simplellm.harmony import Delta, parse
 from simplellm.outputs import merge
 from simplellm.reply import ChatReply
-from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
+from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.sampling_params import SamplingParams
 from simplellm.server import responses
 from simplellm.server.app import make_app
 from simplellm.server.bodies import read_body

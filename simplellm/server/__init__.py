@@ -30,4 +30,7 @@ To add an endpoint, write one file:
 
 It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
 metrics and the access log.
+
+The page at / is in page/, written by hand in JavaScript, without libraries. view.js
+draws the engine there and in the course's widget; live.py tells it what to draw.
 """

@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts, responses
+from simplellm.server import chat, completions, facts, page, responses
 from simplellm.server.endpoint import (
     LOGGER,
     Call,
@@ -30,6 +30,7 @@ from simplellm.server.errors import (
     as_api_error,
     openai_form,
 )
+from simplellm.server.live import live_endpoints
 from simplellm.server.openapi import document_endpoints
 
 ACCESS = logging.getLogger("simplellm.access")
@@ -182,6 +183,7 @@ def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
+    endpoints += [*live_endpoints(service), *page.FILES]  # which aren't documented
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)

@@ -63,6 +63,8 @@ class Service:
     responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
+    # The id of the HTTP request that each of the engine's belongs to, by its number.
+    calls: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.llm, self.names[0])
@@ -318,6 +320,8 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    numbers = [reader.request.number for reader in replies.readers]
+    call.service.calls |= dict.fromkeys(numbers, call.id)
     try:
         answer.begin(replies)
         waiting = answer.first()
@@ -342,6 +346,8 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
         answer.end()
+        for number in numbers:
+            del call.service.calls[number]
         await replies.aclose()
 
 

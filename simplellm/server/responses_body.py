@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from simplellm.config import declared, expect, expect_type, one_of
-from simplellm.request import MAX_LOGPROBS
+from simplellm.sampling_params import MAX_LOGPROBS
 from simplellm.server.bodies import (
     NEEDS_GRAMMAR,
     NOT_HERE,
