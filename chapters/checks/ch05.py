@@ -231,7 +231,12 @@ def check_naive_attention(naive_attention):
     k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -2.0]])[:, None]
     v = torch.tensor([[10.0, 0.0], [0.0, 10.0], [5.0, 5.0]])[:, None]
     none = torch.tensor([-1e4])  # a sink that takes nothing
+    given = q.clone()
     found = naive_attention(q, k, v, none)
+    assert torch.equal(q, given), (
+        "the caller's q has changed: `/=` and `*=` write into the tensor that they are "
+        "given, so scale the scores, or make a new tensor"
+    )
     is_tensor(found, (3, 1, 2), "the output for 3 tokens, 1 head of 2 numbers,")
     assert torch.allclose(found[0, 0], v[0, 0], atol=1e-3), (
         "token 0 sees only itself, so its output is its own value, (10, 0); yours is "

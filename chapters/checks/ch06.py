@@ -229,6 +229,18 @@ def check_gumbel_draw(candidate):
             f"at temperature {temperature:g} the softmax is {right}; in {draws} draws "
             f"you have {told}"
         )
+    generator = torch.Generator().manual_seed(3)
+    rows = p.log().repeat(500, 1)
+    uniform = torch.rand(500, 5, generator=generator).clamp(1e-7, 1 - 1e-7)
+    drawn = torch.as_tensor(candidate(rows, 1.0, uniform)).long()
+    loser = torch.where(drawn == 0, 1, 0)
+    without = rows.scatter(1, loser[:, None], -1e4)
+    again = torch.as_tensor(candidate(without, 1.0, uniform)).long()
+    assert torch.equal(again, drawn), (
+        "a token that loses was taken out, and another one wins in "
+        f"{int((again != drawn).sum())} of 500 rows: in a race each token has "
+        "a time of its own; a walk along the sum has one number for all"
+    )
     logits = torch.tensor([[0.0, 300.0, 0.0], [300.0, 0.0, 0.0]])
     found = torch.as_tensor(candidate(logits, 1.0, torch.full((2, 3), 0.5)))
     assert found.tolist() == [1, 0], (

@@ -427,3 +427,9 @@ def rounded_down(config, radians):
 @wrong("masked_attention", "q's dtype")
 def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
     return ops.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
+
+
+@wrong("naive_attention", "write into the tensor")
+def scales_the_callers_queries(q, k, v, sinks, window=None):
+    q /= q.shape[-1] ** 0.5
+    return ops.attention(q, k, v, sinks, window=window, scale=1.0)

@@ -496,3 +496,9 @@ def trusts_the_sum(logits, top_k, top_p, min_p):
     before[:, 0] = -1  # the best always stays
     last = (keep & (before < top_p)).sum(-1, keepdim=True) - 1
     return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
+
+
+@wrong("gumbel_draw", "a time of its own")
+def walks_along_the_sum(logits, temperature, uniform):
+    mass = (logits / temperature).softmax(-1).cumsum(-1)
+    return (mass < uniform[:, :1]).sum(-1).clamp(max=logits.shape[1] - 1)
