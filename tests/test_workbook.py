@@ -3,8 +3,11 @@
 The blanks are the course's own. Chapters are judged as a reader's are, in processes.
 """
 
+import builtins
 import subprocess
+import symtable
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import cells
@@ -90,6 +93,37 @@ def test_all_else_stays(empty: Path) -> None:
         titles = [line for line in text.splitlines() if line.startswith(("# ", "##"))]
         assert set(titles) - set(made.splitlines()) <= set(blank.kept.splitlines())
         assert made.count("<details>") == made.count("</details>")
+
+
+def names_read(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that code reads and binds nowhere but in the module."""
+    for symbol in table.get_symbols():
+        outside = table.get_type() == "module" or symbol.is_global()
+        if outside and symbol.is_referenced():
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from names_read(child)
+
+
+@pytest.mark.parametrize("chapter", dict.fromkeys(blank.chapter for blank in BLANKS))
+def test_no_cell_reads_a_name_that_only_a_kept_version_has(
+    empty: Path, chapter: str
+) -> None:
+    """Whoever writes the blanks runs no kept version: no import or helper of theirs."""
+    found = cells.read(empty / f"chapters/{chapter}.md")
+    tables = [
+        symtable.symtable(cell.source, chapter, "exec")
+        for cell in found
+        if not cell.folded
+    ]
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    bound = {
+        symbol.get_name()
+        for symbol in symbols
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
+    read = {name for table in tables for name in names_read(table)}
+    assert read - bound - set(dir(builtins)) - {"__file__", "__name__"} == set()
 
 
 @pytest.mark.parametrize(
