@@ -129,7 +129,7 @@ BOUNDS = {
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
-    "raise statements": (107, 120),
+    "raise statements": (112, 120),
     "import circles": (0, 0),
     "floors": (11, 9),  # the server is a house of its own, upon it
 }
