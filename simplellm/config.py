@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -60,8 +61,13 @@ KINDS: dict[Any, tuple[Any, str]] = {
 
 
 def about(error: Exception, name: str) -> Exception:
-    """``error`` with the ``param`` that it is about, as a server's refusals name it."""
-    error.param = name  # type: ignore[attr-defined]
+    """``error`` with its ``param``: the parameter that ``name`` speaks of.
+
+    That is its first word with an underscore, or else its last word.
+    """
+    words = re.findall(r"[\w.\[\]]+", name)
+    param = next((word for word in words if "_" in word), words[-1])
+    error.param = param  # type: ignore[attr-defined]
     return error
 
 
@@ -419,6 +425,9 @@ class EngineConfig:
     num_pages: int | None = declared(None, high=2**48)  # instead of cache_bytes
     cache_bytes: int | None = declared(None, high=2**48)  # for keys and values
     max_model_len: int | None = declared(None)  # tokens of prompt and output
+    # The share of a GPU's memory that may be in use, the cache included; None: 85 % of
+    # what is free once the model is loaded becomes the cache.
+    gpu_memory_utilization: float | None = declared(None, above=0, high=1)
     max_waiting: int = declared(10_000)  # requests that wait; more are refused
     overtakes: int = declared(100, low=0)  # earlier requests that may be passed
     share_prefixes: bool = True  # find the pages of equal prompts again
@@ -441,6 +450,16 @@ class EngineConfig:
         # A kernel may have a program for each token and each sequence.
         wanted = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
         expect(tokens + seqs < MAX_LAUNCH, name, tokens, wanted)
+
+    def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
+        """This config with some fields replaced."""
+        known = [spec.name for spec in fields(self)]
+        for name in options:
+            if name not in known:
+                wanted = f"one of {', '.join(known)}"
+                message = f"there is no option {name!r}; expected {wanted}"
+                raise about(TypeError(message), name)
+        return replace(self, **options)
 
     def resolved(self, device_type: str) -> "EngineConfig":
         """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""

@@ -13,7 +13,6 @@ from simplellm.config import (
     check_number,
     expect,
     expect_type,
-    one_of,
 )
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.masks import Choices, bad_sequences
@@ -27,11 +26,6 @@ CHAT_MAX_TOKENS = 1024  # reasoning included
 MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
-# Declared, but not done yet: other values than these are refused.
-NOT_YET = {
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-}
 OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -43,7 +37,9 @@ def sample_of(asked: Request, number: int = 0) -> Request:
     seed = asked.params.seed
     assert seed is not None
     params = replace(asked.params, seed=(seed + number) % 2**64)
-    sample = replace(asked, tokens=list(asked.tokens), params=params, siblings=[])
+    sample = replace(
+        asked, tokens=list(asked.tokens), params=params, siblings=[], index=number
+    )
     if number > 0:
         sample.prompt_logprobs = None
     return sample
@@ -53,11 +49,23 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or several, as a list. Raises TypeError or ValueError."""
     if isinstance(prompts, str):
         return [prompts]
+    prompts = plain(prompts)
     wanted = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, wanted)
     expect(prompts, "the list of prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, int) for item in prompts)
+    one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)
+
+
+def is_several(messages: Any) -> bool:
+    """Whether these are conversations, and not the messages of one."""
+    listed = isinstance(messages, list | tuple) and len(messages) > 0
+    return listed and isinstance(messages[0], list | tuple)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy or PyTorch array as a list; all else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
@@ -111,12 +119,18 @@ class Door:
             for prompt, params in zip(every, sampling_params, strict=True)
         ]
 
+    def ask_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
+        """One conversation or several, with the same options."""
+        every = messages if is_several(messages) else [messages]
+        return [self.ask_chat(one, **options) for one in every]
+
     def ask_chat(
         self,
         messages: Any,  # Messages, once checked
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         reasoning_effort: str = "medium",
+        current_date: str | None = None,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
     ) -> Request:
@@ -131,6 +145,7 @@ class Door:
             self.need_tokenizer(),
             reasoning_effort=reasoning_effort,
             tools=tools,
+            current_date=current_date,
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
@@ -175,9 +190,11 @@ class Door:
         bad: list[tuple[int, ...]] = []
         if params.bad_words:
             bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        room, most_tokens = limit - len(ids), params.max_tokens
         request = Request(
             tokens=ids,
-            max_tokens=min(params.max_tokens or 0, limit - len(ids)),
+            text=prompt if isinstance(prompt, str) else None,
+            max_tokens=room if most_tokens is None else min(most_tokens, room),
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             bad_sequences=bad,
@@ -199,13 +216,11 @@ class Door:
         params = self.default_params if params is None else params
         expect_type("sampling_params", params, SamplingParams, "SamplingParams")
         for name in options:
-            one_of("a sampling parameter", name, OVERRIDES, TypeError)
+            if name not in OVERRIDES:
+                wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
+                message = f"a sampling parameter is {name!r}; expected {wanted}"
+                raise about(TypeError(message), name)
         params = replace(params, **options)
-        for name, only in NOT_YET.items():
-            value = getattr(params, name)
-            expect(value == only, name, value, f"{only}: others are not supported yet")
-        most = params.max_tokens
-        expect(most is not None, "max_tokens", most, "a number: not supported yet")
         if params.seed is None:
             params = replace(params, seed=secrets.randbits(63))
         if params.stop:
@@ -215,11 +230,13 @@ class Door:
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.need_tokenizer().encode(prompt)
+        prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
-        ids = list(prompt)
-        if not ids:
+        if not prompt:
             wrong = "a prompt is empty; expected at least one token"
             raise about(ValueError(wrong), "prompt")
+        # NumPy and PyTorch have integers of their own.
+        ids = [token if type(token) is int else plain(token) for token in prompt]
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids

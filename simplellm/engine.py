@@ -95,9 +95,18 @@ class Engine:
         """Send out what became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
-        number, reason, cached = request.number, request.finish_reason, request.cached
         scores, request.prompt_logprobs = request.prompt_logprobs, None
-        event = Event(number, tokens, logprobs, reason, error, now, cached or 0, scores)
+        event = Event(
+            number=request.number,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            error=error,
+            time=now,
+            cached_tokens=request.cached or 0,
+            prompt_logprobs=scores,
+            preemptions=request.preemptions,
+        )
         self.events.put(event)
 
     def launch(self, works: Sequence[Work]) -> None:

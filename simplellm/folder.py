@@ -1,11 +1,13 @@
 """The small files of a checkpoint folder: tokenizer and generation config."""
 
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from simplellm.config import (
+    MODELS,
     ConfigError,
     ModelConfig,
     check_kind,
@@ -18,6 +20,23 @@ from simplellm.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
 TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
+
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def check_downloaded(path: str | Path) -> Path:
+    """The folder ``path``. A hub's name raises ConfigError: how to download it."""
+    name = f"openai/{path}" if str(path) in MODELS else str(path)
+    folder = Path(path)
+    if not folder.exists() and HUB_NAME.fullmatch(name):
+        local = name.rpartition("/")[2]
+        raise ConfigError(
+            f"{path} is no folder; expected that of a checkpoint. If it is on the "
+            f"Hugging Face hub, download it first: hf download {name} --local-dir "
+            f"{local}, and then give {local}"
+        )
+    return folder
 
 
 def find_file(folder: Path, name: str) -> Path | None:

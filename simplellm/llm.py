@@ -1,31 +1,29 @@
 """The LLM: text or messages in; futures, streams and turns of a chat out."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 
 from simplellm.config import EngineConfig, check_number, expect
-from simplellm.door import MAX_SAMPLES, Messages, Prompt, sample_of
-from simplellm.harmony import Delta, Tool
+from simplellm.door import MAX_SAMPLES, Messages, Prompt, is_several, sample_of
+from simplellm.harmony import Delta
 from simplellm.load import load
 from simplellm.outputs import ChatOutput, RequestOutput
 from simplellm.reader import (
-    AsyncStream,
     Delivery,
     Families,
     Reader,
-    Replies,
     RequestFuture,
-    Stream,
     future_of,
     usage,
 )
 from simplellm.reply import ChatReply, Reply, TextReply
 from simplellm.request import Request, SamplingParams
 from simplellm.stats import Stats
+from simplellm.streams import AsyncStream, Replies, Stream
 from simplellm.tokenizer import Tokenizer
 
 
@@ -37,8 +35,13 @@ def outputs(families: Sequence[Sequence[Reader]]) -> list[RequestOutput]:
     return found
 
 
+def turns(families: Sequence[Sequence[Reader]]) -> list[ChatOutput]:
+    """What `LLM.chat` gives for several conversations."""
+    return [turn([family]) for family in families]
+
+
 def turn(families: Sequence[Sequence[Reader]]) -> ChatOutput:
-    """What `LLM.chat` gives."""
+    """What `LLM.chat` gives for one."""
     choices: list[Any] = [reader.reply.output() for reader in families[0]]
     return ChatOutput(choices, usage(families))
 
@@ -46,9 +49,10 @@ def turn(families: Sequence[Sequence[Reader]]) -> ChatOutput:
 class LLM:
     """A model that answers any number of threads, all their requests at once.
 
-    ``path`` is a checkpoint folder in either layout; without it, the model that comes
-    with the package. ``config`` has the engine's sizes and switches. ``dtype``,
-    ``device``, ``random_weights`` and ``seed`` are those of `load_model`. On an NVIDIA
+    ``model`` is a checkpoint folder in either layout; without it, the model that comes
+    with the package. ``config`` has the engine's sizes and switches, and other keywords
+    (``max_model_len=4096``) replace fields of it. ``dtype``, ``device``,
+    ``random_weights`` and ``seed`` are those of `load_model`. On an NVIDIA
     GPU with bfloat16 the Triton kernels compute, in CUDA graphs, elsewhere PyTorch;
     ``how`` and one line of the log "simplellm" say which, and why. Without a
     tokenizer.json prompts are token ids. Raises ConfigError, CheckpointError,
@@ -66,15 +70,16 @@ class LLM:
 
     def __init__(
         self,
-        path: str | Path | None = None,
+        model: str | Path | None = None,
         config: EngineConfig | None = None,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
         random_weights: bool = False,
         seed: int | None = None,
+        **options: Any,
     ) -> None:
-        loaded = load(path, config, dtype, device, random_weights, seed)
+        loaded = load(model, config, dtype, device, random_weights, seed, options)
         self.model, self.engine = loaded.model, loaded.engine
         self.config = loaded.model.config
         self.how = loaded.how
@@ -104,6 +109,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
         **overrides: Any,
     ) -> RequestFuture:
         """Continue each prompt; the result has ``n`` outputs per prompt, in order.
@@ -113,9 +120,11 @@ class LLM:
         stands, or a list of token ids. ``sampling_params`` are one for all or one each.
         The samples of a prompt share its computation and its pages; with a seed s they
         draw with s, s + 1, ... Cancelling or dropping the future ends its requests.
+        ``use_tqdm`` shows a bar that counts them.
         """
         asked = self.door.ask_all(prompts, sampling_params, overrides)
-        return future_of(self, self._delivery, self._families(asked), outputs)
+        families = self._families(asked)
+        return future_of(self, self._delivery, families, outputs, show=use_tqdm)
 
     def stream(
         self,
@@ -144,35 +153,37 @@ class LLM:
         asked = self.door.ask(prompt, sampling_params, overrides)
         return AsyncStream(Replies(self, self._delivery, self._family(asked)))
 
+    @overload
+    def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
+    @overload
     def chat(
-        self,
-        messages: Messages,
-        *,
-        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
-        reasoning_effort: str = "medium",
-        sampling_params: SamplingParams | None = None,
-        **overrides: Any,
-    ) -> ChatOutput:
+        self, messages: Sequence[Messages], **options: Any
+    ) -> list[ChatOutput]: ...
+    def chat(self, messages: Any, **options: Any) -> Any:
         """The assistant's next turn in a conversation, in ``n`` choices.
 
-        ``messages`` are dicts as in OpenAI's chat completions, or harmony messages.
-        Stop strings count in the final answer only, each message of it by itself. The
-        default max_tokens is 1024.
+        ``messages`` are dicts as in OpenAI's chat completions, or harmony messages; of
+        a list of conversations, the result is a list. ``options`` are ``tools``,
+        ``reasoning_effort`` ("medium"), ``current_date`` (a line of the system
+        message), ``sampling_params`` and keywords. Stop strings count in the final
+        answer only, each message of it by itself. The default max_tokens is 1024.
         """
-        asked = self.door.ask_chat(
-            messages,
-            tools=tools,
-            reasoning_effort=reasoning_effort,
-            sampling_params=sampling_params,
-            **overrides,
-        )
-        families = self._families([asked], chat=True)
-        return future_of(self, self._delivery, families, turn).result()
+        return self.chat_future(messages, **options).result()
+
+    def chat_future(
+        self, messages: Any, *, use_tqdm: bool = False, **options: Any
+    ) -> RequestFuture:
+        """The future of what `chat` returns, as that of `generate`."""
+        asked = self.door.ask_chats(messages, options)
+        result = turns if is_several(messages) else turn
+        families = self._families(asked, chat=True)
+        return future_of(self, self._delivery, families, result, show=use_tqdm)
 
     async def chat_async(self, messages: Messages, **options: Any) -> ChatOutput:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
         replies = self.replies(self.door.ask_chat(messages, **options), chat=True)
-        return ChatOutput(await replies.finish(), replies.usage())
+        await replies.finish()
+        return turn(replies.families)
 
     def stream_chat(self, messages: Messages, **options: Any) -> Stream[Delta]:
         """Like `chat`, but the text as it comes, with its channel and recipient.
@@ -236,10 +247,10 @@ class LLM:
                 return ChatReply(one, self.tokenizer)
             return TextReply(one, self.door.tokenizer)
 
-        return [
-            [(sample_of(one, k), reply_to(one)) for k in range(n or one.params.n)]
-            for one in asked
-        ]
+        families = (
+            [sample_of(one, k) for k in range(n or one.params.n)] for one in asked
+        )
+        return [[(one, reply_to(one)) for one in family] for family in families]
 
     def _family(self, asked: Request, chat: bool = False) -> Families:
         """`_families` for a stream: the only sample of one request."""

@@ -5,9 +5,12 @@ Every choice that depends on the machine is made here, once.
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from simplellm.door import Door
 from simplellm.engine import Engine
 from simplellm.folder import (
     EMBEDDED,
+    check_downloaded,
     open_tokenizer,
     read_generation_config,
     turn_ends,
@@ -56,16 +60,17 @@ class Loaded:
 def load(
     path: str | Path | None = None,
     config: EngineConfig | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     random_weights: bool = False,
     seed: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
     """Load what `LLM` needs; its arguments and errors."""
     device = find_device(device)
     ok = isinstance(config, EngineConfig | None)
     expect(ok, "config", config, "an EngineConfig", TypeError)
-    config = (config or EngineConfig()).resolved(device.type)
+    config = (config or EngineConfig()).changed(options).resolved(device.type)
     dtype = find_dtype(dtype, device)
     folder = EMBEDDED if path is None else Path(path)
     source = open_weights(path, dtype, device, random_weights, seed)
@@ -96,7 +101,7 @@ def load(
 
 def load_model(
     path: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     *,
     random_weights: bool = False,
@@ -135,7 +140,7 @@ def open_weights(
     if not random_weights:
         wanted = "None without random_weights. The seed for drawing tokens is one of "
         expect(seed is None, "seed", seed, wanted + "SamplingParams")
-        return Checkpoint(folder)
+        return Checkpoint(folder if path is None else check_downloaded(path))
     config = MODELS.get(str(path))
     if config is None and not folder.is_dir():
         raise ConfigError(

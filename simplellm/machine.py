@@ -32,9 +32,14 @@ def find_device(device: str | torch.device | None) -> torch.device:
 def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
     """The dtype to compute with, by default what suits ``device``.
 
-    Raises TypeError or ValueError for one that no model has.
+    It may be given by its name; "auto" is as good as None. Raises TypeError or
+    ValueError for one that no model has.
     """
-    if dtype is None:
+    if isinstance(dtype, str) and dtype != "auto":
+        names = {str(known).removeprefix("torch."): known for known in COMPUTE_DTYPES}
+        one_of("dtype", dtype, ("auto", *names))
+        dtype = names[dtype]
+    if dtype is None or dtype == "auto":
         old = device.type == "cuda" and capability(device) < leading(OLDEST_GPU)
         return torch.float32 if device.type == "cpu" or old else torch.bfloat16
     expect_type("dtype", dtype, torch.dtype, "a torch.dtype")

@@ -1,19 +1,37 @@
 """What the LLM returns: samples of text and turns of a chat. Plain data."""
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
 from simplellm.harmony import Delta, ToolCall, to_openai
-from simplellm.request import TokenLogprobs
+from simplellm.request import Event, Request, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """When things happened, by time.monotonic(), in seconds."""
+
+    arrival_time: float
+    first_token_time: float | None  # None: there was no token
+    finished_time: float | None
+    preemptions: int  # how often it gave its pages to others
+
+
+def cumulative(logprobs: Sequence[TokenLogprobs] | None) -> float | None:
+    """The log-probability of all tokens, one after the other; None of unknown ones."""
+    return None if logprobs is None else sum(entry.logprob for entry in logprobs)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """One sample of a request; from a stream, what one event added to it.
 
-    ``text`` leaves special tokens out, ``token_ids`` hold them, the last one included.
+    ``text`` leaves out special tokens (unless skip_special_tokens is False) and the
+    token that ended it, as vLLM's V1 does (unless include_stop_str_in_output);
+    ``token_ids`` hold them all.
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
     on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
@@ -27,6 +45,19 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # The stop string or the one of stop_token_ids that ended it; None: something else.
+    stop_reason: str | int | None = None
+    # Equal outputs say the same; these tell where it comes from. Of a stream, the last
+    # part has them.
+    prompt: str | None = field(default=None, compare=False)  # if it was given as text
+    index: int = field(default=0, compare=False)  # among the samples of its prompt
+    num_cached_tokens: int = field(default=0, compare=False)  # of the prompt's
+    metrics: Metrics | None = field(default=None, compare=False)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None if nobody asked for them."""
+        return cumulative(self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -43,6 +74,14 @@ class ChatChoice:
     finish_reason: str | None
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    stop_reason: str | int | None = None
+    index: int = field(default=0, compare=False)
+    metrics: Metrics | None = field(default=None, compare=False)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log-probabilities; None if nobody asked for them."""
+        return cumulative(self.logprobs)
 
     def message(self) -> dict[str, Any]:
         """The turn as an OpenAI message, for the messages of the next turn."""
@@ -87,8 +126,67 @@ class ChatOutput:
         return self.choices[0].token_ids
 
     @property
+    def stop_reason(self) -> str | int | None:
+        return self.choices[0].stop_reason
+
+    @property
+    def index(self) -> int:
+        return self.choices[0].index
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return self.choices[0].metrics
+
+    @property
     def logprobs(self) -> list[TokenLogprobs] | None:
         return self.choices[0].logprobs
+
+
+class Progress:
+    """What a reply notes of its request beside tokens and text."""
+
+    def __init__(self, asked: Request) -> None:
+        self.prompt, self.index = asked.text, asked.index
+        self.arrival = asked.submitted
+        self.stop_ids = asked.params.stop_token_ids
+        self.first: float | None = None
+        self.finished: float | None = None
+        self.cached = self.preemptions = 0
+        self.stop_reason: str | int | None = None
+
+    def note(self, event: Event, found: str | None) -> None:
+        """Take in an event; ``found`` is the stop string that it completed, if any."""
+        self.cached, self.preemptions = event.cached_tokens, event.preemptions
+        now = event.time or time.monotonic()
+        if event.tokens and self.first is None:
+            self.first = now
+        if found is not None:
+            self.stop_reason = found
+        elif event.finish_reason == "stop" and {*event.tokens[-1:]} & {*self.stop_ids}:
+            self.stop_reason = event.tokens[-1]
+        if found is not None or event.finish_reason is not None:
+            self.finished = now
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.arrival, self.first, self.finished, self.preemptions)
+
+    def of_text(self) -> dict[str, Any]:
+        """Fields of a RequestOutput."""
+        return {
+            "stop_reason": self.stop_reason,
+            "prompt": self.prompt,
+            "index": self.index,
+            "num_cached_tokens": self.cached,
+            "metrics": self.metrics(),
+        }
+
+    def of_chat(self) -> dict[str, Any]:
+        """Fields of a ChatChoice."""
+        return {
+            "stop_reason": self.stop_reason,
+            "index": self.index,
+            "metrics": self.metrics(),
+        }
 
 
 # Parts of a reply
@@ -113,10 +211,11 @@ def merged(parts: Sequence[Any]) -> Any:
     logprobs = None
     if any(part.logprobs is not None for part in parts):
         logprobs = kind(chain.from_iterable(part.logprobs or () for part in parts))
-    if isinstance(last, RequestOutput):  # the first part tells of the prompt
-        last = replace(last, prompt_logprobs=parts[0].prompt_logprobs)
+    scored = getattr(parts[0], "prompt_logprobs", None)
+    firsts = {} if scored is None else {"prompt_logprobs": scored}
     return replace(
         last,
+        **firsts,
         text="".join(part.text for part in parts),
         token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=logprobs,

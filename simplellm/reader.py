@@ -9,22 +9,21 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any
 
-from simplellm.engine import Engine
-from simplellm.inbox import END, Bell, Inbox, is_end
-from simplellm.outputs import Usage, merge
+from tqdm import tqdm
+
+from simplellm.outputs import Usage
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
-Part = TypeVar("Part")
 Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
+END = object()  # behind the last part of an answer
 
 
 class Reader:
@@ -60,15 +59,18 @@ class Reader:
 
 
 class Delivery:
-    """Brings the engine's events to their readers, in a thread of its own."""
+    """Brings the engine's events to their readers, in a thread of its own.
 
-    def __init__(self, engine: Engine) -> None:
+    ``engine`` is an `Engine`, or whatever has its events and methods.
+    """
+
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
         # Those with callbacks to come: who waits for one need not keep the future.
         self.awaited: set[RequestFuture] = set()
-        # Of each event loop, for as long as somebody reads in it.
-        self.bells: weakref.WeakValueDictionary[Any, Bell]
+        # What wakes each event loop, for as long as somebody reads in it.
+        self.bells: weakref.WeakValueDictionary[Any, Any]
         self.bells = weakref.WeakValueDictionary()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
@@ -253,18 +255,22 @@ class Collector:
         future: RequestFuture,
         families: Families,
         result: Callable[[list[list[Reader]]], Any],
+        bar: tqdm,
     ) -> None:
         assert future.delivery is not None
         self.delivery, self.result = future.delivery, result
         self.families = readers_of(families, self.deliver)
         readers = list(itertools.chain.from_iterable(self.families))
         future.readers, self.left = readers, len(readers)  # replies to come
+        self.bar = bar
         delivery = self.delivery
         self.future = weakref.ref(future, lambda _: delivery.drop(readers))
 
     def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        self.left -= part is END
+        if part is END:
+            self.left -= 1
+            self.bar.update()
         failed = isinstance(part, Exception)
         if (self.left and not failed) or (future := self.future()) is None:
             return
@@ -274,6 +280,7 @@ class Collector:
                 future.set_exception(part)
             else:
                 future.set_result(self.result(self.families))
+        self.bar.close()
         self.delivery.drop(readers)
         future.release()
 
@@ -283,165 +290,13 @@ def future_of(
     delivery: Delivery,
     families: Families,
     result: Callable[[list[list[Reader]]], Any],
+    show: bool = False,
 ) -> RequestFuture:
-    """A future of what ``result`` makes of the readers once all replies are done."""
-    future = RequestFuture(owner, delivery)
-    delivery.submit(Collector(future, families, result).families)
-    return future
+    """A future of what ``result`` makes of the readers once all replies are done.
 
-
-class Parts:
-    """The parts of replies as they come. Closed or dropped, it ends the requests."""
-
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
-        self.owner, self.delivery = owner, delivery  # the owner stays open meanwhile
-        self.inbox = Inbox()
-        self.families = readers_of(families, self.inbox.put)
-        self.readers = list(itertools.chain.from_iterable(self.families))
-        self.left = len(self.readers)  # replies to come
-        self.taken: deque[tuple[int, Any]] = deque()  # out of the inbox
-
-    def take(self, join: Callable[[list[Any]], list[Any]]) -> None:
-        """Empty the inbox; of each reply, the parts go through ``join``."""
-        for index, parts in self.inbox.take().items():
-            ends = [parts.pop()] if is_end(parts[-1]) else []
-            self.left -= ends == [END]
-            failures = [] if ends == [END] else ends
-            self.taken += [(index, part) for part in [*join(parts), *failures]]
-
-    def next(self) -> tuple[int, Any]:
-        """The next part. What went wrong with one reply ends all, and is raised."""
-        index, part = self.taken.popleft()
-        if isinstance(part, Exception):
-            self.close()
-            raise part
-        return index, part
-
-    def outputs(self) -> list[Any]:
-        """All so far, even what is not read yet; of chats, ChatChoices."""
-        return [reader.reply.output() for reader in self.readers]
-
-    def usage(self) -> Usage:
-        """How many tokens it took so far."""
-        return usage(self.families)
-
-    def close(self) -> None:
-        """The reader wants no more."""
-        self.left = 0
-        self.taken.clear()
-        self.delivery.drop(self.readers)
-
-    def __del__(self) -> None:
-        if hasattr(self, "taken"):
-            self.close()
-
-
-class Stream(Parts, Iterator[Part]):
-    """The parts of one reply, for a thread."""
-
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
-        super().__init__(owner, delivery, families)
-        self.arrived = threading.Event()
-        self.inbox.wake = self.arrived.set
-        delivery.submit(self.families)
-
-    def __next__(self) -> Part:
-        while not self.taken:
-            if not self.left:
-                raise StopIteration
-            try:
-                arrived = self.arrived.wait(timeout=1.0)
-            except BaseException:  # Ctrl-C, whose traceback may keep this for long
-                self.close()
-                raise
-            if not arrived:
-                self.delivery.engine.check()
-            self.arrived.clear()
-            self.take(list)
-        return self.next()[1]
-
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.outputs()[0]
-
-
-class Replies(Parts, AsyncIterator[tuple[int, Any]]):
-    """The parts of any number of replies, for a coroutine, each with its reply's index.
-
-    Parts that waited come merged. They belong to one event loop, and whoever waits for
-    one and is cancelled ends them all.
+    To ``show`` how many are, there is a bar on standard error.
     """
-
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
-        super().__init__(owner, delivery, families)
-        self.arrived = asyncio.Event()
-
-    def submit(self) -> None:
-        """Begin, in the event loop that will read. Raises as `Delivery.submit`."""
-        loop = asyncio.get_running_loop()
-        bell = self.delivery.bells.setdefault(loop, Bell(loop))
-        self.inbox.wake = partial(bell.ring, self.arrived)
-        self.delivery.submit(self.families)
-
-    async def __anext__(self) -> tuple[int, Any]:
-        while not self.taken:
-            if not self.left:
-                raise StopAsyncIteration
-            try:
-                await self.arrived.wait()
-            except asyncio.CancelledError:
-                self.close()
-                raise
-            self.arrived.clear()
-            self.take(merge)
-        return self.next()
-
-    async def finish(self) -> list[Any]:
-        """Wait for the end of all; the outputs. Parts that come are not read."""
-        self.inbox.quiet = True
-        async for _ in self:
-            pass
-        return self.outputs()
-
-    async def aclose(self) -> None:
-        """The reader wants no more, nor does whoever waits at the moment."""
-        self.close()
-        self.arrived.set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.aclose()
-
-
-class AsyncStream(AsyncIterator[Part]):
-    """The parts of one reply, for a coroutine; it is asked for with the first."""
-
-    def __init__(self, replies: Replies) -> None:
-        self.replies, self.begun = replies, False
-
-    async def __anext__(self) -> Part:
-        if not self.begun:
-            self.replies.submit()
-            self.begun = True
-        return (await anext(self.replies))[1]
-
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.replies.outputs()[0]
-
-    def usage(self) -> Usage:
-        """How many tokens it took so far."""
-        return self.replies.usage()
-
-    async def aclose(self) -> None:
-        """The reader wants no more."""
-        self.begun = True
-        await self.replies.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.aclose()
+    future, count = RequestFuture(owner, delivery), sum(map(len, families))
+    bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
+    delivery.submit(Collector(future, families, result, bar).families)
+    return future

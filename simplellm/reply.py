@@ -8,7 +8,7 @@ an event's error is for the reader of the events to raise.
 from dataclasses import replace
 
 from simplellm.harmony import Delta, HarmonyParser, Message, is_call, tool_calls
-from simplellm.outputs import ChatChoice, RequestOutput
+from simplellm.outputs import ChatChoice, Progress, RequestOutput
 from simplellm.request import Event, Request, TokenLogprobs
 from simplellm.stops import StopStrings
 from simplellm.tokenizer import StreamDecoder, Tokenizer
@@ -33,11 +33,14 @@ class TextReply:
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.progress = Progress(asked)
+        self._params = asked.params
         self._texts: list[str] = []
-        self._stops = StopStrings(asked.params.stop)
+        self._stops = stop_strings(asked)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
-            self._decoder = StreamDecoder(tokenizer, skip_special=True)
+            skip = asked.params.skip_special_tokens
+            self._decoder = StreamDecoder(tokenizer, skip_special=skip)
 
     def push(self, event: Event) -> list[RequestOutput]:
         """What ``event`` adds, in complete characters: one part."""
@@ -45,14 +48,20 @@ class TextReply:
             return []
         stops, text, count = self._stops, "", len(event.tokens)
         if self._decoder is not None:
+            hidden = event.finish_reason == "stop" and not stops.include
             for number, token in enumerate(event.tokens, start=1):
-                text += stops.push(self._decoder.push(token))
+                if hidden and number == count:
+                    break  # it ends the text, and is no part of it
+                piece = self._decoder.push(token)
+                early = len(self.token_ids) + number <= self._params.min_tokens
+                text += piece if early else stops.push(piece)
                 if stops.found:
                     count = number
                     break
             if event.finish_reason is not None and not stops.found:
                 text += stops.push(self._decoder.flush()) + stops.flush()
         self.finish_reason = "stop" if stops.found else event.finish_reason
+        self.progress.note(event, stops.found)
         scores = None
         if event.prompt_logprobs is not None:
             scores = self.prompt_logprobs = [*event.prompt_logprobs]
@@ -69,6 +78,7 @@ class TextReply:
             logprobs=logprobs,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=scores,
+            **self.progress.of_text() if self.finish_reason else {},
         )
         return [part]
 
@@ -81,6 +91,7 @@ class TextReply:
             logprobs=None if self.logprobs is None else [*self.logprobs],
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
+            **self.progress.of_text(),
         )
 
 
@@ -100,9 +111,11 @@ class ChatReply:
         wanted = asked.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
+        self.progress = Progress(asked)
+        self._min_tokens = asked.params.min_tokens
         self._parser = HarmonyParser(tokenizer)
         self._ended = 0  # messages
-        self._stops = StopStrings(asked.params.stop)
+        self._stops = stop_strings(asked)
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
@@ -114,7 +127,8 @@ class ChatReply:
         count = len(event.tokens)
         for number, token in enumerate(event.tokens, start=1):
             message = self._parser.message
-            new = self._show(self._parser.push(token))
+            early = len(self.token_ids) + number <= self._min_tokens
+            new = self._show(self._parser.push(token), early)
             if message is not self._parser.message:
                 message = None  # the token is no part of its content
             self.reasoning_tokens += message is not None and is_reasoning(message)
@@ -131,6 +145,7 @@ class ChatReply:
                 break
         if event.finish_reason is not None and not self._stops.found:
             shown += self._show(self._parser.finish())
+        self.progress.note(event, self._stops.found)
         self.finish_reason = event.finish_reason
         if self._stops.found:
             self.finish_reason = "stop"
@@ -155,13 +170,14 @@ class ChatReply:
             finish_reason=self.finish_reason,
             token_ids=self.token_ids.copy(),
             logprobs=None if self.logprobs is None else [*self.logprobs],
+            **self.progress.of_chat(),
         )
 
-    def _show(self, deltas: list[Delta]) -> list[Delta]:
-        """What of the parser's ``deltas`` can be shown by now."""
+    def _show(self, deltas: list[Delta], early: bool = False) -> list[Delta]:
+        """What of the parser's ``deltas`` can be shown by now; ``early``: all."""
         shown = []
         for delta in deltas:
-            if delta.channel == "final" and delta.recipient is None:
+            if delta.channel == "final" and delta.recipient is None and not early:
                 text = self._stops.push(delta.text)
                 delta = delta if text == delta.text else replace(delta, text=text)
             if delta.text or delta.call is not None:
@@ -176,9 +192,16 @@ class ChatReply:
 Reply = TextReply | ChatReply
 
 
+def stop_strings(asked: Request) -> StopStrings:
+    """What looks for a request's stop strings."""
+    params = asked.params
+    return StopStrings(params.stop, include=params.include_stop_str_in_output)
+
+
 def is_reasoning(part: Message | Delta) -> bool:
-    """Whether this is text of the analysis channel, and no call."""
-    return part.channel == "analysis" and part.recipient is None
+    """Whether this is no call and not for the user: thoughts, or for a recipient."""
+    calls = is_call(part) if isinstance(part, Message) else part.call is not None
+    return not calls and (part.channel == "analysis" or part.recipient is not None)
 
 
 def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:

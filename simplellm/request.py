@@ -149,6 +149,8 @@ class Request:
     # grammar says what may follow. Such a request sits out while that is computed.
     needs_last_token: bool = False
     submitted: float = field(default_factory=time.monotonic)
+    text: str | None = None  # of the prompt, if it was given as text
+    index: int = 0  # among the samples of its prompt
     number: int = -1  # its name, given by who submits it
 
     # What the scheduler writes down.
@@ -197,3 +199,4 @@ class Event(NamedTuple):
     cached_tokens: int = 0  # of the prompt that the cache held when it began
     # Of the prompt's tokens, if they were asked for: with the first event.
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    preemptions: int = 0  # so far

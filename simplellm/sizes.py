@@ -129,7 +129,10 @@ def num_pages(
         return config.num_pages
     room = config.cache_bytes
     if room is None and device.type == "cuda":
-        room = int(free_bytes(device)[0] * GPU_CACHE_SHARE)
+        free, total = free_bytes(device)
+        room = int(free * GPU_CACHE_SHARE)
+        if (share := config.gpu_memory_utilization) is not None:
+            room = int(free - (1 - share) * total)
     room = CPU_CACHE_BYTES if room is None else room
     each = page_bytes(model, config.page_size, itemsize)
     wanted = f"at least one page of {each} bytes"

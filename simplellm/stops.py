@@ -25,9 +25,10 @@ class StopStrings:
     stop strings are.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.stops = stops
-        self.found = False
+        self.include = include  # what is found is passed on, too
+        self.found: str | None = None
         self.held = ""
         self._begins = [0] * len(stops)  # of each: where in `held` it may begin
         self._firsts = {stop[0] for stop in stops}
@@ -45,9 +46,9 @@ class StopStrings:
         ends = [begin + n for begin, n in zip(begins, lengths, strict=True)]
         end, first = min(zip(ends, begins, strict=True))
         if end <= len(text):
-            self.found = True
+            self.found = text[first:end]
             self.flush()
-            return text[:first]
+            return text[: end if self.include else first]
         shown = min(begins)
         self.held = text[shown:]
         self._begins = [begin - shown for begin in begins]

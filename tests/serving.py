@@ -72,6 +72,7 @@ def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]
         log_config=None,
         access_log=False,
         lifespan="off",
+        ws="none",
         timeout_graceful_shutdown=1,
     )
     lines: list[str] = []

@@ -383,7 +383,7 @@ def test_failures(monkeypatch, capsys, error, status, line):
         (["Hi", "there"], "unexpected extra argument"),
         (["Hi", "--temperature", "warm"], "--temperature"),
         (["chat", "--temperature", "-1"], "temperature is -1.0; expected 0 to"),
-        (["Hi", "--max-tokens", "0"], "max_tokens is 0; expected 1 to"),
+        (["Hi", "--max-tokens", "0"], "max_tokens is 0; expected 1 or"),
         (["Hi", "--reasoning-effort", "huge"], "'low', 'medium', 'high'"),
         (["--seed", "1"], "prompt"),
         (["Hi", "--device", "abacus"], "'cpu', 'cuda'"),

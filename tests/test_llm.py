@@ -8,13 +8,16 @@ import math
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from models import GREEDY, HELLO, PATIENCE, SMALL, saying, spelled
 from recompute import Recompute
 
@@ -27,6 +30,7 @@ from simplellm import (
     Tool,
     ToolCall,
 )
+from simplellm.outputs import merge
 from simplellm.request import Request
 from simplellm.tokenizer import TokenizerError
 
@@ -265,6 +269,176 @@ def test_ten_thousand_prompts_and_one_in_one_call(folder: Path) -> None:
         assert len(outputs) == 10_010
 
 
+def test_a_stop_token_leaves_the_text_unless_it_is_included(llm: LLM, say: Any) -> None:
+    """As in vLLM's V1, where the token remains among the token ids."""
+    script = llm.tokenizer.encode("one two three four")
+    text = llm.tokenizer.decode(script[:2])
+    say([*script, llm.tokenizer.special["<|return|>"]])
+    options: dict[str, Any] = {"stop_token_ids": [script[2]]}
+    for kept in (False, True):
+        options["include_stop_str_in_output"] = kept
+        (output,) = llm.generate("x", **options)
+        assert output.text == (llm.tokenizer.decode(script[:3]) if kept else text)
+        assert output.token_ids == script[:3] and output.stop_reason == script[2]
+        parts = list(llm.stream("x", **options))
+        assert "".join(part.text for part in parts) == output.text
+        assert parts[-1].stop_reason == script[2]
+    (output,) = llm.generate("x", stop=" thr", include_stop_str_in_output=True)
+    assert output.text == "one two thr" and output.stop_reason == " thr"
+    for options in ({}, {"skip_special_tokens": False}):
+        (output,) = llm.generate("x", **options)
+        assert output.text == "one two three four" and output.stop_reason is None
+        assert output.finish_reason == "stop"
+    options = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    (output,) = llm.generate("x", **options)
+    assert output.text == "one two three four<|return|>"
+    say("<|channel|>final<|message|>one two three<|return|>")
+    turn = llm.chat(HELLO, stop="two", include_stop_str_in_output=True)
+    assert turn.content == "one two" and turn.stop_reason == "two"
+
+
+def test_a_stop_string_in_the_first_min_tokens_ends_nothing(llm: LLM, say: Any) -> None:
+    say(spelled("abcabcabc"))
+    (output,) = llm.generate("x", stop="c", min_tokens=3)
+    assert output.text == "abcab" and output.finish_reason == "stop"
+    (output,) = llm.generate("x", stop="c", min_tokens=7, max_tokens=8)
+    assert output.text == "abcabcab" and output.finish_reason == "length"
+    header = llm.tokenizer.encode("<|channel|>final<|message|>", special=True)
+    say([*header, *spelled("abcabcabc")])
+    turn = llm.chat(HELLO, stop="c", min_tokens=len(header) + 3)
+    assert turn.content == "abcab" and turn.finish_reason == "stop"
+
+
+def test_without_max_tokens_there_is_as_much_as_there_is_room(folder: Path) -> None:
+    with LLM(folder, SMALL, device="cpu", max_model_len=40) as llm:
+        (output,) = llm.generate([5] * 10, max_tokens=None, **GREEDY)
+        assert len(output.token_ids) == 30 and output.finish_reason == "length"
+        params = SamplingParams(max_tokens=None, **GREEDY)
+        assert len(llm.generate([5] * 39, params)[0].token_ids) == 1
+
+
+def test_prompts_may_be_arrays(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 3, **GREEDY}
+    right = llm.generate([[5, 6, 7], [8, 9, 10]], **options).result()
+    both = np.array([[5, 6, 7], [8, 9, 10]])
+    for prompts in (both, torch.from_numpy(both), list(both), list(both.astype("u2"))):
+        assert llm.generate(prompts, **options).result() == right
+    for prompt in (both[0], torch.tensor([5, 6, 7]), list(both[0]), tuple(both[0])):
+        assert llm.generate(prompt, **options).result() == right[:1]
+    for odd in (np.array(5), np.array([0.5]), np.array([True, False])):
+        with pytest.raises(TypeError, match="expected"):
+            llm.generate(odd)
+
+
+def test_outputs_tell_where_they_come_from(llm: LLM) -> None:
+    before = time.monotonic()
+    params = SamplingParams(n=2, max_tokens=4, seed=1, logprobs=0, ignore_eos=True)
+    outputs = llm.generate(["What is", [5, 6]], params).result()
+    prompts = [(output.prompt, output.index) for output in outputs]
+    assert prompts == [("What is", 0), ("What is", 1), (None, 0), (None, 1)]
+    for output in outputs:
+        wanted = sum(entry.logprob for entry in output.logprobs)
+        assert output.cumulative_logprob == pytest.approx(wanted)
+        times = output.metrics
+        assert before < times.arrival_time < times.first_token_time
+        assert times.first_token_time < times.finished_time < time.monotonic()
+        assert times.preemptions == 0
+    assert len(llm.generate([5], params, n=3)) == 3  # the keyword wins
+    llm.generate([5] * 40, max_tokens=1).result()
+    again = llm.generate([5] * 40)
+    assert again[0].num_cached_tokens >= 36 and again[0].cumulative_logprob is None
+    *_, last = llm.stream("What is", max_tokens=3, ignore_eos=True)
+    assert last.prompt == "What is" and last.metrics.finished_time is not None
+    with pytest.raises(ValueError, match="n is 2; expected 1 for a stream"):
+        llm.stream([5], n=2)
+
+
+def test_preemptions_are_told(folder: Path) -> None:
+    with LLM(folder, replace(SMALL, num_pages=20), device="cpu") as llm:
+        outputs = llm.generate([[n] for n in range(8)], max_tokens=30, **GREEDY)
+        told = sum(output.metrics.preemptions for output in outputs)
+        assert told == llm.stats().preemptions > 0
+
+
+def test_several_conversations_get_an_answer_each(llm: LLM, say: Any) -> None:
+    say("<|channel|>final<|message|>132<|return|>")
+    several = [HELLO, [{"role": "user", "content": "47 + 85?"}]]
+    answers = llm.chat(several, n=2)
+    assert [len(answer.choices) for answer in answers] == [2, 2]
+    assert {answer.content for answer in answers} == {"132"}
+    assert [answer.usage for answer in llm.chat(several)] != [answers[0].usage] * 2
+    future = llm.chat_future(several)
+    assert len(future) == 2 and future[1].content == "132"
+    assert asyncio.run(awaited(llm.chat_future(HELLO))).content == "132"
+
+
+async def awaited(future: Any) -> Any:
+    return await future
+
+
+def test_a_chat_may_know_the_date(llm: LLM) -> None:
+    def prompt(**options: Any) -> str:
+        return llm.tokenizer.decode(llm.door.ask_chat(HELLO, **options).tokens)
+
+    assert "Current date: 2026-11-22" in prompt(current_date="2026-11-22")
+    assert "Current date" not in prompt()
+
+
+def test_a_bar_counts_what_is_done(llm: LLM, capsys: Any) -> None:
+    llm.generate([[5], [6]], n=2, max_tokens=1, use_tqdm=True).result()
+    assert "4/4" in capsys.readouterr().err
+    llm.generate([5], max_tokens=1).result()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": "1"}, "temperature"),
+        ({"stop": ["x"] * 100}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {5: 101}}, "logit_bias"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 0}, "n"),
+        ({"foo": 1}, "foo"),
+        ({"prompts": []}, "prompts"),
+        ({"prompts": [[]]}, "prompt"),
+        ({"prompts": [[0.5]]}, "prompt"),
+        ({"prompts": [5] * 100_000}, "prompt"),
+        ({"sampling_params": 3}, "sampling_params"),
+        ({"timeout": -1}, "timeout"),
+    ],
+)
+def test_an_error_names_its_parameter(
+    llm: LLM, options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        llm.generate(options.pop("prompts", [5]), **options)
+    assert error.value.param == param  # type: ignore[attr-defined, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "boss"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": 5}, "tools"),
+    ],
+)
+def test_an_error_of_a_chat_names_its_parameter(
+    llm: LLM, options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        llm.chat(options.pop("messages", HELLO), **options)
+    assert error.value.param == param  # type: ignore[attr-defined, union-attr]
+
+
 # Text
 
 
@@ -483,7 +657,7 @@ def test_chat_for_coroutines(llm: LLM, say: Any, streamed: bool) -> None:
 
     async def parts() -> None:
         deltas = [delta async for delta in llm.stream_chat_async(HELLO)]
-        assert deltas == list(llm.stream_chat(HELLO))
+        assert merge(deltas) == merge(llm.stream_chat(HELLO))
         final = [delta.text for delta in deltas if delta.channel == "final"]
         assert "".join(final) == "132"
 

@@ -29,8 +29,8 @@ from simplellm import (
     QueueFullError,
     RequestOutput,
     SamplingParams,
-    inbox,
     load_model,
+    streams,
 )
 from simplellm.engine import Engine
 from simplellm.request import Request
@@ -391,8 +391,8 @@ def test_a_slow_coroutine_gets_everything_and_little_waits(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = start(num_pages=600, page_size=4)
-    monkeypatch.setattr(inbox, "MANY", 3)
-    monkeypatch.setattr(inbox, "LONG", 20)
+    monkeypatch.setattr(streams, "MANY", 3)
+    monkeypatch.setattr(streams, "LONG", 20)
 
     async def main() -> None:
         replies = llm.replies([asked(llm, [n], max_tokens=100) for n in (1, 2)])

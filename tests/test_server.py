@@ -1,13 +1,14 @@
 """The server over HTTP: what it answers, and how it refuses."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from models import HELLO, SMALL, TOKENIZER, saying
+from models import HELLO, SMALL, TOKENIZER, saying, until
 from serving import NAME, Served, serving
 
 from simplellm import LLM, QueueFullError
@@ -352,7 +353,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
         {"messages": [{"role": "tool", "tool_call_id": "x", "content": ""}]},
         "messages[0].tool_call_id",
     ),
-    ({"messages": [{"role": "assistant", "reasoning": 5}]}, None),
+    ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
     ({"messages": HELLO, "tools": [{}]}, "tools[0]"),
     ({"messages": HELLO, "tools": {}}, "tools"),
     ({"messages": HELLO, "tools": TOOLS * 2}, "tools[1].name"),
@@ -480,6 +483,27 @@ def test_request_ids_go_through(served: Served) -> None:
     assert id_of("x" * 1000).startswith("req-")
     answer = served.client.get("/nowhere", headers={"x-request-id": "lost"})
     assert answer.headers["x-request-id"] == "lost"
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_the_access_log(
+    served: Served, caplog: pytest.LogCaptureFixture, prompts: bool
+) -> None:
+    """A line for each request; what a client wrote is in none, unless asked for."""
+    caplog.set_level(logging.INFO, "simplellm.access")
+    with serving(served.service.llm, log_prompts=prompts) as other:
+        other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        other.post(COMPLETE, {"prompt": {"a": "secret"}})
+        other.events(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
+        other.client.get("/health")
+        until(lambda: len(caplog.messages) == 4)
+    lines = [json.loads(message) for message in caplog.messages]
+    assert [line["status"] for line in lines] == [200, 400, 200, 200]
+    assert [line["path"] for line in lines] == [COMPLETE] * 3 + ["/health"]
+    assert lines[0]["completion_tokens"] == lines[2]["completion_tokens"] == 2
+    assert lines[1]["param"] == "prompt"
+    assert all(line["seconds"] >= 0 and line["request_id"] for line in lines)
+    assert ("secret" in "".join(caplog.messages)) == prompts
 
 
 def test_a_full_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

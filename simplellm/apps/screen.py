@@ -12,7 +12,7 @@ from simplellm.apps.calculator import call_tool
 from simplellm.harmony import Delta
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from simplellm.reader import Stream
+    from simplellm.streams import Stream
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 

@@ -47,6 +47,11 @@ AccessLog = Annotated[
 ]
 
 
+def served_name(model: str | None) -> str:
+    """What clients call a checkpoint unless they are told otherwise."""
+    return EMBEDDED_NAME if model is None else Path(model).resolve().name
+
+
 def serve_model(
     model: ServedModel = None,
     host: Host = "127.0.0.1",
@@ -79,7 +84,7 @@ def serve_model(
             "pip install 'simplellm[serve]' brings"
         ) from None
     options = Options(
-        names=served_model_name or [Path(model).name if model else EMBEDDED_NAME],
+        names=served_model_name or [served_name(model)],
         host=host,
         port=port,
         key=api_key,

@@ -60,6 +60,8 @@ def assistant_messages(
 ) -> list[Message]:
     """What an assistant's message is in harmony; ``text`` is its content."""
     thought = message.get("reasoning") or message.get("reasoning_content")
+    ok = isinstance(thought, str | None)
+    expect(ok, f"{where}.reasoning", thought, "a str", TypeError)
     calls = message.get("tool_calls") or ()
     ok = isinstance(calls, list | tuple)
     expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)

@@ -17,7 +17,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from simplellm.server import chat, completions, facts
-from simplellm.server.endpoint import Call, Endpoint, GoneError, Service, as_json
+from simplellm.server.endpoint import (
+    LOGGER,
+    Call,
+    Endpoint,
+    GoneError,
+    Service,
+    as_json,
+)
 from simplellm.server.errors import (
     APIError,
     as_api_error,
@@ -25,7 +32,6 @@ from simplellm.server.errors import (
 )
 from simplellm.server.openapi import document_endpoints
 
-LOGGER = logging.getLogger("simplellm.server")
 ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
@@ -51,8 +57,6 @@ class Gate:
         self.forms = {e.path: e.form for e in endpoints}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # a websocket, of which there are none
-            raise RuntimeError(f"{scope['type']} is not served; expected http")
         request = HTTPRequest(scope)
         call = Call(self.service, request, request_id(request))
         scope["call"] = call
@@ -75,7 +79,7 @@ class Gate:
             call.facts["gone"] = True
         except Exception as error:
             found = self.explain(error, call)
-            call.facts["error"] = found.message
+            call.fail(found)
             if status:  # the answer has begun: the connection breaks off
                 LOGGER.exception("request %s failed in its answer", call.id)
                 raise

@@ -17,6 +17,7 @@ from simplellm.request import Request, SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")
+MAX_COPIES = 2**24  # tokens of prompts that the samples of one call may hold
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,9 @@ class SampledBody:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def __post_init__(self) -> None:
-        options = self.stream_options
-        expect(
-            options is None or self.stream,
-            "stream_options",
-            options,
-            "none without stream",
-        )
+        if self.stream_options is not None and not self.stream:
+            wrong = "stream_options are given; expected none without stream"
+            raise about(ValueError(wrong), "stream_options")
 
 
 def own_fields(kind: Any) -> dict[str, Field[Any]]:
@@ -190,9 +187,13 @@ def parse_json(raw: bytes) -> Any:
 
 
 def checked_samples(requests: list[Request], n: int) -> list[Request]:
-    """The prompts of a call, if their samples are not too many."""
-    most = MAX_SAMPLES // len(requests)
-    wanted = f"at most {most} for {len(requests)} prompts"
+    """The prompts of a call, if their samples are not too many.
+
+    Each sample has a copy of its prompt, so that long prompts allow fewer.
+    """
+    tokens = sum(len(request.tokens) for request in requests)
+    most = min(MAX_SAMPLES // len(requests), MAX_COPIES // tokens)
+    wanted = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
     expect(n <= most, "n", n, wanted)
     return requests
 

@@ -15,6 +15,7 @@ from simplellm.server.bodies import (
     SHARED_NEUTRAL,
     Neutral,
     SampledBody,
+    checked_samples,
 )
 from simplellm.server.deltas import Turn, message_of_choice
 from simplellm.server.endpoint import (
@@ -111,7 +112,8 @@ class Chat(Generation):
             priority=body.priority,
             **params,
         )
-        super().__init__([asked], n=body.n, chat=True, stream=body.stream)
+        requests = checked_samples([asked], body.n)
+        super().__init__(requests, n=body.n, chat=True, stream=body.stream)
         self.body, self.tokenizer = body, door.need_tokenizer()
         self.id, self.created = new_id("chatcmpl"), int(time.time())
         self.turns = [Turn() for _ in range(body.n)]

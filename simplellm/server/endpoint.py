@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ from simplellm.request import Request
 from simplellm.server import sse
 from simplellm.server.bodies import known_names, parse_json, read_body
 from simplellm.server.errors import (
+    UNMEANT,
     APIError,
     as_api_error,
     openai_form,
@@ -33,6 +35,7 @@ MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
 # other stream, would wait for it for some milliseconds.
 LARGE_BODY = 16 * 2**10
+LOGGER = logging.getLogger("simplellm.server")
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
@@ -82,6 +85,14 @@ class Call:
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def fail(self, error: APIError) -> None:
+        """Note what went wrong; a message may quote the body, and so a prompt."""
+        self.facts["error"] = error.code or error.type
+        if error.param is not None:
+            self.facts["param"] = error.param
+        if self.service.log_prompts:
+            self.facts["message"] = error.message
+
 
 class Generation:
     """The requests of a body, and what the client is told of their replies.
@@ -130,6 +141,7 @@ class Endpoint:
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
     open: bool = False  # whether it needs no key, and answers while the server drains
+    media: str = "application/json"  # what it answers with, streams aside
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
@@ -139,7 +151,9 @@ class Endpoint:
         service = call.service
         if not self.open:
             service.check()
-        raw = await body_of(call.request) if self.body is not None else b""
+        raw = b""
+        if self.body is not None:
+            raw = await body_of(call.request, service.timeout)
         call.facts["bytes"] = len(raw)
         try:
             if len(raw) > LARGE_BODY:
@@ -150,7 +164,13 @@ class Endpoint:
                 answer = await answer
         except Exception as error:
             known = known_names(self.body) if self.body is not None else ()
-            raise as_api_error(error, known) or error from error
+            if (found := as_api_error(error, known)) is None:
+                raise
+            if isinstance(error, UNMEANT):
+                LOGGER.warning(
+                    "request %s is refused by accident", call.id, exc_info=True
+                )
+            raise found from None
         if isinstance(answer, Generation):
             await while_there(receive, generate(call, answer, send))
             return
@@ -179,29 +199,34 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def body_of(request: HTTPRequest) -> bytes:
-    """The body of a request, as long as it is JSON and not too long."""
+async def body_of(request: HTTPRequest, seconds: float) -> bytes:
+    """The body of a request that is JSON and not too long; it may take ``seconds``."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another site can send anything else without asking the browser first.
     if kind != "application/json":
         message = f"the content-type is {kind!r}; expected application/json"
         raise APIError(415, message, code="unsupported_media_type")
-    said = request.headers.get("content-length", "0")
-    size = int(said) if said.isdecimal() else 0
-    chunks: list[bytes] = []
+    said = request.headers.get("content-length", "")
+    check_size(int(said) if said.isdecimal() else 0)
+    body = bytearray()
     try:
-        while size <= MAX_BODY:
+        async with asyncio.timeout(seconds):
             async for chunk in request.stream():
-                chunks.append(chunk)
-                if sum(map(len, chunks)) > MAX_BODY:
-                    break
-            else:
-                return b"".join(chunks)
-            size = MAX_BODY + 1
+                body += chunk
+                check_size(len(body))
     except ClientDisconnect:
         raise GoneError from None
-    message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
-    raise APIError(413, message, code="body_too_large")
+    except TimeoutError:
+        message = f"the body did not come within {seconds} seconds"
+        raise APIError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def check_size(length: int) -> None:
+    """Raise APIError if a body of so many bytes is too long."""
+    if length > MAX_BODY:
+        message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
+        raise APIError(413, message, code="body_too_large")
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -247,7 +272,7 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
         found = as_api_error(error)
         if not started or found is None:
             raise
-        call.facts["error"] = found.message
+        call.fail(found)
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):

@@ -6,8 +6,10 @@ from typing import Any
 
 from simplellm.request import EngineError, QueueFullError
 
-# What the door raises for a body that it does not take: JSON can go wrong in many ways.
-REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+# JSON can go wrong in many ways. A body that has got past the checks is still to blame
+# for what it then breaks, but that is worth a line in the log.
+UNMEANT = (LookupError, AttributeError, RecursionError)
+REFUSALS = (TypeError, ValueError, *UNMEANT)
 RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
 
 

@@ -9,6 +9,8 @@ from simplellm.config import expect
 from simplellm.request import EngineError
 from simplellm.server.endpoint import Call, Endpoint
 
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
 
 def model_card(call: Call, name: str) -> dict[str, Any]:
     """A served model as OpenAI's list has it."""
@@ -103,8 +105,8 @@ def health(call: Call) -> dict[str, Any]:
 
 
 def metrics(call: Call) -> Response:
-    kind = "text/plain; version=0.0.4; charset=utf-8"
-    return Response(call.service.metrics.text(), headers={"content-type": kind})
+    text = call.service.metrics.text()
+    return Response(text, headers={"content-type": PROMETHEUS})
 
 
 FACTS = [
@@ -144,6 +146,7 @@ FACTS = [
         path="/metrics",
         answer=metrics,
         open=True,
+        media="text/plain",
         summary="Counts and times, for Prometheus.",
     ),
 ]

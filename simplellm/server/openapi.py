@@ -94,7 +94,7 @@ SHARED = {
                             "required": ["name", "arguments"],
                             "properties": {
                                 "name": {"type": "string"},
-                                "arguments": {"type": "string"},
+                                "arguments": {},
                             },
                         },
                     },
@@ -123,6 +123,7 @@ STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
     404: "There is no such model or object.",
+    408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not application/json.",
     429: "The queue is full; Retry-After says when to try again.",
@@ -193,7 +194,7 @@ def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     """What the document says of one endpoint."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     answers: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {"application/json": {}}}
+        "200": {"description": "The answer.", "content": {endpoint.media: {}}}
     }
     if endpoint.body is not None and "stream" in own_fields(endpoint.body):
         answers["200"]["content"]["text/event-stream"] = {}
@@ -269,6 +270,7 @@ def document_endpoints(
             path="/docs",
             answer=get_page,
             open=True,
+            media="text/html",
             summary="It as a page.",
         ),
     ]

@@ -16,9 +16,8 @@ import uvicorn
 from simplellm.config import expect
 from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
-from simplellm.server.endpoint import Service
+from simplellm.server.endpoint import LOGGER, Service
 
-LOGGER = logging.getLogger("simplellm.server")
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
 
@@ -117,6 +116,7 @@ def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
         log_config=None,
         access_log=False,  # ours has the tokens too
         lifespan="off",
+        ws="none",
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
