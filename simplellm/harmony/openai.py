@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.config import expect, expect_type, one_of
+from simplellm.config import about, expect, expect_type, one_of
 from simplellm.harmony.message import ROLES, Message
 from simplellm.harmony.parse import ToolCall
 from simplellm.harmony.schema import Tool, as_tools, developer_text
@@ -103,7 +103,11 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
     ok = isinstance(name, str) and "arguments" in function
     expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            wrong = f"arguments of {where} are nested too deep; expected fewer levels"
+            raise about(ValueError(wrong), where) from None
     return Message(
         "assistant",
         arguments,

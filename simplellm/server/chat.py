@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
 from simplellm.config import declared, expect, one_of
@@ -80,7 +81,7 @@ class ChatBody(SampledBody):
         expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
         choice = self.tool_choice
         if isinstance(choice, dict) or choice == "required":
-            message = f"tool_choice {choice!r} is not supported: {NEEDS_GRAMMAR}"
+            message = f"tool_choice {short(choice)} is not supported: {NEEDS_GRAMMAR}"
             code = "unsupported_parameter"
             raise APIError(400, message, param="tool_choice", code=code)
         one_of("tool_choice", choice, (None, "auto", "none", "required"))
