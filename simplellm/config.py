@@ -127,17 +127,11 @@ def check_number(
     expect(inside, name, value, wanted)
 
 
-def as_tuple(name: str, entries: Any, kind: type) -> tuple[Any, ...]:
-    """A list or tuple of ``kind`` as a tuple, None as (); TypeError for all else."""
-    entries = () if entries is None else entries
-    listed = isinstance(entries, list | tuple)
-    ok = listed and all(isinstance(entry, kind) for entry in entries)
-    expect(ok, name, entries, f"a list of {kind.__name__}", TypeError)
-    return tuple(entries)
-
-
-def check_texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> None:
-    """Raise ValueError for too many ``texts``, too long ones and empty ones."""
+def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+    """One text, a list of them, or None for none. Raises TypeError or ValueError."""
+    texts = (value,) if isinstance(value, str) else () if value is None else value
+    ok = isinstance(texts, list | tuple) and all(isinstance(x, str) for x in texts)
+    expect(ok, name, texts, "a list of str", TypeError)
     characters = sum(map(len, texts))
     if len(texts) > most or characters > most_chars:
         wrong = (
@@ -146,6 +140,17 @@ def check_texts(name: str, texts: Sequence[str], most: int, most_chars: int) -> 
         )
         raise about(ValueError(wrong), name)
     expect("" not in texts, name, texts, "texts that are not empty")
+    return tuple(texts)
+
+
+def as_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A list of token ids, or None for none. Raises TypeError or ValueError."""
+    ids = () if value is None else value
+    ok = isinstance(ids, list | tuple) and all(isinstance(x, int) for x in ids)
+    expect(ok, name, ids, "a list of int", TypeError)
+    for token in ids:
+        check_number(f"an entry of {name}", token, int, 0, MAX_SIZE)
+    return tuple(ids)
 
 
 def check_value(name: str, value: Any, spec: Field) -> None:

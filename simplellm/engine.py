@@ -95,6 +95,7 @@ class Engine:
         """Send out what became of a request."""
         if logprobs is not None:
             logprobs = logprobs[: len(tokens)]
+        # They leave once, and nothing of the prompt is scored again.
         scores, request.prompt_logprobs = request.prompt_logprobs, None
         event = Event(
             number=request.number,

@@ -4,25 +4,22 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from simplellm.config import (
-    MAX_SIZE,
-    as_tuple,
-    check_number,
-    check_texts,
-    declared,
-    expect,
-)
+from simplellm.config import MAX_SIZE, as_ids, as_texts, check_number, declared, expect
 from simplellm.config import check as check_declared
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
-# Bad words cost as much as their tokens at the beginning, and little at each step.
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 2**16
+TEXTS = (
+    ("stop", MAX_STOPS, MAX_STOP_CHARACTERS),
+    ("bad_words", MAX_BAD_WORDS, MAX_BAD_CHARACTERS),
+)
 UNKNOWN = -1  # stands for a token that is being computed
 
 
@@ -63,12 +60,12 @@ class SamplingParams:
     presence_penalty: float = declared(0.0, low=-2, high=2)
     frequency_penalty: float = declared(0.0, low=-2, high=2)
     stop: str | Sequence[str] = ()  # text that ends the output, left out of it
-    include_stop_str_in_output: bool = False  # then it isn't
+    include_stop_str_in_output: bool = False  # then it is part of the output
     stop_token_ids: Sequence[int] = ()  # None is (), here, for stop and for bad_words
     ignore_eos: bool = False
-    # Texts that are never completed: the last token of one, as the tokenizer cuts it at
-    # the beginning of a text or after a space, is ruled out where the others stand.
-    bad_words: Sequence[str] = ()
+    # Texts that never come: once the output has all of one's tokens but the last, that
+    # is ruled out. They are those of the text at a beginning and those after a space.
+    bad_words: str | Sequence[str] = ()
     allowed_token_ids: Sequence[int] | None = None  # no others are drawn; None: all
     skip_special_tokens: bool = True  # control tokens are no part of the text
     # None: a new one for each request.
@@ -80,21 +77,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
-            entries = getattr(self, name)
-            if entries is not None or name != "allowed_token_ids":
-                kind = int if name.endswith("_ids") else str
-                object.__setattr__(self, name, as_tuple(name, entries, kind))
+        put = partial(object.__setattr__, self)  # past what makes it frozen
+        for name, *limits in TEXTS:
+            put(name, as_texts(name, getattr(self, name), *limits))
+        put("stop_token_ids", as_ids("stop_token_ids", self.stop_token_ids))
+        if (some := self.allowed_token_ids) is not None:
+            put("allowed_token_ids", as_ids("allowed_token_ids", some))
+            expect(some, "allowed_token_ids", some, "at least one token id, or None")
         check_declared(self)
-        check_texts("stop", self.stop, MAX_STOPS, MAX_STOP_CHARACTERS)
-        check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_CHARACTERS)
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                check_number(f"an entry of {name}", token, int, 0, MAX_SIZE)
-        none = self.allowed_token_ids == ()
-        expect(not none, "allowed_token_ids", [], "at least one token id, or None")
         most, least = self.max_tokens, self.min_tokens
         wanted = f"at most max_tokens, {most}"
         expect(most is None or least <= most, "min_tokens", least, wanted)
@@ -103,7 +93,7 @@ class SamplingParams:
         ok = isinstance(self.logit_bias, Mapping | None)
         expect(ok, "logit_bias", self.logit_bias, "a dict", TypeError)
         if self.logit_bias is not None:  # a copy: nobody changes what was checked
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            put("logit_bias", dict(self.logit_bias))
         for token, bias in (self.logit_bias or {}).items():
             check_number("a logit_bias token id", token, int, 0, MAX_SIZE)
             check_number(f"logit_bias of token {token}", bias, float, -100, 100)
@@ -145,8 +135,9 @@ class Request:
     priority: int = 0  # the lower, the sooner, as in vLLM
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
-    # Whether its next step cannot be prepared before its last token is known, as when a
-    # grammar says what may follow. Such a request sits out while that is computed.
+    # Whether its next step cannot be prepared before its last token is known, as when
+    # that may begin a bad word or a grammar says what may follow. Such a request sits
+    # out while that is computed.
     needs_last_token: bool = False
     submitted: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text

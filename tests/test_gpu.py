@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("triton")
 from stepping import make_engine
 from test_runner import PROMPTS, answers
 
-from simplellm import LLM, EngineConfig, RequestOutput, load_model
+from simplellm import LLM, EngineConfig, RequestOutput, SamplingParams, load_model
 from simplellm.graphs import bucket_sizes
 from simplellm.kernels.fused import fused
 from simplellm.runner import Runner
@@ -165,3 +166,77 @@ def test_four_layers_in_the_width_of_120b_are_as_exact_as_plain_bfloat16() -> No
     for row in fused:
         assert row["median"] <= 1.05 * plain["median"]
         assert row["same_argmax"] >= plain["same_argmax"] - 0.02
+
+
+def test_what_is_ruled_out_never_comes(llm: LLM) -> None:
+    """In graphs and overlapping steps, beside rows whose bits stay what they were."""
+    asked = prompts(64, seed=3)
+    plain = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
+    usual = llm.generate(asked, plain).result(timeout=120)
+    words = ["a", "1", "="]
+    # Bad words of one token, so that nobody sits out a step and all batches are alike.
+    single = [word for word in words if len(llm.tokenizer.encode(" " + word)) == 1]
+    assert single
+    some = [
+        plain,
+        replace(plain, allowed_token_ids=[*range(7, 500, 3)]),
+        replace(plain, bad_words=single, temperature=1.0, seed=5),
+        replace(plain, min_tokens=24, stop_token_ids=[*range(20)]),
+    ]
+    params = [some[number % 4] for number in range(64)]
+    outputs = llm.generate(asked, params).result(timeout=120)
+    for number, (output, before) in enumerate(zip(outputs, usual, strict=True)):
+        tokens = {*output.token_ids}
+        if number % 4 == 0:
+            assert bits([output]) == bits([before])
+        elif number % 4 == 1:
+            assert tokens <= {*range(7, 500, 3)}
+        elif number % 4 == 2:
+            ids = {llm.tokenizer.encode(word)[0] for word in single}
+            assert not tokens & ids
+        else:
+            assert not {*output.token_ids[:24]} & {*range(20)}
+            assert len(output.token_ids) == 24
+
+
+def test_bad_words_of_several_tokens_never_come(llm: LLM) -> None:
+    """Each request sits out a step in two, and none completes a pair it usually has."""
+    asked = prompts(32, seed=3)
+    options: dict[str, Any] = dict(max_tokens=40, ignore_eos=True, temperature=0)
+    usual = llm.generate(asked, **options).result(timeout=120)
+    decode = llm.tokenizer.decode
+    words = [decode(output.token_ids[3:6]).strip() for output in usual]
+    params = [
+        SamplingParams(**options, bad_words=[word] if word else []) for word in words
+    ]
+    outputs = llm.generate(asked, params).result(timeout=120)
+    several = 0
+    for output, word in zip(outputs, words, strict=True):
+        for text in (word, " " + word) if word else ():
+            bad = llm.tokenizer.encode(text)
+            several += len(bad) > 1
+            found = [
+                output.token_ids[place : place + len(bad)]
+                for place in range(len(output.token_ids))
+            ]
+            assert bad not in found
+    assert several >= 32
+
+
+def test_prompts_are_scored(llm: LLM) -> None:
+    """As `Model.logits` scores them, up to bfloat16, chunk by chunk."""
+    asked = prompts(40, seed=5)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3)
+    outputs = llm.generate(asked, params).result(timeout=120)
+    errors = []
+    for ids, output in zip(asked, outputs, strict=True):
+        wanted = llm.model.logits(ids).log_softmax(-1).cpu()
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(ids)
+        for place, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None and entry.token_id == ids[place + 1]
+            assert len(entry.top) == 3
+            errors.append(abs(entry.logprob - wanted[place, ids[place + 1]].item()))
+    found = torch.tensor(errors)
+
+    assert found.median() < 0.02 and found.quantile(0.99) < 1.0

@@ -581,7 +581,8 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
         ("max_tokens", 0, "max_tokens is 0; expected 1 or more, or prompt_logprobs"),
         ("min_tokens", -1, "min_tokens is -1"),
         ("min_tokens", 257, "min_tokens is 257; expected at most max_tokens, 256"),
-        ("bad_words", "a", "bad_words is 'a'; expected a list of str"),
+        ("bad_words", [5], "bad_words is [5]; expected a list of str"),
+        ("bad_words", "a" * (2**16 + 1), "bad_words has 1 texts of 65537 characters"),
         ("bad_words", ["a", ""], "bad_words is"),
         ("bad_words", ["a"] * (MAX_BAD_WORDS + 1), "bad_words has 1025 texts"),
         ("allowed_token_ids", [], "expected at least one token id, or None"),
@@ -649,6 +650,7 @@ def test_what_was_checked_cannot_be_changed_later() -> None:
 def test_stop_is_normalized() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(bad_words="a").bad_words == ("a",)
 
 
 def test_none_stops_nothing_as_in_vllm() -> None:

@@ -55,6 +55,7 @@ def test_a_completion(served: Served) -> None:
         "text": text,
         "logprobs": None,
         "finish_reason": "length",
+        "stop_reason": None,
     }
     assert found["usage"] == {
         "prompt_tokens": 1,
@@ -255,7 +256,7 @@ def test_stop_strings(served: Served) -> None:
         body = {"messages": HELLO, "stop": "3"}
         (choice,) = served.post(CHAT, body).json()["choices"]
     assert choice["message"]["content"] == "1"
-    assert choice["finish_reason"] == "stop"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "3")
 
 
 def test_models(served: Served) -> None:
@@ -293,6 +294,7 @@ def test_health_and_metrics(served: Served) -> None:
         "simplellm:prompt_tokens_total{",
         "simplellm:prefix_cache_hits_total{",
         "simplellm:time_to_first_token_seconds_bucket{",
+        "simplellm:request_time_per_output_token_seconds_count{",
         "simplellm:e2e_request_latency_seconds_count{",
         'simplellm:request_success_total{engine="0",finished_reason="length"',
     ):
@@ -529,7 +531,7 @@ def test_the_access_log(
     caplog.set_level(logging.INFO, "simplellm.access")
     with serving(served.service.llm, log_prompts=prompts) as other:
         other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
-        until(lambda: len(caplog.messages) == 1)  # it comes after the answer
+        until(lambda: len(caplog.messages) == 1)  # a line comes behind the answer
         other.post(COMPLETE, {"prompt": {"a": "secret"}})
         until(lambda: len(caplog.messages) == 2)
         other.events(COMPLETE, {"prompt": "a secret", "max_tokens": 2})

@@ -124,7 +124,9 @@ def test_a_reader_that_does_not_read(served: Served) -> None:
     until(lambda: idle(llm))
     answer = served.post(COMPLETE, {"prompt": "x", "max_tokens": 2})
     assert answer.status_code == 200
-    assert served.service.running == 1  # it is not over: nobody has read it
+    until(lambda: served.service.running == 1)
+    time.sleep(0.2)
+    assert served.service.running == 1  # it isn't over: nobody has read it
     raw = everything(client)
     client.close()
     events = events_of(unchunked(raw))
@@ -300,6 +302,15 @@ def test_bad_arguments(arguments: list[str], capsys: Any) -> None:
 
     assert cli.main(["serve", *arguments]) == 2
     assert capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(folder: Path, served: Served, capsys: Any) -> None:
+    from simplellm.apps import cli
+
+    assert cli.main(["serve", str(folder), "--port", str(served.port)]) == 2
+    assert f"port is {served.port}" in capsys.readouterr().err
+    assert cli.main(["serve", str(folder), "--host", "no.such.host.invalid"]) == 2
+    assert "host" in capsys.readouterr().err
 
 
 def test_the_fewest_requests_at_once(folder: Path) -> None:

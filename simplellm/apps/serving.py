@@ -1,5 +1,6 @@
 """The command `simplellm serve`: its options, before anything heavy is imported."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,7 +78,7 @@ def serve_model(
     screen = Screen()
     try:
         with screen.waiting("Starting PyTorch"):
-            from simplellm.server.serve import Options, serve
+            from simplellm.server.serve import Options, bind, serve
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{error.name} is not installed; expected what "
@@ -85,13 +86,14 @@ def serve_model(
         ) from None
     options = Options(
         names=served_model_name or [served_name(model)],
-        host=host,
-        port=port,
         key=api_key,
         timeout=timeout,
         grace=grace,
         log_level=log_level,
         access_log=access_log,
     )
-    with load_llm(model, device, screen, config) as llm:
-        return serve(llm, options, lambda line: screen.write(f"{line}\n", aside=True))
+    bound = bind(host, port)
+    with closing(bound), load_llm(model, device, screen, config) as llm:
+        return serve(
+            llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
+        )

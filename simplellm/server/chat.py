@@ -85,7 +85,7 @@ class ChatBody(SampledBody):
             code = "unsupported_parameter"
             raise APIError(400, message, param="tool_choice", code=code)
         one_of("tool_choice", choice, (None, "auto", "none", "required"))
-        ok = choice in (None, "none") or self.tools
+        ok = choice in (None, "none") or self.tools is not None
         expect(ok, "tool_choice", choice, "none without tools")
 
     @property
@@ -101,7 +101,7 @@ class Chat(Generation):
         body: ChatBody = call.body
         door = call.service.llm.door
         self.model = call.service.check_model(body.model)
-        params = {"max_tokens": door.max_model_len, **body.sampling}
+        params: dict[str, Any] = {"max_tokens": None, **body.sampling}
         if body.max_completion_tokens is not None:
             params["max_tokens"] = body.max_completion_tokens
         if body.logprobs or body.return_token_ids:  # parts have both or neither
@@ -139,14 +139,15 @@ class Chat(Generation):
         index: int,
         delta: dict[str, Any],
         part: Delta | None = None,
-        finish_reason: str | None = None,
+        end: ChatChoice | None = None,
     ) -> dict[str, Any]:
-        """One event of a stream, made of one part of one choice."""
+        """One event of a stream, made of one part of one choice, or of its end."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
             "logprobs": None,
-            "finish_reason": finish_reason,
+            "finish_reason": end and end.finish_reason,
+            "stop_reason": end and end.stop_reason,  # as vLLM has it
         }
         if part is not None:
             choice["logprobs"] = self.logprobs(part)
@@ -166,8 +167,7 @@ class Chat(Generation):
 
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
         events = [
-            self.event(index, {}, finish_reason=output.finish_reason)
-            for index, output in enumerate(outputs)
+            self.event(index, {}, end=output) for index, output in enumerate(outputs)
         ]
         if self.body.include_usage:
             end = self.object("chat.completion.chunk", [])
@@ -182,6 +182,7 @@ class Chat(Generation):
                 "message": message_of_choice(output),
                 "logprobs": self.logprobs(output),
                 "finish_reason": output.finish_reason,
+                "stop_reason": output.stop_reason,
             }
             if self.body.return_token_ids:
                 choice["token_ids"] = output.token_ids

@@ -77,9 +77,11 @@ class Completion(Generation):
             self.echoes = [decode(request.tokens) for request in requests]
         self.logprobs: list[LegacyLogprobs] = []
         if body.logprobs is not None:
-            tokenizer = door.need_tokenizer()
-            count = len(requests) * body.n
-            self.logprobs = [LegacyLogprobs(tokenizer) for _ in range(count)]
+            tokenizer, skip = door.need_tokenizer(), requests[0].params
+            self.logprobs = [
+                LegacyLogprobs(tokenizer, skip_special=skip.skip_special_tokens)
+                for _ in range(len(requests) * body.n)
+            ]
 
     def choice(
         self, index: int, part: RequestOutput, *, echo: bool = False
@@ -91,6 +93,7 @@ class Completion(Generation):
             "text": shown + part.text,
             "logprobs": None,
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,  # as vLLM has it
         }
         if part.logprobs is not None:
             choice["logprobs"] = self.logprobs[index].push(
@@ -141,6 +144,7 @@ class Completion(Generation):
                 "text": self.echoes[index // self.n],
                 "logprobs": None,
                 "finish_reason": None,
+                "stop_reason": None,
             }
             for index in range(len(self.requests) * self.n)
         ]

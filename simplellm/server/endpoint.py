@@ -30,7 +30,7 @@ from simplellm.server.errors import (
     openai_form,
     unavailable,
 )
-from simplellm.server.metrics import Metrics
+from simplellm.server.metrics import ServerMetrics
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
@@ -58,7 +58,7 @@ class Service:
     running: int = 0  # HTTP requests
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.llm, self.names[0])
+        self.metrics = ServerMetrics(self.llm, self.names[0])
 
     def check_model(self, name: str | None) -> str:
         """What the answer calls the model that a body asks for. Raises APIError."""
@@ -315,7 +315,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
         reasons = [output.finish_reason for output in outputs]
-        watch.done(usage)
+        watch.done(outputs, usage)
         call.facts |= facts_of(reasons, usage)
         if "abort" in reasons:
             raise unavailable("the server is shutting down", "shutting_down")

@@ -60,14 +60,11 @@ def unavailable(message: str, code: str) -> APIError:
 def param_of(error: Exception, known: Container[str]) -> str | None:
     """The parameter among ``known`` that a refusal is about, as far as it says so.
 
-    The refusal names it in its own words, such as "a token id of the prompt"; a path
-    such as "messages[0].role" stays whole.
+    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here.
     """
-    for word in re.findall(r"\w[\w.\[\]]*", getattr(error, "param", "")):
-        for name in (word, word.removesuffix("s")):
-            if re.split(r"[.\[]", name)[0] in known:
-                return name
-    return None
+    param = getattr(error, "param", "")
+    names = [param, param.removesuffix("s")]
+    return next((n for n in names if re.split(r"[.\[]", n)[0] in known), None)
 
 
 def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | None:

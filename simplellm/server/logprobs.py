@@ -49,8 +49,9 @@ class LegacyLogprobs:
     that only goes on with a character begins where that does.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self.tokenizer = tokenizer
+        self.skip_special = skip_special  # whether control tokens are no text
         self.offset = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -81,6 +82,7 @@ class LegacyLogprobs:
             found["token_logprobs"].append(logprob)
             found["top_logprobs"].append(named)
             found["text_offset"].append(self.offset)
-            spelled = self.tokenizer.token_bytes(token, skip_special=not prompt)
+            skip = self.skip_special and not prompt
+            spelled = self.tokenizer.token_bytes(token, skip_special=skip)
             self.offset += len(self.decoder.decode(spelled))
         return found

@@ -1,7 +1,8 @@
 """What /metrics tells: vLLM's names, which dashboards know, with our prefix.
 
-Counts come from the engine when they are asked for. Times are taken where a client
-would take them: when a part of a stream is about to be written.
+Counts come from the engine when they are asked for, and times of a whole request from
+its outputs. Only what passes between the parts of a stream is taken where they are
+written.
 """
 
 import time
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from simplellm.llm import LLM
-from simplellm.outputs import Usage
+from simplellm.outputs import ChatChoice, RequestOutput, Usage
 from simplellm.request import EngineError, Request
 
 PREFIX = "simplellm:"
@@ -26,7 +27,11 @@ WHOLE_ANSWER += [40, 50, 60, 120, 240, 480, 960, 1920]
 TOKENS = [m * 10**e for e in range(6) for m in (1, 2, 5)]
 COUNTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Until the first token of a stream.", FIRST_TOKEN),
+    "time_to_first_token_seconds": ("Until a sample's first token.", FIRST_TOKEN),
+    "request_time_per_output_token_seconds": (
+        "From token to token, on a sample's average.",
+        BETWEEN_PARTS,
+    ),
     "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN_PARTS),
     "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE_ANSWER),
     "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
@@ -49,19 +54,26 @@ class Watch:
         now = time.monotonic()
         if (before := self.latest.get(index)) is not None:
             self.times["inter_token_latency_seconds"].observe(now - before)
-        elif not self.latest:
-            self.times["time_to_first_token_seconds"].observe(now - self.start)
         self.latest[index] = now
 
-    def done(self, usage: Usage) -> None:
+    def done(self, outputs: Sequence[RequestOutput | ChatChoice], usage: Usage) -> None:
         """All replies are whole."""
+        for output in outputs:
+            if (found := output.metrics) is None or found.first_token_time is None:
+                continue
+            waited = found.first_token_time - found.arrival_time
+            self.times["time_to_first_token_seconds"].observe(waited)
+            later = len(output.token_ids) - 1
+            if later and found.finished_time is not None:
+                each = (found.finished_time - found.first_token_time) / later
+                self.times["request_time_per_output_token_seconds"].observe(each)
         seconds = time.monotonic() - self.start
         self.times["e2e_request_latency_seconds"].observe(seconds)
         self.times["request_prompt_tokens"].observe(usage.prompt_tokens)
         self.times["request_generation_tokens"].observe(usage.completion_tokens)
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of one server. It is also the collector of the engine's counts."""
 
     def __init__(self, llm: LLM, model: str) -> None:

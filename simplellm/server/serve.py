@@ -5,6 +5,7 @@ The event loop runs in the main thread, the engine and its text in threads of th
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,6 @@ class Options:
     """What the command line says of a server."""
 
     names: Sequence[str]  # that clients call the model
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes a free one
     key: str | None = None  # that clients must send
     timeout: float = 600.0
     grace: float = 30.0  # seconds for running requests once it is to end
@@ -94,7 +93,30 @@ def write_access_log() -> None:
     ACCESS.propagate = False
 
 
-def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address; nobody can connect before it listens.
+
+    So that a port which is taken is known before a model is loaded. Raises ValueError.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host is {host!r}, which has no address: {error}") from None
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        wrong = f"port is {port}, which {host} cannot give: {error.strerror}"
+        raise ValueError(f"{wrong}; expected a free one") from None
+    return bound
+
+
+def serve(
+    llm: LLM, options: Options, bound: socket.socket, tell: Callable[[str], object]
+) -> int:
     """Answer requests until a signal comes or the engine dies; the exit status.
 
     ``tell`` is given the line that says where the server is, once it listens.
@@ -111,8 +133,6 @@ def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
     )
     config = uvicorn.Config(
         make_app(service),
-        host=options.host,
-        port=options.port,
         log_config=None,
         access_log=False,  # ours has the tokens too
         lifespan="off",
@@ -120,7 +140,7 @@ def serve(llm: LLM, options: Options, tell: Callable[[str], object]) -> int:
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    DrainingServer(config, service, options.grace, tell).run()
+    DrainingServer(config, service, options.grace, tell).run([bound])
     if llm.engine.dead is not None:
         LOGGER.error("the engine died: %r", llm.engine.dead)
         return 1
