@@ -90,7 +90,7 @@ def content_text(content: Any, where: str) -> str:
 
 def checked_id(call_id: Any, where: str) -> str | int | None:
     """``call_id`` if it can be that of a tool call."""
-    ok = isinstance(call_id, str | int | None)
+    ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
     expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
     return call_id
 

@@ -10,6 +10,7 @@ from simplellm.config import declared, expect, one_of
 from simplellm.harmony import Delta
 from simplellm.outputs import ChatChoice, Usage
 from simplellm.request import MAX_LOGPROBS
+from simplellm.server import results
 from simplellm.server.bodies import (
     NEEDS_GRAMMAR,
     NOT_HERE,
@@ -198,6 +199,7 @@ CHATS = [
         path="/v1/chat/completions",
         answer=Chat,
         body=ChatBody,
+        result=results.CHAT,
         summary="The assistant's next turn in a conversation.",
     )
 ]

@@ -9,6 +9,7 @@ from simplellm.config import declared, expect
 from simplellm.door import MAX_SAMPLES, as_prompts
 from simplellm.outputs import RequestOutput, Usage
 from simplellm.request import MAX_LOGPROBS
+from simplellm.server import results
 from simplellm.server.bodies import (
     NOT_HERE,
     SHARED_NEUTRAL,
@@ -185,6 +186,7 @@ COMPLETIONS = [
         path="/v1/completions",
         answer=Completion,
         body=CompletionBody,
+        result=results.COMPLETION,
         summary="Continue a prompt, text or token ids.",
     )
 ]

@@ -5,7 +5,7 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from reprlib import repr as short
@@ -143,6 +143,7 @@ class Endpoint:
     body: type | None = None  # a dataclass that `read_body` can make
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
+    result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
