@@ -26,7 +26,9 @@ from simplellm.sampling_params import SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")
-MAX_COPIES = 2**24  # tokens of prompts that the samples of one call may hold
+MAX_NAME = 100  # characters of a name that comes from a client, where it is repeated
+# Tokens of prompts that the samples of one call may hold: they are copied in the loop.
+MAX_COPIES = 2**22
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ def read_query(kind: type[Body], pairs: Iterable[tuple[str, str]]) -> Body:
 
 def refuse(name: str, value: Any, entry: Neutral | None) -> None:
     """Raise APIError for a parameter that means something we do not do."""
+    name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
         raise APIError(400, message, param=name, code="unknown_parameter")
