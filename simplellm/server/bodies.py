@@ -7,6 +7,7 @@ document is made from the same declarations.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -238,7 +239,7 @@ def checked_samples(requests: list[Request], n: int) -> list[Request]:
 def check_tool_choice(choice: Any) -> None:
     """Raise unless ``choice`` is None, "auto" or "none"."""
     if isinstance(choice, dict) or choice == "required":
-        message = f"tool_choice {choice!r} is not supported: {NEEDS_GRAMMAR}"
+        message = f"tool_choice {short(choice)} is not supported: {NEEDS_GRAMMAR}"
         code = "unsupported_parameter"
         raise APIError(400, message, param="tool_choice", code=code)
     one_of("tool_choice", choice, (None, "auto", "none", "required"))

@@ -9,7 +9,7 @@ from simplellm.config import declared, expect
 from simplellm.door import MAX_SAMPLES, as_prompts
 from simplellm.outputs import RequestOutput, Usage
 from simplellm.sampling_params import MAX_LOGPROBS
-from simplellm.server import results
+from simplellm.server import answers
 from simplellm.server.bodies import (
     NOT_HERE,
     SHARED_NEUTRAL,
@@ -186,7 +186,7 @@ COMPLETIONS = [
         path="/v1/completions",
         answer=Completion,
         body=CompletionBody,
-        result=results.COMPLETION,
+        result=answers.COMPLETION,
         summary="Continue a prompt, text or token ids.",
     )
 ]

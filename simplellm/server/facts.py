@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from simplellm.config import expect
 from simplellm.request import EngineError
-from simplellm.server import results
+from simplellm.server import answers
 from simplellm.server.endpoint import Call, Endpoint
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -115,27 +115,27 @@ FACTS = [
         method="GET",
         path="/v1/models",
         answer=list_models,
-        result=results.MODEL_LIST,
+        result=answers.MODEL_LIST,
         summary="The names that the model goes by.",
     ),
     Endpoint(
         method="GET",
         path="/v1/models/{model:path}",
         answer=get_model,
-        result=results.MODEL,
+        result=answers.MODEL,
         summary="One of them.",
     ),
     Endpoint(
         path="/tokenize",
         answer=tokenize,
-        result=results.TOKEN_LIST,
+        result=answers.TOKEN_LIST,
         body=TokenizeBody,
         summary="The token ids of a prompt or a chat.",
     ),
     Endpoint(
         path="/detokenize",
         answer=detokenize,
-        result=results.PROMPT,
+        result=answers.PROMPT,
         body=DetokenizeBody,
         summary="The text of token ids.",
     ),
@@ -143,7 +143,7 @@ FACTS = [
         method="GET",
         path="/health",
         answer=health,
-        result=results.HEALTH,
+        result=answers.HEALTH,
         open=True,
         summary="Whether the model can be asked: 503 if it can't.",
     ),
