@@ -326,7 +326,7 @@ class Pushes(TextReply):
         stopped = self._stops.found and not self.trusts_the_engine
         self.finish_reason = "stop" if stopped else event.finish_reason
         tokens = list(event.tokens[:count])
-        logprobs = [] if self.lists else None
+        logprobs: list[Any] | None = [] if self.lists else None
         if self.logprobs is not None:
             logprobs = list(event.logprobs or ())[:count]
             self.logprobs += logprobs
