@@ -147,7 +147,7 @@ def test_a_chapter_runs_with_empty_blanks(
         if output.output_type == "stream" and "keep(" in cell.source
     ]
     names = [blank.name for blank in BLANKS if blank.chapter == chapter]
-    told = "{}: not written yet\nFrom here on this page uses ours.\n"
+    told = "From here on this page uses our {}.\n"
     assert printed == [told.format(name) for name in names]
 
 
