@@ -359,6 +359,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
         "messages[0].tool_call_id",
     ),
     ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning"),
+    (
+        {"messages": [{"role": "assistant", "reasoning_content": False}]},
+        "messages[0].reasoning_content",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     ({"messages": HELLO * 10_000}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),

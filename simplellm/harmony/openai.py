@@ -59,12 +59,16 @@ def assistant_messages(
     message: Mapping[str, Any], text: str, where: str
 ) -> list[Message]:
     """What an assistant's message is in harmony; ``text`` is its content."""
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    ok = isinstance(thought, str | None)
-    expect(ok, f"{where}.reasoning", thought, "a str", TypeError)
-    calls = message.get("tool_calls") or ()
-    ok = isinstance(calls, list | tuple)
+    thought: Any = None
+    for name in ("reasoning_content", "reasoning"):
+        given = message.get(name)
+        ok = isinstance(given, str | None)
+        expect(ok, f"{where}.{name}", given, "a str", TypeError)
+        thought = given or thought
+    calls: Any = message.get("tool_calls")
+    ok = isinstance(calls, list | tuple | None)
     expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)
+    calls = calls or ()
     found = []
     if thought:
         found.append(Message("assistant", thought, channel="analysis"))
