@@ -3,6 +3,7 @@
 Whatever comes, the server does not fail, and its answers are as the document says.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from models import PATIENCE
 from serving import Process
 
 pytest.importorskip("schemathesis", minversion="4")
@@ -22,8 +24,12 @@ UNSAID = "positive_data_acceptance"
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[Process]:
-    found = Process("--api-key", KEY)
+def process(folder: Path) -> Iterator[Process]:
+    """It serves a short context, since some ask for all that there is room for."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    found = Process(str(folder), "--api-key", KEY)
     yield found
     found.process.terminate()
     assert found.finish() == 0
@@ -47,6 +53,7 @@ def test_the_document_is_true(
             *("--header", f"Authorization: Bearer {KEY}"),
             *("--checks", "all", "--exclude-checks", UNSAID),
             *("--phases", phases, "--max-examples", str(examples)),
+            *("--request-timeout", str(PATIENCE)),
             *("--continue-on-failure", "--seed", "1", "--no-color"),
         ],
         cwd=tmp_path,
