@@ -16,7 +16,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts, page, responses
+from simplellm.server import chat, completions, facts, messages, page, responses
 from simplellm.server.endpoint import (
     LOGGER,
     Call,
@@ -38,6 +38,7 @@ ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,
     *responses.RESPONSES,
+    *messages.MESSAGES,
     *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is

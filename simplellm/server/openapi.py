@@ -21,6 +21,7 @@ from simplellm.server.bodies import (
     sampling_fields,
 )
 from simplellm.server.endpoint import Call, Endpoint, Service
+from simplellm.server.errors import anthropic_form, openai_form
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What a parameter may hold where Python's annotation says less than the door checks.
@@ -55,6 +56,21 @@ SHARED = {
                     "code": {"type": ["string", "null"]},
                 },
             }
+        },
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"enum": ["error"]},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {
+                    "type": {"type": "string"},
+                    "message": {"type": "string"},
+                },
+            },
         },
     },
     "Message": {
@@ -119,6 +135,7 @@ SHARED = {
         },
     },
 }
+ERRORS = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
@@ -191,7 +208,8 @@ def schema_of_body(kind: Any) -> dict[str, Any]:
 
 def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     """What the document says of one endpoint."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = ERRORS[endpoint.form]
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     answers: dict[str, Any] = {
         "200": {"description": "The answer.", "content": {endpoint.media: {}}}
     }
