@@ -447,9 +447,7 @@ def test_the_client(client: anthropic.Anthropic, served: Served) -> None:
     assert found._request_id == "me"
     assert streamed.content == found.content and beta.content[1].type == "text"
     assert streamed.usage.output_tokens == found.usage.output_tokens
-    assert streamed.usage.cache_read_input_tokens == len(TOKENIZER.encode("")) + (
-        streamed.usage.cache_read_input_tokens or 0
-    )
+    assert (streamed.usage.cache_read_input_tokens or 0) > 0
     assert streamed.stop_reason == "end_turn" and text == "132"
     assert {"thinking", "text", "signature", "message_stop"} <= {*seen}
     assert raw[0] == "message_start" and raw[-1] == "message_stop"
@@ -520,7 +518,7 @@ def test_errors_of_the_client(client: anthropic.Anthropic, served: Served) -> No
         return str(body["error"]["type"])
 
     bad = anthropic.BadRequestError
-    assert refused(bad, temperature=-1) == "invalid_request_error"
+    assert refused(bad, extra_body={"temperature": -1}) == "invalid_request_error"
     assert refused(anthropic.NotFoundError, model="other") == "not_found_error"
     llm = served.service.llm
     with serving(llm, key="s3cret", timeout=0.5) as other:
@@ -735,7 +733,6 @@ def test_odd_turns_are_messages(
             streamed = stream.get_final_message().model_dump()
     written = "".join(message.content for message in parse(ids, TOKENIZER))
     assert "".join(map(text_of_block, found["content"])) in (written, "{}")
-    assert plain(streamed["content"])[0:] == plain(streamed["content"])
     assert [text_of_block(b) for b in streamed["content"]] == [
         text_of_block(b) for b in found["content"]
     ]

@@ -42,6 +42,7 @@ ENDPOINTS: list[Endpoint] = [
     *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
+ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's
 # OpenAI's names for statuses that come from routing.
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
@@ -70,8 +71,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = (b"x-request-id", call.id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), name]}
+                pairs = [(name, call.id.encode()) for name in ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *pairs]}
             await send(message)
 
         self.service.running += 1

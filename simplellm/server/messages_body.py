@@ -266,7 +266,6 @@ def shown_result(
     wanted = f"the id of a call before it ({list(called) or 'none'})"
     expect(id in called, f"{where}.tool_use_id", id, wanted)
     text = "" if content is None else text_in(content, f"{where}.content")
-    # Harmony has no word for it.
-    return result_message(
-        called[id], f"Error: {text}" * bool(block.get("is_error")) or text
-    )
+    if block.get("is_error"):  # harmony has no place for that
+        text = f"Error: {text}"
+    return result_message(called[id], text)
