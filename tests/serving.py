@@ -1,13 +1,17 @@
-"""A server in a thread of this process, and what reads its streams."""
+"""A server in a thread of this process or in one of its own, and what reads it."""
 
 import asyncio
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +28,7 @@ from simplellm.server.serve import DrainingServer
 
 NAME = "tiny"
 STEP = 0.02  # seconds, where steps are slow
+ROOT = Path(__file__).parents[1]
 
 
 class Served:
@@ -148,3 +153,42 @@ def slow(llm: LLM) -> Iterator[None]:
 def run(coroutine: Any) -> Any:
     """Run a test's coroutine, which may not hang."""
     return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
+
+
+class Process:
+    """`simplellm serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        code = "import sys; from simplellm.apps import cli; "
+        code += f"{before}\nsys.exit(cli.main(['serve', *sys.argv[1:], '--port', '0']))"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+        until(lambda: self.ready or self.process.poll() is not None)
+        assert self.ready, self.lines
+        self.port = int(self.ready[1])
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    @property
+    def ready(self) -> re.Match[str] | None:
+        return re.search(r"served at http://127\.0\.0\.1:(\d+)", "".join(self.lines))
+
+    def finish(self) -> int:
+        """Wait for its end; its exit status."""
+        status = self.process.wait(PATIENCE)
+        self.reader.join()
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        self.process.stdout.close()
+        return status

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.config import expect, expect_type, one_of
+from simplellm.config import about, expect, expect_type, one_of
 from simplellm.harmony.message import ROLES, Message
 from simplellm.harmony.parse import ToolCall
 from simplellm.harmony.schema import Tool, as_tools, developer_text
@@ -90,7 +90,7 @@ def content_text(content: Any, where: str) -> str:
 
 def checked_id(call_id: Any, where: str) -> str | int | None:
     """``call_id`` if it can be that of a tool call."""
-    ok = isinstance(call_id, str | int | None)
+    ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
     expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
     return call_id
 
@@ -103,7 +103,11 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
     ok = isinstance(name, str) and "arguments" in function
     expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            wrong = f"arguments of {where} are nested too deep; expected fewer levels"
+            raise about(ValueError(wrong), where) from None
     return Message(
         "assistant",
         arguments,

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import defaultdict
 from datetime import UTC, datetime
+from reprlib import repr as short
 from typing import Any
 
 import orjson
@@ -112,7 +113,7 @@ class Gate:
         if isinstance(error, HTTPException):  # from routing
             path = call.request.url.path
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"there is no {path!r}; /docs shows what there is"
+            message = f"there is no {short(path)}; /docs shows what there is"
             if error.status_code == 405:
                 message = f"{path} takes {allowed}, not {call.request.method}"
             code = ROUTING.get(error.status_code)

@@ -7,6 +7,7 @@ document is made from the same declarations.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -26,7 +27,9 @@ from simplellm.sampling_params import SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")
-MAX_COPIES = 2**24  # tokens of prompts that the samples of one call may hold
+MAX_NAME = 100  # characters of a name that comes from a client, where it is repeated
+# Tokens of prompts that the samples of one call may hold: they are copied in the loop.
+MAX_COPIES = 2**22
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,7 @@ def read_query(kind: type[Body], pairs: Iterable[tuple[str, str]]) -> Body:
 
 def refuse(name: str, value: Any, entry: Neutral | None) -> None:
     """Raise APIError for a parameter that means something we do not do."""
+    name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
         raise APIError(400, message, param=name, code="unknown_parameter")
@@ -235,7 +239,7 @@ def checked_samples(requests: list[Request], n: int) -> list[Request]:
 def check_tool_choice(choice: Any) -> None:
     """Raise unless ``choice`` is None, "auto" or "none"."""
     if isinstance(choice, dict) or choice == "required":
-        message = f"tool_choice {choice!r} is not supported: {NEEDS_GRAMMAR}"
+        message = f"tool_choice {short(choice)} is not supported: {NEEDS_GRAMMAR}"
         code = "unsupported_parameter"
         raise APIError(400, message, param="tool_choice", code=code)
     one_of("tool_choice", choice, (None, "auto", "none", "required"))

@@ -9,6 +9,7 @@ from simplellm.config import declared, expect
 from simplellm.harmony import Delta
 from simplellm.outputs import ChatChoice, Usage
 from simplellm.sampling_params import MAX_LOGPROBS
+from simplellm.server import answers
 from simplellm.server.bodies import (
     NOT_HERE,
     SHARED_NEUTRAL,
@@ -192,6 +193,7 @@ CHATS = [
         path="/v1/chat/completions",
         answer=Chat,
         body=ChatBody,
+        result=answers.CHAT,
         summary="The assistant's next turn in a conversation.",
     )
 ]

@@ -5,9 +5,10 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import orjson
@@ -73,7 +74,7 @@ class Service:
         """What the answer calls the model that a body asks for. Raises APIError."""
         if name is None or name in self.names:
             return name or self.names[0]
-        message = f"model is {name!r}; expected one of {', '.join(self.names)}"
+        message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
     def check(self) -> None:
@@ -161,6 +162,7 @@ class Endpoint:
     query: type | None = None
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
+    result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
@@ -227,7 +229,7 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another site can send anything else without asking the browser first.
     if kind != "application/json":
-        message = f"the content-type is {kind!r}; expected application/json"
+        message = f"the content-type is {short(kind)}; expected application/json"
         raise APIError(415, message, code="unsupported_media_type")
     said = request.headers.get("content-length", "")
     check_size(int(said) if said.isdecimal() else 0)
@@ -288,25 +290,30 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
             async for data in written:
                 if not started:
                     started = True
-                    await send(start_of(answer.stream))
+                    await send(start_of(None if answer.stream else len(data)))
                 # Waits while the client reads slowly; parts merge meanwhile.
-                await send(body_part(data, more=True))
+                await send(body_part(data, more=answer.stream))
     except Exception as error:
         found = as_api_error(error)
         if not started or found is None:
             raise
         call.fail(found)
+        if not answer.stream:  # the object is there, for whoever reads it
+            return
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 await send(body_part(sse.event(answer.failure(found)), more=False))
         return
-    await send(body_part(b"", more=False))
+    if answer.stream:
+        await send(body_part(b"", more=False))
 
 
-def start_of(stream: bool) -> dict[str, Any]:
-    """The beginning of a response that is a ``stream``, or one object."""
-    headers = sse.HEADERS if stream else {"content-type": "application/json"}
+def start_of(length: int | None) -> dict[str, Any]:
+    """The beginning of a response: one object of ``length`` bytes, or a stream."""
+    headers = sse.HEADERS
+    if length is not None:
+        headers = {"content-type": "application/json", "content-length": str(length)}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": pairs}
 

@@ -131,7 +131,7 @@ class View(Response):
 
     async def show(self, send: Send) -> None:
         service = self.call.service
-        await send(start_of(stream=True))
+        await send(start_of(None))
         latest: dict[str, Any] = {}
         sent = time.monotonic()
         while not service.draining and service.llm.engine.dead is None:

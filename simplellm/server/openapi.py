@@ -41,6 +41,45 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "items": {"$ref": "#/components/schemas/Tool"},
     },
 }
+CALL_ID = {"type": ["string", "integer", "null"]}
+PAST_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": CALL_ID,
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            # Arguments that are no text are put into JSON.
+            "properties": {"name": {"type": "string"}, "arguments": {}},
+        },
+    },
+}
+CONTENT = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["text"],
+                "properties": {"text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+
+def message_schema(*roles: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a message by one of ``roles``."""
+    of_all = {"role": {"enum": [*roles]}, "content": CONTENT}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": of_all | properties,
+    }
+
+
 SHARED = {
     "Error": {
         "type": "object",
@@ -74,49 +113,16 @@ SHARED = {
         },
     },
     "Message": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    {"type": ["string", "null"]},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {
-                                "type": {"enum": ["text"]},
-                                "text": {"type": "string"},
-                            },
-                        },
-                    },
-                ]
-            },
-            "reasoning": {"type": ["string", "null"]},
-            "reasoning_content": {"type": ["string", "null"]},
-            "tool_call_id": {"type": "string"},
-            "tool_calls": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["id", "function"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "type": {"enum": ["function"]},
-                        "function": {
-                            "type": "object",
-                            "required": ["name", "arguments"],
-                            "properties": {
-                                "name": {"type": "string"},
-                                "arguments": {},
-                            },
-                        },
-                    },
-                },
-            },
-        },
+        "anyOf": [
+            message_schema("system", "developer", "user"),
+            message_schema("tool", tool_call_id=CALL_ID),
+            message_schema(
+                "assistant",
+                reasoning={"type": ["string", "null"]},
+                reasoning_content={"type": ["string", "null"]},
+                tool_calls={"type": ["array", "null"], "items": PAST_CALL},
+            ),
+        ]
     },
     "Tool": {
         "type": "object",
@@ -211,7 +217,10 @@ def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     name = ERRORS[endpoint.form]
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     answers: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {endpoint.media: {}}}
+        "200": {
+            "description": "The answer.",
+            "content": {endpoint.media: {"schema": endpoint.result}},
+        }
     }
     if endpoint.body is not None and "stream" in own_fields(endpoint.body):
         answers["200"]["content"]["text/event-stream"] = {}
@@ -251,8 +260,12 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         paths.setdefault(path, {})[endpoint.method.lower()] = operation_of(endpoint)
         if (body := endpoint.body) is not None:
             schema = schema_of_body(body)
-            if "model" in schema["properties"]:
-                schema["properties"]["model"] = {"enum": [*service.names, None]}
+            properties = schema["properties"]
+            if "model" in properties:
+                properties["model"] = {"enum": [*service.names, None]}
+            if "tokens" in properties:
+                most = service.llm.door.config.vocab_size - 1
+                properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
             schemas[body.__name__] = schema
     components: dict[str, Any] = {"schemas": schemas}
     found: dict[str, Any] = {
