@@ -15,6 +15,7 @@ import orjson
 from simplellm.harmony import Delta, render
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
+from simplellm.server.answers import COUNT, object_of
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError, anthropic_form
 from simplellm.server.messages_body import RAW, CountBody, MessageBody
@@ -202,7 +203,7 @@ class AnthropicMessage(Generation):
         return anthropic_form(error)
 
 
-def count_tokens(call: Call) -> dict[str, Any]:
+def count_message_tokens(call: Call) -> dict[str, Any]:
     """How long a conversation is, even one that is too long to be asked."""
     body: CountBody = call.body
     call.service.check_model(body.model)
@@ -220,7 +221,8 @@ MESSAGES = [
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
-        answer=count_tokens,
+        answer=count_message_tokens,
+        result=object_of(input_tokens=COUNT),
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

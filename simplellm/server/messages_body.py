@@ -15,6 +15,7 @@ from simplellm.harmony.message import HEADER_WORD
 from simplellm.harmony.openai import call_message
 from simplellm.harmony.schema import as_tools
 from simplellm.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
+from simplellm.server.answers import list_of
 from simplellm.server.bodies import (
     NEEDS_GRAMMAR,
     NOT_HERE,
@@ -36,28 +37,29 @@ BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
         "tool_use": ("id", "name"),
     },
 }
-KINDS = list(dict.fromkeys(kind for kinds in BLOCKS.values() for kind in kinds))
-BLOCK = {
+BLOCK_TYPES = sorted({kind for kinds in BLOCKS.values() for kind in kinds})
+SOME_BLOCK: dict[str, Any] = {
     "type": "object",
     "required": ["type"],
-    "properties": {"type": {"enum": KINDS}},
+    "properties": {"type": {"enum": BLOCK_TYPES}},
 }
-CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": BLOCK}]}
-MESSAGE: dict[str, Any] = {
+SOME_CONTENT = {"anyOf": [{"type": "string"}, list_of(SOME_BLOCK)]}
+SOME_MESSAGE: dict[str, Any] = {
     "type": "object",
     "required": ["role", "content"],
-    "properties": {"role": {"enum": list(BLOCKS)}, "content": CONTENT},
+    "properties": {"role": {"enum": [*BLOCKS]}, "content": SOME_CONTENT},
 }
 CUSTOM_TOOL: dict[str, Any] = {
     "type": "object",
     "required": ["name", "input_schema"],
     "properties": {"name": {"type": "string"}, "input_schema": {"type": "object"}},
 }
-
-
-def list_of(schema: dict[str, Any]) -> Any:
-    """What `field` needs to know of a list of such things."""
-    return {"schema": {"type": "array", "items": schema}}
+CONVERSATION_NEUTRAL = {
+    "container": Neutral(NOT_HERE),
+    "context_management": Neutral(NOT_HERE, ({"edits": []},)),
+    "mcp_servers": Neutral(NOT_HERE, ([],)),
+    "speed": Neutral(NOT_HERE, ("standard",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +102,15 @@ class ToolChoice:
 class CountBody:
     """What /v1/messages/count_tokens takes: a conversation."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        "container": Neutral(NOT_HERE),
-        "context_management": Neutral(NOT_HERE, ({"edits": []},)),
-        "mcp_servers": Neutral(NOT_HERE, ([],)),
-        "speed": Neutral(NOT_HERE, ("standard",)),
-        "user_profile_id": Neutral(NOT_HERE),
-        "workspace_id": Neutral(NOT_HERE),
-    }
+    neutral: ClassVar[Mapping[str, Neutral]] = CONVERSATION_NEUTRAL
 
     model: str | None = None  # one that is served
-    messages: list[dict[str, Any]] = field(metadata=list_of(MESSAGE))
+    messages: list[dict[str, Any]] = field(metadata={"schema": list_of(SOME_MESSAGE)})
     system: str | list[dict[str, Any]] | None = field(
-        default=None, metadata={"schema": CONTENT}
+        default=None, metadata={"schema": SOME_CONTENT}
     )
     tools: list[dict[str, Any]] | None = field(
-        default=None, metadata=list_of(CUSTOM_TOOL)
+        default=None, metadata={"schema": list_of(CUSTOM_TOOL)}
     )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -165,21 +160,17 @@ class CountBody:
 class MessageBody(CountBody, SampledBody):
     """What /v1/messages takes."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = (
-        SHARED_NEUTRAL
-        | CountBody.neutral
-        | {
-            "diagnostics": Neutral(NOT_HERE),
-            "inference_geo": Neutral(NOT_HERE),
-            "logprobs": Neutral(NOT_HERE),
-            "n": Neutral("a message is one turn", (1,)),
-            "return_token_ids": Neutral(NOT_HERE, (False,)),
-            "service_tier": Neutral(NOT_HERE, ("auto", "standard_only")),
-            "stop": Neutral("use stop_sequences"),
-            "stream_options": Neutral("a stream always tells the usage"),
-            "user": Neutral("use metadata"),
-        }
-    )
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        **SHARED_NEUTRAL,
+        **CONVERSATION_NEUTRAL,
+        "logprobs": Neutral(NOT_HERE),
+        "n": Neutral("a message is one turn", (1,)),
+        "return_token_ids": Neutral(NOT_HERE, (False,)),
+        "service_tier": Neutral(NOT_HERE, ("auto", "standard_only")),
+        "stop": Neutral("use stop_sequences"),
+        "stream_options": Neutral("a stream always tells the usage"),
+        "user": Neutral("use metadata"),
+    }
 
     max_tokens: int = declared()  # thinking included
     stop_sequences: list[str] | None = None
@@ -250,7 +241,8 @@ def shown_messages(
 
 
 def shown_call(block: Mapping[str, Any], where: str) -> Message:
-    name, given = block["name"], block.get("input")
+    name: str = block["name"]
+    given: Any = block.get("input")
     ok = HEADER_WORD.fullmatch(name)
     expect(ok, f"{where}.name", name, "a name without spaces and '<'")
     expect_type(f"{where}.input", given, Mapping, "an object")

@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import HTMLResponse
 
 from simplellm import __version__
+from simplellm.server.answers import TEXT, object_of, one
 from simplellm.server.bodies import (
     is_optional,
     neutral_of,
@@ -97,21 +98,9 @@ SHARED = {
             }
         },
     },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error"],
-        "properties": {
-            "type": {"enum": ["error"]},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {
-                    "type": {"type": "string"},
-                    "message": {"type": "string"},
-                },
-            },
-        },
-    },
+    "AnthropicError": object_of(
+        type=one("error"), error=object_of(type=TEXT, message=TEXT)
+    ),
     "Message": {
         "anyOf": [
             message_schema("system", "developer", "user"),
@@ -141,7 +130,7 @@ SHARED = {
         },
     },
 }
-ERRORS = {openai_form: "Error", anthropic_form: "AnthropicError"}
+ERRORS: dict[Any, str] = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
