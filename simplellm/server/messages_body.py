@@ -7,6 +7,7 @@ A message's content is text or a list of blocks: text, thinking, calls of tools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
 from simplellm.config import as_texts, declared, expect, expect_type, one_of
@@ -25,6 +26,7 @@ from simplellm.server.bodies import (
     refuse,
 )
 
+MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
 RAW = "_raw"  # holds what the model wrote as a call's input, if that is no object
 # The blocks that there are, by who writes them, with the strings that they must have.
 BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -151,6 +153,8 @@ class CountBody:
             expect_type(where, message, Mapping, "an object")
             one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
             found += shown_messages(message, where, called)
+        count, most = len(found), MOST_MESSAGES
+        expect(count <= most, "the number of messages", count, f"at most {most}")
         wanted = "another one at the end: no answer is continued"
         expect(message["role"] != "assistant", f"{where}.role", "assistant", wanted)
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
@@ -255,7 +259,7 @@ def shown_result(
     block: Mapping[str, Any], where: str, called: Mapping[str, str]
 ) -> Message:
     id, content = block["tool_use_id"], block.get("content")
-    wanted = f"the id of a call before it ({list(called) or 'none'})"
+    wanted = f"the id of a call before it ({short(list(called))})"
     expect(id in called, f"{where}.tool_use_id", id, wanted)
     text = "" if content is None else text_in(content, f"{where}.content")
     if block.get("is_error"):  # harmony has no place for that
