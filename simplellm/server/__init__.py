@@ -1,4 +1,5 @@
-"""The server: an OpenAI-compatible HTTP face of one `LLM`. Needs the extra [serve].
+"""The server: the HTTP face of one `LLM`, for clients of OpenAI's interface and
+Anthropic's. Needs the extra [serve].
 
 A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
 whether the server drains, the log) and turns whatever is raised into an error of

@@ -17,7 +17,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts, page, responses
+from simplellm.server import chat, completions, facts, messages, page, responses
 from simplellm.server.endpoint import (
     LOGGER,
     Call,
@@ -39,9 +39,11 @@ ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,
     *responses.RESPONSES,
+    *messages.MESSAGES,
     *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
+ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's
 # OpenAI's names for statuses that come from routing.
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
@@ -70,8 +72,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = (b"x-request-id", call.id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), name]}
+                pairs = [(name, call.id.encode()) for name in ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *pairs]}
             await send(message)
 
         self.service.running += 1

@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import HTMLResponse
 
 from simplellm import __version__
+from simplellm.server.answers import TEXT, object_of, one
 from simplellm.server.bodies import (
     is_optional,
     neutral_of,
@@ -21,6 +22,7 @@ from simplellm.server.bodies import (
     sampling_fields,
 )
 from simplellm.server.endpoint import Call, Endpoint, Service
+from simplellm.server.errors import anthropic_form, openai_form
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What a parameter may hold where Python's annotation says less than the door checks.
@@ -96,6 +98,9 @@ SHARED = {
             }
         },
     },
+    "AnthropicError": object_of(
+        type=one("error"), error=object_of(type=TEXT, message=TEXT)
+    ),
     "Message": {
         "anyOf": [
             message_schema("system", "developer", "user"),
@@ -125,6 +130,7 @@ SHARED = {
         },
     },
 }
+ERRORS: dict[Any, str] = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
@@ -197,7 +203,8 @@ def schema_of_body(kind: Any) -> dict[str, Any]:
 
 def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     """What the document says of one endpoint."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = ERRORS[endpoint.form]
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     answers: dict[str, Any] = {
         "200": {
             "description": "The answer.",

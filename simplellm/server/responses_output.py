@@ -166,12 +166,17 @@ class Output:
         return self.event(f"response.{type}", **place, **fields)
 
 
+def parts_of(choice: ChatChoice, asked: Request, tokenizer: Tokenizer) -> list[Delta]:
+    """The parts of a whole turn, in their order, read from its tokens again."""
+    event = Event(0, choice.token_ids, choice.logprobs, choice.finish_reason)
+    return merge(ChatReply(asked, tokenizer).push(event))
+
+
 def output_of(
     choice: ChatChoice, asked: Request, key: str, tokenizer: Tokenizer
 ) -> Output:
-    """The output that the parts of a whole turn make, read from its tokens again."""
-    reply, output = ChatReply(asked, tokenizer), Output(key, tokenizer)
-    event = Event(0, choice.token_ids, choice.logprobs, choice.finish_reason)
-    for part in merge(reply.push(event)):
+    """The output that the parts of a whole turn make."""
+    output = Output(key, tokenizer)
+    for part in parts_of(choice, asked, tokenizer):
         output.push(part)
     return output
