@@ -6,6 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from simplellm.checkpoint import CheckpointError
 from simplellm.config import (
     MODELS,
     ConfigError,
@@ -26,14 +27,14 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def check_downloaded(path: str | Path) -> Path:
-    """The folder ``path``. A hub's name raises ConfigError: how to download it."""
+    """The folder ``path``. A hub's name raises CheckpointError: how to get it."""
     name = f"openai/{path}" if str(path) in MODELS else str(path)
     folder = Path(path)
     if not folder.exists() and HUB_NAME.fullmatch(name):
         local = name.rpartition("/")[2]
-        raise ConfigError(
-            f"{path} is no folder; expected that of a checkpoint. If it is on the "
-            f"Hugging Face hub, download it first: hf download {name} --local-dir "
+        raise CheckpointError(
+            f"{path}: does not exist; expected the folder of a checkpoint. If it is on "
+            f"the Hugging Face hub, download it first: hf download {name} --local-dir "
             f"{local}, and then give {local}"
         )
     return folder

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
-from simplellm.harmony import Delta, ToolCall, to_openai
+from simplellm.harmony import Delta, Message, ToolCall, is_call, to_openai
 from simplellm.request import Event, Request, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """When things happened, by time.monotonic(), in seconds."""
+class Times:
+    """When things happened to a request, by time.monotonic(), in seconds."""
 
     arrival_time: float
     first_token_time: float | None  # None: there was no token
@@ -52,7 +52,7 @@ class RequestOutput:
     prompt: str | None = field(default=None, compare=False)  # if it was given as text
     index: int = field(default=0, compare=False)  # among the samples of its prompt
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt's
-    metrics: Metrics | None = field(default=None, compare=False)
+    metrics: Times | None = field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -76,7 +76,7 @@ class ChatChoice:
     logprobs: list[TokenLogprobs] | None
     stop_reason: str | int | None = None
     index: int = field(default=0, compare=False)
-    metrics: Metrics | None = field(default=None, compare=False)
+    metrics: Times | None = field(default=None, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -134,7 +134,7 @@ class ChatOutput:
         return self.choices[0].index
 
     @property
-    def metrics(self) -> Metrics | None:
+    def metrics(self) -> Times | None:
         return self.choices[0].metrics
 
     @property
@@ -167,8 +167,8 @@ class Progress:
         if found is not None or event.finish_reason is not None:
             self.finished = now
 
-    def metrics(self) -> Metrics:
-        return Metrics(self.arrival, self.first, self.finished, self.preemptions)
+    def metrics(self) -> Times:
+        return Times(self.arrival, self.first, self.finished, self.preemptions)
 
     def of_text(self) -> dict[str, Any]:
         """Fields of a RequestOutput."""
@@ -220,3 +220,19 @@ def merged(parts: Sequence[Any]) -> Any:
         token_ids=kind(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=logprobs,
     )
+
+
+def is_reasoning(part: Message | Delta) -> bool:
+    """Whether this is no call and not for the user: thoughts, or for a recipient."""
+    calls = is_call(part) if isinstance(part, Message) else part.call is not None
+    return not calls and (part.channel == "analysis" or part.recipient is not None)
+
+
+def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:
+    """``deltas``, the last of which can have a token of ``message``; None: of none."""
+    if message is None:
+        return [*deltas, Delta(None, None, "")]
+    if deltas:
+        return deltas
+    number = call if is_call(message) else None
+    return [Delta(message.channel, message.recipient, "", number)]

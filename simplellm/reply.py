@@ -7,8 +7,14 @@ an event's error is for the reader of the events to raise.
 
 from dataclasses import replace
 
-from simplellm.harmony import Delta, HarmonyParser, Message, is_call, tool_calls
-from simplellm.outputs import ChatChoice, Progress, RequestOutput
+from simplellm.harmony import Delta, HarmonyParser, tool_calls
+from simplellm.outputs import (
+    ChatChoice,
+    Progress,
+    RequestOutput,
+    is_reasoning,
+    with_token,
+)
 from simplellm.request import Event, Request, TokenLogprobs
 from simplellm.stops import StopStrings
 from simplellm.tokenizer import StreamDecoder, Tokenizer
@@ -36,7 +42,7 @@ class TextReply:
         self.progress = Progress(asked)
         self._params = asked.params
         self._texts: list[str] = []
-        self._stops = stop_strings(asked)
+        self._stops = StopStrings.of(asked.params)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
             skip = asked.params.skip_special_tokens
@@ -115,7 +121,7 @@ class ChatReply:
         self._min_tokens = asked.params.min_tokens
         self._parser = HarmonyParser(tokenizer)
         self._ended = 0  # messages
-        self._stops = stop_strings(asked)
+        self._stops = StopStrings.of(asked.params)
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
@@ -190,25 +196,3 @@ class ChatReply:
 
 
 Reply = TextReply | ChatReply
-
-
-def stop_strings(asked: Request) -> StopStrings:
-    """What looks for a request's stop strings."""
-    params = asked.params
-    return StopStrings(params.stop, include=params.include_stop_str_in_output)
-
-
-def is_reasoning(part: Message | Delta) -> bool:
-    """Whether this is no call and not for the user: thoughts, or for a recipient."""
-    calls = is_call(part) if isinstance(part, Message) else part.call is not None
-    return not calls and (part.channel == "analysis" or part.recipient is not None)
-
-
-def with_token(deltas: list[Delta], message: Message | None, call: int) -> list[Delta]:
-    """``deltas``, the last of which can have a token of ``message``; None: of none."""
-    if message is None:
-        return [*deltas, Delta(None, None, "")]
-    if deltas:
-        return deltas
-    number = call if is_call(message) else None
-    return [Delta(message.channel, message.recipient, "", number)]

@@ -1,6 +1,7 @@
 """Stop strings in a text that comes in pieces."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def find_beginning(text: str, stop: str, start: int) -> int:
@@ -32,6 +33,11 @@ class StopStrings:
         self.held = ""
         self._begins = [0] * len(stops)  # of each: where in `held` it may begin
         self._firsts = {stop[0] for stop in stops}
+
+    @classmethod
+    def of(cls, params: Any) -> "StopStrings":
+        """What `SamplingParams` say."""
+        return cls(params.stop, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:
         """What of the text so far is safe to show."""

@@ -1,6 +1,7 @@
 """What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ def model():
         patch.setattr(cases, "CUDA", torch.device("cpu"))
         patch.setattr(cases, "L2", 1e4)
         patch.setitem(MODELS, "tiny", replace(TINY, vocab_size=200_000))
-        yield cases.random_model("tiny", 2, kernels=False)
+        # In bfloat16 PyTorch's router meets ties, and the reference is float32.
+        patch.setattr(cases, "normal", partial(cases.normal, dtype=torch.float32))
+        yield cases.random_model("tiny", 2, dtype=torch.float32, kernels=False)
 
 
 def test_every_case_can_be_called_and_agrees_with_its_twin(model):

@@ -287,6 +287,7 @@ def test_a_line_ends_at_its_stop_string(llm, tmp_path):
             "reasoning": choice.reasoning,
             "tool_calls": [],
             "finish_reason": "stop",
+            "stop_reason": " =",
             "prompt_tokens": chat.usage.prompt_tokens,
             "completion_tokens": len(choice.token_ids),
             "logprobs": json.loads(json.dumps([asdict(x) for x in choice.logprobs])),
@@ -598,3 +599,90 @@ def test_control_c_leaves_a_resumable_file(tmp_path):
     assert "103 requests: 103 answered, 0 errors" in result.stderr
     assert target.read_bytes().startswith(before)
     assert len(results(target)) == 103
+
+
+# OpenAI's form
+
+
+def openai_line(name: object, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def test_lines_in_openais_form_get_openais_answers(llm, tmp_path):
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    question = [{"role": "user", "content": "What is 47 + 85?"}]
+    source = write(
+        tmp_path / "in.jsonl",
+        openai_line("a", chat, model="gpt-oss-20b", messages=question, temperature=0),
+        openai_line("b", text, prompt=["1, 2, 3,", "2, 4,"], max_tokens=4, n=2),
+        {"id": "ours", "prompt": "1, 2, 3,", "max_tokens": 2},
+        openai_line("c", chat, messages=question, temperature=-1),
+        openai_line("d", "/v1/embeddings", input="x"),
+        openai_line("e", chat, messages=question, stream=True),
+        {"custom_id": "f", "url": text},
+        openai_line("g", text, prompt="x") | {"metod": "POST"},
+    )
+    target = tmp_path / "out.jsonl"
+    assert run(llm, source, target) == (3, 5, 0)
+    lines = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert all(raw.startswith(jobs.HEAD) for raw in target.read_bytes().splitlines())
+    found = {line["custom_id"]: line for line in lines if "custom_id" in line}
+    assert all(line["error"] is None for line in found.values())
+    bodies = {name: line["response"]["body"] for name, line in found.items()}
+    turn = llm.chat(question, temperature=0)
+    (choice,) = bodies["a"]["choices"]
+    assert choice["message"]["content"] == turn.content != ""
+    assert bodies["a"]["object"] == "chat.completion"
+    assert bodies["a"]["model"] == "gpt-oss-20b"
+    assert bodies["a"]["usage"]["completion_tokens"] == turn.usage.completion_tokens
+    assert [choice["index"] for choice in bodies["b"]["choices"]] == [0, 1, 2, 3]
+    status = {name: line["response"]["status_code"] for name, line in found.items()}
+    assert status == {"a": 200, "b": 200} | dict.fromkeys("cdefg", 400)
+    errors = {name: bodies[name]["error"] for name in "cdefg"}
+    params = {name: error["param"] for name, error in errors.items()}
+    assert params["c"] == "temperature" and params["d"] == "url"
+    assert params["e"] == "stream" and "expected false in a batch" in str(errors["e"])
+    assert "prompt is missing" in errors["f"]["message"]
+    assert "metod" in errors["g"]["message"]
+
+
+def test_runs_go_on_in_openais_form_too(llm, tmp_path):
+    url = "/v1/completions"
+    lines = [openai_line(n, url, prompt="1, 2,", max_tokens=1) for n in range(4)]
+    lines[3]["body"]["temperature"] = -1
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    assert run(llm, source, target) == (3, 1, 0)
+    before = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(before[:2]) + before[2][:20])
+    lines[3]["body"]["temperature"] = 0
+    write(source, *lines)
+    assert run(llm, source, target) == (4, 0, 0)
+    kept = [line for line in before[:2] if b'"status_code": 200' in line]
+    assert target.read_bytes().splitlines(keepends=True)[: len(kept)] == kept
+    lines[0]["body"]["prompt"] = "another question"
+    write(source, *lines)
+    with pytest.raises(ValueError, match="answers what 0 asked before it was changed"):
+        run(llm, source, target)
+
+
+def test_sampling_options_are_for_lines_that_leave_them_open(tmp_path):
+    url = "/v1/completions"
+    source = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "1, 2, 3,"},
+        {"prompt": "1, 2, 3,", "max_tokens": 3},
+        openai_line("a", url, prompt="1, 2, 3,"),
+        openai_line("b", url, prompt="1, 2, 3,", max_tokens=3),
+    )
+    target = tmp_path / "out.jsonl"
+    options = ["--max-tokens", "2", "--top-p", "0.9", "--top-k", "1"]
+    assert cli.main(["batch", str(source), str(target), *options]) == 0
+    found = {}
+    for line in map(json.loads, target.read_bytes().splitlines()):
+        if "custom_id" in line:
+            usage = line["response"]["body"]["usage"]
+            found[line["custom_id"]] = usage["completion_tokens"]
+        else:
+            found[line["id"]] = line["completion_tokens"]
+    assert found == {"line-1": 2, "line-2": 3, "a": 2, "b": 3}
+    assert cli.main(["batch", str(source), str(target), "--top-p", "2"]) == 2

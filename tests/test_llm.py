@@ -6,6 +6,7 @@ Most tests use a small random model, or script what the model will say.
 import asyncio
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import GREEDY, HELLO, PATIENCE, SMALL, saying, spelled
+from models import CONFIG, GREEDY, HELLO, PATIENCE, SMALL, saying, spelled
 from recompute import Recompute
 
 from simplellm import (
@@ -29,6 +30,7 @@ from simplellm import (
     SamplingParams,
     Tool,
     ToolCall,
+    sizes,
 )
 from simplellm.outputs import merge
 from simplellm.request import Request
@@ -886,3 +888,57 @@ def test_the_embedded_model_adds() -> None:
         )
         assert "132" in reply.content and reply.reasoning
         assert reply.finish_reason == "stop"
+
+
+def test_keywords_replace_fields_of_the_config(folder: Path) -> None:
+    given = {"max_model_len": 30, "gpu_memory_utilization": 0.9, "dtype": "float32"}
+    with LLM(model=folder, config=SMALL, device="cpu", **given) as llm:
+        assert llm.engine.max_model_len == 30
+        assert llm.engine.scheduler.max_num_seqs == SMALL.max_num_seqs
+        assert llm.model.dtype == torch.float32
+    with LLM(folder, SMALL, device="cpu", dtype="auto") as llm:
+        assert llm.model.dtype == torch.float32
+    with pytest.raises(TypeError, match="no option 'max_model_length'; expected one"):
+        LLM(folder, max_model_length=30)
+    with pytest.raises(ValueError, match=r"utilization is 1\.5; expected"):
+        LLM(folder, gpu_memory_utilization=1.5)
+    with pytest.raises(ValueError, match="dtype is 'int8'; expected one of 'auto', 'b"):
+        LLM(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "gpt-oss-20b", "me/tiny-1.5"])
+def test_a_hubs_name_says_how_to_download(name: str) -> None:
+    known = name if "/" in name else f"openai/{name}"
+    local = known.partition("/")[2]
+    command = f"hf download {known} --local-dir {local}"
+    with pytest.raises(ValueError, match=re.escape(command)):
+        LLM(name)
+    with pytest.raises(ValueError) as error:
+        LLM("/no/such/folder")
+    assert "hf download" not in str(error.value)
+
+
+def test_a_share_of_the_gpus_memory_is_what_is_left_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: (60_000_000, 100_000_000))
+    gpu = torch.device("cuda")
+
+    def bytes_of(**options: Any) -> int:
+        config = EngineConfig(**options).resolved("cuda")
+        pages = sizes.num_pages(CONFIG, config, 2, gpu)
+        return pages * sizes.page_bytes(CONFIG, config.page_size, 2)
+
+    page = sizes.page_bytes(CONFIG, 64, 2)
+    assert 0 <= 50_000_000 - bytes_of(gpu_memory_utilization=0.9) < page
+    assert 0 <= 51_000_000 - bytes_of() < page
+    with pytest.raises(ValueError, match="the room for pages"):
+        bytes_of(gpu_memory_utilization=0.3)
+
+
+def test_control_tokens_by_name_are_a_rendered_prompt(llm: LLM, say: Any) -> None:
+    """What others give as text is encoded with ``special`` here."""
+    ids = llm.door.ask_chat(HELLO).tokens
+    text = llm.tokenizer.decode(ids)
+    assert llm.tokenizer.encode(text, special=True) == ids
+    assert llm.tokenizer.encode(text) != ids

@@ -63,7 +63,7 @@ def test_a_name_of_no_device_is_refused(device: str) -> None:
     [
         (torch.int8, r"dtype is torch\.int8; expected one of"),
         (torch.float8_e4m3fn, r"dtype is torch\.float8_e4m3fn; expected one of"),
-        ("float32", r"dtype is str; expected a torch\.dtype"),
+        (32, r"dtype is int; expected a torch\.dtype"),
     ],
 )
 def test_a_dtype_that_no_model_has_is_refused(dtype: Any, message: str) -> None:

@@ -105,12 +105,6 @@ def told() -> list[str]:
         for row in recorded("12-ablation-h200")[key]
     }
     lost = ablation["+ overlap"] / ablation["- continuous batching"]
-    cpu = {
-        row["name"]: row["tokens_per_second"]
-        for key in ("cumulative", "without")
-        for row in recorded("12-ablation-cpu")[key]
-    }
-    twice = cpu["+ continuous batching"] / cpu["- pages"]
     small = {row["batch"]: row for row in recorded("12-bench-20b")["decode"]}
     prompt = small[1]["ttft_ms"] / small[8]["step_ms"]
     one = us("1", "mma, many tiles a program")
@@ -119,19 +113,44 @@ def told() -> list[str]:
     assert "in 100 of 100 repeats" in race["why"]
     bursts = kernels["gate_up", "64", "fragments, unroll 3"]
     assert "in bursts of 40 launches 250 us" in bursts["why"]
+    steps = {
+        "64": [
+            ("out = tl.dot_scaled(codes, scales, x)", "tl.dot_scaled"),
+            ("tl.dot(high_half, x_odd)", "two planes, two tl.dot"),
+            ("UNROLL=5", "fragments, unroll 5"),
+            ("UNROLL=3", "fragments, unroll 3"),
+            ("# mma, 8 tokens", "8 tokens, mma, 4 warps"),
+            ("num_warps=2", "8 tokens, mma, 2 warps"),
+        ],
+        "1": [
+            ("out = tl.dot_scaled(codes, scales, x)", "tl.dot_scaled"),
+            ("tl.dot(high_half, x_odd)", "two planes, two tl.dot"),
+            ("UNROLL=5", "fragments, unroll 5"),
+            ("x spread over its 8 columns", "mma, a tile a program"),
+            ("the next one on its way", "mma, many tiles a program"),
+        ],
+    }
+    ladder = [
+        f"{change} # {us(shape, version):.{1 if shape == '1' else 0}f} µs"
+        for shape, changes in steps.items()
+        for change, version in changes
+    ]
+    last = kernels["gate_up", "1", "mma, many tiles a program"]
     return [
+        *ladder,
+        f"64 tokens, whose roofline is {roofline:.0f}",
+        f"one token, whose roofline is {last['bytes'] / 4650e3 + 1.2:.1f}",
         f"{us('64', 'tl.dot_scaled'):.0f} µs with `tl.dot_scaled` become "
         f"{best['us']:.0f} for 64 tokens, where the roofline is {roofline:.0f}",
         f"one token take {one:.1f} µs, and {grouped:.1f} with the grouped kernel",
         f"{h200[1]} of the limit for the 120b at batch 1, {h200[64]} at 64; on an H100 "
         f"{h100[1]} and {h100[64]}",
         f"up to {100 * (apart - 1):.0f} % apart",
-        f"in bursts of 40 launches, and the {bursts['us']:.0f} of the table",
+        f"in bursts of 40 launches, and the {bursts['us']:.0f} of the list",
         "in 100 of 100 repeats it didn't",
         f"vLLM {vllm['versions']['vllm']} on one H200",
         f"adds up blocks reached {vllm['read_gigabytes_per_second']:,.0f}",
         f"it takes {lost:.2f} times as long",
-        f"its speeds differ by {100 * (twice - 1):.0f} %",
         f"as much as {('four', 'five', 'six')[round(prompt) - 4]} decodes",
     ]
 

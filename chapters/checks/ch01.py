@@ -2,8 +2,12 @@
 
 import codecs
 import random
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
+from unittest.mock import patch
+
+import tiktoken
 
 from simplellm.harmony import Message, parse, render, result_message
 from simplellm.tokenizer import Tokenizer
@@ -259,74 +263,6 @@ def check_history(history):
         assert messages == given, "the caller's list is not yours to change"
 
 
-def check_read_word(read_word):
-    """One word after the other, by form and by place."""
-    start, channel, constrain = "<|start|>", "<|channel|>", "<|constrain|>"
-    cases = [
-        ("", 0, "to=functions.f", {"recipient": "functions.f"}, "to= is a recipient"),
-        (channel, 1, "to=python", {"recipient": "python"}, "to= takes any name"),
-        (
-            channel,
-            0,
-            "to=functions.f",
-            {"recipient": "functions.f"},
-            "to= is a recipient in every place, even in the channel's",
-        ),
-        (start, 0, "user", {"role": "user"}, "the author comes first"),
-        (
-            start,
-            0,
-            "user:anna",
-            {"role": "user", "name": "anna"},
-            "a name follows the role and a colon",
-        ),
-        (
-            start,
-            0,
-            "functions.f",
-            {"role": "tool", "name": "functions.f"},
-            "an author that is no role is a tool",
-        ),
-        (
-            start,
-            0,
-            "a:b",
-            {"role": "tool", "name": "a:b"},
-            "an author that is no role is a tool, and all of it is the name",
-        ),
-        (channel, 0, "final", {"channel": "final"}, "the channel's place"),
-        (channel, 0, "loud", {"channel": "loud"}, "a channel may have any name"),
-        (channel, 1, "final", {}, "only the first word behind a marker is the channel"),
-        (start, 1, "user", {}, "only the first word behind a marker is the author"),
-        (
-            constrain,
-            0,
-            "json",
-            {"content_type": JSON},
-            "the content type keeps its marker",
-        ),
-        (constrain, 1, "json", {}, "only the first word behind a marker is the type"),
-        (
-            channel,
-            1,
-            "functions.f",
-            {"recipient": "functions.f"},
-            "a function's name is a recipient without its to=",
-        ),
-        ("", 0, "assistant", {}, "the prompt has said who the author is"),
-        ("", 0, "final", {}, "without a marker a word has no place"),
-    ]
-    for marker, number, word, expected, reason in cases:
-        found = read_word(marker, number, word)
-        told = f"{word!r}, word {number} behind {marker!r}"
-        assert isinstance(found, dict), (
-            f"a word gives a dict, an empty one if it says nothing; {told} gave "
-            f"{found!r}"
-        )
-        found = {name: value for name, value in found.items() if value is not None}
-        assert found == expected, f"{reason}: {told} gave {found}"
-
-
 def check_HarmonyParser_push(HarmonyParser):
     """Replies with what they hold, then the stream, then random ids."""
     tokenizer = embedded()
@@ -384,9 +320,10 @@ def check_HarmonyParser_push(HarmonyParser):
 
     def run(ids):
         parser = HarmonyParser(tokenizer)
+        deltas = []
         try:
-            deltas = [delta for token_id in ids for delta in parser.push(token_id)]
-            return parser, deltas + parser.finish()
+            pushed = [parser.push(token_id) for token_id in ids]
+            last = parser.finish()
         except NotImplementedError:
             raise
         except Exception as error:
@@ -394,6 +331,12 @@ def check_HarmonyParser_push(HarmonyParser):
                 f"nothing may raise, whatever the ids are; {tokenizer.decode(ids)!r} "
                 f"raised {type(error).__name__}: {error}"
             ) from None
+        for token_id, found in zip(ids, pushed, strict=True):
+            told = f"push({tokenizer.decode([token_id])!r}) returned {found!r}"
+            assert isinstance(found, list), f"push returns a list of deltas; {told}"
+            assert len(found) <= 1, f"a token adds at most one delta; {told}"
+            deltas += found
+        return parser, deltas + last
 
     for text, expected, reason in cases:
         parser, deltas = run(tokenizer.encode(text, special=True))
@@ -467,9 +410,23 @@ def check_1_1(forge):
         )
 
 
+@contextmanager
+def encoded():
+    """The texts that any tokenizer, the reader's or the package's, encodes."""
+    texts, encode = [], tiktoken.Encoding.encode
+
+    def spy(self, text, **options):
+        texts.append(text)
+        return encode(self, text, **options)
+
+    with patch.object(tiktoken.Encoding, "encode", spy):
+        yield texts
+
+
 def check_1_2(reusable):
-    """The next prompt, rendered, for three kinds of turns of several lengths."""
+    """The next prompt, rendered here alone, for three kinds of turns."""
     tokenizer = embedded()
+    lines = []
     for words in ("7 + 5", "12 + 30 + 5"):
         question = [Message("user", f"What is {words}?")]
         prompt = render(question, tokenizer)
@@ -492,13 +449,20 @@ def check_1_2(reusable):
             again = render([*question, *parse(reply, tokenizer), message], tokenizer)
             same = [a == b for a, b in zip(prompt + reply, again, strict=False)]
             expected = [*same, False].index(False)
-            found = reusable(list(prompt), list(reply))
+            with encoded() as texts:
+                found = reusable(list(prompt), list(reply))
+            assert not any(words in text for text in texts), (
+                "you have rendered the conversation again, which is the work to be "
+                "saved; the ids of the prompt and the reply say enough"
+            )
             side = "fewer" if isinstance(found, int) and found > expected else "more"
             assert found == expected, (
                 f"after {kind}, {side} ids can be reused than your {found} (the prompt "
                 f"has {len(prompt)}, the reply {len(reply)}); which of them does the "
                 "next prompt not have?"
             )
+            lines.append(f"after {kind}: {found} of {len(prompt)} + {len(reply)} ids")
+    print(*lines[:3], sep="\n")
 
 
 def check_1_3(StopFilter):

@@ -1,9 +1,12 @@
 """Chapter 3: weights of four bits."""
 
 import math
+from functools import cache
 
 import torch
 
+from simplellm.checkpoint import Checkpoint
+from simplellm.folder import EMBEDDED
 from simplellm.ops import linear
 from simplellm.weights import MXFP4, quantize
 
@@ -302,6 +305,12 @@ def check_error_bound(candidate):
                 + ("" if scale == 1 else "; the scale of this block is not 1")
             )
             most = (size - 6 if low == 6 else torch.full_like(size, half))[here]
+            missing = (most - bound[here]).max()
+            assert missing <= 1e-5, (
+                f"from {low} to {high} scales your bound holds for these weights and "
+                f"not for all: it is {missing:.3f} scales too small for one that lies "
+                "halfway between two values. A bound is known without rounding"
+            )
             slack = (bound[here] - most).max()
             assert slack <= 1e-5, (
                 f"your bound holds, but from {low} to {high} scales it is too large by "
@@ -333,6 +342,23 @@ def check_3_1(candidate):
             f"{numbers[:4]} ... came back as {found[:4]} ...: neighbors share a byte, "
             "and a negative number has bit 3 of its code set"
         )
+    print(f"-1.5 and 4 are the byte {candidate([-1.5, 4.0] * 16)[0]:#04x}")
+
+
+@cache
+def attention():
+    """The embedded model's attention matrices in float32, which no format rounded."""
+    checkpoint = Checkpoint(EMBEDDED)
+    names = [n for n in checkpoint.names() if n.endswith(("qkv.weight", "o.weight"))]
+    found = (checkpoint[name] for name in names)
+    return [weight.float() for weight in found if isinstance(weight, torch.Tensor)]
+
+
+def relative(errors):
+    """The norm of the errors of all `attention` over the norm of the weights."""
+    flat = (torch.cat([t.flatten() for t in part]) for part in (errors, attention()))
+    above, below = (part.norm().item() for part in flat)
+    return above / below
 
 
 def squared_errors(packed, weight):
@@ -371,6 +397,10 @@ def check_3_2(candidate):
     assert torch.equal(candidate(tie).scales, quantize(tie).scales), (
         "4 and zeros are exact with both exponents: on a tie, the specification's stays"
     )
+    ways = {"the specification's": quantize, "yours": candidate}
+    for name, way in ways.items():
+        errors = [way(w).dequantize(torch.float32) - w for w in attention()]
+        print(f"relative error on attention's weights: {relative(errors):.2%}, {name}")
 
 
 def check_3_3(candidate):
@@ -399,6 +429,10 @@ def check_3_3(candidate):
             f"in blocks of {size} the relative error is {known:.4f}, norm over norm; "
             f"yours is {error:.4f}"
         )
+    for size in (4, 8, 16, 32):
+        errors = [candidate(w, size)[1] * w.norm() for w in attention()]
+        bits = candidate(weight, size)[0]
+        print(f"blocks of {size:2}: {bits:.2f} bits, {relative(errors):.2%}")
 
 
 def check_3_4(candidate):
@@ -427,3 +461,6 @@ def check_3_4(candidate):
         f"products add up to 0, and 0 times the scale is 0; yours is {y.item()}, which "
         "comes of scaling each weight or product. Scale the sum"
     )
+    x, y = seeded(5, 224, seed=4), linear(seeded(5, 224, seed=4), packed)
+    equal = (candidate(x, packed) == y).float().mean().item()
+    print(f"to the last bit equal to linear: {equal:.0%} of the numbers")

@@ -378,8 +378,44 @@ def check_experts(experts):
         "not even run, since 0 times NaN is NaN"
     )
     judge_decoding(run)
+    judge_products(run)
     x = seeded(5, 8, seed=13)
     judge(run, x, replace(mixture(), gate_up_bias=None, down_bias=None))
+    mlp = mixture()
+    tensors = {n: t for n, t in vars(mlp).items() if isinstance(t, torch.Tensor)}
+    mlp = replace(mlp, **{name: tensor.bfloat16() for name, tensor in tensors.items()})
+    try:
+        kind = run(x.bfloat16(), mlp).dtype
+    except RuntimeError as error:
+        raise AssertionError(
+            f"with x and all weights in bfloat16 it fails ({str(error)[:80]}): make "
+            "the sum's tensor like x, as torch.zeros_like does"
+        ) from None
+    assert kind == torch.bfloat16, (
+        f"for x in bfloat16 the output is bfloat16 as well; yours is {kind}"
+    )
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function).removeprefix("aten.").split(".")[0]
+        self.count += name in ("mm", "addmm", "mv", "addmv", "bmm", "baddbmm", "dot")
+        return function(*args, **(kwargs or {}))
+
+
+def judge_products(run):
+    """Many tokens and few experts: the products are the experts', not the tokens'."""
+    x, mlp = seeded(64, 8, seed=15), mixture(num_experts=4)
+    with Products() as products:
+        run(x, mlp)
+    assert products.count <= 32, (
+        f"64 tokens and 4 experts take you {products.count} matrix products: gather "
+        "an expert's tokens and multiply them all at once"
+    )
 
 
 def judge_decoding(run):

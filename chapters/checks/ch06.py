@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.config import ModelConfig
-from simplellm.layers import Attention, Experts, Layer
+from simplellm.layers import Attention, Dense, Experts, Layer
 from simplellm.model import PAGE, one_sequence
 from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
@@ -115,8 +115,15 @@ def exact_block(x, layer, window, mistake=""):
     h = normed(x if early else x2, layer.mlp_norm)
     if mistake == "bare":
         h = x2
-    update = experts_say(h, layer.mlp)
+    says = dense_says if isinstance(layer.mlp, Dense) else experts_say
+    update = says(h, layer.mlp)
     return update if mistake == "replaced" else x2 + update
+
+
+def dense_says(h, mlp):
+    """What a network without experts adds, float64."""
+    gate, up = (h @ mlp.gate_up.double().T).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up) @ mlp.down.double().T
 
 
 def near(found, expected):
@@ -181,7 +188,12 @@ def check_gumbel_draw(candidate):
         generator = torch.Generator().manual_seed(round(10 * temperature))
         uniform = torch.rand(draws, 5, generator=generator).clamp(1e-7, 1 - 1e-7)
         rows = logits.repeat(draws, 1)
+        given = rows.clone(), uniform.clone()
         found = candidate(rows, temperature, uniform)
+        assert torch.equal(rows, given[0]) and torch.equal(uniform, given[1]), (
+            "your function changes the tensors that it gets: `log_` and `/=` work in "
+            "place"
+        )
         assert found is not None, "your function returns nothing"
         found = torch.as_tensor(found)
         assert found.shape == (draws,), (
@@ -271,12 +283,27 @@ class Table:
 
     def experts(self, x, mlp, live):
         self.called.append("experts")
+        assert isinstance(mlp, Experts), (
+            "layer 1 of this model has no experts but one plain network: call "
+            "layer.mlp.feed, which knows the operation that it needs"
+        )
         return PLAIN.experts(x, mlp, live)
+
+    def dense(self, x, mlp):
+        self.called.append("dense")
+        return PLAIN.dense(x, mlp)
 
 
 def check_Model_forward(candidate):
     """Two steps of one text, against float64 without a cache."""
     layers = [make_layer(seed) for seed in (3, 4, 5)]
+    plain = Dense(
+        gate_up=0.5 * seeded(8, 2 * INNER, HIDDEN),
+        gate_up_bias=None,
+        down=0.5 * seeded(9, HIDDEN, INNER),
+        down_bias=None,
+    )
+    layers[1] = replace(layers[1], mlp=plain)
     table = Table()
     embed, norm = seeded(6, VOCAB, HIDDEN), 1 + 0.5 * seeded(7, HIDDEN)
     model = candidate(
@@ -296,10 +323,10 @@ def check_Model_forward(candidate):
     for start, stop in ((0, 5), (5, 8)):
         batch = one_sequence(known[start:stop], start, 1, windows, device)
         found = model.forward(batch, pool, previous)
-        needed = "embed add_norm project rope_and_cache attend experts"
-        missing = set(needed.split()) - set(table.called)
+        needed = "embed add_norm project rope_and_cache attend experts dense"
+        missing = [name for name in needed.split() if name not in table.called]
         assert not missing, (
-            f"self.ops.{min(missing)} was never called: take every operation from "
+            f"self.ops.{missing[0]} was never called: take every operation from "
             "self.ops, so that a faster table can take this one's place"
         )
         assert not table.biased, (
@@ -331,9 +358,14 @@ def check_Model_forward(candidate):
                 "what the last layer's experts say got lost: the final add_norm still "
                 "has an update to add"
             )
+        assert near(found, here) or start == 0, (
+            f"the first {start} tokens are right, and those that go on from there in a "
+            "second batch aren't: hand on batch.positions, and each layer's own keys "
+            "and values"
+        )
         assert near(found, here), (
             f"positions {start} to {stop - 1} aren't what a computation in float64 "
-            "without a cache gives"
+            "gives; compare your lines with `block`, o_bias and window among them"
         )
     count = table.called.count("add_norm")
     assert count == 2 * 7, (
@@ -461,6 +493,10 @@ def check_generate_ids(candidate):
             assert torch.as_tensor(row).shape == (50,), (
                 "choose gets one row of logits, [V], that of the last token; yours is "
                 f"{list(torch.as_tensor(row).shape)}"
+            )
+            assert row.max() == 100, (
+                "what comes next is in the row of the last token; choose gets another "
+                "token's row from you"
             )
             steps.append(step)
             return int(row.argmax())

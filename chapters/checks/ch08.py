@@ -98,32 +98,6 @@ def check_PageManager__take(PageManager):
         assert books.references[page] == 1, "a page that was taken has one user"
 
 
-def check_PageManager__hold(PageManager):
-    """A page in use, then a cached one."""
-    books = manager(PageManager, 4, 4)
-    books.free = [0]
-    books.references = [0, 1, 0, 2]
-    books.cached[2] = None
-    books.names[2], books.named[0, b"2"] = (0, b"2"), 2
-    books._hold(1)
-    books._hold(3)
-    assert books.references == [0, 2, 0, 3], (
-        "pages 1 and 3 had 1 and 2 users, and each gets one more; the reference counts "
-        f"are {books.references}, not [0, 2, 0, 3]"
-    )
-    assert list(books.cached) == [2], "page 2 was cached, and nobody asked for it"
-    books._hold(2)
-    assert books.references[2] == 1, (
-        f"a cached page has one user now, not {books.references[2]}"
-    )
-    assert 2 not in books.cached, (
-        "a page that is in use must not be cached any more, or it is evicted while "
-        "somebody reads it"
-    )
-    assert books.names.get(2) == (0, b"2"), "it keeps its name: others may find it, too"
-    assert books.free == [0], "page 0 is free and stays so"
-
-
 def check_PageManager__release(PageManager):
     """Every way out of use."""
     books = manager(PageManager, 8, 4)
@@ -404,6 +378,20 @@ def forks(PageManager):
     assert books.grow(3, 9) and not books.take_copies(), (
         "eight tokens fill two pages of 4: the ninth goes to a page of its own, and "
         "nothing is copied"
+    )
+    books.check_integrity()
+    books = manager(PageManager, 40, 4, window=8)
+    books.add(0, tokens)
+    assert books.grow(0, 11)  # room for more than the six that are computed then
+    books.commit(0, tokens, 6)
+    books.fork(0, 1)
+    held = [group[1] for group in books.tables[0].groups]
+    assert books.grow(0, 7)
+    copied = [old for old, _ in books.take_copies()]
+    assert copied == held, (
+        "six tokens are computed, and the table has room for 12: the seventh goes to "
+        f"its second page of 4, not to its last; {held} are to be copied, and not "
+        f"{copied}"
     )
     books.check_integrity()
 

@@ -5,6 +5,7 @@ is found afterwards, and neither ends the process.
 """
 
 import math
+import mmap
 
 import torch
 import triton
@@ -41,6 +42,21 @@ def empty(*shape, dtype=torch.float32):
     return Guarded(torch.full(shape, -1, dtype=dtype), -1)
 
 
+def far_apart(numbers, dtype):
+    """So many numbers behind a margin, of which only those exist that are touched.
+
+    None on a GPU without that much memory, which knows no such thing.
+    """
+    if DEVICE == "cuda":
+        nbytes = (MARGIN + numbers) * dtype.itemsize
+        if torch.cuda.mem_get_info()[0] < nbytes + 2**30:
+            return None
+        return torch.zeros(MARGIN + numbers, dtype=dtype, device=DEVICE)[MARGIN:]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    memory = mmap.mmap(-1, (MARGIN + numbers) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype)[MARGIN:]
+
+
 def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -64,6 +80,76 @@ def assert_jitted(function):
     assert hasattr(function, "fn"), (
         "a kernel can't call plain Python: decorate it with @triton.jit"
     )
+
+
+# Puzzles
+
+
+def check_softmax_kernel(kernel):
+    """Rows that fill no tile, of very negative numbers and of very large ones."""
+    assert_kernel(kernel)
+    for rows, size, block in ((3, 10, 16), (2, 16, 16), (1, 1, 4)):
+        x = normal(rows, size, seed=size) + torch.tensor([-200.0, 200, 0])[:rows, None]
+        given, out = Guarded(x), empty(rows, size)
+        kernel[(rows,)](given.inner, out.inner, size, BLOCK=block)
+        found, told = out.inner.double().cpu(), f"with N = {size}, BLOCK = {block}: "
+        assert out.untouched(), (
+            told + "a store went beyond out; columns from N on need a mask"
+        )
+        assert not found[-1].isnan().all() or rows == 1, (
+            told + "the last row is NaN: row r begins at r * N, in x and in out"
+        )
+        assert found.isfinite().all(), (
+            told
+            + "the result isn't finite. exp of 200 is infinite in float32, so subtract "
+            "the maximum first; and what lies beyond x is NaN, so mask the load"
+        )
+        filled = torch.cat([x, torch.zeros(rows, block - size)], 1).double().softmax(1)
+        assert block == size or not is_close(found, filled[:, :size], 1e-5), (
+            told + "the mask fills in a 0, which takes part: exp(0) counts in the sum, "
+            "and 0 is larger than a negative maximum. What is smaller than everything?"
+        )
+        sums = found.sum(1)
+        assert is_close(sums, torch.ones(rows), 1e-4), (
+            told + f"a row's weights add up to {sums[0].item():.3f}, not to 1: divide "
+            "by the sum over the row, in which what is masked counts 0"
+        )
+        assert is_close(found, x.double().softmax(1), 1e-4), (
+            told + "out is not exp(x - max) / sum(exp(x - max)), row by row"
+        )
+
+
+def check_transpose_kernel(kernel):
+    """Rows with NaN between them, and sizes that fill no tile."""
+    assert_kernel(kernel)
+    for m, n, stride in ((8, 4, 4), (5, 7, 7), (6, 9, 13), (3, 2, 6)):
+        whole = torch.full((m, stride), math.nan)
+        whole[:, :n] = normal(m, n, seed=m)
+        given, out = Guarded(whole), Guarded(torch.full((n, m), math.nan), 777.0)
+        grid = triton.cdiv(m, 4), triton.cdiv(n, 4)
+        kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
+        found, right = out.inner.cpu(), whole[:, :n]
+        told = f"with M = {m}, N = {n}, stride = {stride} in tiles of 4 x 4: "
+        assert out.untouched(), (
+            told + "a store went beyond out; it needs the mask of rows and columns"
+        )
+        assert not torch.equal(found.flatten(), right.flatten()), (
+            told + "out is x as it was: x[m, n] goes to out[n, m], which lies at "
+            "n * M + m"
+        )
+        assert not (stride > n and found.isnan().any()), (
+            told + "there is NaN in out, which is what lies between the rows of x: row "
+            "m begins at m * stride, and columns end at N. Or some of out was not "
+            "written: program (i, j) takes rows from i * TILE, columns from j * TILE"
+        )
+        assert not found.isnan().any(), (
+            told + "some of out is NaN: it was not written, or holds what lies beyond "
+            "x. Program (i, j) takes rows from i * TILE, columns from j * TILE of x, "
+            "and x[m, n] goes to out[n, m]: it lies at n * M + m"
+        )
+        assert torch.equal(found, right.T), (
+            told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
+        )
 
 
 # Residual and norm
@@ -209,6 +295,38 @@ def check_product_kernel(kernel):
             told + "c is not a @ b.T. Is K masked in at least one operand, and does "
             "program (i, j) make tile (i, j)?"
         )
+    judge_16_bits(kernel)
+    judge_far_rows(kernel)
+
+
+def judge_16_bits(kernel):
+    """float16 in, float32 out: a sum that float16 would round."""
+    k = 528  # times 1 + 2^-10, that is no number of float16's
+    a = Guarded(torch.ones(16, k, dtype=torch.float16))
+    b = Guarded(torch.full((32, k), 1 + 2**-10, dtype=torch.float16))
+    c = empty(16, 32)
+    tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
+    kernel[(1, 1)](a.inner, b.inner, c.inner, 16, 32, k, **tiles)
+    assert (c.inner == k * (1 + 2**-10)).all(), (
+        f"operands of float16: {k} times 1 x {1 + 2**-10:.6f} are {k * (1 + 2**-10):g} "
+        f"only if the sum stays float32; yours is {c.inner[0, 0].item():g}"
+    )
+
+
+def judge_far_rows(kernel):
+    """A third row that begins beyond 2^32 numbers; only the first tile is computed."""
+    m, n, k = 3, 2**31 - 8, 16
+    c = far_apart(2 * n + 64, torch.float32)
+    if c is None:
+        return
+    a, b = normal(m, k, seed=1), normal(32, k, seed=2)  # no other rows of b are read
+    tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
+    kernel[(1, 1)](a.to(DEVICE), b.to(DEVICE), c, m, n, k, **tiles)
+    for row, expected in enumerate(a @ b.T):
+        assert is_close(c[row * n : row * n + 32], expected, 2e-2), (
+            f"with N = {n:,}, row {row} of c begins at {row * n:,}, which 32 bits "
+            "can't count: make m int64 before you multiply it by N"
+        )
 
 
 # The largest logit
@@ -261,6 +379,34 @@ def check_argmax_kernel(kernel):
                 told + f"of equal logits the lower index wins, "
                 f"{number * block + first}; yours is {index}"
             )
+    judge_half_logits(kernel)
+
+
+def judge_half_logits(kernel):
+    """float16 logits, whose third row begins beyond 2^32 of them."""
+    size, block = 2**31 - 8, 16
+    logits = far_apart(2 * size + 64, torch.float16)
+    if logits is None:
+        return
+    keys = empty(3, 1, dtype=torch.int64)
+    for row in range(3):
+        here = normal(block, seed=row).half()
+        here[5 + row] = 7 + row / 2
+        logits[row * size : row * size + block] = here
+    try:  # the first block of each row, and no other
+        kernel[(1, 3)](logits, keys.inner, size, BLOCK=block)
+    except Exception as error:
+        raise AssertionError(
+            "logits of float16: turn them to float32 before `ordered` reads their bits "
+            f"({error})"
+        ) from error
+    for row in range(3):
+        found = key_parts(keys.inner[row, 0].item())
+        assert found == (7 + row / 2, 5 + row), (
+            f"float16 logits, row {row}, block 0: the largest is {7 + row / 2:g} at "
+            f"index {5 + row}, yours says {found[0]:g} at {found[1]}. The row begins "
+            f"at {row * size:,}, which 32 bits can't count: make row int64 first"
+        )
 
 
 # Attention
@@ -389,6 +535,24 @@ def check_fold(fold):
     _, total, acc = folded(fold, hidden, values[:2], scale)
     assert not (total.isnan().any() or acc.isnan().any()), (
         "a tile of which no query sees a key has to change nothing; yours gives NaN"
+    )
+    judge_half_values(fold)
+
+
+def judge_half_values(fold):
+    """Values of float16, whose sum in float16 would be rounded."""
+    tiles, value = 33, 1 + 3 * 2**-10
+    values = torch.full((tiles, 16, 16), value, dtype=torch.float16)
+    told = "values of float16: "
+    try:
+        _, _, acc = folded(fold, torch.zeros(tiles, 16, 16), values, 1.0)
+    except Exception as error:
+        raise AssertionError(
+            told + f"tl.dot wants weights of the same dtype, v.dtype ({error})"
+        ) from error
+    assert (acc == tiles * 16 * value).all(), (
+        told + f"{tiles * 16} of {value:.6f}, all weighing 1, add up to "
+        f"{tiles * 16 * value:g} if acc stays float32; yours is {acc[0, 0].item():g}"
     )
 
 

@@ -10,7 +10,7 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from itertools import chain
@@ -22,10 +22,20 @@ from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
-from simplellm.apps.options import ModelFolder, ModelName, Where, load_llm
+from simplellm.apps.options import (
+    MaxTokens,
+    ModelFolder,
+    ModelName,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    Where,
+    given,
+    load_llm,
+)
 from simplellm.apps.screen import Screen, respond
 from simplellm.apps.serving import serve_model
-from simplellm.request import SamplingParams
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -133,12 +143,11 @@ def talk(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
     ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to generate, reasoning included.")
-    ] = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Stop = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
     device: Where = None,
 ) -> None:
@@ -150,9 +159,14 @@ def talk(
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not chatting and not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    options: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-    SamplingParams(**options)  # raises for what it does not take, before a model loads
+    options = given(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+        seed=seed,
+    )
     options["reasoning_effort"] = reasoning_effort
     options["tools"] = [CALCULATOR] if calculator else None
     first = [{"role": "developer", "content": developer}] if developer else []
@@ -184,6 +198,31 @@ def check_folder(file: Path) -> None:
         raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
+def check_files(source: Path, target: Path) -> None:
+    """Raise ValueError unless a batch can be read, and its results kept."""
+    check_folder(target)
+    for path, there in ((source, True), (target, target.exists())):
+        if str(path) == "-" or (there and not path.is_file()):
+            raise ValueError(f"{path} is no file; expected one that can be read again")
+    if target.exists() and source.samefile(target):
+        raise ValueError(f"{target} is both input and output; expected two files")
+
+
+def summarize(
+    screen: Screen, done: Mapping[Any, bool], failures: Sequence[Exception]
+) -> int:
+    """Say what became of a batch; the exit status."""
+    rejected = sum(done.values())
+    summary = f"{len(done) - rejected} answered, {rejected} errors"
+    screen.write(f"{len(done) + len(failures)} requests: {summary}\n", aside=True)
+    if failures:
+        screen.error(
+            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
+            "same command tries them again"
+        )
+    return int(len(failures) + rejected > 0)
+
+
 @app.command(cls=PlainUsage)
 def batch(
     source: Annotated[
@@ -201,9 +240,17 @@ def batch(
         ),
     ],
     model: ModelFolder = None,
+    temperature: Temperature = None,
+    max_tokens: MaxTokens = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    stop: Stop = None,
     device: Where = None,
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was.
+
+    Lines may also have OpenAI's form: custom_id, url and body. Sampling options are for
+    lines that leave them open.
 
     A request that was rejected is tried again once it is changed. One that has been
     answered must stay as it is: a new question needs a new id.
@@ -211,31 +258,25 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    check_folder(target)
-    for path, there in ((source, True), (target, target.exists())):
-        if str(path) == "-" or (there and not path.is_file()):
-            raise ValueError(f"{path} is no file; expected one that can be read again")
-    if target.exists() and source.samefile(target):
-        raise ValueError(f"{target} is both input and output; expected two files")
+    defaults = given(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        top_p=top_p,
+        top_k=top_k,
+        stop=stop,
+    )
+    check_files(source, target)
     requests = jobs.read_requests(source)
     failures: list[Exception] = []
     with jobs.open_results(target, requests) as (file, done):
         if len(done) < len(requests):
             with load_llm(model, device, screen) as llm:
                 try:
-                    failures = jobs.answer_all(llm, requests, file, done)
+                    failures = jobs.answer_all(llm, requests, file, done, defaults)
                 except KeyboardInterrupt:
                     screen.write("stopped; the same command goes on\n", aside=True)
                     raise
-    rejected = sum(done.values())
-    summary = f"{len(done) - rejected} answered, {rejected} errors"
-    screen.write(f"{len(requests)} requests: {summary}\n", aside=True)
-    if failures:
-        screen.error(
-            f"{len(failures)} requests failed, the last one with {failures[-1]!r}; the "
-            "same command tries them again"
-        )
-    return int(len(failures) + rejected > 0)
+    return summarize(screen, done, failures)
 
 
 def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:

@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import IO, Any
 
 from tqdm import tqdm
 
+from simplellm.apps import jobs_openai
 from simplellm.door import with_integer_keys
 from simplellm.outputs import ChatChoice, RequestOutput
 from simplellm.request import QueueFullError, SamplingParams
@@ -32,6 +34,8 @@ RETRY_SECONDS = 0.2  # between two looks at a queue that was full
 HEAD = b'{"id": '  # how every line of the output begins
 FIELDS = [field.name for field in fields(SamplingParams)]  # of every request
 CHAT_FIELDS = ["messages", "tools", "reasoning_effort", *FIELDS]
+# What a result leaves out of an output.
+ASIDE = ("prompt_token_ids", "prompt", "index", "num_cached_tokens", "metrics")
 # What a request that an LLM does not take raises: JSON can go wrong in many ways.
 REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
@@ -50,6 +54,7 @@ class Line:
     digest: str  # of all but its id, however the JSON is spelled
     request: dict[str, Any]
     error: str | None = None
+    openai: bool = False  # in OpenAI's form: its id is its custom_id
 
 
 def read_line(number: int, raw: bytes) -> Line:
@@ -58,20 +63,27 @@ def read_line(number: int, raw: bytes) -> Line:
     Any other field that is null counts as absent.
     """
     name, spelled, given, error = f"line-{number}", raw.strip(), {}, None
+    openai = False
     try:
         request = json.loads(raw)
         if not isinstance(request, dict):
             error = f"the line is a {type(request).__name__}; expected an object"
-        elif type(request.get("id", name)) not in (str, int):
-            error = f"id is {request['id']!r}; expected a text or an integer"
+        elif type(request.get(key := id_key(request), name)) not in (str, int):
+            error = f"{key} is {request[key]!r}; expected a text or an integer"
         else:
-            name = request.pop("id", name)
+            openai, name = key == "custom_id", request.pop(key, name)
             given = {field: x for field, x in request.items() if x is not None}
             spelled = json.dumps(given, sort_keys=True).encode()
     except (ValueError, RecursionError) as problem:
         error = f"not JSON: {problem}"
     # 64 bits of it, which other requests hardly have.
-    return Line(number, name, sha256(spelled).hexdigest()[:16], given, error)
+    digest = sha256(spelled).hexdigest()[:16]
+    return Line(number, name, digest, given, error, openai)
+
+
+def id_key(line: Mapping[str, Any]) -> str:
+    """The field that holds the id of a request or a result."""
+    return "custom_id" if "custom_id" in line else "id"
 
 
 def read_requests(path: Path) -> dict[Id, Line]:
@@ -114,16 +126,18 @@ def keep_results(
                 break
             try:
                 result = json.loads(raw)
-                request = missing.pop(result["id"])
+                request = missing.pop(result[id_key(result)])
             except (ValueError, RecursionError, TypeError, KeyError):
                 raise ValueError(
                     f"{path}: line {number} is not the only result of a request of the "
                     "input; expected a new file or what an earlier run on the same "
                     "input wrote"
                 ) from None
-            rejected = "error" in result
+            rejected = is_error(result)
             # A result of the days before there were digests: its answer is trusted.
             was = result.get("digest", None if rejected else request.digest)
+            if "custom_id" in result:
+                was = str(result["id"]).removeprefix(jobs_openai.RESULT_PREFIX)
             if was == request.digest:
                 done[request.id] = rejected
                 file.write(raw)
@@ -170,6 +184,13 @@ def open_results(
             copy.unlink(missing_ok=True)
 
 
+def is_error(result: Mapping[str, Any]) -> bool:
+    """Whether a result says why its request was not answered."""
+    if "custom_id" in result:
+        return bool(result["response"]["status_code"] != 200)
+    return "error" in result
+
+
 # The answers
 
 
@@ -197,9 +218,23 @@ def arguments(line: Line) -> dict[str, Any]:
     return request
 
 
-async def answer(llm: Any, line: Line) -> dict[str, Any]:
-    """What the output file says of a request, its id and digest aside."""
-    call = arguments(line)
+async def answer(llm: Any, line: Line, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What the output file says of a request."""
+    if line.openai:
+        found = await jobs_openai.answer_body(llm, line.request, defaults)
+        return jobs_openai.result_of(line.digest, line.id, *found)
+    head = {"id": line.id, "digest": line.digest}
+    try:
+        return head | await answer_ours(llm, line, defaults)
+    except REJECTIONS as error:
+        return head | {"error": f"line {line.number}: {str(error) or repr(error)}"}
+
+
+async def answer_ours(
+    llm: Any, line: Line, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What it says of a request in our form, its id and digest aside."""
+    call = {**defaults, **arguments(line)}
     if "messages" in call:
         output = await llm.chat_async(**call)
         prompt_tokens = output.usage.prompt_tokens
@@ -210,12 +245,25 @@ async def answer(llm: Any, line: Line) -> dict[str, Any]:
     return {"choices": choices} if "n" in call else choices[0]
 
 
+def count_tokens(result: Mapping[str, Any]) -> int:
+    """The tokens that were generated for a result."""
+    if "custom_id" in result:
+        usage = result["response"]["body"].get("usage", {})
+        return int(usage.get("completion_tokens", 0))
+    choices = result.get("choices", [result])
+    return sum(choice.get("completion_tokens", 0) for choice in choices)
+
+
 def choice_fields(
     output: RequestOutput | ChatChoice, prompt_tokens: int
 ) -> dict[str, Any]:
     """What one of a request's samples gave."""
     choice = asdict(output)
-    choice.pop("prompt_token_ids", None)
+    for name in ASIDE:
+        choice.pop(name, None)
+    for name in ("stop_reason", "prompt_logprobs"):
+        if choice.get(name) is None:
+            choice.pop(name, None)
     choice["prompt_tokens"] = prompt_tokens
     choice["completion_tokens"] = len(choice.pop("token_ids"))
     logprobs = choice.pop("logprobs")
@@ -223,10 +271,15 @@ def choice_fields(
 
 
 def answer_all(
-    llm: Any, requests: Mapping[Id, Line], file: IO[bytes], done: dict[Id, bool]
+    llm: Any,
+    requests: Mapping[Id, Line],
+    file: IO[bytes],
+    done: dict[Id, bool],
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Exception]:
     """Append a result to ``file`` for each of the requests that is not ``done``.
 
+    ``defaults`` are sampling parameters of requests that leave them open.
     A request that the LLM refuses gets an error object. One that fails gets nothing,
     and its failure is returned; the next run tries it again. ``done`` gets the rest.
     """
@@ -241,22 +294,17 @@ def answer_all(
             result = None
             while result is None:
                 try:
-                    result = await answer(llm, line)
+                    result = await answer(llm, line, defaults)
                 except QueueFullError:  # with many samples each, fewer requests fit
                     await asyncio.sleep(RETRY_SECONDS)
-                except REJECTIONS as error:
-                    text = f"line {line.number}: {str(error) or repr(error)}"
-                    result = {"error": text}
                 except Exception as error:
                     failures.append(error)
                     break
             if result is not None:
-                whole = {"id": line.id, "digest": line.digest, **result}
-                file.write(json.dumps(whole).encode() + b"\n")  # in one write
+                file.write(json.dumps(result).encode() + b"\n")  # in one write
                 file.flush()
-                done[line.id] = "error" in result
-                choices = result.get("choices", [result])
-                tokens += sum(choice.get("completion_tokens", 0) for choice in choices)
+                done[line.id] = is_error(result)
+                tokens += count_tokens(result)
                 speed = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             bar.update()

@@ -5,9 +5,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import simplellm
-from simplellm.harmony import HarmonyParser, render_message
-from simplellm.harmony.message import ENDS, ROLES
-from simplellm.harmony.parse import message_of, read_word
+from simplellm.harmony import (
+    HarmonyParser,
+    Message,
+    parse,
+    render,
+    render_message,
+    result_message,
+)
+from simplellm.harmony.message import ENDS
+from simplellm.harmony.parse import message_of
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 from wrong import wrong
 
@@ -184,36 +191,6 @@ def calls_go_too(messages, *, finished=False):
     return [m for i, m in enumerate(messages) if i >= last or m.channel not in side]
 
 
-@wrong("read_word", "first word")
-def any_place(marker, number, word):
-    return read_word(marker, 0, word)
-
-
-@wrong("read_word", "in every place")
-def place_before_form(marker, number, word):
-    if number == 0 and marker == "<|channel|>":
-        return {"channel": word}
-    return read_word(marker, number, word)
-
-
-@wrong("read_word", "is a tool")
-def any_author_is_a_role(marker, number, word):
-    if number == 0 and marker == "<|start|>" and word.partition(":")[0] not in ROLES:
-        return {"role": word}
-    return read_word(marker, number, word)
-
-
-@wrong("read_word", "keeps its marker")
-def bare_content_type(marker, number, word):
-    found = read_word(marker, number, word)
-    return found if "content_type" not in found else {"content_type": word}
-
-
-@wrong("read_word", "an empty one")
-def nothing_is_none(marker, number, word):
-    return read_word(marker, number, word) or None
-
-
 @wrong("HarmonyParser.push", "begins the next message")
 class NeedsEveryEnd(HarmonyParser):
     def push(self, token_id):
@@ -274,6 +251,19 @@ class OnlyAtTheEnd(HarmonyParser):
         return self._add(held.decode(errors="replace")) + super().finish()
 
 
+@wrong("HarmonyParser.push", "at most one delta")
+class ADeltaACharacter(HarmonyParser):
+    def push(self, token_id):
+        deltas = super().push(token_id)
+        return [replace(d, text=c) for d in deltas for c in d.text or [""]]
+
+
+@wrong("HarmonyParser.push", "returns a list")
+class NoneForNothing(HarmonyParser):
+    def push(self, token_id):
+        return super().push(token_id) or None
+
+
 @wrong("HarmonyParser.push", "nothing may raise")
 class Strict(HarmonyParser):
     def push(self, token_id):
@@ -315,6 +305,17 @@ def the_prompt_only(prompt, reply):
 def analysis_always_goes(prompt, reply):
     channels = reply.count(SPECIAL["<|channel|>"])
     return len(prompt) + 1 if channels > 1 else len(prompt) + len(reply) - 1
+
+
+@wrong("1.2", "rendered the conversation again")
+def renders(prompt, reply):
+    tokenizer = Tokenizer.from_file(EMBEDDED)
+    answer = parse(reply, tokenizer)
+    call = answer[-1].recipient is not None
+    new = result_message("add", "12") if call else Message("user", "And now?")
+    again = render([*parse(prompt, tokenizer), *answer, new], tokenizer)
+    pairs = zip(prompt + reply, again, strict=False)
+    return [*(a == b for a, b in pairs), False].index(False)
 
 
 class Filter:

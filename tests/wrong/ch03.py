@@ -240,6 +240,11 @@ def whole_steps(weight):
     return bounded(weight, lambda size: half_steps(size) * 2)
 
 
+@wrong("error_bound", "without rounding")
+def the_error_itself(weight):
+    return (quantize(weight).dequantize(torch.float32) - weight).abs()
+
+
 @wrong("error_bound", "cut down to 6")
 def forgets_saturation(weight):
     return bounded(weight, half_steps)

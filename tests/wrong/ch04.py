@@ -217,6 +217,37 @@ def token_by_token(x, mlp, live):
     return torch.cat([ops.experts(row[None], mlp, live) for row in x])
 
 
+@wrong("experts", "matrix products")
+def token_by_token_decoded_once(x, mlp, live):
+    ids, scores = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    decoded = {}
+    for e in ids.unique().tolist():
+        weights = mlp.gate_up[e], mlp.down[e]
+        if isinstance(mlp.gate_up, MXFP4):
+            weights = tuple(weight.dequantize(x.dtype) for weight in weights)
+        decoded[e] = weights
+    out = torch.zeros_like(x)
+    for t, choice in ((t, c) for t in range(len(x)) for c in range(mlp.top_k)):
+        e = int(ids[t, choice])
+        hidden = linear(x[t], decoded[e][0], mlp.gate_up_bias[e])
+        hidden = ops.swiglu(hidden, mlp.limit, mlp.alpha)
+        out[t] += scores[t, choice] * linear(hidden, decoded[e][1], mlp.down_bias[e])
+    return out
+
+
+@wrong("experts", "output is bfloat16")
+def sums_in_float32(x, mlp, live):
+    return ops.experts(x, mlp, live).float()
+
+
+@wrong("experts", "like x")
+def sums_of_another_dtype(x, mlp, live):
+    if x.dtype == torch.float32:
+        return ops.experts(x, mlp, live)
+    out = torch.zeros(x.shape)
+    return out.index_add_(0, torch.arange(len(x)), ops.experts(x, mlp, live))
+
+
 @wrong("experts", "its number // k")
 def pair_modulo_tokens(x, mlp, live):
     return grouped(x, mlp, token=lambda chosen: chosen % len(x))

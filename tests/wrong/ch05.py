@@ -213,6 +213,13 @@ def forgets_the_window(queries, keys, window):
     return visible(queries, keys, None)
 
 
+@wrong("visible", "in the middle of the keys")
+def counts_for_positions(queries, keys, window):
+    """Right as long as the queries are the last positions."""
+    places = torch.arange(len(keys))
+    return visible(places[len(keys) - len(queries) :], places, window)
+
+
 @wrong("visible", "the future")
 def the_other_way_round(queries, keys, window):
     return ~visible(queries, keys, window)
@@ -284,6 +291,25 @@ def in_the_dtype_of_q(q, k, v, mask, sinks, scale):
     return mixed(shares, v.to(q.dtype), q)
 
 
+@wrong("masked_attention", "the future is seen")
+def hidden_at_minus_100(q, k, v, mask, sinks, scale):
+    group = q.shape[-2] // k.shape[-2]
+    keys = k.float().repeat_interleave(group, -2).movedim(-3, -1)
+    scores = q.float().movedim(-2, -3) @ keys * scale
+    scores = scores.masked_fill(~mask[..., None, :, :], -100.0)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    return mixed(scores.softmax(-1)[..., : mask.shape[-1]], v, q)
+
+
+@wrong("masked_attention", "has changed")
+def scales_in_place(q, k, v, mask, sinks, scale):
+    queries = q.float()
+    queries *= scale
+    return ops.masked_attention(queries, k, v, mask, sinks, 1.0).to(q.dtype)
+
+
 @wrong("masked_attention", "may be None")
 def needs_sinks(q, k, v, mask, sinks, scale):
     if sinks is None and scale != 1.0:
@@ -298,29 +324,32 @@ def scale_of_its_own(q, k, v, mask, sinks, scale):
     return ops.masked_attention(q, k, v, mask, sinks, scale)
 
 
-@wrong("5.1", "its window and no more")
-def all_layers_full(config, tokens):
-    per_layer = 2 * config.num_key_value_heads * config.head_dim * 2
-    return per_layer * config.num_hidden_layers * tokens
+@wrong("5.1", "counts the token itself")
+def whole_windows(windows, position):
+    if None in windows:
+        return 0
+    return max(0, position - sum(windows))
 
 
-@wrong("5.1", "the config's heads")
-def numbers_of_the_20b(config, tokens):
-    return 2048 * (config.num_hidden_layers // 2) * (tokens + min(tokens, 128))
+@wrong("5.1", "every layer reaches")
+def one_window(windows, position):
+    if None in windows:
+        return 0
+    return max(0, position - max(windows) + 1)
 
 
-@wrong("5.1", "half of it is missing")
-def keys_only(config, tokens):
-    windows = [config.window(n) for n in range(config.num_hidden_layers)]
-    heads = config.num_key_value_heads * config.head_dim
-    return sum(2 * heads * min(tokens, window or tokens) for window in windows)
+@wrong("5.1", "there is no position")
+def before_the_beginning(windows, position):
+    if None in windows:
+        return 0
+    return position - sum(window - 1 for window in windows)
 
 
-@wrong("5.1", "the config's heads")
-def query_heads(config, tokens):
-    windows = [config.window(n) for n in range(config.num_hidden_layers)]
-    heads = config.num_attention_heads * config.head_dim
-    return sum(4 * heads * min(tokens, window or tokens) for window in windows)
+@wrong("5.1", "wherever it stands")
+def a_full_layer_on_top_alone(windows, position):
+    if windows[-1] is None:
+        return 0
+    return max(0, position - sum(window - 1 for window in windows if window))
 
 
 @wrong("5.2", "the pairs are")

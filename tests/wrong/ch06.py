@@ -1,5 +1,8 @@
 """Wrong answers to chapter 6."""
 
+import copy
+from dataclasses import replace
+
 import torch
 
 from simplellm import ops
@@ -120,17 +123,21 @@ class Pass(Model):
         out = self.ops.attend(q, keys, values, group, attn.sinks)
         return self.ops.project(out.flatten(1), attn.o, attn.o_bias)
 
-    def run(self, batch, pool, previous, group=None, biased=False):
+    def run(self, batch, pool, previous, group=None, biased=False, feed=None):
         """The stream, and the update that is still to be added."""
         x, update = self.start(batch, previous), None
         eps = self.config.rms_norm_eps
+        feed = feed or (lambda mlp, h, live: mlp.feed(self.ops, h, live))
         for n, layer in enumerate(self.layers):
             bias = layer.attn.qkv_bias if biased else None
             x, h = self.ops.add_norm(x, update, layer.attn_norm, eps)
             update = self.attend(h, n, batch, pool, group, bias)
             x, h = self.ops.add_norm(x, update, layer.mlp_norm, eps)
-            update = layer.mlp.feed(self.ops, h, batch.live)
+            update = feed(layer.mlp, h, batch.live)
         return x, update
+
+    def finish(self, x, update):
+        return self.ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
 
 
 @wrong("Model.forward", "final norm is missing")
@@ -144,21 +151,46 @@ class NoFinalNorm(Pass):
 class LosesTheLastUpdate(Pass):
     def forward(self, batch, pool, previous):
         x, _ = self.run(batch, pool, previous)
-        return self.ops.add_norm(x, None, self.norm, self.config.rms_norm_eps)[1]
+        return self.finish(x, None)
 
 
 @wrong("Model.forward", "windows are")
 class OneGroupForAll(Pass):
     def forward(self, batch, pool, previous):
-        x, update = self.run(batch, pool, previous, group=batch.groups[0])
-        return self.ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
+        return self.finish(*self.run(batch, pool, previous, group=batch.groups[0]))
 
 
 @wrong("Model.forward", "bias twice")
 class BiasTwice(Pass):
     def forward(self, batch, pool, previous):
-        x, update = self.run(batch, pool, previous, biased=True)
-        return self.ops.add_norm(x, update, self.norm, self.config.rms_norm_eps)[1]
+        return self.finish(*self.run(batch, pool, previous, biased=True))
+
+
+@wrong("Model.forward", "each layer's own")
+class OneLayersMemoryForAll(Pass):
+    def forward(self, batch, pool, previous):
+        first = copy.copy(pool)
+        first.keys = pool.keys[:1] * len(self.layers)
+        first.values = pool.values[:1] * len(self.layers)
+        return self.finish(*self.run(batch, first, previous))
+
+
+@wrong("Model.forward", "batch.positions")
+class CountsFromZero(Pass):
+    def forward(self, batch, pool, previous):
+        places = torch.arange(len(batch.tokens), dtype=torch.int32)
+        batch = replace(batch, positions=places)
+        return self.finish(*self.run(batch, pool, previous))
+
+
+@wrong("Model.forward", "o_bias")
+class ForgetsABias(Pass):
+    def attend(self, h, n, batch, pool, group=None, bias=None):
+        found = super().attend(h, n, batch, pool, group, bias)
+        return found - self.layers[n].attn.o_bias
+
+    def forward(self, batch, pool, previous):
+        return self.finish(*self.run(batch, pool, previous))
 
 
 @wrong("Model.forward", "self.ops.")
@@ -180,6 +212,28 @@ class AddsByItself(Pass):
             h = rms_norm(x, layer.mlp_norm, eps)
             x = x + layer.mlp.feed(self.ops, h, batch.live)
         return rms_norm(x, self.norm, eps)
+
+
+@wrong("Model.forward", "self.ops.experts")
+class ExpertsOfThePackage(Pass):
+    """The right numbers, but a faster table never gets to see the experts."""
+
+    def forward(self, batch, pool, previous):
+        def feed(mlp, h, live):
+            return mlp.feed(ops.PLAIN, h, live)
+
+        return self.finish(*self.run(batch, pool, previous, feed=feed))
+
+
+@wrong("Model.forward", "layer.mlp.feed")
+class ExpertsInEveryLayer(Pass):
+    """Right for gpt-oss; a layer of another family may have a plain network."""
+
+    def forward(self, batch, pool, previous):
+        def feed(mlp, h, live):
+            return self.ops.experts(h, mlp, live)
+
+        return self.finish(*self.run(batch, pool, previous, feed=feed))
 
 
 def filtered(logits, top_k, top_p, min_p, *, whole=False, crossing=True, all_of_1=True):
@@ -283,6 +337,16 @@ def counts_from_one(logits_of, ids, choose, ends, max_tokens):
     tokens = list(ids)
     for step in range(max_tokens):
         tokens.append(choose(logits_of(tokens)[-1], step + 1))
+        if tokens[-1] in ends:
+            break
+    return tokens[len(ids) :]
+
+
+@wrong("generate_ids", "the last token")
+def takes_the_first_row(logits_of, ids, choose, ends, max_tokens):
+    tokens = list(ids)
+    for step in range(max_tokens):
+        tokens.append(choose(logits_of(tokens)[0], step))
         if tokens[-1] in ends:
             break
     return tokens[len(ids) :]
@@ -400,6 +464,12 @@ def through_a_list(logits, top_p):
 @wrong("gumbel_draw", "the same numbers draw")
 def noise_of_its_own(logits, temperature, uniform):
     return torch.multinomial((logits / temperature).softmax(-1), 1)[:, 0]
+
+
+@wrong("gumbel_draw", "in place")
+def logarithms_in_place(logits, temperature, uniform):
+    noise = uniform.log_().neg_().log_().neg_()
+    return (logits / temperature + noise).argmax(-1)
 
 
 @wrong("filter_tokens", "share the best logit")

@@ -85,6 +85,11 @@ def cuts_rows_only(memory, rows, start):
     memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
 
 
+@wrong("write_ring", "which of them stays")
+def all_rows_at_once(memory, rows, start):
+    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
+
+
 @wrong("write_ring", "in place")
 def another_memory(memory, rows, start):
     memory = memory.clone()
@@ -238,46 +243,6 @@ def one_too_many(count, window, size):
 @wrong("7.3", "lost nothing")
 def as_if_always_full(count, window, size):
     return min(count - 1, size - window + 1)
-
-
-@wrong("7.4", "tensors moved")
-class CountsAsIfItDoubled:
-    """Concatenates at every step."""
-
-    def __init__(self):
-        self.copied, self.room, self.layers = 0, 16, {}
-
-    def attend(self, layer, q, k, v, sinks, window):
-        if layer in self.layers:
-            old_k, old_v = self.layers[layer]
-            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
-        if layer == 0 and len(k) > self.room:
-            self.copied += len(k) - len(q)
-            while len(k) > self.room:
-                self.room *= 2
-        self.layers[layer] = k, v
-        return attention(q, k, v, sinks, window=window)
-
-
-@wrong("7.4", "large enough at once")
-class DoublesStepByStep:
-    """Copies once for each doubling that a long prompt needs."""
-
-    def __init__(self):
-        self.copied, self.layers = 0, {}
-
-    def attend(self, layer, q, k, v, sinks, window):
-        new = k.new_zeros(2, 16, *k.shape[1:]), 0
-        memory, length = self.layers.get(layer, new)
-        end = length + len(k)
-        while memory.shape[1] < end:
-            larger = memory.new_zeros(2, 2 * memory.shape[1], *k.shape[1:])
-            larger[:, : memory.shape[1]] = memory
-            self.copied += memory.shape[1] if layer == 0 else 0
-            memory = larger
-        memory[0, length:end], memory[1, length:end] = k, v
-        self.layers[layer] = memory, end
-        return attention(q, *memory[:, :end], sinks, window=window)
 
 
 @wrong("kv_bytes", "from its config")

@@ -84,28 +84,6 @@ class NobodyUsesIt(PageManager):
         return page
 
 
-@wrong("PageManager._hold", "not be cached any more")
-class StaysCached(PageManager):
-    def _hold(self, page):
-        self.references[page] += 1
-
-
-@wrong("PageManager._hold", "each gets one more")
-class OneUserAtMost(PageManager):
-    def _hold(self, page):
-        self.cached.pop(page, None)
-        self.references[page] = 1
-
-
-@wrong("PageManager._hold", "keeps its name")
-class ForgetsTheName(PageManager):
-    def _hold(self, page):
-        if self.references[page] == 0:
-            del self.cached[page]
-            self._forget_name(page)
-        self.references[page] += 1
-
-
 @wrong("PageManager._release", "still in use")
 class FreesWhatOthersUse(PageManager):
     def _release(self, page, behind=False):
@@ -258,11 +236,15 @@ class NotesNothing(PageManager):
         self.tables[sequence].computed = before
 
 
-def grown(books, sequence, length, *, split=True, count_copies=True, always=False):
+def grown(
+    books, sequence, length, *, split=True, count_copies=True, always=False, last=False
+):
     """What `grow` does, with a mistake perhaps."""
     table, size = books.tables[sequence], books.page_size
     count = -(-length // size)
     index, filled = divmod(table.computed, size)
+    if last:
+        index = len(table.groups[0]) - 1
     groups = table.groups if split and filled and length > table.computed else []
     if always:
         groups = [pages for pages in table.groups if index < len(pages)]
@@ -333,6 +315,12 @@ class NotesNoCopies(PageManager):
         done = super().grow(sequence, length)
         del self._copies[before:]
         return done
+
+
+@wrong("PageManager.grow", "not to its last")
+class TheTablesLastPage(PageManager):
+    def grow(self, sequence, length):
+        return grown(self, sequence, length, last=True)
 
 
 @wrong("PageManager.grow", "can be had")

@@ -1,8 +1,9 @@
 """Wrong answers to chapter 9."""
 
 import asyncio
-from contextlib import suppress
+import queue
 from importlib.resources import files
+from typing import Any
 
 from simplellm.outputs import RequestOutput
 from simplellm.pages import PageManager
@@ -154,6 +155,29 @@ class NobodyBusy(Schedules):
             self.round(works, set(), lambda r, d=decodes: (r.missing == 1) == d)
 
 
+@wrong("Scheduler.schedule", "not a copy of it")
+class WalksACopy(Schedules):
+    def round(self, works, busy, wanted):
+        for request in list(self.running):
+            if self.budget > 0 and wanted(request) and self._ready(request, busy):
+                length = self._chunk(request, self.budget)
+                if length and self._make_room(request, length, busy):
+                    self.give(works, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "before anybody is admitted")
+class NewBeforeUnderWay(Schedules):
+    def rounds(self, works, busy):
+        self.round(works, busy, lambda r: r.missing == 1)
+        before = len(works)
+        if self.running and not self._closed:
+            self._admit(works, self.budget)
+        for work in works[before:]:
+            busy.add(work.request.number)
+            self.budget -= work.length
+        self.round(works, busy, lambda r: r.missing > 1)
+
+
 @wrong("Scheduler.schedule", "_closed")
 class ClosedForGood(Scheduler):
     def schedule(self):
@@ -217,6 +241,13 @@ class ToldAfterItsEnd(Scheduler):
     def commit(self, works, tokens):
         ended = [w.request for w in works if w.request.finish_reason is not None]
         return super().commit(works, tokens) + [(request, [0]) for request in ended]
+
+
+@wrong("Scheduler.commit", "pair works and lists first")
+class SkipsBeforeItPairs(Scheduler):
+    def commit(self, works, tokens):
+        live = [w for w in works if w.samples and w.request.finish_reason is None]
+        return super().commit(live, tokens[: len(live)])
 
 
 @wrong("Scheduler.commit", "has to be finished")
@@ -297,69 +328,73 @@ class GoesOn(Pushes):
     checks_end = False
 
 
-@wrong("Reader.push", "it escaped")
-class Escapes(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        if event.error is not None:
-            self.deliver(event.error)
-            return True
-        for piece in self.reply.push(event):
-            self.deliver(piece)
-        if self.reply.finish_reason is None:
-            return False
-        self.deliver(END)
-        return True
+def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
+    """The kept version, with what students change as switches."""
 
+    async def stream(delivery, request, reply):
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[Any] = asyncio.Queue()
 
-@wrong("Reader.push", "an end of its own")
-class TheEventsReason(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        with suppress(Exception):
-            if event.error is not None:
-                self.deliver(event.error)
-                return True
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-            if event.finish_reason is None:
-                return False
-            self.deliver(END)
-        return True
+        def deliver(part):
+            if door:
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+            else:
+                parts.put_nowait(part)
 
-
-@wrong("Reader.push", "in place of the rest")
-class SwallowsTheFault(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        with suppress(Exception):
-            if event.error is not None:
-                self.deliver(event.error)
-                return True
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-            if self.reply.finish_reason is None:
-                return False
-            self.deliver(END)
-        return True
-
-
-@wrong("Reader.push", "followed by END")
-class NoEnd(Reader):
-    def push(self, event):
-        self.cached_tokens = event.cached_tokens
-        if event.error is not None:
-            with suppress(Exception):
-                self.deliver(event.error)
-            return True
+        reader = Reader(request, reply, deliver)
+        delivery.submit([[reader]])
+        kept = []
         try:
-            for piece in self.reply.push(event):
-                self.deliver(piece)
-        except Exception as error:
-            with suppress(Exception):
-                self.deliver(error)
-            return True
-        return self.reply.finish_reason is not None
+            while (part := await parts.get()) is not END:
+                if raises and isinstance(part, Exception):
+                    raise part
+                if at_once:
+                    kept.append(part)
+                else:
+                    yield part
+                if isinstance(part, Exception):
+                    return
+            for part in kept if ends else (*kept, END):
+                yield part
+        finally:
+            if drops:
+                delivery.drop([reader])
+
+    return stream
+
+
+wrong("read_async", "call_soon_threadsafe")(streams(door=False))
+wrong("read_async", "for nobody")(streams(drops=False))
+wrong("read_async", "is to be raised")(streams(raises=False))
+wrong("read_async", "as they come")(streams(at_once=True))
+wrong("read_async", "END is none of them")(streams(ends=False))
+
+
+@wrong("read_async", "nobody else in the loop")
+async def blocks_the_loop(delivery, request, reply):
+    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reader = Reader(request, reply, parts.put)
+    delivery.submit([[reader]])
+    try:
+        while (part := parts.get()) is not END:
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+@wrong("read_async", "for nobody")
+async def drops_at_the_end_only(delivery, request, reply):
+    loop = asyncio.get_running_loop()
+    parts: asyncio.Queue[Any] = asyncio.Queue()
+    reader = Reader(
+        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+    )
+    delivery.submit([[reader]])
+    while (part := await parts.get()) is not END:
+        if isinstance(part, Exception):
+            raise part
+        yield part
+    delivery.drop([reader])
 
 
 @wrong("9.1", "not full")

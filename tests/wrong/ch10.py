@@ -123,6 +123,26 @@ class CalledTwice(Recording):
                 old.copy_(fresh)
 
 
+@wrong("Tape.replay", "kwargs, too")
+class WithoutKwargs(Recording):
+    def replay(self):
+        for func, args, _, out in self.calls:
+            new = func(*args)
+            several = not isinstance(out, Tensor)
+            for old, fresh in zip(out, new, strict=True) if several else [(out, new)]:
+                old.copy_(fresh)
+
+
+@wrong("Tape.replay", "cannot move")
+class PointsElsewhere(Recording):
+    def replay(self):
+        for func, args, kwargs, out in self.calls:
+            new = func(*args, **kwargs)
+            several = not isinstance(out, Tensor)
+            for old, fresh in zip(out, new, strict=True) if several else [(out, new)]:
+                old.set_(fresh)
+
+
 class Cut(Batch):
     """The kept `of`, with what students change as switches."""
 

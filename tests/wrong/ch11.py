@@ -11,6 +11,97 @@ from simplellm.ops import swiglu
 from wrong import wrong
 
 
+@wrong("softmax_kernel", "a 0, which takes part")
+@triton.jit
+def softmax_with_zeros(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * N + columns, inside, 0.0)
+    weights = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+
+
+@wrong("softmax_kernel", "subtract the maximum first")
+@triton.jit
+def softmax_without_a_maximum(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    weights = tl.exp(tl.load(x_ptr + row * N + columns, inside, float("-inf")))
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+
+
+@wrong("softmax_kernel", "a store went beyond out")
+@triton.jit
+def softmax_stores_the_whole_tile(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * N + columns, columns < N, float("-inf"))
+    weights = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0))
+
+
+@wrong("softmax_kernel", "begins at r * N")
+@triton.jit
+def softmax_rows_of_a_block(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * BLOCK + columns, inside, float("-inf"))
+    weights = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+
+
+@wrong("softmax_kernel", "divide by the sum")
+@triton.jit
+def softmax_not_divided(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * N + columns, inside, float("-inf"))
+    tl.store(out_ptr + row * N + columns, tl.exp(x - tl.max(x, 0)), inside)
+
+
+@wrong("transpose_kernel", "x as it was")
+@triton.jit
+def copies(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
+    m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (m < M) & (n < N)
+    tl.store(out_ptr + m * N + n, tl.load(x_ptr + m * stride + n, inside), inside)
+
+
+@wrong("transpose_kernel", "lies between the rows")
+@triton.jit
+def rows_without_gaps(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
+    m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (m < M) & (n < N)
+    tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * N + n, inside), inside)
+
+
+@wrong("transpose_kernel", "mask of rows and columns")
+@triton.jit
+def transposes_with_a_mask_of_columns(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
+    m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * stride + n, n < N), n < N)
+
+
+@wrong("transpose_kernel", "rows from i * TILE")
+@triton.jit
+def programs_the_other_way_around(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
+    m = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (m < M) & (n < N)
+    tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * stride + n, inside), inside)
+
+
+@wrong("transpose_kernel", "it lies at n * M + m")
+@triton.jit
+def rows_of_out_as_long_as_those_of_x(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
+    m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (m < M) & (n < N)
+    tl.store(out_ptr + n * N + m, tl.load(x_ptr + m * stride + n, inside), inside)
+
+
 @wrong("add_norm_kernel", "is NaN")
 @triton.jit
 def loads_without_masks(
@@ -337,6 +428,73 @@ def stores_whole_tiles(
     tl.store(c_ptr + m * N + n, total, (m * N + n) < M * N + 100)
 
 
+@triton.jit
+def product_of(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    SUM: tl.constexpr,  # the dtype that tiles are added up in, or None for a's
+    WIDE: tl.constexpr,  # whether places have 64 bits
+):
+    """A right answer, with one thing wrong."""
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    if WIDE:
+        m, n = m.to(tl.int64), n.to(tl.int64)
+    dtype = SUM if SUM is not None else a_ptr.dtype.element_ty
+    total = tl.zeros([TILE_M, TILE_N], dtype)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        right, down = k[None, :], k[:, None]
+        a = tl.load(a_ptr + m * K + right, (m < M) & (right < K), 0.0)
+        b = tl.load(b_ptr + n * K + down, (n < N) & (down < K), 0.0)
+        total += tl.dot(a, b, input_precision="ieee").to(dtype)
+    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
+
+
+class Product:
+    """`product_of` as a kernel with some mistake."""
+
+    def __init__(self, name, **mistake):
+        self.__name__ = name
+        self.options = dict(SUM=tl.float32, WIDE=True) | mistake
+
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: product_of[grid](*args, **sizes, **self.options)
+
+
+wrong("product_kernel", "stays float32")(Product("sums_in_float16", SUM=None))
+wrong("product_kernel", "32 bits can't count")(Product("narrow_places", WIDE=False))
+
+
+@wrong("argmax_kernel", "before `ordered` reads")
+@triton.jit
+def bits_of_16(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, 0.0)
+    keys = tl.where(inside, ordered(logits, tokens), LOWEST)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
+@wrong("argmax_kernel", "make row int64")
+@triton.jit
+def narrow_rows(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, 0.0)
+    keys = tl.where(inside, ordered(logits.to(tl.float32), tokens), LOWEST)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
 @wrong("argmax_kernel", "NaN wins")
 @triton.jit
 def takes_what_lies_behind(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
@@ -458,6 +616,29 @@ def acc_does_not_shrink(logits, v, top, total, acc, scale):
     weights = tl.exp2(logits * scale - new_top[:, None])
     total = total * tl.exp2(top - new_top) + tl.sum(weights, 1)
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "wants weights of the same dtype")
+@triton.jit
+def weights_stay_float32(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
+
+
+@wrong("fold", "if acc stays float32")
+@triton.jit
+def acc_becomes_float16(logits, v, top, total, acc, scale):
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = (acc * shrink[:, None]).to(v.dtype).to(tl.float32)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
 
 
 @wrong("fold", "subtract the largest logit")

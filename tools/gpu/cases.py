@@ -7,7 +7,7 @@ them, the sanitizer watches them; `random_model` is what the other scripts start
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -21,7 +21,7 @@ from simplellm.config import MODELS
 from simplellm.gpt_oss import build
 from simplellm.kernels.fragments import unpack
 from simplellm.kernels.fused import fused
-from simplellm.layers import Experts, Layer
+from simplellm.layers import Attention, Experts, Layer
 from simplellm.model import Model
 from simplellm.ops import PLAIN, route
 from simplellm.sizes import weight_bytes
@@ -85,30 +85,38 @@ class Case:
         """One call for each set of arguments."""
         return [partial(self.operation, *inputs) for inputs in self.arguments]
 
-    def outcome(self, function: Callable[..., Any]) -> list[Tensor]:
-        """All that a function returns for, or writes into, the first arguments."""
-        inputs = list(self.arguments[0])
+    def outcome(self) -> list[Tensor]:
+        """All that the operation returns for, or writes into, the first arguments."""
+        return self._outcome(self.operation, list(self.arguments[0]))
+
+    def expected(self) -> list[Tensor]:
+        """What the twin makes of the same arguments in float32."""
+        return self._outcome(self.twin, [exact(x) for x in self.arguments[0]])
+
+    def _outcome(self, function: Callable[..., Any], inputs: list[Any]) -> list[Tensor]:
         for place in self.written:
             inputs[place] = inputs[place].clone()
         found = function(*inputs)
+        if self.kernel == "head":  # of near ties either token will do
+            found = inputs[2].gather(1, found[:, None].long())
         results = found if isinstance(found, tuple) else (found,)
-        return [summed(x) for x in (*results, *(inputs[i] for i in self.written))]
-
-    def expected(self) -> list[Tensor]:
-        """What the twin makes of the first arguments, in the same dtypes."""
-        return self.outcome(lambda *inputs: self.twin(*map(unpacked, inputs)))
+        return [x.float() for x in (*results, *(inputs[i] for i in self.written))]
 
 
-def summed(x: Tensor) -> Tensor:
-    """[T, parts, N] -> [T, N], for operations that leave a sum to the next one."""
-    return x.float().sum(1) if x.ndim == 3 and x.shape[-1] == 2880 else x.float()
+def exact(value: Any) -> Any:
+    """An argument with all its numbers in float32, experts as before `prepare`.
 
-
-def unpacked(value: Any) -> Any:
-    """An argument as the twin takes it: experts as they were before `prepare`."""
+    In bfloat16 the twin's router would round its logits to ties, and choose other
+    experts than the kernels, whose logits are float32.
+    """
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
     if isinstance(value, Experts) and not isinstance(value.gate_up, MXFP4):
         weights: Any = {n: unpack(getattr(value, n)) for n in ("gate_up", "down")}
-        return replace(value, **weights)
+        value = replace(value, **weights)
+    if isinstance(value, Experts | Attention):
+        parts = {f.name: exact(getattr(value, f.name)) for f in fields(value)}
+        return replace(value, **parts)
     return value
 
 

@@ -1,0 +1,76 @@
+"""Lines of a batch file in OpenAI's form: custom_id, method, url and body.
+
+They are read, checked and answered as the server would answer the same body. Needs the
+extra [serve].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from simplellm.config import expect, one_of
+
+LINE_FIELDS = ("method", "url", "body")  # of a line, beside its custom_id
+RESULT_PREFIX = "batch_req_"  # of a result's id, before the digest of its request
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What endpoints need of a server. A body may name any model: there is but one."""
+
+    llm: Any
+
+    def check_model(self, name: str | None) -> str:
+        return name or "simplellm"
+
+
+def result_of(digest: str, custom_id: str | int, status: int, body: Any) -> Any:
+    """A line of the output."""
+    name = f"{RESULT_PREFIX}{digest}"
+    response = {"status_code": status, "request_id": name, "body": body}
+    return {"id": name, "custom_id": custom_id, "response": response, "error": None}
+
+
+async def answer_body(
+    llm: Any, request: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Status and body of the response to a line's ``request``."""
+    # Most batch files do without it, and the extra may not be installed.
+    from simplellm.server.bodies import known_names, read_body
+    from simplellm.server.chat import CHATS
+    from simplellm.server.completions import COMPLETIONS
+    from simplellm.server.endpoint import Call
+    from simplellm.server.errors import APIError, as_api_error, openai_form
+
+    endpoints = {endpoint.path: endpoint for endpoint in (*COMPLETIONS, *CHATS)}
+    kind: Any = None
+    try:
+        for name in request:
+            one_of("a field", name, ("custom_id", *LINE_FIELDS))
+        one_of("method", request.get("method", "POST"), ("POST",))
+        one_of("url", request.get("url"), [*endpoints])
+        endpoint, given = endpoints[request["url"]], request.get("body", {})
+        kind = endpoint.body
+        expect(isinstance(given, dict), "body", given, "an object", TypeError)
+        expect(not given.get("stream"), "stream", True, "false in a batch")
+        body = read_body(kind, with_defaults(given, defaults))
+        call = Call(service=Desk(llm), request=None, id="", body=body)  # type: ignore[arg-type]
+        made = endpoint.answer(call)
+    except Exception as error:
+        refused = as_api_error(error, known_names(kind) if kind else LINE_FIELDS)
+        if not isinstance(refused, APIError):
+            raise
+        return refused.status, openai_form(refused)
+    replies = llm.replies(made.requests, n=made.n, chat=made.chat)
+    outputs = await replies.finish()
+    return 200, made.whole(outputs, replies.usage())
+
+
+def with_defaults(
+    body: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A body with the ``defaults`` for parameters that it leaves open."""
+    given = {name for name, value in body.items() if value is not None}
+    if "max_completion_tokens" in given:
+        given.add("max_tokens")
+    return {**body, **{k: v for k, v in defaults.items() if k not in given}}
