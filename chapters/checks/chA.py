@@ -34,9 +34,7 @@ def run(coroutine):
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(2 * PATIENCE)
-    assert found, (
-        "your coroutine blocks its event loop: nobody else in the loop can run"
-    )
+    assert found, "your coroutine blocks its loop: nobody else in the loop can run"
     kind, value = found[0]
     if kind == "error":
         if isinstance(value, TimeoutError):
@@ -144,12 +142,12 @@ def check_read_events(read_events):
 
     def line():
         nonlocal taken
-        for piece in (b"data: 1\n", b"\ndata: 2\n\n", b"data: 3\n\n"):
+        for piece in (b"data: 1\r\n", b"\r\n", b"data: 2\n\ndata: 3\n", b"\n"):
             taken += 1
             yield piece
 
     seen = [(text, taken) for _, text in read_events(line())]
-    assert seen == [("1", 2), ("2", 2), ("3", 3)], (
+    assert seen == [("1", 2), ("2", 3), ("3", 4)], (
         "each event comes as soon as its last byte is there; (event, chunks taken): "
         f"{seen}"
     )
@@ -197,6 +195,10 @@ def check_Turn_push(candidate):
                 f"whose arguments these are; yours is {call['index']}"
             )
             if "id" in call:
+                assert call["index"] <= len(calls), (
+                    f"call {len(calls)}, which has no arguments at all, never begins; "
+                    f"call {call['index']} does"
+                )
                 assert call["index"] == len(calls), (
                     f"id and name come once, where call {call['index']} begins: {call}"
                 )
@@ -205,10 +207,7 @@ def check_Turn_push(candidate):
                 calls[-1]["arguments"] = ""
             assert call["index"] < len(calls), f"no id where the call begins: {call}"
             calls[call["index"]]["arguments"] += call["function"]["arguments"]
-    assert len(calls) == 3, (
-        f"there are 3 calls, one of them with no arguments at all; you begin "
-        f"{len(calls)}"
-    )
+    assert len(calls) == 3, f"there are 3 calls; you begin {len(calls)}"
     assert len({call["id"] for call in calls}) == 3, "each call has an id of its own"
     assert [call["name"] for call in calls] == ["add", "list_all", "add"], (
         f"the names are add, list_all and add, without functions. in front: {calls}"
@@ -216,8 +215,8 @@ def check_Turn_push(candidate):
     found = [call["arguments"] for call in calls]
     assert found == ['{"a": 7}', "", "{}"], f"arguments add up to {found}"
     assert said["reasoning"] == "7+5for a tool", (
-        "what is in the analysis channel or for a recipient is reasoning; yours adds up "
-        f"to {said['reasoning']!r}"
+        "what is in the analysis channel or for a recipient is reasoning; yours adds "
+        f"up to {said['reasoning']!r}"
     )
     assert said["content"] == "Let me see.132", (
         f"the content's deltas add up to 'Let me see.132', not {said['content']!r}"
@@ -251,9 +250,7 @@ def check_Mailbox_put(candidate):
         assert first == scored[:1], f"one part comes as it is: {first}"
         assert len(rest) == 1, f"two parts of one message become one: {rest}"
         merged = rest[0]
-        assert merged.text == "bc", (
-            f"the texts b and c become 'bc', not {merged.text!r}"
-        )
+        assert merged.text == "bc", f"texts b and c become 'bc', not {merged.text!r}"
         assert tuple(merged.token_ids) == (1, 2), (
             f"the token_ids are those of both, 1 and 2: {merged.token_ids}"
         )
@@ -345,7 +342,6 @@ class Client:
             asyncio.get_running_loop().call_later(0.05, self.left.set)
             if self.stops_reading:
                 await asyncio.Event().wait()  # its buffers are full for good
-        await asyncio.sleep(0)
 
     async def ask(self, serve_chat):
         scope = {"type": "http", "path": "/v1/chat/completions", "method": "POST"}
@@ -357,8 +353,10 @@ async def gone(serve_chat, **leaving):
     client, before = Client(ENDLESS, leaves_after=3, **leaving), engine().stats()
     asking = asyncio.create_task(client.ask(serve_chat))
     waiting = asyncio.create_task(client.left.wait())
-    await asyncio.wait([asking, waiting], timeout=PATIENCE / 2)
-    await asyncio.wait([asking], timeout=3)
+    first = asyncio.FIRST_COMPLETED
+    await asyncio.wait([asking, waiting], timeout=PATIENCE / 2, return_when=first)
+    await asyncio.wait([asking], timeout=2)
+    waiting.cancel()
     ended = asking.done()
     asking.cancel()
     with suppress(asyncio.CancelledError):
@@ -378,7 +376,7 @@ async def answered(serve_chat):
     async def beat():
         nonlocal beats
         while True:
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
             beats += 1
 
     beating = asyncio.create_task(beat())
@@ -437,18 +435,18 @@ def check_serve_chat(serve_chat):
         f"the answer went out in {len(rest)} pieces, the first one when the request "
         f"{'still ran' if client.running else 'was over'}; send each part as it comes"
     )
-    assert beats > 5, (
+    assert beats > 20, (
         "while you answered, nobody else in the loop could run: await the parts of "
         "`llm.replies`"
     )
     try:
         assert run(gone(serve_chat)), (
-            "a client left after three pieces, and its request went on for nobody: wait "
-            "for http.disconnect, too, and close the replies"
+            "a client left after three pieces, and its request went on for nobody: "
+            "wait for http.disconnect, too, and close the replies"
         )
         assert run(gone(serve_chat, stops_reading=True)), (
-            "a client stopped reading, so that send waits, and then left: nobody noticed. "
-            "One task writes, and another one waits for the disconnect"
+            "a client stopped reading, so that send waits, and then left: nobody "
+            "noticed. One task writes, and another one waits for the disconnect"
         )
     finally:
         cancel_all()
@@ -477,8 +475,8 @@ def check_A_1(text_share):
             expected = sum(len(t.encode()) for t in texts) / total
             found = text_share(list(texts), wrap)
             assert abs(found - expected) < 1e-9, (
-                f"of {texts} the share is {expected:.3f} of all bytes, frames and UTF-8 "
-                f"included; yours is {found:.3f}"
+                f"of {texts} the share is {expected:.3f} of all bytes, frames and "
+                f"UTF-8 included; yours is {found:.3f}"
             )
 
 
@@ -516,8 +514,8 @@ def check_A_2(with_pings):
         found = await read(0.25, *[0.02] * 30)
         pings = sum(piece.startswith(b":") for _, piece in found)
         assert pings == 0, (
-            f"pieces came all the time, and still {pings} pings went out: count from the "
-            "last piece; only silence needs them"
+            f"pieces came all the time, and still {pings} pings went out: count from "
+            "the last piece; only silence needs them"
         )
 
     run(judge())
@@ -527,12 +525,14 @@ def check_A_3(kind):
     """Text and order are kept, in few parts, at a steady price."""
 
     async def judge():
-        def seconds(count):
+        def seconds(waiting):
             best = float("inf")
             for _ in range(3):
-                box, one = kind(), part("x" * 20)
+                box, one = kind(), part("word")
+                for _ in range(waiting // 4000):
+                    box.put(part("word" * 1000))
                 start = time.thread_time()
-                for _ in range(count):
+                for _ in range(200):
                     box.put(one)
                 best = min(best, time.thread_time() - start)
             return best
@@ -552,10 +552,10 @@ def check_A_3(kind):
         )
         channels = [one.channel for one in rest]
         assert channels.count("analysis") == 3, "parts of other messages stay apart"
-        few, many = seconds(10_000), seconds(40_000)
-        assert many < 9 * few, (
-            f"four times as many parts take {many / few:.0f} times as long: each join "
-            "copies all that waits"
+        few, many = seconds(0), seconds(1_000_000)
+        assert many < 6 * few, (
+            f"while a million characters wait, a part takes {many / few:.0f} times as "
+            "long as at the beginning: each join copies all that waits"
         )
 
     run(judge())

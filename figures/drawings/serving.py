@@ -1,5 +1,7 @@
 """Serving: a token's way from the engine's step to the client's screen."""
 
+from itertools import pairwise
+
 from drawings.svg import (
     BLUE,
     GREEN,
@@ -73,7 +75,7 @@ def way() -> Drawing:
         d.text(330, box.cy + 8, waits[1])
         boxes.append(box)
         y += pitch
-    for above, below in zip(boxes, boxes[1:], strict=False):
+    for above, below in pairwise(boxes):
         d.arrow((above.cx, above.bottom), (above.cx, below.y))
     first, last = boxes[0], boxes[-1]
     d.arrow(

@@ -106,8 +106,8 @@ def without_line_ends(chunks):
     return events(chunks, joint="")
 
 
-@wrong("read_events", "\\r\\n")
-def empty_lines_only(chunks):
+@wrong("read_events", "as soon as")
+def splits_at_two_newlines(chunks):
     rest = b""
     for chunk in chunks:
         *blocks, rest = (rest + chunk).split(b"\n\n")
