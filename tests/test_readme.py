@@ -119,7 +119,8 @@ def test_wrong_turns_are_of_blanks_whose_wrong_answers_are_kept():
     parts = re.split(r"^\*\*\[(\w+)\. .*", TEACHING, flags=re.MULTILINE)[1:]
     told = dict(zip(parts[0::2], parts[1::2], strict=True))
     for number, part in told.items():
-        kept = (ROOT / f"tests/wrong/ch{number:0>2}.py").read_text(encoding="utf-8")
+        name = f"{number:0>2}" if number.isdigit() else number
+        kept = (ROOT / f"tests/wrong/ch{name}.py").read_text(encoding="utf-8")
         named = set(re.findall(r"^- `([\w.]+)`:", part, re.MULTILINE))
         assert named
         assert named <= set(re.findall(r'^@wrong\("([\w.]+)"', kept, re.MULTILINE))

@@ -65,16 +65,22 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
 def times(chapters: Iterable[Path]) -> str:
     """Minutes to read each chapter and to write its code, and their sums."""
     rows = [(m.link, m.read, m.write) for m in minutes(chapters)]
-    total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    return table(("chapter", "minutes to read", "minutes to write"), [*rows, total])
+    headers = "chapter", "minutes to read", "minutes to write"
+    return table(headers, with_sums(rows))
 
 
 def sessions(chapters: Iterable[Path]) -> str:
     """Minutes of each chapter, and how often a group meets to write it."""
     headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
     rows = [(*m, -(-m.write // SESSION)) for m in minutes(chapters)]
-    sums = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
-    return table(headers, [*rows, ("all", *sums)])
+    return table(headers, with_sums(rows))
+
+
+def with_sums(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The rows of chapters, their sums, then the rows of appendices."""
+    numbered = [row for row in rows if row[0][1].isdigit()]  # [7. KV cache](…)
+    sums = [sum(column) for column in zip(*(row[1:] for row in numbered), strict=True)]
+    return [*numbered, ("all", *sums), *rows[len(numbered) :]]
 
 
 def evaluation(recorded: dict[str, Any]) -> str:
