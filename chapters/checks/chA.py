@@ -129,10 +129,12 @@ def check_read_events(read_events):
             ) from None
         near = raw[max(0, cut - 4) : cut], raw[cut : cut + 4]
         assert not any("\ufffd" in text for _, text in found), (
-            f"cut inside a character, between {near[0]} and {near[1]}, it's lost: "
+            f"cut inside a character, between {near[0]!r} and {near[1]!r}, it's lost: "
             "decode whole lines"
         )
-        assert found == EVENTS, f"cut between {near[0]} and {near[1]}, you find {found}"
+        assert found == EVENTS, (
+            f"cut between {near[0]!r} and {near[1]!r}, you find {found}"
+        )
     found = read(*(raw[i : i + 1] for i in range(len(raw))))
     assert found == EVENTS, f"a byte at a time, cut everywhere, you find {found}"
     assert read(raw, b"data: half of") == EVENTS, "an event that breaks off is none"
@@ -454,8 +456,7 @@ def check_serve_chat(serve_chat):
 
 def cancel_all():
     """End what a wrong answer has left running: the next check wants the engine."""
-    global_engine = engine()
-    delivery = global_engine._delivery
+    delivery = engine()._delivery
     delivery.drop(list(delivery.readers.values()))
 
 
@@ -467,11 +468,9 @@ def check_A_1(text_share):
             texts = [
                 "".join(rng.choices(letters, k=rng.randrange(1, 9))) for _ in "1234"
             ]
-            compact = dict(ensure_ascii=False, separators=(",", ":"))
-            total = sum(
-                len(f"data: {json.dumps(wrap(t), **compact)}\n\n".encode())
-                for t in texts
-            )
+            compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+            frames = (f"data: {compact.encode(wrap(text))}\n\n" for text in texts)
+            total = sum(len(frame.encode()) for frame in frames)
             expected = sum(len(t.encode()) for t in texts) / total
             found = text_share(list(texts), wrap)
             assert abs(found - expected) < 1e-9, (
