@@ -78,7 +78,7 @@ def check_event(event):
 
 
 STREAM = (
-    'data: {"é": "😀"}\n\n'
+    'data: {"é": "😀\u2028"}\n\n'
     ": a comment\n\n"
     "event: ping\r\ndata:  two spaces\r\n\r\n"
     "data: one\ndata: two\n\n"
@@ -87,14 +87,15 @@ STREAM = (
     "data: after it\n\n"
 )
 EVENTS = [
-    ("message", '{"é": "😀"}'),
+    ("message", '{"é": "😀\u2028"}'),
     ("ping", " two spaces"),
     ("message", "one\ntwo"),
     ("message", "\nthree: four"),
     ("message", "after it"),
 ]
 WHY = [
-    "an event without a name is a message; its text is what follows 'data: '",
+    "an event without a name is a message; its text is what follows 'data: ', and only "
+    "\\n and \\r\\n end a line, U+2028 doesn't",
     "lines may end with \\r\\n, and one space behind the colon doesn't count, only one",
     "several data lines are one text, with \\n between them",
     "other fields and comments are passed over; a line 'data' is an empty one",

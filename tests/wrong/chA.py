@@ -115,6 +115,12 @@ def splits_at_two_newlines(chunks):
             yield from events([block + b"\n\n"])
 
 
+@wrong("read_events", "U+2028")
+def splits_as_python_does(chunks):
+    rows = b"".join(chunks).decode().splitlines()
+    return events(f"{row}\n".encode() for row in rows)
+
+
 class Pushes(Turn):
     """The kept version, with what students change as switches."""
 
