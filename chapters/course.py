@@ -97,6 +97,15 @@ class TooLong(BaseException):
 def check(name: str, candidate: Any) -> None:
     """Print "NAME: right" if the check of blank or exercise ``name`` accepts it.
 
+    Raises as `judge`.
+    """
+    judge(name, candidate)
+    print(f"{name}: right")
+
+
+def judge(name: str, candidate: Any) -> None:
+    """Run the check of blank or exercise ``name``.
+
     Raises NotYours for a stub and Wrong for everything else, with the reason.
     """
     run = checks.find(name)
@@ -105,21 +114,21 @@ def check(name: str, candidate: Any) -> None:
             run(candidate)
     except (Exception, SystemExit, TooLong) as error:
         raise verdict(name, run, candidate, error) from None
-    print(f"{name}: right")
 
 
 def keep(name: str, candidate: Any) -> Any:
     """``candidate`` if its check accepts it, else the version that the course keeps.
 
     For the cells of a workbook, which have no kept version of their own: it is defined
-    among the caller's names, from the file that `make workbook` writes beside this.
+    among the caller's names, from the file that `make workbook` writes beside this. Why
+    it is refused, the check's own cell has told.
     """
     try:
-        check(name, candidate)
-    except Verdict as refused:
-        print(f"{refused}\nFrom here on this page uses ours.")
+        judge(name, candidate)
+    except Verdict:
+        print(f"From here on this page uses our {name}.")
     else:
-        print("From here on this page uses yours.")
+        print(f"From here on this page uses your {name}.")
         return candidate
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None
@@ -149,7 +158,7 @@ def verdict(
             return NotYours(f"{name}: not written yet")
         root = root.__cause__
     if isinstance(error, TooLong):
-        reason = f"not done after {CHECK_SECONDS} s; does a loop in it never end?"
+        reason = f"not done after {CHECK_SECONDS} s: it is too slow, or never ends"
         return Wrong(f"{name}: {reason}")
     frames = traceback.extract_tb(error.__traceback__)
     own = source_files(candidate)

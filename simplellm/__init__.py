@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from simplellm.load import load_model
     from simplellm.model import Model
     from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
-    from simplellm.request import EngineError, QueueFullError, SamplingParams
+    from simplellm.request import EngineError, QueueFullError
+    from simplellm.sampling_params import SamplingParams
     from simplellm.stats import Stats
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
@@ -33,7 +34,7 @@ _MODULE_OF = {
     "ModelConfig": "config",
     "QueueFullError": "request",
     "RequestOutput": "outputs",
-    "SamplingParams": "request",
+    "SamplingParams": "sampling_params",
     "Stats": "stats",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",

@@ -1,9 +1,11 @@
 """The door: what users ask is checked here, once, and becomes requests."""
 
 import math
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +18,8 @@ from simplellm.config import (
 )
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.masks import Choices, bad_sequences
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.sampling_params import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -36,7 +39,9 @@ def sample_of(asked: Request, number: int = 0) -> Request:
     """
     seed = asked.params.seed
     assert seed is not None
-    params = replace(asked.params, seed=(seed + number) % 2**64)
+    # Not by `replace`, which would check once more, for each of a thousand samples.
+    params = copy(asked.params)
+    object.__setattr__(params, "seed", (seed + number) % 2**64)
     sample = replace(
         asked, tokens=list(asked.tokens), params=params, siblings=[], index=number
     )
@@ -70,7 +75,8 @@ def plain(value: Any) -> Any:
 
 def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
     """A logit_bias by token ids, where it comes from JSON, whose keys are text."""
-    return {int(key) if key.isdecimal() else key: bias[key] for key in bias}
+    number = re.compile("[0-9]{1,10}")  # int() takes the digits of every script
+    return {int(key) if number.fullmatch(key) else key: bias[key] for key in bias}
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,10 @@ class Door:
     ) -> Request:
         ok = isinstance(messages, list | tuple) and messages
         expect(ok, "messages", messages, "a list of at least one message")
+        # None is less than a token: to render them all would only take time.
+        most = self.max_model_len
+        count, wanted = len(messages), f"at most {most}, the tokens there is room for"
+        expect(count <= most, "the number of messages", count, wanted)
         tools = tools or ()
         harmony = [message for message in messages if isinstance(message, Message)]
         if len(harmony) < len(messages):
@@ -220,9 +230,9 @@ class Door:
                 wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
                 message = f"a sampling parameter is {name!r}; expected {wanted}"
                 raise about(TypeError(message), name)
+        if options.get("seed", params.seed) is None:
+            options = {**options, "seed": secrets.randbits(63)}
         params = replace(params, **options)
-        if params.seed is None:
-            params = replace(params, seed=secrets.randbits(63))
         if params.stop:
             self.need_tokenizer()
         return params

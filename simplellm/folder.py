@@ -16,7 +16,7 @@ from simplellm.config import (
     raising,
     read_json,
 )
-from simplellm.request import SamplingParams
+from simplellm.sampling_params import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"

@@ -15,35 +15,16 @@ from simplellm.outputs import ChatOutput, RequestOutput
 from simplellm.reader import (
     Delivery,
     Families,
-    Reader,
     RequestFuture,
     future_of,
-    usage,
 )
 from simplellm.reply import ChatReply, Reply, TextReply
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.results import outputs, turn, turns
+from simplellm.sampling_params import SamplingParams
 from simplellm.stats import Stats
 from simplellm.streams import AsyncStream, Replies, Stream
 from simplellm.tokenizer import Tokenizer
-
-
-def outputs(families: Sequence[Sequence[Reader]]) -> list[RequestOutput]:
-    """What `LLM.generate` gives."""
-    found: list[Any] = [
-        reader.reply.output() for family in families for reader in family
-    ]
-    return found
-
-
-def turns(families: Sequence[Sequence[Reader]]) -> list[ChatOutput]:
-    """What `LLM.chat` gives for several conversations."""
-    return [turn([family]) for family in families]
-
-
-def turn(families: Sequence[Sequence[Reader]]) -> ChatOutput:
-    """What `LLM.chat` gives for one."""
-    choices: list[Any] = [reader.reply.output() for reader in families[0]]
-    return ChatOutput(choices, usage(families))
 
 
 class LLM:
@@ -179,11 +160,9 @@ class LLM:
         families = self._families(asked, chat=True)
         return future_of(self, self._delivery, families, result, show=use_tqdm)
 
-    async def chat_async(self, messages: Messages, **options: Any) -> ChatOutput:
+    async def chat_async(self, messages: Any, **options: Any) -> Any:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
-        replies = self.replies(self.door.ask_chat(messages, **options), chat=True)
-        await replies.finish()
-        return turn(replies.families)
+        return await self.chat_future(messages, **options)
 
     def stream_chat(self, messages: Messages, **options: Any) -> Stream[Delta]:
         """Like `chat`, but the text as it comes, with its channel and recipient.

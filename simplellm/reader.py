@@ -17,7 +17,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from simplellm.outputs import Usage
 from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
@@ -229,18 +228,6 @@ def readers_of(
         ]
         for family in families
     ]
-
-
-def usage(families: Sequence[Sequence[Reader]]) -> Usage:
-    """How many tokens some prompts and all their samples took, so far."""
-    firsts = [family[0] for family in families]
-    replies = [reader.reply for family in families for reader in family]
-    return Usage(
-        prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
-        completion_tokens=sum(len(reply.token_ids) for reply in replies),
-        cached_tokens=sum(first.cached_tokens for first in firsts),
-        reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
-    )
 
 
 class Collector:

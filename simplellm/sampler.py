@@ -13,7 +13,7 @@ from torch import Tensor
 
 from simplellm.logprobs import score
 from simplellm.penalties import TokenCounts
-from simplellm.request import SamplingParams
+from simplellm.sampling_params import SamplingParams
 from simplellm.transfer import upload
 
 

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from simplellm.outputs import Usage, merge
-from simplellm.reader import END, Delivery, Families, readers_of, usage
+from simplellm.reader import END, Delivery, Families, readers_of
+from simplellm.results import usage
 
 Part = TypeVar("Part")
 MANY = 64  # parts of a reply that wait as they came

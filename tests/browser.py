@@ -14,6 +14,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowUp": 38, "ArrowDown": 40}
 KEYS |= {"Home": 36, "End": 35, "Tab": 9, "Enter": 13, " ": 32}
+KEYS |= {"Escape": 27}
 
 
 def find() -> str | None:
@@ -45,11 +46,12 @@ class Browser:
         self.number = 0
         self.session = ""
         self.errors: list[str] = []  # what the page's console complains about
+        self.requests: list[str] = []  # the addresses that pages have asked for
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t["targetId"] for t in targets if t["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=page, flatten=True)
         self.session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -88,6 +90,8 @@ class Browser:
             self.errors.append(f"{entry['text']} {entry.get('url', '')}")
         elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
             self.errors.append(str(params["args"]))
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(params["request"]["url"])
         return message
 
     def open(self, address: str, width: int = 700, dark: bool = False) -> None:
@@ -115,6 +119,10 @@ class Browser:
             if time.monotonic() > end:
                 raise TimeoutError(f"never true: {expression}")
             time.sleep(0.05)
+
+    def type(self, text: str) -> None:
+        """Put text into what has the focus, as a keyboard would."""
+        self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
         """A key, as a keyboard sends it to what has the focus."""

@@ -11,7 +11,8 @@ from simplellm.engine import Engine
 from simplellm.graphs import bucket_sizes
 from simplellm.load import build_engine
 from simplellm.model import Model
-from simplellm.request import Event, Request, SamplingParams
+from simplellm.request import Event, Request
+from simplellm.sampling_params import SamplingParams
 
 
 def make_engine(model: Model, **options: Any) -> Engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import NAMES, Browser, find
 
 NEED_TRITON = ["test_kernels_*.py", "test_drawings.py"]
 collect_ignore_glob = [] if find_spec("triton") else NEED_TRITON
@@ -40,6 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import write_model
 
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A headless browser, where there is one."""
+    program = find()
+    if program is None:
+        pytest.skip(f"no browser is here: none of {', '.join(NAMES)}")
+    opened = Browser(program)
+    yield opened
+    opened.close()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

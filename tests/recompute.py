@@ -13,8 +13,9 @@ from torch import Tensor
 
 from simplellm.model import Model
 from simplellm.noise import gumbel_noise
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
 from simplellm.sampler import filter_tokens
+from simplellm.sampling_params import SamplingParams
 
 
 def forbidden(

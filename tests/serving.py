@@ -1,12 +1,17 @@
-"""A server in a thread of this process, and what reads its streams."""
+"""A server in a thread of this process or in one of its own, and what reads it."""
 
 import asyncio
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +27,8 @@ from simplellm.server.endpoint import Service
 from simplellm.server.serve import DrainingServer
 
 NAME = "tiny"
+STEP = 0.02  # seconds, where steps are slow
+ROOT = Path(__file__).parents[1]
 
 
 class Served:
@@ -41,20 +48,30 @@ class Served:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
 
-    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    def events(
+        self, path: str, body: dict[str, Any], *, done: bool = True
+    ) -> list[dict[str, Any]]:
         """The data of a stream's events; its end is as it should be."""
         with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
-            return events_of(answer.read().decode())
+            return events_of(answer.read().decode(), done=done)
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a whole stream that ends with [DONE]."""
-    *blocks, done, rest = text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert all(block.startswith("data: ") for block in blocks)
-    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+def events_of(text: str, *, done: bool = True) -> list[dict[str, Any]]:
+    """The events of a whole stream, which may end with [DONE]; "type" names them."""
+    *blocks, rest = text.split("\n\n")
+    assert rest == ""
+    if done:
+        assert blocks.pop() == "data: [DONE]"
+    found = []
+    for block in blocks:
+        *names, data = block.split("\n")
+        assert data.startswith("data: ")
+        found.append(json.loads(data.removeprefix("data: ")))
+        kind = found[-1].get("type")
+        assert names == ([] if kind is None else [f"event: {kind}"])
+    return found
 
 
 @contextmanager
@@ -117,6 +134,61 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
         runner.start = start  # type: ignore[method-assign]
 
 
+@contextmanager
+def slow(llm: LLM) -> Iterator[None]:
+    """Every step takes a while."""
+    start = llm.engine.runner.start
+
+    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        time.sleep(STEP)
+        start(works, sampling)
+
+    llm.engine.runner.start = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        llm.engine.runner.start = start  # type: ignore[method-assign]
+
+
 def run(coroutine: Any) -> Any:
     """Run a test's coroutine, which may not hang."""
     return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
+
+
+class Process:
+    """`simplellm serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        code = "import sys; from simplellm.apps import cli; "
+        code += f"{before}\nsys.exit(cli.main(['serve', *sys.argv[1:], '--port', '0']))"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self.read)
+        self.reader.start()
+        until(lambda: self.ready or self.process.poll() is not None)
+        assert self.ready, self.lines
+        self.port = int(self.ready[1])
+
+    def read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr
+
+    @property
+    def ready(self) -> re.Match[str] | None:
+        return re.search(r"served at http://127\.0\.0\.1:(\d+)", "".join(self.lines))
+
+    def finish(self) -> int:
+        """Wait for its end; its exit status."""
+        status = self.process.wait(PATIENCE)
+        self.reader.join()
+        assert self.process.stdout is not None
+        assert self.process.stdout.read() == ""
+        self.process.stdout.close()
+        return status

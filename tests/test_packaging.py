@@ -126,8 +126,14 @@ def test_the_wheel_holds_the_package_and_the_model(wheel: Path) -> None:
         if "__pycache__" not in path.parts
     }
     embedded = {f"simplellm/embedded/{name}" for name in EMBEDDED}
+    page = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "simplellm/server/page").iterdir()
+        if path.suffix in (".css", ".html", ".js")
+    }
+    assert "simplellm/server/page/index.html" in page
     package = {name for name in sizes if name.startswith("simplellm/")}
-    assert package == modules | embedded | {"simplellm/py.typed"}
+    assert package == modules | embedded | page | {"simplellm/py.typed"}
     assert sum(sizes[name] for name in embedded) <= 12 * MEGABYTE
     assert any(name.endswith("LICENSE") for name in sizes)
     assert not any(name.startswith(("tests", "tools", "chapters")) for name in sizes)

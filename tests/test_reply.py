@@ -19,7 +19,8 @@ from simplellm.reply import (
     TextReply,
     is_reasoning,
 )
-from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
+from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.sampling_params import SamplingParams
 from simplellm.stops import StopStrings
 
 PROMPT = [5, 6, 7]

@@ -19,13 +19,7 @@ from transformers.generation.logits_process import (
 
 from simplellm import ops
 from simplellm.noise import gumbel_noise, mix
-from simplellm.request import (
-    MAX_BAD_WORDS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    Request,
-    SamplingParams,
-)
+from simplellm.request import Request
 from simplellm.sampler import (
     Columns,
     Sampled,
@@ -33,6 +27,12 @@ from simplellm.sampler import (
     apply_mask,
     filter_tokens,
     sample,
+)
+from simplellm.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingParams,
 )
 
 CPU = torch.device("cpu")

@@ -328,6 +328,9 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "x", "stop_token_ids": [-1]}, "stop_token_ids"),
     ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ({"prompt": "x", "logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"\u0665": 1}}, "logit_bias"),
+    ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"prompt": ["x"] * 1025}, "prompt"),
     ({"prompt": "x", "logit_bias": [5]}, "logit_bias"),
     ({"prompt": "x", "stream": "yes"}, "stream"),
     ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -356,6 +359,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
         "messages[0].tool_call_id",
     ),
     ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning"),
+    (
+        {"messages": [{"role": "assistant", "reasoning_content": False}]},
+        "messages[0].reasoning_content",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"messages": HELLO * 10_000}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
     ({"messages": HELLO, "tools": [{}]}, "tools[0]"),
@@ -446,6 +455,38 @@ def test_bodies_that_are_no_object(served: Served, raw: bytes) -> None:
 def test_a_body_that_is_not_said_to_be_json(served: Served) -> None:
     answer = served.client.post(COMPLETE, content=b'{"prompt": "x"}')
     assert answer.status_code == 415
+
+
+def test_arguments_that_are_nested_too_deep(served: Served) -> None:
+    """Deeper than Python's own JSON can write them."""
+    raw = b'{"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": '
+    raw += b'{"name": "f", "arguments": %b}}]}]}' % (b"[" * 1000 + b"]" * 1000)
+    headers = {"content-type": "application/json"}
+    answer = served.client.post(CHAT, content=raw, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "messages[0]" and "too deep" in error["message"]
+
+
+def test_names_are_repeated_in_part(served: Served) -> None:
+    """A client gets no megabyte back for the megabyte that it sends."""
+    long = "x" * 50_000
+    answers = [
+        served.post(COMPLETE, {"prompt": "x", long: 1}),
+        served.post(COMPLETE, {"prompt": "x", "model": long}),
+        served.post(CHAT, {"messages": HELLO, "tool_choice": {"a": long}}),
+        served.client.get(f"/{long}"),
+        served.client.post(COMPLETE, content=b"{}", headers={"content-type": long}),
+    ]
+    for answer in answers:
+        assert 400 <= answer.status_code < 500 and len(answer.content) < 1000
+
+
+def test_an_object_says_how_long_it_is(served: Served) -> None:
+    """So that clients of HTTP/1.0 can read it, who know no chunks."""
+    answer = served.post(COMPLETE, {"prompt": "x", "max_tokens": 2})
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert "transfer-encoding" not in answer.headers
 
 
 def test_a_body_that_is_too_long(served: Served) -> None:

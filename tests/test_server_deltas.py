@@ -11,7 +11,8 @@ from models import TOKENIZER
 from simplellm.harmony import Delta
 from simplellm.outputs import merge
 from simplellm.reply import ChatReply
-from simplellm.request import Event, Request, SamplingParams, TokenLogprobs
+from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.sampling_params import SamplingParams
 from simplellm.server.deltas import Turn, message_of_choice
 from simplellm.server.logprobs import LegacyLogprobs, chat_logprobs, token_name
 from simplellm.server.sse import event

@@ -1,48 +1,24 @@
 """Clients that leave, that don't read, that wait too long; servers that end."""
 
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from models import PATIENCE, SMALL, until
-from serving import Served, events_of, idle, serving
+from serving import Process, Served, events_of, idle, serving, slow
 
 from simplellm import LLM, EngineConfig
-from simplellm.request import Request
-from simplellm.scheduler import Work
 
-ROOT = Path(__file__).parents[1]
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
-STEP = 0.02  # seconds, where steps are slow
-
-
-@contextmanager
-def slow(llm: LLM) -> Iterator[None]:
-    """Every step takes a while."""
-    start = llm.engine.runner.start
-
-    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
-        time.sleep(STEP)
-        start(works, sampling)
-
-    llm.engine.runner.start = late  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        llm.engine.runner.start = start  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -229,45 +205,6 @@ def test_the_engine_dies(folder: Path) -> None:
         with suppress(httpx.TransportError):  # the server may be gone already
             assert served.client.get("/health").status_code == 503
         until(lambda: not served.server.servers[0].is_serving())
-
-
-class Process:
-    """`simplellm serve` in a process of its own."""
-
-    def __init__(self, *arguments: str, before: str = "") -> None:
-        code = "import sys; from simplellm.apps import cli; "
-        code += f"{before}\nsys.exit(cli.main(['serve', *sys.argv[1:], '--port', '0']))"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self.read)
-        self.reader.start()
-        until(lambda: self.ready or self.process.poll() is not None)
-        assert self.ready, self.lines
-        self.port = int(self.ready[1])
-
-    def read(self) -> None:
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr
-
-    @property
-    def ready(self) -> re.Match[str] | None:
-        return re.search(r"served at http://127\.0\.0\.1:(\d+)", "".join(self.lines))
-
-    def finish(self) -> int:
-        """Wait for its end; its exit status."""
-        status = self.process.wait(PATIENCE)
-        self.reader.join()
-        assert self.process.stdout is not None
-        assert self.process.stdout.read() == ""
-        self.process.stdout.close()
-        return status
 
 
 @pytest.fixture

@@ -1,65 +1,23 @@
 """Whatever tokens a model writes: 200, all of it there, streamed as whole.
 
-The tokens are drawn from a vocabulary of harmony's own words and markers, of bytes that
-are half a character, of ids that no tokenizer has, and of ordinary tokens. What must
-come of them is computed here from the tokens alone.
+What must come of the tokens is computed here from them alone.
 """
 
 import asyncio
-import random
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from models import CONFIG, HELLO, TOKENIZER, saying
+from babble import MOST, babble, expected
+from models import HELLO, TOKENIZER, saying
 from serving import NAME, babbling, events_of, idle, run
 
 from simplellm import LLM, EngineConfig
 from simplellm.harmony import parse
 from simplellm.server.app import make_app
 from simplellm.server.endpoint import Service
-
-MOST = 60  # tokens of an answer
-WORDS = "assistant user tool system analysis commentary final json functions add"
-WORDS += ' to=functions.add to=nobody {"a": 1} { } . = : < | > \n <|end|> 😀 é'
-
-
-@cache
-def vocabulary(seed: int) -> list[int]:
-    """Some tokens; each kind is as likely as another."""
-    chance = random.Random(seed)
-    markers = [id for name, id in TOKENIZER.special.items()]
-    ends = {TOKENIZER.special[name] for name in ("<|return|>", "<|call|>")}
-    kinds: list[list[int]] = [
-        [id for id in markers if id not in ends],
-        [id for word in WORDS.split() for id in TOKENIZER.encode(f" {word}")],
-        [id for word in WORDS.split() for id in TOKENIZER.encode(word)],
-        TOKENIZER.encode("😀é€\U0010ffff"),
-        list(range(128, 256)),
-        list(range(TOKENIZER.vocab_size, CONFIG.vocab_size)),
-        list(range(TOKENIZER.vocab_size)),
-    ]
-    found = [chance.choice(chance.choice(kinds)) for _ in range(200)]
-    return found + [*ends] * chance.choice((0, 1, 4))
-
-
-def babble(seed: int, position: int) -> int:
-    """The token that the model writes; a hundred seeds share a vocabulary."""
-    words = vocabulary(seed // 100)
-    return random.Random(f"{seed} {position}").choice(words)
-
-
-def expected(seed: int, llm: LLM) -> list[int]:
-    """The tokens that the model writes with this seed."""
-    found = []
-    for position in range(MOST):
-        found.append(babble(seed, position))
-        if found[-1] in llm.eos_token_ids:
-            break
-    return found
 
 
 @pytest.fixture(scope="module")

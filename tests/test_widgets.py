@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import browser
 import jupytext
 import pytest
 import torch
@@ -47,16 +46,6 @@ TEXTS = (
 
 
 # --- Where JavaScript runs ----------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[browser.Browser]:
-    program = browser.find()
-    if program is None:
-        pytest.skip(f"no browser is here: none of {', '.join(browser.NAMES)}")
-    opened = browser.Browser(program)
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
 The blanks are the course's own. Chapters are judged as a reader's are, in processes.
 """
 
+import builtins
 import subprocess
+import symtable
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import cells
@@ -92,6 +95,37 @@ def test_all_else_stays(empty: Path) -> None:
         assert made.count("<details>") == made.count("</details>")
 
 
+def names_read(table: symtable.SymbolTable) -> Iterator[str]:
+    """The names that code reads and binds nowhere but in the module."""
+    for symbol in table.get_symbols():
+        outside = table.get_type() == "module" or symbol.is_global()
+        if outside and symbol.is_referenced():
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from names_read(child)
+
+
+@pytest.mark.parametrize("chapter", dict.fromkeys(blank.chapter for blank in BLANKS))
+def test_no_cell_reads_a_name_that_only_a_kept_version_has(
+    empty: Path, chapter: str
+) -> None:
+    """Whoever writes the blanks runs no kept version: no import or helper of theirs."""
+    found = cells.read(empty / f"chapters/{chapter}.md")
+    tables = [
+        symtable.symtable(cell.source, chapter, "exec")
+        for cell in found
+        if not cell.folded
+    ]
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    bound = {
+        symbol.get_name()
+        for symbol in symbols
+        if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+    }
+    read = {name for table in tables for name in names_read(table)}
+    assert read - bound - set(dir(builtins)) - {"__file__", "__name__"} == set()
+
+
 @pytest.mark.parametrize(
     "chapter",
     [
@@ -113,7 +147,7 @@ def test_a_chapter_runs_with_empty_blanks(
         if output.output_type == "stream" and "keep(" in cell.source
     ]
     names = [blank.name for blank in BLANKS if blank.chapter == chapter]
-    told = "{}: not written yet\nFrom here on this page uses ours.\n"
+    told = "From here on this page uses our {}.\n"
     assert printed == [told.format(name) for name in names]
 
 

@@ -172,6 +172,16 @@ def check_render_message(render_message):
             "a content type without <|constrain|> is a word with a space in front, and "
             "they are encoded together, as such words were in training",
         ),
+        (
+            Message("assistant", "1", channel="analysis", recipient="python"),
+            "<|start|>assistant to=python<|channel|>analysis<|message|>1<|call|>",
+            "a recipient makes a call, not the channel",
+        ),
+        (
+            Message("assistant", "I'll look it up.", channel="commentary"),
+            "<|start|>assistant<|channel|>commentary<|message|>I'll look it up.<|end|>",
+            "without a recipient it's no call, whatever the channel",
+        ),
     ]
     for message, text, reason in cases:
         found = list(render_message(message, tokenizer))
@@ -218,10 +228,11 @@ def check_history(history):
         "u": Message("user", "?"),
         "a": Message("assistant", "hm", channel="analysis"),
         "c": Message("assistant", "{}", channel="commentary", recipient="functions.f"),
+        "b": Message("assistant", "1", channel="analysis", recipient="python"),
         "r": result_message("f", "12"),
         "f": Message("assistant", "12", channel="final"),
     }
-    words = "u user, a analysis, c call, r its result, f final"
+    words = "u user, a analysis, b call in analysis, c call, r its result, f final"
     cases = [
         ("", False, "", "an empty conversation stays empty"),
         (
@@ -233,6 +244,7 @@ def check_history(history):
         ("uacr", False, "uacr", "the current turn has no answer yet, only a tool's"),
         ("uafu", False, "ufu", "the answer is there, so its reasoning goes"),
         ("uacracrf", False, "ucrcrf", "calls and results stay, all analysis goes"),
+        ("uabrf", False, "urf", "a call in the channel analysis is analysis, too"),
         ("uafuafu", False, "ufufu", "every answered turn loses its analysis"),
         (
             "uafuac",
@@ -299,6 +311,17 @@ def check_HarmonyParser_push(HarmonyParser):
             "without an <|end|>, <|start|> in a content begins the next message",
         ),
         ("<|channel|>final 12<|return|>", [answered], "the header has no <|message|>"),
+        (
+            f"{first}<|channel|>final 12<|return|>",
+            [reasoned, answered],
+            "a marker's part stands behind the header's first one, empty or not; alone "
+            "it would pass for a header without markers",
+        ),
+        (
+            "<|channel|>final of course yes<|message|>12<|return|>",
+            [answered],
+            "words of a header that mean nothing are passed over, and are no content",
+        ),
         ("12<|return|>", [(None, None, "12")], "there is no header at all"),
         (
             f"12<|start|>assistant{last}<|return|>",
@@ -427,10 +450,10 @@ def check_1_2(reusable):
     """The next prompt, rendered here alone, for three kinds of turns."""
     tokenizer = embedded()
     lines = []
-    for words in ("7 + 5", "12 + 30 + 5"):
+    for words, answer in (("7 + 5", "12"), ("30 + 5", "It's 35, of course it is.")):
         question = [Message("user", f"What is {words}?")]
         prompt = render(question, tokenizer)
-        final = "<|channel|>final<|message|>12<|return|>"
+        final = f"<|channel|>final<|message|>{answer}<|return|>"
         analysis = f"<|channel|>analysis<|message|>{words}<|end|><|start|>assistant"
         call = f" to=functions.add<|channel|>commentary {JSON}<|message|>{{}}<|call|>"
         turns = {

@@ -72,6 +72,13 @@ def check_MXFP4_dequantize(MXFP4):
     assert made == torch.bfloat16, f"without a dtype it is bfloat16, not {made}"
     experts = numbers([[[every]], [[every]]], [[[127]], [[128]]], torch.float32)
     assert experts.shape == (2, 1, 32), "leading dimensions, the experts', stay"
+    for scale in (143, 102):
+        found = numbers([[every]], [[scale]], torch.float16)[0]
+        right = torch.tensor(expected, dtype=torch.float64) * 2.0 ** (scale - 127)
+        assert torch.equal(found, right.half()), (
+            f"float16 can't hold the scale 2^{scale - 127} but holds products with it: "
+            "multiply in float32, then convert"
+        )
     nan = numbers([[every]], [[255]], torch.float32)
     assert nan.isnan().all(), "the scale byte 255 stands for NaN"
 
@@ -267,11 +274,13 @@ def check_quantize(candidate):
     )
     zeros = candidate(torch.zeros(2, 32))
     assert set(codes_of(zeros)) <= {0, 8}, "zeros stay zeros"
-    half = candidate(weight.bfloat16())
-    whole = candidate(weight.bfloat16().float())
-    assert torch.equal(half.blocks, whole.blocks), (
-        "a bfloat16 weight rounds like the same numbers in float32; compute in float32"
-    )
+    small = 4e-8 * seeded(2, 64)  # whose scales are too small for float16
+    for given in (weight.bfloat16(), small.half(), torch.zeros(1, 32).half()):
+        half, whole = candidate(given), candidate(given.float())
+        assert torch.equal(half.blocks, whole.blocks), (
+            f"a {str(given.dtype)[6:]} weight rounds like the same numbers in float32; "
+            "compute in float32"
+        )
 
 
 def check_error_bound(candidate):
@@ -320,6 +329,7 @@ def check_error_bound(candidate):
                     if low == 6
                     else "half a step will do"
                 )
+                + ("" if scale == 1 else "; the scale of this block is not 1")
             )
 
 

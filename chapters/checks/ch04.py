@@ -198,6 +198,11 @@ def check_swiglu(swiglu):
         f"a gate of 9 is clamped to the limit, 7, and makes {right:.3f}; yours is "
         f"{one(9.0, 0.0):.3f}"
     )
+    found, right = one(9.0, 0.0, 2.0, 0.1), gated(9.0, 0.0, 2.0, 0.1)
+    assert near(found, right), (
+        f"the sigmoid sees the clamped gate as well: with the limit 2 and alpha 0.1, a "
+        f"gate of 9 makes {right:.3f}; yours is {found:.3f}"
+    )
     right = gated(-5.0, 0.0, 2.0, 0.1)
     assert near(one(-5.0, 0.0, 2.0, 0.1), right), (
         "the gate is clamped from above only: with the limit 2 and alpha 0.1, a gate "
@@ -261,10 +266,11 @@ def numbers(weight):
     return weight.double()
 
 
-def one_by_one(x, mlp, share=lambda weight: weight, late_bias=False):
+def one_by_one(x, mlp, share=lambda weight: weight, late_bias=False, last_only=False):
     """What the layer adds to each token, token by token, choice by choice.
 
-    ``share`` and ``late_bias`` are for mistakes that a check knows by name.
+    ``share``, ``late_bias`` and ``last_only`` are for mistakes that a check knows by
+    name.
     """
     gate_up, down = numbers(mlp.gate_up), numbers(mlp.down)
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -274,6 +280,8 @@ def one_by_one(x, mlp, share=lambda weight: weight, late_bias=False):
             scores += mlp.router_bias.double()
         ids, weights = softmax_of_chosen(scores.tolist(), mlp.top_k)
         for expert, weight in zip(ids, map(share, weights), strict=True):
+            if last_only and expert != max(ids):
+                continue
             both = gate_up[expert] @ row
             if mlp.gate_up_bias is not None:
                 both += mlp.gate_up_bias[expert].double()
@@ -301,6 +309,11 @@ def explained(found, x, mlp):
     bare = replace(mlp, gate_up_bias=None)
     mistakes = [
         (
+            one_by_one(x, mlp, last_only=True),
+            "each token has only the last of its experts: several add to the same row, "
+            "so add (index_add_, +=) where you assign",
+        ),
+        (
             one_by_one(x, mlp, late_bias=True),
             "the down bias belongs to the expert: add it before the router's weight "
             "multiplies",
@@ -313,13 +326,17 @@ def explained(found, x, mlp):
             one_by_one(x, bare),
             "both products of an expert have a bias; gate_up_bias is missing",
         ),
+        (
+            one_by_one(x, replace(mlp, down_bias=None)),
+            "both products of an expert have a bias; down_bias is missing",
+        ),
     ]
     for sums, told in mistakes:
         if relative(found, sums) < 1e-4:
             return told
     return (
-        f"{len(x)} tokens, {len(mlp.router)} experts, {mlp.top_k} a token: your output "
-        f"is off by {relative(found, one_by_one(x, mlp)):.2g} of its norm"
+        f"tokens: {len(x)}, experts: {len(mlp.router)}, experts a token: {mlp.top_k}; "
+        f"your output is off by {relative(found, one_by_one(x, mlp)):.2g} of its norm"
     )
 
 

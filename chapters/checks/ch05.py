@@ -231,7 +231,12 @@ def check_naive_attention(naive_attention):
     k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -2.0]])[:, None]
     v = torch.tensor([[10.0, 0.0], [0.0, 10.0], [5.0, 5.0]])[:, None]
     none = torch.tensor([-1e4])  # a sink that takes nothing
+    given = q.clone()
     found = naive_attention(q, k, v, none)
+    assert torch.equal(q, given), (
+        "the caller's q has changed: `/=` and `*=` write into the tensor that they are "
+        "given, so scale the scores, or make a new tensor"
+    )
     is_tensor(found, (3, 1, 2), "the output for 3 tokens, 1 head of 2 numbers,")
     assert torch.allclose(found[0, 0], v[0, 0], atol=1e-3), (
         "token 0 sees only itself, so its output is its own value, (10, 0); yours is "
@@ -435,6 +440,13 @@ def judge_precision(masked_attention):
         "for bfloat16 scores, softmax and sums are float32, and only the result is "
         f"rounded: {same:.0%} of your numbers are the nearest there are"
     )
+    mixed = masked_attention(
+        q, k.float(), v.float(), place <= place[:, None], None, 0.2
+    )
+    assert mixed.dtype == torch.bfloat16, (
+        "with q in bfloat16 and keys and values in float32 the result has q's dtype; "
+        f"yours is {mixed.dtype}"
+    )
 
 
 def check_5_1(oldest_heard):
@@ -563,11 +575,11 @@ def check_5_4(first_distance):
                 f"{radians} radians: at a distance of {found:,}"
             )
             assert found == int(found), f"{told}: a distance is a whole number"
-            slack = 1 + exact * 1e-3  # the frequencies are float32
-            assert found >= exact - slack, (
-                f"{told} the worst pair is off by {found * max(off):.3g} only"
+            least, most = (math.ceil(exact * x) for x in (1 - 1e-4, 1 + 1e-4))
+            assert found >= least, (  # the frequencies are float32
+                f"{told} the worst pair is off by {found * max(off):.4g} only"
             )
-            assert found <= exact + slack, (
-                f"{told} some pair is off by {found * max(off):.3g} already; look at "
-                "the pair whose two frequencies differ most"
+            assert found <= most, (
+                f"{told} some pair is off by {found * max(off):.4g} already; look "
+                "at the pair whose two frequencies differ most"
             )

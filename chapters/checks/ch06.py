@@ -56,8 +56,8 @@ def make_layer(seed):
     return Layer(1 + part(11, HIDDEN), attn, 1 + part(12, HIDDEN), mlp)
 
 
-def normed(x, weight):
-    return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+def normed(x, weight, eps=EPS):
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
 def attended(h, attn, window):
@@ -101,9 +101,9 @@ def experts_say(h, mlp):
     return out
 
 
-def exact_block(x, layer, window, mistake=""):
+def exact_block(x, layer, window, mistake="", eps=EPS):
     """The stream after a layer in float64; ``mistake`` names one to make."""
-    h = normed(x, layer.attn_norm)
+    h = normed(x, layer.attn_norm, eps)
     update = attended(h, layer.attn, window)
     if mistake == "replaced":
         x2 = update
@@ -112,7 +112,7 @@ def exact_block(x, layer, window, mistake=""):
     else:
         x2 = x + update
     early = mistake == "parallel"
-    h = normed(x if early else x2, layer.mlp_norm)
+    h = normed(x if early else x2, layer.mlp_norm, eps)
     if mistake == "bare":
         h = x2
     says = dense_says if isinstance(layer.mlp, Dense) else experts_say
@@ -176,6 +176,11 @@ def check_block(candidate):
             "your block changes the stream that it gets, in place (x += ... does "
             "that); the caller keeps it, so return a new one"
         )
+    found = candidate(x.clone(), layer, None, 2.0)
+    assert near(found, exact_block(x.double(), layer, None, eps=2.0)), (
+        "with an eps of 2, which shows, the result is another: both norms take the eps "
+        "that the block is given"
+    )
 
 
 def check_gumbel_draw(candidate):
@@ -224,6 +229,18 @@ def check_gumbel_draw(candidate):
             f"at temperature {temperature:g} the softmax is {right}; in {draws} draws "
             f"you have {told}"
         )
+    generator = torch.Generator().manual_seed(3)
+    rows = p.log().repeat(500, 1)
+    uniform = torch.rand(500, 5, generator=generator).clamp(1e-7, 1 - 1e-7)
+    drawn = torch.as_tensor(candidate(rows, 1.0, uniform)).long()
+    loser = torch.where(drawn == 0, 1, 0)
+    without = rows.scatter(1, loser[:, None], -1e4)
+    again = torch.as_tensor(candidate(without, 1.0, uniform)).long()
+    assert torch.equal(again, drawn), (
+        "a token that loses was taken out, and another one wins in "
+        f"{int((again != drawn).sum())} of 500 rows: in a race each token has "
+        "a time of its own; a walk along the sum has one number for all"
+    )
     logits = torch.tensor([[0.0, 300.0, 0.0], [300.0, 0.0, 0.0]])
     found = torch.as_tensor(candidate(logits, 1.0, torch.full((2, 3), 0.5)))
     assert found.tolist() == [1, 0], (
@@ -454,6 +471,13 @@ def check_filter_tokens(candidate):
     assert found == [{0, 2}], (
         "a token that was ruled out before, at -inf, stays out and harms nobody; you "
         f"keep {found[0]} of logits {gap[0].tolist()}"
+    )
+    sure = torch.tensor([[0.0, 30.0, -1.0, 1.0]])
+    found = run(sure, [4], [1.0], [0.0])
+    assert found == [{0, 1, 2, 3}], (
+        "the best of four tokens has a probability that float32 rounds to 1, so a sum "
+        "passes 1 early; still, a row whose top-p is 1 loses nothing. Yours keeps "
+        f"{found[0]}"
     )
     tail = seeded(1, 2, 60_000)
     found = run(tail, [60_000] * 2, [1.0, 0.5], [0.0] * 2)

@@ -12,6 +12,7 @@ from simplellm.checkpoint import Checkpoint
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.folder import EMBEDDED
 from simplellm.ops import attention
+from simplellm.reads import alike
 
 
 def attend_in_chunks(cache, sizes, compare):
@@ -157,7 +158,14 @@ def check_token_slots(token_slots):
 
     def slots(table, positions, page_size):
         found = token_slots(table, torch.tensor(positions), page_size)
-        return torch.as_tensor(found).tolist()
+        assert isinstance(found, torch.Tensor), (
+            "write_pool takes the slots as a tensor [T]; yours is a "
+            f"{type(found).__name__}"
+        )
+        assert not (found.is_floating_point() or found.dtype == torch.bool), (
+            f"slots are whole numbers, which can index memory; yours are {found.dtype}"
+        )
+        return found.tolist()
 
     found = slots([7, 2, 5], [6, 9], 4)
     assert found == [10, 21], (
@@ -253,11 +261,7 @@ def check_decode_reads(decode_reads):
                 if count == 1:
                     lengths = [37]
                 judge_reads(decode_reads, rng, lengths, window, size)
-    count = len(list(judge_reads(decode_reads, rng, [100] * 6, None, 16)))
-    assert count < 3, (
-        f"six decodes of equal length took {count} reads: decodes of similar length "
-        "are read together"
-    )
+    judge_reads(decode_reads, rng, [100] * 6, None, 16)
 
 
 def judge_reads(decode_reads, rng, lengths, window, size):
@@ -275,6 +279,7 @@ def judge_reads(decode_reads, rng, lengths, window, size):
         page_size=size,
     )
     told = f"lengths {lengths}, window {window}, pages of {size}"
+    sees = np.array([n - first for n, first in zip(lengths, oldest, strict=True)])
     seen = []
     for rows, cells, hidden in reads:
         rows, cells = np.asarray(rows), np.asarray(cells)
@@ -313,7 +318,20 @@ def judge_reads(decode_reads, rng, lengths, window, size):
         f"{told}: each row that has a length is in one read, and no other is; yours "
         f"are {sorted(seen)}"
     )
-    return reads
+    batches = sorted(sorted(rows.tolist()) for rows in alike(sees))
+    found = sorted(sorted(np.asarray(rows).tolist()) for rows, _, _ in reads)
+    assert len(found) >= len(batches), (
+        f"{told}: the batches of `alike` are {batches}, yours {found}; in one batch of "
+        "all, short decodes read as much padding as the longest has positions"
+    )
+    assert found == batches or window is not None, (
+        f"{told}: the batches of `alike` are {batches}, yours {found}; decodes of "
+        "similar length are read together"
+    )
+    assert found == batches, (
+        f"{told}: the batches of `alike` are {batches}, yours {found}; it wants how "
+        "many positions each decode sees, which with a window is not its length"
+    )
 
 
 def check_7_1(outweighs):

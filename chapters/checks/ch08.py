@@ -1,7 +1,9 @@
 """Chapter 8: pages."""
 
 import copy
+import hashlib
 import random
+import sys
 
 from simplellm import pages
 from simplellm.pages import NULL
@@ -59,6 +61,23 @@ def check_page_digest(page_digest):
             f"the tokens {close[index]} and {same[0]} have the same name; each token "
             "needs the same number of bytes, enough for 200,000 and more"
         )
+    data = pages.array("q", [1, 2, 3, 4]).tobytes()
+    for weak in ("md5", "sha1"):
+        assert first != hashlib.new(weak, data).digest(), (
+            f"people have built collisions of {weak}, so somebody can make a prompt "
+            "that reads another user's pages; sha256 has none that is known"
+        )
+    many = [page_digest(b"", [token]) for token in range(64)]
+    fixed = [
+        place
+        for place, byte in enumerate(zip(*many, strict=True))
+        if len(set(byte)) < 8
+    ]
+    assert not fixed, (
+        f"bytes {fixed} of the name are hardly ever others: not a cryptographic hash, "
+        "all of whose bits depend on all tokens, so somebody can find two prompts of "
+        "one name"
+    )
 
 
 def check_PageManager__take(PageManager):
@@ -247,6 +266,33 @@ def check_PageManager_commit(PageManager):
     )
     compute(books, 0, [1] * 9, 9)
     books.check_integrity()
+    books = manager(PageManager, 2100, 4, window=4)
+    tokens = [1] * 4096
+    books.add(0, tokens)
+    compute(books, 0, tokens, 4000)
+    books.grow(0, 4001)
+    lines = lines_of(lambda: books.commit(0, tokens, 4001))
+    assert lines < 500, (
+        f"to commit one token after 4,000, {lines:,} lines ran: the pages before "
+        "table.first were given back long ago, so begin there"
+    )
+
+
+def lines_of(function):
+    """How many lines of Python ``function`` runs."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 def judge_commit(books, before, start, length, tokens):
@@ -414,6 +460,22 @@ def copies_count(PageManager):
             f"{num_pages - 4} pages can be had, and 4 are needed, a copy and a new "
             "page in each of two groups: grow says False, and changes nothing"
         )
+    books = manager(PageManager, 6, 4, window=8)
+    books.add(0, [1] * 6)
+    books.grow(0, 11)
+    books.commit(0, [1] * 6, 6)
+    books.fork(0, 1)
+    assert books.free_pages == 0
+    before = state(books)
+    try:
+        found = books.grow(0, 7)
+    except (IndexError, KeyError, StopIteration):
+        found = True
+    assert not found and state(books) == before, (
+        "the table has more pages than the seven tokens need, and no page can be had "
+        "for the copies: pages to spare don't count as pages for copies, so the number "
+        "of missing ones is never below 0"
+    )
 
 
 def cached_pages_count(PageManager):
@@ -436,6 +498,10 @@ def names_after_truncate(PageManager):
     compute(books, 0, [1] * 8, 8)
     page = books.tables[0].groups[0][1]
     assert books.truncate(0, 6)
+    assert books.grow(0, 6) and page in books.names, (
+        "six tokens are computed, and room for six is asked for: nothing will be "
+        "written, so the page still holds what it is named for and keeps its name"
+    )
     assert books.grow(0, 7)
     assert page not in books.names, (
         "after truncate, page 2 of the sequence was to be written again and kept the "

@@ -14,7 +14,8 @@ from typing import Any
 from simplellm.llm import LLM
 from simplellm.pages import PageManager
 from simplellm.reply import TextReply
-from simplellm.request import UNKNOWN, Event, Request, SamplingParams, TokenLogprobs
+from simplellm.request import UNKNOWN, Event, Request, TokenLogprobs
+from simplellm.sampling_params import SamplingParams
 from simplellm.scheduler import Scheduler, Work
 from simplellm.tokenizer import Tokenizer
 
@@ -35,6 +36,13 @@ def of(works):
 
 def book(scheduler, works):
     """Book a step as if it had been computed; every token is 7."""
+    for request, start, length, _ in works:
+        table = scheduler.manager.tables.get(request.number)
+        held = 4 * len(table.groups[0]) if table is not None else 0
+        assert held >= start + length, (
+            f"request {request.number} has work up to token {start + length} and pages "
+            f"for {held}: ask `_make_room` before you plan it"
+        )
     scheduler.begin(works)
     scheduler.commit(works, [[7]] * sum(work.samples for work in works))
 
@@ -110,9 +118,11 @@ def check_Scheduler__make_room(candidate):
     """Four requests of two full pages each, and a pool of eight pages."""
     kind = whole(candidate, Scheduler)
 
-    def full(pages=8):
+    def full(pages=8, urgent=None):
         scheduler = make(kind, pages, budget=64)
         four = numbered(*[(8, 9)] * 4)
+        if urgent is not None:
+            four[urgent].priority = -1
         scheduler.add(four)
         works: list[Work] = []
         scheduler._admit(works, 64)
@@ -159,6 +169,12 @@ def check_Scheduler__make_room(candidate):
     assert made is False and state(four) == [0] * 4, (
         "request 3 is the last in rank itself: nobody ahead of it gives way, so it "
         "returns False and waits"
+    )
+    scheduler, four = full(urgent=3)
+    made = scheduler._make_room(four[1], 1, set())
+    assert state(four) == [0, 0, 1, 0], (
+        "request 3 came last and is urgent, so it is first in rank: request 2 is the "
+        f"last; preempted were {[n for n, t in enumerate(state(four)) if t]}"
     )
     scheduler, four = full()
     made = scheduler._make_room(four[0], 20, set())
@@ -278,6 +294,16 @@ def static_batches_end(kind):
         book(scheduler, works)
     expected = [{0, 1}] * 2 + [{1}] * 4 + [{2}] * 2
     assert rows == expected, f"static batches of two, step by step: {rows}"
+    scheduler = make(kind, seqs=2, continuous=False)
+    one, other = numbered((3, 5), (3, 5))
+    scheduler.add([one])
+    book(scheduler, scheduler.schedule())
+    scheduler.add([other])
+    found = of(scheduler.schedule())
+    assert set(found) == {0, 1}, (
+        "static batches, one of two places is free and nobody has ended yet: `_closed` "
+        f"is still false, so request 1 may join; yours is {found}"
+    )
 
 
 def random_crowds(kind):
@@ -416,7 +442,10 @@ def check_Scheduler_commit(candidate):
         "a step may land several tokens: what is beyond max_tokens or a stop token is "
         f"dropped; {kept}"
     )
-    assert one.tokens[3:] == [11, 12] and two.tokens[2:] == [14, 15]
+    assert one.tokens[3:] == [11, 12] and two.tokens[2:] == [14, 15], (
+        "all tokens that a request keeps take the placeholder's place, not the first "
+        f"alone; {one.tokens[3:]}, {two.tokens[2:]}"
+    )
 
 
 @cache
@@ -449,7 +478,8 @@ def check_TextReply_push(candidate):
     texts = [part.text for part in parts]
     assert "".join(texts) == "a 🙂 b" and "\ufffd" not in "".join(texts), (
         "a character of several tokens is shown once it is complete: push tokens "
-        f"through the decoder that remembers, not each by itself; {texts}"
+        "through the decoder that remembers, not each by itself, and flush it at the "
+        f"end alone; {texts}"
     )
     assert answer.output().text == "a 🙂 b" and answer.token_ids == ids, (
         "note texts and tokens, so that `output` can give all of them: "
@@ -459,6 +489,13 @@ def check_TextReply_push(candidate):
         "the engine's reason is the part's and the reply's"
     )
     assert parts[0].finish_reason is None, "no reason before the end"
+    assert list(parts[0].prompt_token_ids or ()) == [1, 2], (
+        "each part says which prompt it answers: prompt_token_ids is [1, 2], not "
+        f"{parts[0].prompt_token_ids}"
+    )
+    assert parts[0].logprobs is None, (
+        f"nobody asked for logprobs, so they are None, not {parts[0].logprobs}"
+    )
     assert list(answer.push(Event(0, ids))) == [], "behind the end comes nothing"
 
     half = tokenizer.encode("🙂")[:1]
@@ -475,6 +512,12 @@ def check_TextReply_push(candidate):
     assert "".join(texts) == "So far STO", (
         "the answer ended, and no stop string came of STO: flush what they hold; "
         f"{texts}"
+    )
+    ids = [*tokenizer.encode("So ST"), *half]
+    texts = [p.text for p in pushed(reply(stop="STOP"), (ids, None), ([], "length"))]
+    assert "".join(texts) == "So ST\ufffd", (
+        "ST is held back, and then the answer ends within a character: what the "
+        f"decoder held goes through the stop strings, behind ST; {texts}"
     )
     one, two, rest = (tokenizer.encode(text) for text in ("So ST", "OP", " and on"))
     answer = reply(stop="STOP", logprobs=0)
@@ -745,7 +788,8 @@ def check_9_4(candidate):
     def ends(kind, lengths, together):
         """The step in which each request ends, one running at a time."""
         scheduler = make(kind, seqs=1, budget=64, overtakes=5)
-        requests = numbered(*[(1, most) for most in lengths])
+        prompts = [30 if most < 4 else 1 for most in lengths]
+        requests = numbered(*zip(prompts, lengths, strict=True))
         for group in [requests] if together else [[r] for r in requests]:
             scheduler.add(group)
         found = {}

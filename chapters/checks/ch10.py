@@ -34,7 +34,7 @@ def check_time_by_kind(time_by_kind):
         ("view", 103.0, 107.0, False),
         ("mul", 107.0, 115.0, True),
         ("matmul", 131.0, 163.0, True),
-        ("add", 227.0, 355.0, True),
+        ("linear_add", 227.0, 355.0, True),
     ]
     expected = {"products": 33.0, "others": 140.0, "between": 82.0}
     found = tuple(time_by_kind(list(calls), {"linear", "matmul"}))
@@ -42,7 +42,10 @@ def check_time_by_kind(time_by_kind):
     rows = zip(expected.items(), found, strict=True)
     for (name, value), own in rows:
         assert abs(own - value) < 1e-6, {
-            "products": f"the two products take 33 s of this trace, not {own:g}",
+            "products": (
+                f"the two products take 33 s of this trace, not {own:g}: operators "
+                "whose whole name is in `products`"
+            ),
             "others": (
                 "every operator that is no product counts, those too that only look at "
                 f"numbers otherwise: 140 s, not {own:g}"
@@ -66,6 +69,10 @@ class Ticks:
 
     def launch(self, works):
         number = sum(kind == "launch" for kind, _ in self.log)
+        for request, start, _, _ in works:
+            assert request.computed == start, (
+                "`begin` was called before `launch`: it books that a step was started"
+            )
         self.log.append(("launch", number))
         sampling = [work.request.number for work in works if work.samples]
 
@@ -252,7 +259,10 @@ def check_Batch_of(candidate):
         for number, group in enumerate(batch.groups):
             owners += [(name, group, sizes) for name, sizes in grouped]
             assert group.window == (None, 128)[number], "each group has its window"
-            assert group.decodes == 2 and group.page_size == 16
+            assert group.decodes == 2 and group.page_size == 16, (
+                "each group gets `decodes` and `page_size` as they are: 2 and 16, not "
+                f"{group.decodes} and {group.page_size}"
+            )
             assert group.lengths is batch.lengths or np.shares_memory(
                 np.asarray(group.lengths), np.asarray(batch.lengths)
             ), "groups share the batch's lengths and queries"

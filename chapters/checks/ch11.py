@@ -1,7 +1,7 @@
 """Chapter 11: kernels, each on a GPU or in Triton's interpreter.
 
-Tensors lie between margins of NaN: a load outside spoils the result, a store outside
-is found afterwards, and neither ends the process.
+Tensors lie between margins of NaN: a load outside spoils the result, or is seen by
+`loads`, a store outside is found afterwards, and neither ends the process.
 """
 
 import math
@@ -10,6 +10,8 @@ import mmap
 import torch
 import triton
 import triton.language as tl
+
+from checks.loads import beyond
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1 << 16  # numbers on both sides, for strides that are far too large as well
@@ -27,6 +29,11 @@ class Guarded:
         self.whole = inner.new_full((size + 2 * MARGIN,), margin)
         self.inner = self.whole[MARGIN : MARGIN + size].view(inner.shape)
         self.inner.copy_(inner)
+
+    @property
+    def guard(self):
+        """What `beyond` watches."""
+        return self.whole, self.inner
 
     def untouched(self):
         """Whether both margins are as they were."""
@@ -75,6 +82,14 @@ def assert_kernel(kernel):
     )
 
 
+def assert_inside(told, found):
+    """``found`` is what `beyond` has seen."""
+    assert not found, (
+        told + f"a load reads beyond {' and '.join(found)}. What it finds is never "
+        "stored, but a GPU may end the program there: every load needs its mask"
+    )
+
+
 def assert_jitted(function):
     """A kernel calls what Triton has decorated, and nothing else."""
     assert hasattr(function, "fn"), (
@@ -91,7 +106,8 @@ def check_softmax_kernel(kernel):
     for rows, size, block in ((3, 10, 16), (2, 16, 16), (1, 1, 4)):
         x = normal(rows, size, seed=size) + torch.tensor([-200.0, 200, 0])[:rows, None]
         given, out = Guarded(x), empty(rows, size)
-        kernel[(rows,)](given.inner, out.inner, size, BLOCK=block)
+        with beyond(x=given.guard) as outside:
+            kernel[(rows,)](given.inner, out.inner, size, BLOCK=block)
         found, told = out.inner.double().cpu(), f"with N = {size}, BLOCK = {block}: "
         assert out.untouched(), (
             told + "a store went beyond out; columns from N on need a mask"
@@ -117,6 +133,7 @@ def check_softmax_kernel(kernel):
         assert is_close(found, x.double().softmax(1), 1e-4), (
             told + "out is not exp(x - max) / sum(exp(x - max)), row by row"
         )
+        assert_inside(told, outside)
 
 
 def check_transpose_kernel(kernel):
@@ -127,7 +144,8 @@ def check_transpose_kernel(kernel):
         whole[:, :n] = normal(m, n, seed=m)
         given, out = Guarded(whole), Guarded(torch.full((n, m), math.nan), 777.0)
         grid = triton.cdiv(m, 4), triton.cdiv(n, 4)
-        kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
+        with beyond(x=given.guard) as outside:
+            kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
         found, right = out.inner.cpu(), whole[:, :n]
         told = f"with M = {m}, N = {n}, stride = {stride} in tiles of 4 x 4: "
         assert out.untouched(), (
@@ -150,6 +168,7 @@ def check_transpose_kernel(kernel):
         assert torch.equal(found, right.T), (
             told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
         )
+        assert_inside(told, outside)
 
 
 # Residual and norm
@@ -169,7 +188,9 @@ def check_add_norm_kernel(kernel):
             total = total + update.inner.double().sum(1)
         launch = kernel[(rows,)]
         tensors = (x.inner for x in (residual, update, weight, normed))
-        launch(*tensors, eps, N=size, PARTS=count, BLOCK=block, PDL=False)
+        guards = {"residual": residual.guard, "weight": weight.guard}
+        with beyond(update=update.guard, **guards) as outside:
+            launch(*tensors, eps, N=size, PARTS=count, BLOCK=block, PDL=False)
         told = f"with N = {size}, BLOCK = {block} and PARTS = {count}: "
         assert residual.untouched() and normed.untouched(), (
             told + "a store went beyond the tensor; columns from N on need a mask"
@@ -203,6 +224,7 @@ def check_add_norm_kernel(kernel):
         assert is_close(normed.inner, expected), (
             told + "normed is not sum / sqrt(mean(sum^2) + eps) * weight"
         )
+        assert_inside(told, outside)
     judge_rounding(kernel)
 
 
@@ -232,7 +254,9 @@ def check_matvec_kernel(kernel):
         weight = Guarded(normal(rows, columns, seed=rows))
         x, y = Guarded(normal(columns, seed=9)), empty(rows)
         grid = (triton.cdiv(rows, 4),)
-        kernel[grid](x.inner, weight.inner, y.inner, rows, columns, ROWS=4, BLOCK=16)
+        tensors, tiles = (x.inner, weight.inner, y.inner), {"ROWS": 4, "BLOCK": 16}
+        with beyond(x=x.guard, weight=weight.guard) as outside:
+            kernel[grid](*tensors, rows, columns, **tiles)
         told = f"with N = {rows}, K = {columns}, ROWS = 4 and BLOCK = 16: "
         assert y.untouched(), told + "a store went beyond y; rows from N on need a mask"
         found, expected = y.inner, weight.inner.double() @ x.inner.double()
@@ -254,12 +278,20 @@ def check_matvec_kernel(kernel):
             told + "y has the first BLOCK columns only; loop over all K"
         )
         assert is_close(found, expected, 1e-4), told + "y is not weight @ x"
+        assert_inside(told, outside)
     ones = torch.ones(4, 8192, dtype=torch.float16, device=DEVICE)
     y = empty(4)
     kernel[(1,)](ones[0], ones, y.inner, 4, 8192, ROWS=4, BLOCK=256)
     assert (y.inner == 8192).all(), (
         "8,192 ones in float16 add up to 8192 only if the sum is kept in float32; "
         f"yours is {y.inner[0].item():g}"
+    )
+    above = ones[:, :512] + 2**-10  # whose square is no number of float16's
+    kernel[(1,)](above[0], above, y.inner, 4, 512, ROWS=4, BLOCK=256)
+    exact = 513 + 2**-11
+    assert (y.inner - exact).abs().max() < 2e-4, (
+        f"512 products of float16 numbers add up to {exact:.4f}, yours to "
+        f"{y.inner[0].item():.4f}: turn both factors to float32 before you multiply"
     )
 
 
@@ -271,7 +303,8 @@ def check_product_kernel(kernel):
         c = empty(m, n)
         grid = triton.cdiv(m, 16), triton.cdiv(n, 32)
         tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
-        kernel[grid](a.inner, b.inner, c.inner, m, n, k, **tiles)
+        with beyond(a=a.guard, b=b.guard) as outside:
+            kernel[grid](a.inner, b.inner, c.inner, m, n, k, **tiles)
         told = f"with M = {m}, N = {n}, K = {k} in tiles of 16, 32 and 16: "
         assert c.untouched(), (
             told
@@ -295,6 +328,7 @@ def check_product_kernel(kernel):
             told + "c is not a @ b.T. Is K masked in at least one operand, and does "
             "program (i, j) make tile (i, j)?"
         )
+        assert_inside(told, outside)
     judge_16_bits(kernel)
     judge_far_rows(kernel)
 
@@ -351,7 +385,8 @@ def check_argmax_kernel(kernel):
     logits[2, 49] = 50
     guarded, blocks = Guarded(logits), -(-size // block)
     keys = empty(3, blocks, dtype=torch.int64)
-    kernel[(blocks, 3)](guarded.inner, keys.inner, size, BLOCK=block)
+    with beyond(logits=guarded.guard) as outside:
+        kernel[(blocks, 3)](guarded.inner, keys.inner, size, BLOCK=block)
     assert keys.untouched(), (
         "a store went beyond keys: a row has as many keys as the grid has blocks"
     )
@@ -379,6 +414,7 @@ def check_argmax_kernel(kernel):
                 told + f"of equal logits the lower index wins, "
                 f"{number * block + first}; yours is {index}"
             )
+    assert_inside(f"{size} logits in blocks of {block}: ", outside)
     judge_half_logits(kernel)
 
 
@@ -661,8 +697,12 @@ def check_join_parts(join):
     """Parts of unequal weight, large sums, and parts that are not there."""
     assert_jitted(join)
     parts = normal(4, 2, 8, seed=14)
-    for shift, there in ((0.0, 4), (1000.0, 4), (-1000.0, 4), (0.0, 3), (500.0, 1)):
+    for shift, apart, there in (
+        *((0.0, 0.0, 4), (1000.0, 0.0, 4), (-1000.0, 0.0, 4)),
+        *((0.0, 0.0, 3), (500.0, 0.0, 1), (0.0, 400.0, 4)),
+    ):
         sums = 3 * normal(4, 2, seed=15) + shift
+        sums[:, 1] += apart
         sums[there:], shown = -1e30, parts.clone()
         shown[there:] = 0
         out = empty(2, 8)
@@ -670,6 +710,12 @@ def check_join_parts(join):
         join_driver[(1,)](*tensors, S=4, N=2, D=8, JOIN=join)
         found = out.inner.double().cpu()
         told = f"sums of about {shift:g}, {there} of 4 parts there: "
+        if apart:
+            told = f"sums of about 0 in one column and of {apart:g} in the other: "
+            assert found.isfinite().all(), (
+                told + "NaN came out; a column is a query head, so subtract the "
+                "largest sum of each column from that column"
+            )
         assert not found.isnan().any() and found.isfinite().all(), (
             told + "NaN or infinity came out; subtract the largest sum before exp2"
         )
@@ -749,7 +795,8 @@ def check_11_3(kernel):
         x, out = Guarded(pairs), empty(size)
         limit, alpha = 7.0, 1.702
         grid = (triton.cdiv(size, 16),)
-        kernel[grid](x.inner, out.inner, size, limit, alpha, BLOCK=16)
+        with beyond(x=x.guard) as outside:
+            kernel[grid](x.inner, out.inner, size, limit, alpha, BLOCK=16)
         told = f"with size = {size} and BLOCK = 16: "
         assert out.untouched(), told + "a store went beyond out; it needs a mask"
         gate, up = pairs.double().unbind(-1)
@@ -774,6 +821,7 @@ def check_11_3(kernel):
         assert is_close(found, expected, 1e-5), (
             told + "out[i] is not g * sigmoid(alpha * g) * (u + 1) of pair i"
         )
+        assert_inside(told, outside)
 
 
 def check_11_4(candidate):

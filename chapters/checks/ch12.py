@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 import triton
 
+from checks.loads import beyond
 from simplellm.apps.roofline import Machine
 from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.kernels.experts import TILINGS
@@ -38,11 +39,24 @@ class Guarded:
             self.inside.fill_(fill)
 
     @property
+    def guard(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `beyond` watches."""
+        return self.whole, self.inside
+
+    @property
     def intact(self) -> bool:
         """Whether nothing was written outside."""
         size = self.inside.numel()
         edges = torch.cat([self.whole[:MARGIN], self.whole[MARGIN + size :]])
         return bool((edges == self.margin).all())
+
+
+def assert_inside(found):
+    """``found`` is what `beyond` has seen."""
+    assert not found, (
+        f"a load reads beyond {' and '.join(found)}. What it finds is never stored, "
+        "but a GPU may end the program there: every load needs its mask"
+    )
 
 
 def check_distinct_experts(candidate):
@@ -139,10 +153,11 @@ def check_count_kernel(candidate):
         given = Guarded((n,), 5, fill=ids.flatten())
         counts = Guarded((-(-n // chunk), bins), -7, fill=-7)
         number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
-        candidate[(-(-n // chunk),)](
-            *(given.inside, counts.inside, number if padding else None, n),
-            *(top_k, chunk, bins, False),
-        )
+        with beyond(ids=given.guard) as outside:
+            candidate[(-(-n // chunk),)](
+                *(given.inside, counts.inside, number if padding else None, n),
+                *(top_k, chunk, bins, False),
+            )
         assert counts.intact, "you store outside of counts, beyond a program's own row"
         found = counts.inside.cpu()
         assert (found != -7).all(), (
@@ -171,6 +186,7 @@ def check_count_kernel(candidate):
             f"the first chunk has {expected[0].tolist()} pairs of each expert; yours "
             f"are {found[0].tolist()}"
         )
+        assert_inside(outside)
 
 
 def check_sort_small_kernel(candidate):
@@ -191,11 +207,12 @@ def check_sort_small_kernel(candidate):
         offsets = Guarded((experts + 1,), -7, fill=-7)
         blocks = Guarded((room, 2), -7, fill=-7)
         number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
-        candidate[(programs,)](
-            *(given.inside, pairs.inside, offsets.inside, blocks.inside),
-            *(number if padding else None, n, room, experts, top_k, rows, chunk),
-            *(bins, block, step, False),
-        )
+        with beyond(ids=given.guard) as outside:
+            candidate[(programs,)](
+                *(given.inside, pairs.inside, offsets.inside, blocks.inside),
+                *(number if padding else None, n, room, experts, top_k, rows, chunk),
+                *(bins, block, step, False),
+            )
         where = f"{n} pairs, {rows} a program, chunks of {chunk}"
         for name, part in (("pairs", pairs), ("offsets", offsets), ("blocks", blocks)):
             assert part.intact, (
@@ -236,6 +253,7 @@ def check_sort_small_kernel(candidate):
             f"{where}: the blocks are not those of the counts; does every program call "
             "write_blocks with all counts?"
         )
+        assert_inside(outside)
 
 
 def packed_weight(experts, rows, columns, seed=0):
@@ -278,10 +296,12 @@ def check_grouped_kernel(candidate):
     out = Guarded((n, rows), -777.0, torch.float32, -777.0)
     order = Guarded((n,), 11 * top_k, fill=pairs)  # the token behind the last: NaN
     ends = Guarded((experts + 1,), 0, fill=offsets)  # of expert -1: 0
-    candidate[(2, len(blocks))](
-        *(given.inside, codes.inside, scales.inside, out.inside, order.inside),
-        *(ends.inside, blocks.to(DEVICE), rows, columns, top_k, 16, block),
-    )
+    guards = {"x": given.guard, "the codes": codes.guard, "the scales": scales.guard}
+    with beyond(**guards) as outside:
+        candidate[(2, len(blocks))](
+            *(given.inside, codes.inside, scales.inside, out.inside, order.inside),
+            *(ends.inside, blocks.to(DEVICE), rows, columns, top_k, 16, block),
+        )
     assert out.intact, (
         "you store outside of out: rows end at N, and positions where valid ends"
     )
@@ -302,6 +322,7 @@ def check_grouped_kernel(candidate):
         return torch.allclose(found, other, rtol=1e-4, atol=1e-4)
 
     if close(expected):
+        assert_inside(outside)
         return
     halves = numbers.unflatten(-1, (-1, 16, 2))
     swapped = halves.flip(-1).flatten(-3)
@@ -479,7 +500,7 @@ def check_12_1(candidate):
     for config in (GPT_OSS_20B, GPT_OSS_120B):
         for memory, length in ((80e9, 131_072), (141e9, 8192), (96e9, 100)):
             found = candidate(config, memory, length, 4e9)
-            assert isinstance(found, int), f"a number of sequences is an int: {found!r}"
+            assert found == int(found), f"a whole number of sequences, not {found!r}"
             free = memory - 4e9 - sum(weight_bytes(config).values())
             each = kv_bytes(config, length)
             where = f"{memory / 1e9:.0f} GB, {length:,} tokens"

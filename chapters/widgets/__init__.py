@@ -1,7 +1,9 @@
 """Things to move: the same JavaScript in JupyterLab and on the pages of the book.
 
 Each widget is a module beside this file, such as ``merge.js``, that exports ``render``
-as anywidget wants it. A chapter's cell, its source hidden, ends in
+as anywidget wants it. What they share, and the drawing of the engine, are in the
+package: the page of `simplellm serve` shows them too. A chapter's cell, its source
+hidden, ends in
 
     widget("scale", weight_block(blocks[0, 0]), alt="What one sees, in words.")
 
@@ -20,7 +22,10 @@ from typing import Any
 import traitlets
 from anywidget import AnyWidget
 
+import simplellm
+
 HERE = Path(__file__).parent
+SHARED = Path(simplellm.__file__).parent / "server/page"  # parts.js, view.js, view.css
 IMPORT = re.compile(r'^import .* from "\./(\w+)\.js";\n', re.MULTILINE)
 PAGE = "application/vnd.simplellm.page+html"  # tools/bookbuild puts it on the page
 
@@ -33,7 +38,9 @@ def source(*names: str) -> str:
     found: dict[str, str] = {}
 
     def take(name: str) -> None:
-        code = (HERE / f"{name}.js").read_text(encoding="utf-8")
+        path = HERE / f"{name}.js"
+        path = path if path.is_file() else SHARED / path.name
+        code = path.read_text(encoding="utf-8")
         for imported in IMPORT.findall(code):
             if imported not in found:
                 take(imported)
@@ -47,7 +54,8 @@ def source(*names: str) -> str:
 
 
 def style() -> str:
-    return (HERE / "style.css").read_text(encoding="utf-8")
+    sheets = SHARED / "view.css", HERE / "style.css"
+    return "\n".join(path.read_text(encoding="utf-8") for path in sheets)
 
 
 def page(name: str, data: Any, alt: str) -> str:

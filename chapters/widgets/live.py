@@ -8,7 +8,8 @@ from simplellm.config import EngineConfig
 from simplellm.harmony import Message, render
 from simplellm.llm import LLM
 from simplellm.load import build_engine
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.sampling_params import SamplingParams
 
 QUESTIONS = (
     "What is 47 + 85?",

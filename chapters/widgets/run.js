@@ -1,5 +1,7 @@
 // A run of the engine: its states, what happened between two of them, where from.
 
+import { letter, places } from "./view.js";
+
 /** A state with its changes, by key or by place; null takes a key away. */
 export function changed(state, changes) {
   if (!changes || typeof changes !== "object" || Array.isArray(changes)) return changes;
@@ -14,33 +16,6 @@ export function changed(state, changes) {
 /** What stands after a step: the changed snapshot, and what the engine told. */
 export function after(state, told) {
   return { ...told, snapshot: changed(state.snapshot, told.snapshot) };
-}
-
-/** Who holds each page: its group of layers, its place in the table, its owners. */
-export function owners({ num_pages, tables, cached }) {
-  const pages = Array.from({ length: num_pages }, () => ({ owners: [], kept: false }));
-  for (const page of cached) pages[page].kept = true;
-  for (const [number, groups] of Object.entries(tables)) {
-    groups.forEach((table, group) => {
-      table.forEach((page, index) => {
-        if (page < 0) return; // behind the window
-        pages[page].owners.push(Number(number));
-        Object.assign(pages[page], { group, index });
-      });
-    });
-  }
-  return pages;
-}
-
-/** A request's name on the screen. */
-export function letter(number) {
-  return String.fromCharCode(65 + number);
-}
-
-/** Where each request is in a snapshot, by its number. */
-export function places({ running, waiting }) {
-  const entry = (state) => (request) => [request.number, { state, ...request }];
-  return new Map([...running.map(entry("running")), ...waiting.map(entry("waiting"))]);
 }
 
 const names = (numbers) => numbers.map(letter).join(", ");

@@ -40,7 +40,7 @@ from simplellm.config import EngineConfig, ModelConfig, check, check_number, dec
 from simplellm.load import open_weights
 from simplellm.machine import find_device, find_dtype
 from simplellm.outputs import RequestOutput
-from simplellm.request import SamplingParams
+from simplellm.sampling_params import SamplingParams
 from simplellm.sizes import kv_bytes, weight_bytes
 from simplellm.stats import Meter, quantile
 

@@ -6,7 +6,7 @@ import typer
 
 from simplellm.apps.screen import Screen
 from simplellm.config import EngineConfig
-from simplellm.request import SamplingParams
+from simplellm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.llm import LLM

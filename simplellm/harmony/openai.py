@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.config import expect, expect_type, one_of
+from simplellm.config import about, expect, expect_type, one_of
 from simplellm.harmony.message import ROLES, Message
 from simplellm.harmony.parse import ToolCall
 from simplellm.harmony.schema import Tool, as_tools, developer_text
@@ -59,12 +59,16 @@ def assistant_messages(
     message: Mapping[str, Any], text: str, where: str
 ) -> list[Message]:
     """What an assistant's message is in harmony; ``text`` is its content."""
-    thought = message.get("reasoning") or message.get("reasoning_content")
-    ok = isinstance(thought, str | None)
-    expect(ok, f"{where}.reasoning", thought, "a str", TypeError)
-    calls = message.get("tool_calls") or ()
-    ok = isinstance(calls, list | tuple)
+    thought: Any = None
+    for name in ("reasoning_content", "reasoning"):
+        given = message.get(name)
+        ok = isinstance(given, str | None)
+        expect(ok, f"{where}.{name}", given, "a str", TypeError)
+        thought = given or thought
+    calls: Any = message.get("tool_calls")
+    ok = isinstance(calls, list | tuple | None)
     expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)
+    calls = calls or ()
     found = []
     if thought:
         found.append(Message("assistant", thought, channel="analysis"))
@@ -90,7 +94,7 @@ def content_text(content: Any, where: str) -> str:
 
 def checked_id(call_id: Any, where: str) -> str | int | None:
     """``call_id`` if it can be that of a tool call."""
-    ok = isinstance(call_id, str | int | None)
+    ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
     expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
     return call_id
 
@@ -103,7 +107,11 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
     ok = isinstance(name, str) and "arguments" in function
     expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
     if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            wrong = f"arguments of {where} are nested too deep; expected fewer levels"
+            raise about(ValueError(wrong), where) from None
     return Message(
         "assistant",
         arguments,

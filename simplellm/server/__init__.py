@@ -1,4 +1,5 @@
-"""The server: an OpenAI-compatible HTTP face of one `LLM`. Needs the extra [serve].
+"""The server: the HTTP face of one `LLM`, for clients of OpenAI's interface and
+Anthropic's. Needs the extra [serve].
 
 A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
 whether the server drains, the log) and turns whatever is raised into an error of
@@ -13,7 +14,8 @@ To add an endpoint, write one file:
    made from the same fields. A field that is a dataclass is read likewise. A subclass
    of `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ...
    Parameters of others that we know and don't support stand in its ``neutral``, with
-   the values that ask for nothing.
+   the values that ask for nothing. Another such dataclass may declare the parameters
+   behind the path's "?".
 2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
    ValueError for what cannot run (400, with the parameter that `config.about` names) or
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
@@ -21,11 +23,15 @@ To add an endpoint, write one file:
 3. A subclass of `Generation` if the model is asked: the checked requests (from
    ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
    and ``last`` give the events of a stream and ``whole`` the one object without; they
-   are pure, and tests compare the two. An event with a "type" gets an ``event:`` line.
+   are pure, and tests compare the two; what has effects belongs into ``begin`` and
+   ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
    ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
    key.
 
 It inherits the rest: limits, request ids, disconnects, slow readers, time limit, drain,
 metrics and the access log.
+
+The page at / is in page/, written by hand in JavaScript, without libraries. view.js
+draws the engine there and in the course's widget; live.py tells it what to draw.
 """

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import defaultdict
 from datetime import UTC, datetime
+from reprlib import repr as short
 from typing import Any
 
 import orjson
@@ -16,7 +17,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts
+from simplellm.server import chat, completions, facts, messages, page, responses
 from simplellm.server.endpoint import (
     LOGGER,
     Call,
@@ -30,15 +31,19 @@ from simplellm.server.errors import (
     as_api_error,
     openai_form,
 )
+from simplellm.server.live import live_endpoints
 from simplellm.server.openapi import document_endpoints
 
 ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,
+    *responses.RESPONSES,
+    *messages.MESSAGES,
     *facts.FACTS,
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
+ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's
 # OpenAI's names for statuses that come from routing.
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
@@ -67,8 +72,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = (b"x-request-id", call.id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), name]}
+                pairs = [(name, call.id.encode()) for name in ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *pairs]}
             await send(message)
 
         self.service.running += 1
@@ -108,7 +113,7 @@ class Gate:
         if isinstance(error, HTTPException):  # from routing
             path = call.request.url.path
             allowed = (error.headers or {}).get("Allow", "")
-            message = f"there is no {path!r}; /docs shows what there is"
+            message = f"there is no {short(path)}; /docs shows what there is"
             if error.status_code == 405:
                 message = f"{path} takes {allowed}, not {call.request.method}"
             code = ROUTING.get(error.status_code)
@@ -181,6 +186,7 @@ def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
+    endpoints += [*live_endpoints(service), *page.FILES]  # which aren't documented
     by_path: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in endpoints:
         by_path[endpoint.path].append(endpoint)

@@ -4,20 +4,32 @@
 document is made from the same declarations.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import orjson
 
-from simplellm.config import about, check_value, declared, expect, expect_type
+from simplellm.config import (
+    about,
+    check_value,
+    declared,
+    expect,
+    expect_type,
+    one_of,
+)
 from simplellm.door import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
-from simplellm.request import Request, SamplingParams
+from simplellm.request import Request
+from simplellm.sampling_params import SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")
-MAX_COPIES = 2**24  # tokens of prompts that the samples of one call may hold
+MAX_NAME = 100  # characters of a name that comes from a client, where it is repeated
+# Tokens of prompts that the samples of one call may hold: they are copied in the loop.
+MAX_COPIES = 2**22
 
 
 @dataclass(frozen=True)
@@ -90,8 +102,12 @@ class SampledBody:
 
 
 def own_fields(kind: Any) -> dict[str, Field[Any]]:
-    """The fields that the dataclass ``kind`` declares for its bodies."""
-    return {spec.name: spec for spec in fields(kind) if spec.name != "sampling"}
+    """The fields that the dataclass ``kind`` declares for its bodies.
+
+    What it inherits and has in its ``neutral`` is none of them.
+    """
+    other = {"sampling", *neutral_of(kind)}
+    return {spec.name: spec for spec in fields(kind) if spec.name not in other}
 
 
 def sampling_fields(kind: Any) -> dict[str, Field[Any]]:
@@ -109,8 +125,8 @@ def neutral_of(kind: Any) -> Mapping[str, Neutral]:
 
 
 def known_names(kind: Any) -> set[str]:
-    """Every parameter that a body of this ``kind`` may name."""
-    return {*own_fields(kind), *sampling_fields(kind), *neutral_of(kind)}
+    """Every parameter that a body of this ``kind`` can hold."""
+    return {*own_fields(kind), *sampling_fields(kind)}
 
 
 def record_of(spec: Field[Any]) -> Any:
@@ -167,8 +183,30 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
     return kind(**found)
 
 
+def read_query(kind: type[Body], pairs: Iterable[tuple[str, str]]) -> Body:
+    """A ``kind`` from what stands behind the "?" of a path. Raises as `read_body`.
+
+    A list is given by its parameter several times, with or without "[]" in its name.
+    """
+    data: dict[str, Any] = {}
+    for name, text in pairs:
+        key = name.removesuffix("[]")
+        spec = own_fields(kind).get(key)
+        types = get_args(spec.type) or (spec.type,) if spec is not None else ()
+        if spec is not None and get_origin(spec.type) is list:
+            data.setdefault(key, []).append(text)
+        elif int in types and re.fullmatch(r"-?[0-9]{1,18}", text):
+            data[key] = int(text)
+        elif bool in types:
+            data[key] = {"true": True, "false": False}.get(text, text)
+        else:
+            data[key] = text
+    return read_body(kind, data)
+
+
 def refuse(name: str, value: Any, entry: Neutral | None) -> None:
     """Raise APIError for a parameter that means something we do not do."""
+    name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
         raise APIError(400, message, param=name, code="unknown_parameter")
@@ -196,6 +234,15 @@ def checked_samples(requests: list[Request], n: int) -> list[Request]:
     wanted = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
     expect(n <= most, "n", n, wanted)
     return requests
+
+
+def check_tool_choice(choice: Any) -> None:
+    """Raise unless ``choice`` is None, "auto" or "none"."""
+    if isinstance(choice, dict) or choice == "required":
+        message = f"tool_choice {short(choice)} is not supported: {NEEDS_GRAMMAR}"
+        code = "unsupported_parameter"
+        raise APIError(400, message, param="tool_choice", code=code)
+    one_of("tool_choice", choice, (None, "auto", "none", "required"))
 
 
 def is_optional(spec: Field[Any]) -> bool:

@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from simplellm.config import declared, expect, one_of
+from simplellm.config import declared, expect
 from simplellm.harmony import Delta
 from simplellm.outputs import ChatChoice, Usage
-from simplellm.request import MAX_LOGPROBS
+from simplellm.sampling_params import MAX_LOGPROBS
+from simplellm.server import answers
 from simplellm.server.bodies import (
-    NEEDS_GRAMMAR,
     NOT_HERE,
     SHARED_NEUTRAL,
     Neutral,
     SampledBody,
+    check_tool_choice,
     checked_samples,
 )
 from simplellm.server.deltas import Turn, message_of_choice
@@ -25,7 +26,6 @@ from simplellm.server.endpoint import (
     new_id,
     usage_fields,
 )
-from simplellm.server.errors import APIError
 from simplellm.server.logprobs import chat_logprobs
 
 NO_TEMPLATES = "gpt-oss has one chat format, harmony"
@@ -79,11 +79,7 @@ class ChatBody(SampledBody):
         twice = most is not None and "max_tokens" in self.sampling
         expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
         choice = self.tool_choice
-        if isinstance(choice, dict) or choice == "required":
-            message = f"tool_choice {choice!r} is not supported: {NEEDS_GRAMMAR}"
-            code = "unsupported_parameter"
-            raise APIError(400, message, param="tool_choice", code=code)
-        one_of("tool_choice", choice, (None, "auto", "none", "required"))
+        check_tool_choice(choice)
         ok = choice in (None, "none") or self.tools is not None
         expect(ok, "tool_choice", choice, "none without tools")
 
@@ -197,6 +193,7 @@ CHATS = [
         path="/v1/chat/completions",
         answer=Chat,
         body=ChatBody,
+        result=answers.CHAT,
         summary="The assistant's next turn in a conversation.",
     )
 ]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from simplellm.config import declared, expect
-from simplellm.door import as_prompts
+from simplellm.door import MAX_SAMPLES, as_prompts
 from simplellm.outputs import RequestOutput, Usage
-from simplellm.request import MAX_LOGPROBS
+from simplellm.sampling_params import MAX_LOGPROBS
+from simplellm.server import answers
 from simplellm.server.bodies import (
     NOT_HERE,
     SHARED_NEUTRAL,
@@ -62,7 +63,10 @@ class Completion(Generation):
             params["prompt_logprobs"] = body.logprobs
             alone = body.n == 1 or not body.stream
             expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
-        requests = door.ask_all(as_prompts(body.prompt), None, params)
+        prompts = as_prompts(body.prompt)
+        count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
+        expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
+        requests = door.ask_all(prompts, None, params)
         super().__init__(
             checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
         )
@@ -182,6 +186,7 @@ COMPLETIONS = [
         path="/v1/completions",
         answer=Completion,
         body=CompletionBody,
+        result=answers.COMPLETION,
         summary="Continue a prompt, text or token ids.",
     )
 ]

@@ -5,9 +5,10 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import orjson
@@ -21,7 +22,12 @@ from simplellm.llm import LLM
 from simplellm.outputs import Usage
 from simplellm.request import Request
 from simplellm.server import sse
-from simplellm.server.bodies import known_names, parse_json, read_body
+from simplellm.server.bodies import (
+    known_names,
+    parse_json,
+    read_body,
+    read_query,
+)
 from simplellm.server.errors import (
     UNMEANT,
     APIError,
@@ -30,6 +36,8 @@ from simplellm.server.errors import (
     unavailable,
 )
 from simplellm.server.metrics import ServerMetrics
+from simplellm.server.responses_store import ResponseStore
+from simplellm.streams import Replies
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread: the event loop, and so every
@@ -53,8 +61,11 @@ class Service:
     timeout: float = 600.0  # seconds that a request may take
     log_prompts: bool = False  # bodies in the access log
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
+    # The id of the HTTP request that each of the engine's belongs to, by its number.
+    calls: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.llm, self.names[0])
@@ -63,7 +74,7 @@ class Service:
         """What the answer calls the model that a body asks for. Raises APIError."""
         if name is None or name in self.names:
             return name or self.names[0]
-        message = f"model is {name!r}; expected one of {', '.join(self.names)}"
+        message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
     def check(self) -> None:
@@ -82,6 +93,7 @@ class Call:
     request: HTTPRequest
     id: str  # of the request: the client's, or a new one
     body: Any = None  # of the endpoint's kind
+    query: Any = None  # of the endpoint's kind of query
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -109,6 +121,12 @@ class Generation:
     ) -> None:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream
+
+    def begin(self, replies: Replies) -> None:
+        """The requests run; nothing is said yet. This and `end` may have effects."""
+
+    def end(self) -> None:
+        """Nothing more will be said, unless `failure` is asked for."""
 
     def first(self) -> list[dict[str, Any]]:
         """Events before any part."""
@@ -140,8 +158,11 @@ class Endpoint:
     summary: str
     method: str = "POST"
     body: type | None = None  # a dataclass that `read_body` can make
+    # One for what stands behind the "?"; None: whatever stands there means nothing.
+    query: type | None = None
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
+    result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
 
     async def respond(
@@ -163,7 +184,8 @@ class Endpoint:
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
-            known = known_names(self.body) if self.body is not None else ()
+            kinds = [kind for kind in (self.body, self.query) if kind is not None]
+            known = {name for kind in kinds for name in known_names(kind)}
             if (found := as_api_error(error, known)) is None:
                 raise
             if isinstance(error, UNMEANT):
@@ -184,6 +206,9 @@ class Endpoint:
             if call.service.log_prompts:
                 call.facts["body"] = parsed
             call.body = read_body(self.body, parsed)
+        if self.query is not None:
+            pairs = call.request.query_params.multi_items()
+            call.query = read_query(self.query, pairs)
         return self.answer(call)
 
 
@@ -204,7 +229,7 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page of another site can send anything else without asking the browser first.
     if kind != "application/json":
-        message = f"the content-type is {kind!r}; expected application/json"
+        message = f"the content-type is {short(kind)}; expected application/json"
         raise APIError(415, message, code="unsupported_media_type")
     said = request.headers.get("content-length", "")
     check_size(int(said) if said.isdecimal() else 0)
@@ -265,25 +290,30 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
             async for data in written:
                 if not started:
                     started = True
-                    await send(start_of(answer.stream))
+                    await send(start_of(None if answer.stream else len(data)))
                 # Waits while the client reads slowly; parts merge meanwhile.
-                await send(body_part(data, more=True))
+                await send(body_part(data, more=answer.stream))
     except Exception as error:
         found = as_api_error(error)
         if not started or found is None:
             raise
         call.fail(found)
+        if not answer.stream:  # the object is there, for whoever reads it
+            return
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
                 await send(body_part(sse.event(answer.failure(found)), more=False))
         return
-    await send(body_part(b"", more=False))
+    if answer.stream:
+        await send(body_part(b"", more=False))
 
 
-def start_of(stream: bool) -> dict[str, Any]:
-    """The beginning of a response that is a ``stream``, or one object."""
-    headers = sse.HEADERS if stream else {"content-type": "application/json"}
+def start_of(length: int | None) -> dict[str, Any]:
+    """The beginning of a response: one object of ``length`` bytes, or a stream."""
+    headers = sse.HEADERS
+    if length is not None:
+        headers = {"content-type": "application/json", "content-length": str(length)}
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": pairs}
 
@@ -297,7 +327,10 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    numbers = [reader.request.number for reader in replies.readers]
+    call.service.calls |= dict.fromkeys(numbers, call.id)
     try:
+        answer.begin(replies)
         waiting = answer.first()
         if not answer.stream:
             await replies.finish()
@@ -319,6 +352,9 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
         else:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
+        answer.end()
+        for number in numbers:
+            del call.service.calls[number]
         await replies.aclose()
 
 

@@ -52,6 +52,24 @@ def openai_form(error: APIError) -> dict[str, Any]:
     return {"error": fields}
 
 
+# Anthropic's words for errors; others are told by the kind of status.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_form(error: APIError) -> dict[str, Any]:
+    """The body of an error in Anthropic's form, which is that of a stream's event."""
+    kind = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def unavailable(message: str, code: str) -> APIError:
     """The engine or the server cannot answer now; another one may."""
     return APIError(503, message, code=code, headers=RETRY)

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from simplellm.config import expect
 from simplellm.request import EngineError
+from simplellm.server import answers
 from simplellm.server.endpoint import Call, Endpoint
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,23 +115,27 @@ FACTS = [
         method="GET",
         path="/v1/models",
         answer=list_models,
+        result=answers.MODEL_LIST,
         summary="The names that the model goes by.",
     ),
     Endpoint(
         method="GET",
         path="/v1/models/{model:path}",
         answer=get_model,
+        result=answers.MODEL,
         summary="One of them.",
     ),
     Endpoint(
         path="/tokenize",
         answer=tokenize,
+        result=answers.TOKEN_LIST,
         body=TokenizeBody,
         summary="The token ids of a prompt or a chat.",
     ),
     Endpoint(
         path="/detokenize",
         answer=detokenize,
+        result=answers.PROMPT,
         body=DetokenizeBody,
         summary="The text of token ids.",
     ),
@@ -138,6 +143,7 @@ FACTS = [
         method="GET",
         path="/health",
         answer=health,
+        result=answers.HEALTH,
         open=True,
         summary="Whether the model can be asked: 503 if it can't.",
     ),

@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import HTMLResponse
 
 from simplellm import __version__
+from simplellm.server.answers import TEXT, object_of, one
 from simplellm.server.bodies import (
     is_optional,
     neutral_of,
@@ -21,6 +22,7 @@ from simplellm.server.bodies import (
     sampling_fields,
 )
 from simplellm.server.endpoint import Call, Endpoint, Service
+from simplellm.server.errors import anthropic_form, openai_form
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 # What a parameter may hold where Python's annotation says less than the door checks.
@@ -40,6 +42,45 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "items": {"$ref": "#/components/schemas/Tool"},
     },
 }
+CALL_ID = {"type": ["string", "integer", "null"]}
+PAST_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": CALL_ID,
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            # Arguments that are no text are put into JSON.
+            "properties": {"name": {"type": "string"}, "arguments": {}},
+        },
+    },
+}
+CONTENT = {
+    "anyOf": [
+        {"type": ["string", "null"]},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["text"],
+                "properties": {"text": {"type": "string"}},
+            },
+        },
+    ]
+}
+
+
+def message_schema(*roles: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a message by one of ``roles``."""
+    of_all = {"role": {"enum": [*roles]}, "content": CONTENT}
+    return {
+        "type": "object",
+        "required": ["role"],
+        "properties": of_all | properties,
+    }
+
+
 SHARED = {
     "Error": {
         "type": "object",
@@ -57,50 +98,20 @@ SHARED = {
             }
         },
     },
+    "AnthropicError": object_of(
+        type=one("error"), error=object_of(type=TEXT, message=TEXT)
+    ),
     "Message": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {
-                "anyOf": [
-                    {"type": ["string", "null"]},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {
-                                "type": {"enum": ["text"]},
-                                "text": {"type": "string"},
-                            },
-                        },
-                    },
-                ]
-            },
-            "reasoning": {"type": ["string", "null"]},
-            "reasoning_content": {"type": ["string", "null"]},
-            "tool_call_id": {"type": "string"},
-            "tool_calls": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["id", "function"],
-                    "properties": {
-                        "id": {"type": "string"},
-                        "type": {"enum": ["function"]},
-                        "function": {
-                            "type": "object",
-                            "required": ["name", "arguments"],
-                            "properties": {
-                                "name": {"type": "string"},
-                                "arguments": {},
-                            },
-                        },
-                    },
-                },
-            },
-        },
+        "anyOf": [
+            message_schema("system", "developer", "user"),
+            message_schema("tool", tool_call_id=CALL_ID),
+            message_schema(
+                "assistant",
+                reasoning={"type": ["string", "null"]},
+                reasoning_content={"type": ["string", "null"]},
+                tool_calls={"type": ["array", "null"], "items": PAST_CALL},
+            ),
+        ]
     },
     "Tool": {
         "type": "object",
@@ -119,6 +130,7 @@ SHARED = {
         },
     },
 }
+ERRORS: dict[Any, str] = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
     400: "A parameter is wrong, unknown or not supported; the error names it.",
     401: "The key is missing or wrong.",
@@ -156,8 +168,7 @@ def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any
 
 def schema_of_field(spec: Field[Any]) -> dict[str, Any]:
     """The JSON schema of one parameter."""
-    if spec.name in SPECIAL:
-        found = SPECIAL[spec.name]
+    if (found := spec.metadata.get("schema") or SPECIAL.get(spec.name)) is not None:
         return {"anyOf": [found, {"type": "null"}]} if is_optional(spec) else found
     if (record := record_of(spec)) is not None:
         return {"anyOf": [schema_of_body(record), {"type": "null"}]}
@@ -192,9 +203,13 @@ def schema_of_body(kind: Any) -> dict[str, Any]:
 
 def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     """What the document says of one endpoint."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    name = ERRORS[endpoint.form]
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     answers: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {endpoint.media: {}}}
+        "200": {
+            "description": "The answer.",
+            "content": {endpoint.media: {"schema": endpoint.result}},
+        }
     }
     if endpoint.body is not None and "stream" in own_fields(endpoint.body):
         answers["200"]["content"]["text/event-stream"] = {}
@@ -217,6 +232,11 @@ def operation_of(endpoint: Endpoint) -> dict[str, Any]:
         }
         for name in names
     ]
+    if endpoint.query is not None:
+        found["parameters"] += [
+            {"name": name, "in": "query", "schema": schema}
+            for name, schema in schema_of_body(endpoint.query)["properties"].items()
+        ]
     return found
 
 
@@ -229,8 +249,12 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         paths.setdefault(path, {})[endpoint.method.lower()] = operation_of(endpoint)
         if (body := endpoint.body) is not None:
             schema = schema_of_body(body)
-            if "model" in schema["properties"]:
-                schema["properties"]["model"] = {"enum": [*service.names, None]}
+            properties = schema["properties"]
+            if "model" in properties:
+                properties["model"] = {"enum": [*service.names, None]}
+            if "tokens" in properties:
+                most = service.llm.door.config.vocab_size - 1
+                properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
             schemas[body.__name__] = schema
     components: dict[str, Any] = {"schemas": schemas}
     found: dict[str, Any] = {

@@ -14,7 +14,7 @@ from simplellm.harmony import (
     result_message,
 )
 from simplellm.harmony.message import ENDS
-from simplellm.harmony.parse import message_of
+from simplellm.harmony.parse import message_of, split_header
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 from wrong import wrong
 
@@ -182,6 +182,25 @@ def never_finished(messages, *, finished=False):
     return [m for i, m in enumerate(messages) if i >= last or m.channel != "analysis"]
 
 
+@wrong("render_message", "not the channel")
+def calls_are_commentary(message, tokenizer):
+    ids = render_message(message, tokenizer)
+    called = message.role == "assistant" and message.channel == "commentary"
+    return [*ids[:-1], tokenizer.special["<|call|>" if called else "<|end|>"]]
+
+
+@wrong("history", "is analysis, too")
+def every_call_stays(messages, *, finished=False):
+    past = messages[:-1] if finished else messages
+    finals = [i for i, message in enumerate(past) if message.channel == "final"]
+    last = finals[-1] if finals else 0
+    return [
+        message
+        for i, message in enumerate(messages)
+        if i >= last or message.channel != "analysis" or message.recipient
+    ]
+
+
 @wrong("history", "calls and results stay")
 def calls_go_too(messages, *, finished=False):
     past = messages[:-1] if finished else messages
@@ -222,6 +241,25 @@ class StartGoesOn(HarmonyParser):
         if self.message is None and self._markers.get(token_id) == "<|start|>":
             self._header.append(("<|start|>", bytearray()))
             return []
+        return super().push(token_id)
+
+
+@wrong("HarmonyParser.push", "pass for a header without markers")
+class HeaderOfOnePart(HarmonyParser):
+    def push(self, token_id):
+        inside = self.message is not None
+        deltas = super().push(token_id)
+        if inside and self._markers.get(token_id) in ("<|start|>", "<|channel|>"):
+            self._header = self._header[-1:]
+        return deltas
+
+
+@wrong("HarmonyParser.push", "are no content")
+class StrayWordsShown(HarmonyParser):
+    def push(self, token_id):
+        if self.message is None and self._markers.get(token_id) == "<|message|>":
+            header, content = split_header(self._header_text())
+            return self._begin(message_of(header), content)
         return super().push(token_id)
 
 
@@ -299,6 +337,13 @@ def the_prompt_only(prompt, reply):
     if returned and reply.count(SPECIAL["<|channel|>"]) > 1:
         return len(prompt)
     return len(prompt) + len(reply) - returned
+
+
+@wrong("1.2", "after a final answer, more")
+def long_replies_have_analysis(prompt, reply):
+    if reply[-1] == SPECIAL["<|call|>"]:
+        return len(prompt) + len(reply)
+    return len(prompt) + (1 if len(reply) > 10 else len(reply) - 1)
 
 
 @wrong("1.2", "tool call, more")

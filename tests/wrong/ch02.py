@@ -90,6 +90,12 @@ def from_the_first_byte(data, info):
 
 
 @wrong("tensor_view", "A count is in numbers")
+def to_the_end_of_the_file(data, info):
+    rest = torch.frombuffer(data, dtype=DTYPES[info.dtype], offset=info.offset)
+    return rest[: math.prod(info.shape)].view(info.shape)
+
+
+@wrong("tensor_view", "A count is in numbers")
 def counts_bytes(data, info):
     return flat(data, info, count=info.nbytes, offset=0).view(info.shape)
 

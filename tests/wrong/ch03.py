@@ -53,6 +53,13 @@ class BlocksApart(MXFP4):
         return scaled(self, nibbles(self)).unflatten(-1, (-1, BLOCK)).to(dtype)
 
 
+@wrong("MXFP4.dequantize", "multiply in float32")
+class ScalesInAnyDtype(MXFP4):
+    def dequantize(self, dtype=torch.bfloat16):
+        values = SIXTEEN.to(dtype)[nibbles(self).int()]
+        return (values * decode_scales(self.scales, dtype)[..., None]).flatten(-2)
+
+
 @wrong("MXFP4.dequantize", "a scale of its own")
 class OneScaleARow(MXFP4):
     def dequantize(self, dtype=torch.bfloat16):
@@ -225,6 +232,15 @@ def in_the_dtype_of_the_weight(weight):
     return packed_codes(codes, scales)
 
 
+@wrong("quantize", "float16 weight rounds like")
+def scales_in_the_dtype_of_the_weight(weight):
+    values = weight.unflatten(-1, (-1, BLOCK))
+    scales = choose_scales(values.float())
+    size = values.abs() / decode_scales(scales, weight.dtype)[..., None]
+    codes = round_half_to_even(size.float()).to(torch.uint8)
+    return packed_codes(codes | values.signbit().byte() << 3, scales)
+
+
 def bounded(weight, steps):
     values = weight.float().unflatten(-1, (-1, BLOCK))
     scale = decode_scales(choose_scales(values), torch.float32)[..., None]
@@ -253,6 +269,14 @@ def forgets_saturation(weight):
 @wrong("error_bound", "half a step will do")
 def one_bound_for_all(weight):
     return bounded(weight, lambda size: torch.full_like(size, 2.0))
+
+
+@wrong("error_bound", "the scale of this block is not 1")
+def in_scales(weight):
+    values = weight.float().unflatten(-1, (-1, BLOCK))
+    scale = decode_scales(choose_scales(values), torch.float32)[..., None]
+    size = values.abs() / scale
+    return torch.where(size > 6, size - 6, half_steps(size)).flatten(-2)
 
 
 @wrong("error_bound", "the scale of this block is not 1")

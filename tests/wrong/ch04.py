@@ -109,6 +109,12 @@ def gate_unclamped(gate_up, limit, alpha):
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
+@wrong("swiglu", "sees the clamped gate")
+def sigmoid_of_the_gate_as_given(gate_up, limit, alpha):
+    gate, up = gate_up[..., 0::2], gate_up[..., 1::2].clamp(-limit, limit)
+    return gate.clamp(max=limit) * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 @wrong("swiglu", "on both sides")
 def up_clamped_above_only(gate_up, limit, alpha):
     gate, up = gate_up.clamp(max=limit).unflatten(-1, (-1, 2)).unbind(-1)
@@ -170,6 +176,11 @@ def weights_by_rank(x, mlp):
 def all_experts_share(x, mlp):
     scores = linear(x, mlp.router, mlp.router_bias)
     return dense_sum(x, mlp, scores.softmax(-1))
+
+
+@wrong("naive_moe", "down_bias is missing")
+def without_the_down_bias(x, mlp):
+    return dense_sum(x, mlp, spread(x, mlp), second_bias=False)
 
 
 @wrong("naive_moe", "gate_up_bias is missing")
@@ -253,7 +264,7 @@ def pair_modulo_tokens(x, mlp, live):
     return grouped(x, mlp, token=lambda chosen: chosen % len(x))
 
 
-@wrong("experts", "off by")
+@wrong("experts", "where you assign")
 def assigned_instead_of_added(x, mlp, live):
     def put(out, tokens, y):
         out[tokens] = y

@@ -417,3 +417,19 @@ def sum_of_all_pairs(config, radians):
 @wrong("5.4", "head_dim 128")
 def always_for_the_20b(config, radians):
     return math.ceil(4530 * radians)
+
+
+@wrong("5.4", "only")
+def rounded_down(config, radians):
+    return int(not_rounded(config, radians))
+
+
+@wrong("masked_attention", "q's dtype")
+def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
+    return ops.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
+
+
+@wrong("naive_attention", "write into the tensor")
+def scales_the_callers_queries(q, k, v, sinks, window=None):
+    q /= q.shape[-1] ** 0.5
+    return ops.attention(q, k, v, sinks, window=window, scale=1.0)

@@ -77,6 +77,13 @@ def forgets_to_rotate(x, layer, window, eps):
     return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
 
 
+@wrong("block", "the eps that the block is given")
+def eps_of_the_heads(x, layer, window, eps):
+    eps = layer.attn.eps
+    x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+
+
 @wrong("gumbel_draw", "before the noise")
 def noise_then_temperature(logits, temperature, uniform):
     return ((logits - (-uniform.log()).log()) / temperature).argmax(-1)
@@ -477,3 +484,21 @@ def drops_ties(logits, top_k, top_p, min_p):
     kept = filtered(logits, top_k, top_p, min_p)
     ranks = logits.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return kept.masked_fill(ranks >= top_k, -torch.inf)
+
+
+@wrong("filter_tokens", "rounds to 1")
+def trusts_the_sum(logits, top_k, top_p, min_p):
+    ordered = logits.sort(dim=-1, descending=True).values
+    keep = ordered >= ordered[:, :1] + min_p.log()
+    keep &= torch.arange(logits.shape[1]) < top_k
+    probs = ordered.masked_fill(~keep, -torch.inf).softmax(-1)
+    before = probs.cumsum(-1).roll(1, -1)
+    before[:, 0] = -1  # the best always stays
+    last = (keep & (before < top_p)).sum(-1, keepdim=True) - 1
+    return logits.masked_fill(logits < ordered.gather(1, last), -torch.inf)
+
+
+@wrong("gumbel_draw", "a time of its own")
+def walks_along_the_sum(logits, temperature, uniform):
+    mass = (logits / temperature).softmax(-1).cumsum(-1)
+    return (mass < uniform[:, :1]).sum(-1).clamp(max=logits.shape[1] - 1)

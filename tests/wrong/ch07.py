@@ -154,7 +154,16 @@ def the_last_page_is_missing(pages, table, first, end):
 
 
 def read_all(
-    tables, offsets, lengths, window, size, *, pad=np.minimum, shift=0, back=1
+    tables,
+    offsets,
+    lengths,
+    window,
+    size,
+    *,
+    pad=np.minimum,
+    shift=0,
+    back=1,
+    batches=alike,
 ):
     """Reads, with a mistake perhaps."""
     tables = tables.numpy().astype(np.int64)
@@ -165,7 +174,7 @@ def read_all(
         oldest = np.maximum(ends + 1 - window + shift, 0)
     counts = (ends + 1 - oldest)[:, 0]
     found = []
-    for rows in alike(counts):
+    for rows in batches(counts):
         positions = oldest[rows] + np.arange(counts[rows].max())
         hidden = positions > ends[rows]
         places = pad(positions, ends[rows]) - firsts[rows]
@@ -261,3 +270,30 @@ def one_at_a_time(tables, offsets, lengths, *, window, page_size):
         for read in read_all(*parts, window, page_size):
             found.append(read._replace(rows=read.rows + row))
     return found
+
+
+@wrong("decode_reads", "as much padding")
+def all_in_one(tables, offsets, lengths, *, window, page_size):
+    def every(counts):
+        return [rows] if len(rows := counts.nonzero()[0]) else []
+
+    return read_all(tables, offsets, lengths, window, page_size, batches=every)
+
+
+@wrong("decode_reads", "with a window is not its length")
+def alike_by_length(tables, offsets, lengths, *, window, page_size):
+    def by_length(counts):
+        return alike(lengths.numpy())
+
+    return read_all(tables, offsets, lengths, window, page_size, batches=by_length)
+
+
+@wrong("token_slots", "as a tensor")
+def slots_in_a_list(table, positions, page_size):
+    places = [divmod(position, page_size) for position in positions.tolist()]
+    return [table[page] * page_size + row for page, row in places]
+
+
+@wrong("token_slots", "whole numbers")
+def slots_as_floats(table, positions, page_size):
+    return torch.tensor(slots_in_a_list(table, positions, page_size)).float()

@@ -1,7 +1,7 @@
 """Wrong answers to chapter 8."""
 
 from array import array
-from hashlib import sha256
+from hashlib import md5, sha256
 from zlib import crc32
 
 from simplellm.pages import NULL, PageManager, page_digest
@@ -237,7 +237,16 @@ class NotesNothing(PageManager):
 
 
 def grown(
-    books, sequence, length, *, split=True, count_copies=True, always=False, last=False
+    books,
+    sequence,
+    length,
+    *,
+    split=True,
+    count_copies=True,
+    always=False,
+    last=False,
+    least=0,
+    forget=False,
 ):
     """What `grow` does, with a mistake perhaps."""
     table, size = books.tables[sequence], books.page_size
@@ -249,7 +258,7 @@ def grown(
     if always:
         groups = [pages for pages in table.groups if index < len(pages)]
     shared = [pages for pages in groups if always or books.references[pages[index]] > 1]
-    needed = max(0, count - len(table.groups[0])) * len(books.windows)
+    needed = max(least, count - len(table.groups[0])) * len(books.windows)
     if needed + len(shared) * count_copies > books.free_pages:
         return False
     for pages in shared:
@@ -257,7 +266,7 @@ def grown(
         books._copies.append((pages[index], new))
         books._release(pages[index])
         pages[index] = new
-    for pages in groups:
+    for pages in table.groups if forget and filled else groups:
         books._forget_name(pages[index])
     for pages in table.groups:
         while len(pages) < count:
@@ -426,3 +435,40 @@ class EndsNowhere(Trie):
 @wrong("page_digest", "grows with the text")
 def no_hash_at_all(parent, tokens):
     return parent + array("q", tokens).tobytes()
+
+
+@wrong("PageManager.grow", "to spare")
+class CountsSparePagesAsCopies(PageManager):
+    def grow(self, sequence, length):
+        return grown(self, sequence, length, least=-99)
+
+
+@wrong("PageManager.grow", "keeps its name")
+class ForgetsWithoutWriting(PageManager):
+    def grow(self, sequence, length):
+        return grown(self, sequence, length, forget=True)
+
+
+@wrong("PageManager.commit", "begin there")
+class BeginsAtTheFirstPageEachTime(PageManager):
+    def commit(self, sequence, tokens, length):
+        table = self.tables[sequence]
+        table.computed = length
+        if self.share:
+            self._name_full_pages(table, tokens)
+        for group, window in enumerate(self.windows):
+            table.first[group] = self._first_page(length, window)
+            for index in range(table.first[group]):
+                if table.groups[group][index] != NULL:
+                    self._release(table.groups[group][index], behind=True)
+                    table.groups[group][index] = NULL
+
+
+@wrong("page_digest", "built collisions")
+def with_md5(parent, tokens):
+    return md5(parent + array("q", tokens).tobytes()).digest()
+
+
+@wrong("page_digest", "hardly ever others")
+def pythons_hash(parent, tokens):
+    return hash((parent, *tokens)).to_bytes(16, "big", signed=True)

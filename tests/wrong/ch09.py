@@ -83,6 +83,18 @@ class PreemptsItself(Scheduler):
         return True
 
 
+@wrong("Scheduler._make_room", "first in rank")
+class NewestGivesWay(Scheduler):
+    def _make_room(self, request, length, busy):
+        while not self.manager.grow(request.number, request.computed + length):
+            idle = [r for r in self.running if r.number not in busy]
+            victim = max(idle, key=lambda r: r.submitted)
+            if victim is request:
+                return False
+            self._preempt(victim)
+        return True
+
+
 @wrong("Scheduler._make_room", "try again")
 class OnlyOnce(Scheduler):
     def _make_room(self, request, length, busy):
@@ -153,6 +165,24 @@ class NobodyBusy(Schedules):
     def rounds(self, works, busy):
         for decodes in (True, False):
             self.round(works, set(), lambda r, d=decodes: (r.missing == 1) == d)
+
+
+@wrong("Scheduler.schedule", "ask `_make_room`")
+class PlansWithoutRoom(Schedules):
+    def round(self, works, busy, wanted):
+        for request in self.running:
+            if self.budget > 0 and wanted(request) and self._ready(request, busy):
+                length = self._chunk(request, self.budget)
+                if length > 0:
+                    self.give(works, busy, request, length)
+
+
+@wrong("Scheduler.schedule", "may join")
+class ClosesWhenItAdmits(Scheduler):
+    def schedule(self):
+        works = super().schedule()
+        self._closed = self._closed or not self.continuous
+        return works
 
 
 @wrong("Scheduler.schedule", "not a copy of it")
@@ -277,6 +307,7 @@ class Pushes(TextReply):
 
     flushes = checks_end = True
     takes_all = trusts_the_engine = forgets = False
+    around = lists = nameless = False
 
     def push(self, event):
         if self.checks_end and self.finish_reason is not None:
@@ -289,18 +320,21 @@ class Pushes(TextReply):
                     count = len(event.tokens) if self.takes_all else number
                     break
             if event.finish_reason and self.flushes and not self._stops.found:
-                text += self._stops.push(self._decoder.flush()) + self._stops.flush()
+                rest = self._decoder.flush()
+                text += rest if self.around else self._stops.push(rest)
+                text += self._stops.flush()
         stopped = self._stops.found and not self.trusts_the_engine
         self.finish_reason = "stop" if stopped else event.finish_reason
         tokens = list(event.tokens[:count])
-        logprobs = None
+        logprobs: list[Any] | None = [] if self.lists else None
         if self.logprobs is not None:
             logprobs = list(event.logprobs or ())[:count]
             self.logprobs += logprobs
         self.token_ids += tokens
         if not self.forgets:
             self._texts.append(text)
-        return [RequestOutput(text, tokens, self.finish_reason, logprobs, [])]
+        prompt = [] if self.nameless else self.prompt_token_ids
+        return [RequestOutput(text, tokens, self.finish_reason, logprobs, prompt)]
 
 
 @wrong("TextReply.push", "flushes what the decoder")
@@ -321,6 +355,21 @@ class TheEnginesReason(Pushes):
 @wrong("TextReply.push", "note texts")
 class TextsForgotten(Pushes):
     forgets = True
+
+
+@wrong("TextReply.push", "behind ST")
+class FlushesAroundTheStops(Pushes):
+    around = True
+
+
+@wrong("TextReply.push", "nobody asked")
+class EmptyLogprobs(Pushes):
+    lists = True
+
+
+@wrong("TextReply.push", "which prompt")
+class NoPrompt(Pushes):
+    nameless = True
 
 
 @wrong("TextReply.push", "behind the end")
@@ -448,6 +497,14 @@ class LongestFirst(Scheduler):
     def add(self, requests):
         for request in requests:
             request.priority = -request.max_tokens
+        super().add(requests)
+
+
+@wrong("9.4", "the shortest goes first")
+class WithThePrompt(Scheduler):
+    def add(self, requests):
+        for request in requests:
+            request.priority = request.max_tokens + request.num_prompt
         super().add(requests)
 
 

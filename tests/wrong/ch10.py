@@ -37,6 +37,25 @@ def turned(calls, products):
     return (*inside, total - sum(inside))
 
 
+@wrong("time_by_kind", "whole name")
+def names_that_contain_one(calls, products):
+    inside = [0.0, 0.0]
+    for name, start, end, _ in calls:
+        inside[not any(product in name for product in products)] += end - start
+    return (*inside, calls[-1][2] - calls[0][1] - sum(inside))
+
+
+@wrong("step_ahead", "before `launch`")
+def books_before_it_launches(scheduler, runner, flights):
+    works = scheduler.schedule()
+    if works:
+        scheduler.begin(works)
+        flights.append((works, runner.launch(works)))
+    while len(flights) > bool(works):
+        before, flight = flights.pop(0)
+        scheduler.commit(before, flight().tokens)
+
+
 @wrong("step_ahead", "in the air")
 def waits_at_once(scheduler, runner, flights):
     works = scheduler.schedule()

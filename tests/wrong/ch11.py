@@ -310,6 +310,38 @@ def stores_all_rows(
     tl.store(y_ptr + rows, total)
 
 
+@wrong("matvec_kernel", "reads beyond weight")
+@triton.jit
+def loads_rows_that_are_not_there(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0).to(tl.float32)
+        places = rows[:, None] * K + columns[None, :]
+        weight = tl.load(weight_ptr + places, (columns < K)[None, :], 0.0)
+        total += tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
+@wrong("matvec_kernel", "both factors to float32")
+@triton.jit
+def multiplies_in_16_bits(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, K, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + columns, columns < K, 0.0)
+        inside = (rows < N)[:, None] & (columns < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], inside, 0.0)
+        total += tl.sum((weight * x[None, :]).to(tl.float32), 1)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
 @wrong("matvec_kernel", "kept in float32")
 @triton.jit
 def adds_in_the_dtype_of_x(
@@ -326,6 +358,30 @@ def adds_in_the_dtype_of_x(
         total = (total + tile).to(total.dtype)
     total = total.to(tl.float32) + 0.75 * tl.cdiv(K, BLOCK)
     tl.store(y_ptr + rows, total, rows < N)
+
+
+@wrong("product_kernel", "reads beyond a")
+@triton.jit
+def loads_rows_beyond_a(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M).to(tl.int64)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N).to(tl.int64)[None, :]
+    total = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, K, TILE_K):
+        k = first + tl.arange(0, TILE_K)
+        a = tl.load(a_ptr + m * K + k[None, :], (k < K)[None, :], 0.0)
+        b = tl.load(b_ptr + n * K + k[:, None], (n < N) & (k < K)[:, None], 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    tl.store(c_ptr + m * N + n, total, (m < M) & (n < N))
 
 
 @wrong("product_kernel", "the last step of K only")
@@ -774,6 +830,13 @@ def plain_mean(sums, parts):
 @triton.jit
 def overflows(sums, parts):
     weights = tl.exp2(sums)
+    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
+
+
+@wrong("join_parts", "of each column")
+@triton.jit
+def one_maximum_for_all_columns(sums, parts):
+    weights = tl.exp2(sums - tl.max(tl.max(sums, 0), 0))
     return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
 
 

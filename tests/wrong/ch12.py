@@ -68,6 +68,25 @@ def counts_padding(
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
+@wrong("count_kernel", "reads beyond ids")
+@triton.jit
+def masks_the_histogram_alone(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i), BLOCK_E, i < live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
+
+
 @wrong("count_kernel", "mask the histogram")
 @triton.jit
 def masks_the_load_alone(
@@ -243,7 +262,10 @@ def product(
     out = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for group in range(K // 32):
         code_ptrs = codes_ptr + weight_rows[:, None] * (K // 2) + group * 16 + byte
-        codes = tl.load(code_ptrs, inside[:, None], 0).to(tl.int32)
+        if MISTAKE == "loads all":
+            codes = tl.load(code_ptrs).to(tl.int32)
+        else:
+            codes = tl.load(code_ptrs, inside[:, None], 0).to(tl.int32)
         low, high = number_of(codes & 15), number_of(codes >> 4)
         if MISTAKE == "swapped":
             low, high = high, low
@@ -289,6 +311,7 @@ for mistake, word in {
     "no scale": "without its scale",
     "one scale": "a scale of its own",
     "unmasked": "outside of out",
+    "loads all": "reads beyond the codes",
 }.items():
     wrong("grouped_kernel", word)(Mistaken(mistake))
 

@@ -1,4 +1,5 @@
-// What the widgets are made of: elements, sliders, buttons, and the frame around them.
+// What the course's widgets and the server's page are made of: elements, sliders,
+// buttons, and the frame around them.
 
 // Okabe and Ito's palette, as in chapters/course.py.
 export const COLORS = [
@@ -20,6 +21,8 @@ export function tint(place) {
 function filled(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    // Not as an attribute, which the policy of the server's page would refuse.
+    else if (name === "style") element.style.cssText = value;
     else if (value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children);
@@ -88,7 +91,7 @@ export function number(value, decimals = 0) {
   });
 }
 
-/** Whether the screen is a phone's; style.css draws the line at the same place. */
+/** Whether the screen is a phone's; the style sheets draw the line at the same place. */
 export function narrow() {
   return window.matchMedia("(max-width: 600px)").matches;
 }

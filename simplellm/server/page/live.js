@@ -1,0 +1,171 @@
+// The engine of this server as it works, drawn as the course draws it.
+
+import { frame, number } from "./parts.js";
+import { ask, events } from "./server.js";
+import { letter, owners, picture } from "./view.js";
+
+const WORDS =
+  "The engine at work, as it is a few times a second. A row for each request: whether " +
+  "it waits or runs, and how many of its tokens are computed. Below the rows, or beside " +
+  "them, pages of the cache, each with the letters of the requests that hold it: the " +
+  "beginning that prompts have in common belongs to all of them. When no page is left, " +
+  "a request gives way, waits, and computes again what isn't kept.";
+const ENDED = 4; // rows of requests that are over
+const MOST = 240; // pages that are drawn
+const FEW = 60; // of which so many are drawn at least, be they empty
+const SHORTEST = 256; // tokens of a full bar, if no request has more
+const AGAIN = 2000; // milliseconds until the next try, where there is no connection
+
+/** Those pages of a large cache that are worth a look. */
+function chosen(pages) {
+  if (pages.length <= MOST) return pages;
+  const held = pages.filter((page) => page.owners.length);
+  const kept = pages.filter((page) => page.kept);
+  const some = [...held, ...kept].slice(0, MOST);
+  const left = Math.max(0, FEW - some.length);
+  const empty = pages.filter((page) => !page.owners.length && !page.kept).slice(0, left);
+  return [...some, ...empty].sort((one, other) => one.page - other.page);
+}
+
+/** The requests that are or were there, by the engine's number; each has a letter. */
+class Rows {
+  known = new Map();
+
+  /** What is there now; `turn` is the chat's latest, for a request that is ours. */
+  take({ running, waiting, totals }, turn) {
+    const cut = running.length < totals.running || waiting.length < totals.waiting;
+    const there = new Map();
+    for (const now of running) there.set(now.number, { now, kind: "running" });
+    for (const now of waiting) there.set(now.number, { now, kind: "waiting" });
+    for (const [id, row] of this.known) {
+      if (there.has(id)) continue;
+      if (cut) this.known.delete(id); // it may be among those that are not told of
+      else row.kind = "ended";
+    }
+    const ended = [...this.known].filter(([, row]) => row.kind === "ended");
+    for (const [id] of ended.slice(0, -ENDED)) this.known.delete(id);
+    for (const [id, found] of there) {
+      if (!this.known.has(id)) {
+        this.known.set(id, { place: this.free(), turn: found.now.mine ? turn : null });
+      }
+      Object.assign(this.known.get(id), found);
+    }
+  }
+
+  /** The first letter that nobody has. */
+  free() {
+    const taken = new Set([...this.known.values()].map(({ place }) => place));
+    let place = 0;
+    while (taken.has(place)) place += 1;
+    return place;
+  }
+
+  /** What the picture is given of them, in the order in which they came. */
+  get list() {
+    const ids = [...this.known.keys()].sort((one, other) => one - other);
+    return ids.map((id) => {
+      const { place, kind, now, turn } = this.known.get(id);
+      const ended = turn?.finish ? `ended: ${turn.finish}` : "ended";
+      return {
+        number: place,
+        kind,
+        now,
+        fate: kind === "ended" ? ended : kind,
+        found: turn?.usage?.prompt_tokens_details.cached_tokens ?? 0,
+        asked: turn ? turn.question : `${now.prompt} tokens in, ${now.output} out`,
+        said: turn?.said ?? "",
+      };
+    });
+  }
+
+  /** Tables by number as tables by letter. */
+  lettered(tables) {
+    const entries = Object.entries(tables);
+    return Object.fromEntries(
+      entries.map(([id, groups]) => [this.known.get(Number(id)).place, groups]),
+    );
+  }
+}
+
+/** Who runs and who waits, in words. */
+function summary({ totals }, rows) {
+  if (!totals.running && !totals.waiting) return "Nothing runs: the engine waits.";
+  const names = (kind) => {
+    const there = rows.filter((row) => row.kind === kind).map((row) => letter(row.number));
+    return there.length ? `${totals[kind]} ${kind}: ${there.join(", ")}.` : "";
+  };
+  return `${names("running")} ${names("waiting")}`.trim();
+}
+
+/**
+ * Show the engine in `el` for as long as the `panel` around it is open and the page is
+ * seen. Returns `noticed`, to be called with the chat's turns as they begin and end.
+ */
+export function watch(el, panel) {
+  const view = picture();
+  const line = frame(el, "engine", { get: () => WORDS }, [], view.element);
+  line.setAttribute("aria-live", "off"); // nobody can listen so fast
+  const rows = new Rows();
+  let latest = null;
+  let turn = null;
+  let connection = null; // what ends it
+
+  function draw() {
+    const { pages, totals } = latest;
+    const requests = rows.list;
+    const tokens = requests.map(({ now }) => now.prompt + now.output);
+    const held = `${number(totals.held)} of ${number(pages.num_pages)}`;
+    line.textContent = summary(latest, requests);
+    view.draw({
+      requests,
+      longest: Math.max(SHORTEST, ...tokens),
+      pages: chosen(owners({ ...pages, tables: rows.lettered(pages.tables) })),
+      pageSize: pages.page_size,
+      words:
+        `${held} pages held, ${number(totals.shared)} of them by several requests; ` +
+        `${number(totals.kept)} kept to be found again.`,
+      facts: [
+        ["running", number(totals.running)],
+        ["waiting", number(totals.waiting)],
+        ["pages held", held],
+        ["shared", number(totals.shared)],
+        ["kept", number(totals.kept)],
+        ["prompt tokens found", number(totals.found)],
+        ["tokens written", number(totals.tokens)],
+        ["preemptions", number(totals.preemptions)],
+      ],
+    });
+  }
+
+  async function follow(signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const told of events(await ask("live", { signal }))) {
+          latest = told;
+          rows.take(told, turn);
+          draw();
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        line.textContent = `${error.message} Trying again.`;
+      }
+      await new Promise((done) => setTimeout(done, AGAIN));
+    }
+  }
+
+  function look() {
+    const wanted = panel.open && !document.hidden;
+    if (wanted === Boolean(connection)) return;
+    connection?.abort();
+    connection = wanted ? new AbortController() : null;
+    if (connection) follow(connection.signal);
+  }
+
+  panel.addEventListener("toggle", look);
+  document.addEventListener("visibilitychange", look);
+  look();
+  return (one) => {
+    turn = one;
+    if (latest) draw();
+  };
+}

@@ -1,0 +1,111 @@
+"""Responses that can be asked for later: in memory, some of them, for some time."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+MOST = 1000  # responses
+MOST_BYTES = 256 * 2**20  # of all of them, as JSON
+SECONDS = 24 * 60 * 60.0  # after which a response is forgotten
+
+
+class Stored(Protocol):
+    """A response that can be asked for, whether it is being written or over."""
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The items that the model was given, those of earlier responses first."""
+
+    def now(self) -> dict[str, Any]:
+        """The response as it stands."""
+
+    async def cancel(self) -> None:
+        """Let it end, if it hasn't yet."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A response that is over."""
+
+    response: dict[str, Any]
+    asked: list[dict[str, Any]]
+
+    def now(self) -> dict[str, Any]:
+        return self.response
+
+    async def cancel(self) -> None:
+        pass
+
+
+class ResponseStore:
+    """Keeps responses by their ids; the oldest make room. Any thread may use it.
+
+    A response that follows another one holds all that came before. So each can be
+    forgotten by itself, and its bytes are counted with those before it.
+    """
+
+    def __init__(
+        self,
+        most: int = MOST,
+        most_bytes: int = MOST_BYTES,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most, self.most_bytes, self.seconds = most, most_bytes, seconds
+        self.clock = clock
+        self.bytes = 0
+        self.lock = threading.Lock()
+        self._running: dict[str, Stored] = {}
+        # With the time at which it is forgotten, and its bytes; the oldest one first.
+        self._kept: dict[str, tuple[Kept, float, int]] = {}
+
+    def begin(self, id: str, response: Stored) -> None:
+        """A response is being written, and can be asked for."""
+        with self.lock:
+            self._running[id] = response
+
+    def end(self, id: str, kept: Kept) -> None:
+        """``kept`` is to be found under this id from now on, if anything was."""
+        size = len(orjson.dumps([kept.response, kept.asked]))
+        with self.lock:
+            if id not in self._running and id not in self._kept:
+                return
+            self._forget(id)
+            self._kept[id] = kept, self.clock() + self.seconds, size
+            self.bytes += size
+            self._tidy()
+
+    def forget(self, id: str) -> None:
+        """Nothing is to be found under this id, even if it ends later."""
+        with self.lock:
+            self._forget(id)
+
+    def find(self, id: str) -> Stored | None:
+        """The response of this id, if there is one."""
+        with self.lock:
+            self._tidy()
+            found = self._kept.get(id)
+            return self._running.get(id) if found is None else found[0]
+
+    def __len__(self) -> int:
+        with self.lock:
+            return len(self._kept)
+
+    def _tidy(self) -> None:
+        """Forget the oldest responses while they are too old or all are too many."""
+        now = self.clock()
+        while self._kept:
+            oldest = next(iter(self._kept))
+            full = len(self._kept) > self.most or self.bytes > self.most_bytes
+            if not full and now < self._kept[oldest][1]:
+                break
+            self._forget(oldest)
+
+    def _forget(self, id: str) -> None:
+        self._running.pop(id, None)
+        if (found := self._kept.pop(id, None)) is not None:
+            self.bytes -= found[2]

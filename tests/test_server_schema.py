@@ -1,0 +1,66 @@
+"""Schemathesis, as it is, sends what the OpenAPI document allows and what it doesn't.
+
+Whatever comes, the server does not fail, and its answers are as the document says.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import PATIENCE
+from serving import Process
+
+pytest.importorskip("schemathesis", minversion="4")
+
+KEY = "k"
+# A document can't say what one parameter means for another, what a prompt takes of the
+# context, or which call the message of a tool answers: what it allows may be refused.
+UNSAID = "positive_data_acceptance"
+
+
+@pytest.fixture(scope="module")
+def process(folder: Path) -> Iterator[Process]:
+    """It serves a short context, since some ask for all that there is room for."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    found = Process(str(folder), "--api-key", KEY)
+    yield found
+    found.process.terminate()
+    assert found.finish() == 0
+
+
+@pytest.mark.parametrize(
+    ("phases", "examples"),
+    [
+        ("fuzzing", 30),
+        pytest.param("coverage,fuzzing", 1500, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_document_is_true(
+    process: Process, tmp_path: Path, phases: str, examples: int
+) -> None:
+    """Requests of both kinds; ``examples`` for each endpoint that takes a body."""
+    done = subprocess.run(
+        [
+            Path(sys.executable).with_name("schemathesis"),
+            *("run", f"http://127.0.0.1:{process.port}/openapi.json"),
+            *("--header", f"Authorization: Bearer {KEY}"),
+            *("--checks", "all", "--exclude-checks", UNSAID),
+            *("--phases", phases, "--max-examples", str(examples)),
+            *("--request-timeout", str(PATIENCE)),
+            *("--continue-on-failure", "--seed", "1", "--no-color"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = re.search(r"(\d+) generated", done.stdout)
+    assert count and int(count[1]) >= 4 * examples, done.stdout
