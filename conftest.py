@@ -5,7 +5,6 @@ has to refuse the stub above it as not written, and to accept the kept version.
 """
 
 import os
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,14 +13,13 @@ from pathlib import Path
 
 import jupytext
 import pytest
-from cells import steps
+from cells import chapter_files, steps
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 # Triton is there on Linux only.
 NEED_TRITON = {"11-triton-fusions.md", "12-full-speed.md"}
 SKIPPED = set() if find_spec("triton") else NEED_TRITON
-CHAPTER = re.compile(r"(index|(\d\d|[a-z])-.*)\.md$")  # a letter is an appendix's
 
 
 class Chapter(IPyNbFile):
@@ -106,7 +104,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | 
     chapters = parent.config.rootpath / "chapters"
     if file_path.name in SKIPPED:
         return None
-    if file_path.parent == chapters and CHAPTER.match(file_path.name):
+    if file_path in [chapters / "index.md", *chapter_files(chapters)]:
         return Chapter.from_parent(parent, path=file_path)
     return None
 

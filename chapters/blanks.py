@@ -31,13 +31,12 @@ from typing import Any, NamedTuple
 import cells
 import course
 import torch
-from cells import Cell
+from cells import Cell, chapter_files
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SECONDS = 90  # that a blank may take with the imports of its chapter
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
 
 
 class WorkbookError(Exception):
@@ -61,16 +60,6 @@ class Blank(NamedTuple):
     @property
     def is_kernel(self) -> bool:
         return "@triton.jit" in self.kept
-
-
-def chapter_files(folder: Path) -> list[Path]:
-    """The chapters, then the appendices, saved as Markdown or as notebooks."""
-    found = [
-        path
-        for path in folder.iterdir()
-        if path.suffix in (".md", ".ipynb") and CHAPTER.fullmatch(path.stem)
-    ]
-    return sorted(found, key=lambda path: (not path.name[0].isdigit(), path.name))
 
 
 def blanks_of(chapter: str, found: list[Cell]) -> list[Blank]:

@@ -24,6 +24,7 @@ FENCE = re.compile(
 )
 FOLDED = re.compile(r"^<details>.*?^</details>$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 LINKED = re.compile(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)\s]*\)")  # what is not read
+CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
 WORDS, LINES = 200, 12  # that are read in a minute
 CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
 
@@ -73,6 +74,17 @@ class Step(NamedTuple):
     name: str
     source: str
     raises: str = ""
+
+
+def chapter_files(folder: Path) -> list[Path]:
+    """The numbered chapters in ``folder``, then the appendices a-….md and on."""
+    found = [path for path in folder.glob("*.md") if CHAPTER.fullmatch(path.stem)]
+    return sorted(found, key=lambda path: (not path.name[0].isdigit(), path.name))
+
+
+def number_of(chapter: Path) -> str:
+    """What its exercises and terms are numbered with: 7, or an appendix's A."""
+    return chapter.name.partition("-")[0].lstrip("0").upper()
 
 
 def cells(text: str) -> list[Cell]:

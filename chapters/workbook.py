@@ -22,17 +22,8 @@ import sys
 from pathlib import Path
 
 import cells
-from blanks import (
-    HERE,
-    ROOT,
-    Result,
-    WorkbookError,
-    blanks_of,
-    chapter_files,
-    judged,
-    same,
-)
-from cells import FENCE, Cell
+from blanks import HERE, ROOT, Result, WorkbookError, blanks_of, judged, same
+from cells import FENCE, Cell, chapter_files
 from mine import ask
 
 MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's

@@ -12,7 +12,8 @@ from pathlib import Path
 import cells
 import jupytext
 import pytest
-from export import LINE_COUNT, chapter_files, collect, writers
+from cells import chapter_files, number_of
+from export import LINE_COUNT, collect, writers
 
 ROOT = Path(__file__).parents[1]
 PARTS = [
@@ -62,7 +63,7 @@ def section(text: str, title: str) -> str:
     return found
 
 
-CHAPTERS = chapter_files(ROOT)
+CHAPTERS = chapter_files(ROOT / "chapters")
 every_chapter = pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.name)
 
 
@@ -73,8 +74,7 @@ def text(path: Path) -> str:
 
 @pytest.fixture
 def number(path: Path) -> str:
-    """What its exercises and terms are numbered with: 7, or an appendix's A."""
-    return path.name.partition("-")[0].lstrip("0").upper()
+    return number_of(path)
 
 
 @every_chapter

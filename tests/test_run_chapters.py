@@ -6,7 +6,7 @@ from pathlib import Path
 import cells
 import jupytext
 import pytest
-from export import chapter_files
+from cells import chapter_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +21,9 @@ def load(name: str, path: Path):
 tool = load("run_chapters", ROOT / "tools/run_chapters.py")
 
 
-@pytest.mark.parametrize("path", chapter_files(ROOT), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", chapter_files(ROOT / "chapters"), ids=lambda path: path.name
+)
 def test_the_cells_are_those_of_the_notebook(path, tmp_path):
     notebook = jupytext.read(path)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]

@@ -1,6 +1,6 @@
 """How much of the kernels comes out of a notebook: of their lines, of a step's time.
 
-And the numbers that chapter 12 tells of records are those of the records.
+And the numbers that chapter 12 and appendix A tell of records are those of the records.
 """
 
 import ast
@@ -158,4 +158,26 @@ def told() -> list[str]:
 @pytest.mark.parametrize("sentence", told())
 def test_numbers_in_the_text_are_those_of_the_records(sentence: str) -> None:
     text = (ROOT / "chapters/12-full-speed.md").read_text(encoding="utf-8")
+    assert sentence in " ".join(text.split())
+
+
+def told_of_serving() -> list[str]:
+    """What appendix A's ledger says, made of its record."""
+    record = recorded("a-serving")
+    fast, fast_end, slow, slow_end = record["slow"]
+    assert record["wasted"] == 0
+    return [
+        f"its first byte after {record['streamed'][3][0]:.2f} s. Naively that's "
+        f"{record['naive'][3][0]:.2f}, with three answers",
+        f"gets {slow} pieces, a fast one {fast}, and the slow one is done "
+        f"{slow_end - fast_end:.1f} s later",
+        f"take {record['box'] / 1e6:.1f} MB instead of {record['pile'] / 1e6:.1f}",
+        f"no more tokens after the client has left, and naively "
+        f"{record['wasted naive']}",
+    ]
+
+
+@pytest.mark.parametrize("sentence", told_of_serving())
+def test_numbers_of_the_server_are_those_of_its_record(sentence: str) -> None:
+    text = (ROOT / "chapters/a-serving.md").read_text(encoding="utf-8")
     assert sentence in " ".join(text.split())

@@ -8,7 +8,6 @@ python tools/book.py preprocess     what mdBook calls, see book.toml
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,17 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+
 from bookbuild import execute, mdbook, page
 from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
+from cells import CHAPTER
 
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
-EXECUTED = re.compile(r"index$|(\d\d|[a-z])-")  # names of pages whose code runs
 
 
 def outputs(root: Path, name: str, source: str) -> execute.Outputs:
     """Outputs of a page's cells; code on other pages is only shown."""
-    if EXECUTED.match(name):
+    if name == "index" or CHAPTER.fullmatch(name):
         return execute.outputs(root, name, source)
     return [[] for _ in execute.code_cells(execute.read(source))]
 

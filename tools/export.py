@@ -25,7 +25,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+
 import jupytext
+from cells import chapter_files
 from joining import Cell, ExportError, joined
 
 PACKAGE = "simplellm"
@@ -92,16 +95,10 @@ def exported_cells(root: Path, chapter: Path) -> Iterator[Cell]:
             yield Cell(name, line + len(lines), path, body)
 
 
-def chapter_files(root: Path) -> list[Path]:
-    """The numbered chapters, then the appendices a-….md, b-….md and on."""
-    folder = root / "chapters"
-    return sorted([*folder.glob("[0-9][0-9]-*.md"), *folder.glob("[a-z]-*.md")])
-
-
 def collect(root: Path) -> dict[str, list[Cell]]:
     """Every module's cells, over all chapters, by the module's path."""
     modules: dict[str, list[Cell]] = {}
-    for chapter in chapter_files(root):
+    for chapter in chapter_files(root / "chapters"):
         for cell in exported_cells(root, chapter):
             modules.setdefault(cell.module, []).append(cell)
     return modules

@@ -22,6 +22,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+
+from cells import chapter_files, number_of, steps
+
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = ROOT / "chapters"
 
@@ -38,8 +42,6 @@ def run_cell(file: Path, source: str, names: dict[str, Any]) -> None:
 
 def run_chapter(path: Path) -> list[str]:
     """Run a chapter in this process; the names of the cells that failed."""
-    from cells import steps
-
     failed = []
     names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder:
@@ -62,9 +64,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=180, help="seconds of each")
     parser.add_argument("--here", action="store_true", help="one, in this process")
     options = parser.parse_args()
-    paths = [*CHAPTERS.glob("[0-9][0-9]-*.md"), *CHAPTERS.glob("[a-z]-*.md")]
-    numbers = {path: path.name.partition("-")[0].lstrip("0") for path in sorted(paths)}
-    wanted = {number.lstrip("0") for number in options.numbers}
+    numbers = {path: number_of(path) for path in chapter_files(CHAPTERS)}
+    wanted = {number.lstrip("0").upper() for number in options.numbers}
     chosen = [p for p in numbers if numbers[p] in wanted or not wanted]
     if options.here:
         failed = run_chapter(chosen[0])

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+
 import headline
-from export import chapter_files
+from cells import chapter_files, number_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
@@ -54,8 +56,7 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
         title, reading = TITLE.match(text), READING.search(text)
         if not (title and reading):
             raise ValueError(f"{path.name}: no title or no minutes")
-        number = path.name.partition("-")[0].lstrip("0").upper()  # an appendix has A
-        link = f"[{number}. {title[1]}]({path.name})"
+        link = f"[{number_of(path)}. {title[1]}]({path.name})"
         exercises = sum(map(int, EXERCISE.findall(text)))
         found.append(Minutes(link, int(reading[1]), int(reading[2]), exercises))
     return found
@@ -64,16 +65,22 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
 def times(chapters: Iterable[Path]) -> str:
     """Minutes to read each chapter and to write its code, and their sums."""
     rows = [(m.link, m.read, m.write) for m in minutes(chapters)]
-    total = ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))
-    return table(("chapter", "minutes to read", "minutes to write"), [*rows, total])
+    headers = "chapter", "minutes to read", "minutes to write"
+    return table(headers, with_sums(rows))
 
 
 def sessions(chapters: Iterable[Path]) -> str:
     """Minutes of each chapter, and how often a group meets to write it."""
     headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
     rows = [(*m, -(-m.write // SESSION)) for m in minutes(chapters)]
-    sums = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
-    return table(headers, [*rows, ("all", *sums)])
+    return table(headers, with_sums(rows))
+
+
+def with_sums(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The rows of chapters, their sums, then the rows of appendices."""
+    numbered = [row for row in rows if row[0][1].isdigit()]  # [7. KV cache](…)
+    sums = [sum(column) for column in zip(*(row[1:] for row in numbered), strict=True)]
+    return [*numbered, ("all", *sums), *rows[len(numbered) :]]
 
 
 def evaluation(recorded: dict[str, Any]) -> str:
@@ -162,10 +169,11 @@ def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
     notes = ROOT / "chapters/teaching.md"
+    chapters = chapter_files(ROOT / "chapters")
     teaching = notes.read_text(encoding="utf-8")
-    teaching = replace(teaching, "sessions", sessions(chapter_files(ROOT)))
+    teaching = replace(teaching, "sessions", sessions(chapters))
     landing = index.read_text(encoding="utf-8")
-    landing = replace(landing, "times", times(chapter_files(ROOT)))
+    landing = replace(landing, "times", times(chapters))
     figures = ROOT / "figures"
     landing = replace(landing, "reach", headline.reach(figures))
     recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ ROOMS = (
     "cache",
     "steps",
     "processor",
+    "serving",
 )
 
 

@@ -9,6 +9,7 @@ from drawings.svg import (
     MUTED,
     ORANGE,
     PURPLE,
+    SKY,
     VERMILION,
     WHITE,
     Box,
@@ -33,12 +34,14 @@ CHAPTERS = {
     11: "the kernels",
     12: "full speed",
 }
-COLOR = {
+APPENDICES = {"A": "the server"}
+COLOR: dict[int | str, str] = {
     **dict.fromkeys((1, 9), BLUE),
     **dict.fromkeys((2, 3), ORANGE),
     **dict.fromkeys((4, 5, 6), VERMILION),
     **dict.fromkeys((7, 8), GREEN),
     **dict.fromkeys((10, 11, 12), PURPLE),
+    "A": SKY,
 }
 FADED = "#66727f"
 DIM = "#98a3ae"  # badges of faded parts
@@ -47,23 +50,25 @@ DIM = "#98a3ae"  # badges of faded parts
 class Engine(Drawing):
     """Draws parts that are lit, or faded because another chapter's are."""
 
-    def __init__(self, chapter: int | None) -> None:
+    def __init__(self, chapter: int | str | None) -> None:
         title = "The whole engine"
-        if chapter is not None:
+        if isinstance(chapter, str):
+            title += f" behind appendix {chapter}, lit: {APPENDICES[chapter]}"
+        elif chapter is not None:
             title += f", chapter {chapter} lit: {CHAPTERS[chapter]}"
         super().__init__(title, 668)
         self.chapter = chapter
 
     def part(
         self,
-        chapter: int,
+        chapter: int | str,
         x: float,
         y: float,
         w: float,
         h: float,
         *lines: str,
     ) -> Box:
-        """A chapter's box, with the chapter's number in front."""
+        """A chapter's or appendix's box, with its number or letter in front."""
         color = COLOR[chapter]
         lit = self.chapter in (None, chapter)
         chosen = self.chapter == chapter
@@ -83,13 +88,17 @@ class Engine(Drawing):
         return box
 
 
-def engine(chapter: int | None = None) -> Drawing:
+def engine(chapter: int | str | None = None) -> Drawing:
     """The way of a text through the engine, with one chapter's part lit, or all."""
     d = Engine(chapter)
 
     # Text in, text out.
-    d.text(126, 30, "“What is 47 + 85?”", size=14, anchor="middle", bold=True)
-    d.text(574, 30, "“47 + 85 = 132”", size=14, anchor="middle", bold=True)
+    if chapter == "A":
+        d.text(24, 29, "“What is 47 + 85?”", size=14, bold=True)
+        d.text(676, 29, "“47 + 85 = 132”", size=14, anchor="end", bold=True)
+    else:
+        d.text(126, 30, "“What is 47 + 85?”", size=14, anchor="middle", bold=True)
+        d.text(574, 30, "“47 + 85 = 132”", size=14, anchor="middle", bold=True)
     harmony = d.part(
         1,
         24,
@@ -99,8 +108,15 @@ def engine(chapter: int | None = None) -> Drawing:
         "Tokens and harmony",
         "text becomes token ids, and the answer's ids become text",
     )
-    d.arrow((126, 40), (126, harmony.y))
-    d.arrow((574, harmony.y), (574, 40))
+    if chapter == "A":
+        server = d.part("A", 224, 10, 268, 36, "Server: any number of clients")
+        d.arrow((196, server.cy), (server.x, server.cy))
+        d.arrow((server.right, server.cy), (520, server.cy))
+        d.arrow((284, server.bottom), (284, harmony.y))
+        d.arrow((432, harmony.y), (432, server.bottom))
+    else:
+        d.arrow((126, 40), (126, harmony.y))
+        d.arrow((574, harmony.y), (574, 40))
 
     scheduler = d.part(
         9,
@@ -210,4 +226,6 @@ def drawings() -> dict[str, Drawing]:
     found = {"engine": engine()}
     for chapter in CHAPTERS:
         found[f"engine-{chapter:02}"] = engine(chapter)
+    for letter in APPENDICES:
+        found[f"engine-{letter.lower()}"] = engine(letter)
     return found

@@ -5,8 +5,7 @@ from typing import Any
 
 from simplellm.harmony import Delta
 from simplellm.harmony.openai import function_name
-from simplellm.outputs import ChatChoice
-from simplellm.reply import is_reasoning
+from simplellm.outputs import ChatChoice, is_reasoning
 
 
 def new_call_id() -> str:

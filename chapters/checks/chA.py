@@ -1,0 +1,561 @@
+"""Appendix A: serving."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from simplellm.harmony import Delta
+from simplellm.llm import LLM
+from simplellm.server.deltas import Turn, message_of_choice
+
+PATIENCE = 20.0  # seconds
+
+
+def run(coroutine):
+    """Run it in an event loop of its own: a notebook has one in this thread."""
+    found: list[Any] = []
+
+    async def limited():
+        return await asyncio.wait_for(coroutine, PATIENCE)
+
+    def call():
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # not on the page
+        try:
+            found.append(("value", loop.run_until_complete(limited())))
+        except BaseException as error:
+            found.append(("error", error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    assert found, "your coroutine blocks its loop: nobody else in the loop can run"
+    kind, value = found[0]
+    if kind == "error":
+        if isinstance(value, TimeoutError):
+            raise AssertionError(f"it isn't done after {PATIENCE:.0f} seconds")
+        raise value
+    return value
+
+
+def check_event(event):
+    """Read with a few lines that know the standard, and as Python splits lines."""
+    found = event({"a": 1})
+    assert isinstance(found, bytes), f"an event is bytes, not {type(found).__name__}"
+    for data in (
+        {"text": "two\nlines\r\n"},
+        {"text": "é and 😀", "list": [1, None, {"b": True}]},
+        {"text": "odd \u2028 ends \u2029 of \x85 lines"},
+        {"type": "response.created", "n": 1},
+        {},
+    ):
+        text = event(data).decode()
+        assert text.endswith("\n\n"), "an empty line ends an event: two \\n at its end"
+        body = text.removesuffix("\n\n")
+        lines = body.split("\n")
+        named = [line for line in lines if line.startswith("event: ")]
+        wanted = [f"event: {data['type']}"] if "type" in data else []
+        assert named == wanted, (
+            f"an event is named by its type, and only by that: expected {wanted} for "
+            f"{data}, not {named}"
+        )
+        rest = [line for line in lines if line not in named]
+        assert len(rest) == 1, (
+            f"the JSON stands on one line; yours has {len(rest)}: {rest}"
+        )
+        prefix, _, value = rest[0].partition(": ")
+        assert prefix == "data", f"the line begins with 'data: ', not {rest[0][:9]!r}"
+        assert json.loads(value) == data, f"{data} comes back as {json.loads(value)}"
+        assert len(body.splitlines()) == len(lines), (
+            f"a client that splits lines as str.splitlines does finds "
+            f"{len(body.splitlines())} lines in {text!r}: escape what is in ESCAPES"
+        )
+
+
+STREAM = (
+    'data: {"é": "😀\u2028"}\n\n'
+    ": a comment\n\n"
+    "event: ping\r\ndata:  two spaces\r\n\r\n"
+    "data: one\ndata: two\n\n"
+    "data\nid: 7\nretry: 10\n:\ndata:three: four\n\n"
+    "event: without data\n\n"
+    "data: after it\n\n"
+)
+EVENTS = [
+    ("message", '{"é": "😀\u2028"}'),
+    ("ping", " two spaces"),
+    ("message", "one\ntwo"),
+    ("message", "\nthree: four"),
+    ("message", "after it"),
+]
+WHY = [
+    "an event without a name is a message; its text is what follows 'data: ', and only "
+    "\\n and \\r\\n end a line, U+2028 doesn't",
+    "lines may end with \\r\\n, and one space behind the colon doesn't count, only one",
+    "several data lines are one text, with \\n between them",
+    "other fields and comments are passed over; a line 'data' is an empty one",
+    "an event without data isn't one, and its name is not the next one's",
+]
+
+
+def check_read_events(read_events):
+    """A stream with everything in it, cut at every place and byte by byte."""
+    raw = STREAM.encode()
+
+    def read(*pieces):
+        found = []
+        for pair in read_events(iter(pieces)):
+            found.append(tuple(pair))
+            assert len(found) <= len(EVENTS), (
+                f"there are {len(EVENTS)} events, and no comment is one; you also find "
+                f"{found[-1]!r}"
+            )
+        return found
+
+    found = read(raw)
+    for expected, given, why in zip(EVENTS, found, WHY, strict=False):
+        assert given == expected, f"{given!r} should be {expected!r}: {why}"
+    assert len(found) == len(EVENTS), f"{len(found)} of {len(EVENTS)} events are found"
+    for cut in range(len(raw)):
+        try:
+            found = read(raw[:cut], raw[cut:])
+        except UnicodeDecodeError as error:
+            raise AssertionError(
+                f"cut inside a character, you raise {error}: decode whole lines"
+            ) from None
+        near = raw[max(0, cut - 4) : cut], raw[cut : cut + 4]
+        assert not any("\ufffd" in text for _, text in found), (
+            f"cut inside a character, between {near[0]!r} and {near[1]!r}, it's lost: "
+            "decode whole lines"
+        )
+        assert found == EVENTS, (
+            f"cut between {near[0]!r} and {near[1]!r}, you find {found}"
+        )
+    found = read(*(raw[i : i + 1] for i in range(len(raw))))
+    assert found == EVENTS, f"a byte at a time, cut everywhere, you find {found}"
+    assert read(raw, b"data: half of") == EVENTS, "an event that breaks off is none"
+    assert read(raw, b"data: half\n") == EVENTS, "an event that breaks off is none"
+
+    taken = 0
+
+    def line():
+        nonlocal taken
+        for piece in (b"data: 1\r\n", b"\r\n", b"data: 2\n\ndata: 3\n", b"\n"):
+            taken += 1
+            yield piece
+
+    seen = [(text, taken) for _, text in read_events(line())]
+    assert seen == [("1", 2), ("2", 3), ("3", 4)], (
+        "each event comes as soon as its last byte is there; (event, chunks taken): "
+        f"{seen}"
+    )
+
+
+def part(text, channel="final", recipient=None, call=None, **more):
+    return Delta(channel, recipient, text, call, **more)
+
+
+ADD, LIST = "functions.add", "functions.list all"
+PARTS = [
+    part("7+", "analysis"),
+    part("5", "analysis"),
+    part("", "analysis"),
+    part("Let me see.", "commentary"),
+    part("", "commentary", ADD, 0),
+    part('{"a"', "commentary", ADD, 0),
+    part(": 7}", "commentary", ADD, 0),
+    part("", "commentary", ADD, 0),
+    part("", "commentary", LIST, 1),
+    part("{}", "commentary", ADD, 2),
+    part("for a tool", "commentary", "browser"),
+    part("13"),
+    part("2"),
+]
+
+
+def check_Turn_push(candidate):
+    """Adds the deltas up as OpenAI's clients do."""
+    kind = candidate
+    if not issubclass(candidate, Turn) and "__init__" not in vars(candidate):
+        kind = type(candidate.__name__, (candidate, Turn), {})
+    turn, said = kind(), {"reasoning": "", "content": ""}
+    calls: list[dict[str, Any]] = []
+    for given in PARTS:
+        delta = turn.push(given)
+        assert isinstance(delta, dict), f"a delta is a dict, not {delta!r}"
+        if not given.text and given.call is None:
+            assert delta == {}, f"a part without text adds nothing: {{}}, not {delta}"
+        for name in said:
+            said[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            assert call["index"] == given.call, (
+                f"the index is the call's number, {given.call}, so that clients know "
+                f"whose arguments these are; yours is {call['index']}"
+            )
+            if "id" in call:
+                assert call["index"] <= len(calls), (
+                    f"call {len(calls)}, which has no arguments at all, never begins; "
+                    f"call {call['index']} does"
+                )
+                assert call["index"] == len(calls), (
+                    f"id and name come once, where call {call['index']} begins: {call}"
+                )
+                assert call["type"] == "function", f"its type is function: {call}"
+                calls.append({"id": call["id"], "name": call["function"]["name"]})
+                calls[-1]["arguments"] = ""
+            assert call["index"] < len(calls), f"no id where the call begins: {call}"
+            calls[call["index"]]["arguments"] += call["function"]["arguments"]
+    assert len(calls) == 3, f"there are 3 calls; you begin {len(calls)}"
+    assert len({call["id"] for call in calls}) == 3, "each call has an id of its own"
+    assert [call["name"] for call in calls] == ["add", "list_all", "add"], (
+        f"the names are add, list_all and add, without functions. in front: {calls}"
+    )
+    found = [call["arguments"] for call in calls]
+    assert found == ['{"a": 7}', "", "{}"], f"arguments add up to {found}"
+    assert said["reasoning"] == "7+5for a tool", (
+        "what is in the analysis channel or for a recipient is reasoning; yours adds "
+        f"up to {said['reasoning']!r}"
+    )
+    assert said["content"] == "Let me see.132", (
+        f"the content's deltas add up to 'Let me see.132', not {said['content']!r}"
+    )
+    assert kind().push(part("x", "commentary", ADD, 0)) != turn.push(
+        part("x", "commentary", ADD, 0)
+    ), "a new turn has begun no calls; keep the state in self"
+
+
+def check_Mailbox_put(candidate):
+    """Everything comes, in order, in as few parts as can be; the reader wakes."""
+
+    async def through(parts):
+        box = candidate()
+        reader = asyncio.create_task(box.take())
+        await asyncio.sleep(0)
+        box.put(parts[0])
+        done, _ = await asyncio.wait([reader], timeout=2)
+        assert done, "a reader was waiting, and nobody woke it: set `arrived`"
+        first = reader.result()
+        for one in parts[1:]:
+            box.put(one)
+        return first, await box.take() if parts[1:] else []
+
+    async def judge():
+        scored = [
+            part(text, token_ids=(n,), logprobs=(f"logprob {n}",))
+            for n, text in enumerate("abc")
+        ]
+        first, rest = await through([scored[0], *scored[1:]])
+        assert first == scored[:1], f"one part comes as it is: {first}"
+        assert len(rest) == 1, f"two parts of one message become one: {rest}"
+        merged = rest[0]
+        assert merged.text == "bc", f"texts b and c become 'bc', not {merged.text!r}"
+        assert tuple(merged.token_ids) == (1, 2), (
+            f"the token_ids are those of both, 1 and 2: {merged.token_ids}"
+        )
+        assert merged.logprobs == ("logprob 1", "logprob 2"), (
+            f"the logprobs are those of both: {merged.logprobs}"
+        )
+        assert scored[1].text == "b", "a part that was put is not changed"
+        _, rest = await through([part("x"), part("a"), part("b")])
+        assert rest[0].logprobs is None, "no logprobs stay None"
+
+        mixed = [
+            part("."),
+            part("a", "analysis"),
+            part("b", "analysis"),
+            part("c", "analysis", "browser"),
+            part("{", "commentary", ADD, 0),
+            part("}", "commentary", ADD, 0),
+            part("[", "commentary", ADD, 1),
+            part("]", "commentary", ADD, 1),
+            part("d", "analysis"),
+            part("e"),
+        ]
+        _, rest = await through(mixed)
+        texts = [one.text for one in rest]
+        assert "".join(texts) == "abc{}[]de", (
+            f"text was lost, or the order: {texts}, expected ab, c, {{}}, [], d, e"
+        )
+        assert texts == ["ab", "c", "{}", "[]", "d", "e"], (
+            "only neighbors with the same channel, recipient and call become one; "
+            f"{texts}"
+        )
+        assert [one.call for one in rest] == [None, None, 0, 1, None, None]
+
+        box = candidate()
+        for number in range(5000):
+            box.put(part(f"{number},"))
+        rest = await box.take()
+        text = "".join(one.text for one in rest)
+        assert text == "".join(f"{number}," for number in range(5000)), (
+            "5,000 parts waited, and some of their text was lost"
+        )
+        assert len(rest) < 50, f"5,000 parts that wait are still {len(rest)}: it grows"
+
+    run(judge())
+
+
+@cache
+def engine():
+    return LLM(device="cpu")
+
+
+BODY = {
+    "messages": [{"role": "user", "content": "What is 47 + 85?"}],
+    "temperature": 0,
+}
+ENDLESS = BODY | {"max_tokens": 3000, "ignore_eos": True}
+
+
+class Client:
+    """Asks an app, and leaves after some pieces, or stops reading before it leaves."""
+
+    def __init__(self, body, leaves_after=None, stops_reading=False):
+        self.messages: list[dict[str, Any]] = []
+        self.leaves_after, self.stops_reading = leaves_after, stops_reading
+        self.running = 0  # requests while the first piece with text came
+        raw = json.dumps(body).encode()
+        self.incoming = [  # in two messages, as a server may bring it
+            {"type": "http.request", "body": raw[:20], "more_body": True},
+            {"type": "http.request", "body": raw[20:], "more_body": False},
+        ]
+        self.left = asyncio.Event()
+
+    @property
+    def pieces(self):
+        return [m for m in self.messages if m["type"] == "http.response.body"]
+
+    async def receive(self):
+        if self.incoming:
+            return self.incoming.pop(0)
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        self.messages.append(message)
+        pieces = self.pieces
+        if len(pieces) == 1 and message is pieces[0]:
+            self.running = engine().stats().running
+        if self.leaves_after is not None and len(pieces) >= self.leaves_after:
+            asyncio.get_running_loop().call_later(0.05, self.left.set)
+            if self.stops_reading:
+                await asyncio.Event().wait()  # its buffers are full for good
+
+    async def ask(self, serve_chat):
+        scope = {"type": "http", "path": "/v1/chat/completions", "method": "POST"}
+        await serve_chat(engine(), scope, self.receive, self.send)
+
+
+async def gone(serve_chat, **leaving):
+    """Whether the app ends soon after its client has left, and the request with it."""
+    client, before = Client(ENDLESS, leaves_after=3, **leaving), engine().stats()
+    asking = asyncio.create_task(client.ask(serve_chat))
+    waiting = asyncio.create_task(client.left.wait())
+    first = asyncio.FIRST_COMPLETED
+    await asyncio.wait([asking, waiting], timeout=PATIENCE / 2, return_when=first)
+    await asyncio.wait([asking], timeout=2)
+    waiting.cancel()
+    ended = asking.done()
+    asking.cancel()
+    with suppress(asyncio.CancelledError):
+        await asking
+    limit = time.monotonic() + 3
+    while engine().stats().running and time.monotonic() < limit:
+        await asyncio.sleep(0.01)
+    after = engine().stats()
+    aborted = after.finished.get("abort", 0) - before.finished.get("abort", 0)
+    return ended and aborted == 1 and not after.running and after.cache_usage == 0
+
+
+async def answered(serve_chat):
+    """One client that stays: its messages, and beats of the loop meanwhile."""
+    client, beats = Client(BODY), 0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.001)
+            beats += 1
+
+    beating = asyncio.create_task(beat())
+    try:
+        await client.ask(serve_chat)
+    finally:
+        beating.cancel()
+    return client, beats
+
+
+def said(pieces):
+    """Content and finish reasons of a stream's events."""
+    stream = b"".join(piece.get("body", b"") for piece in pieces).decode()
+    assert stream.endswith("data: [DONE]\n\n"), (
+        f"the stream ends with DONE; yours with {stream[-40:]!r}"
+    )
+    events = stream.removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+    choices = [json.loads(text.removeprefix("data: "))["choices"][0] for text in events]
+    deltas = [choice["delta"] for choice in choices]
+    content = "".join(delta.get("content", "") for delta in deltas)
+    thought = "".join(delta.get("reasoning", "") for delta in deltas)
+    return content, thought, [choice["finish_reason"] for choice in choices]
+
+
+def check_serve_chat(serve_chat):
+    """A real engine, and clients that stay, that leave, and that stop reading."""
+    try:
+        client, beats = run(answered(serve_chat))
+    finally:
+        cancel_all()
+    assert client.messages, "nothing was sent"
+    start, *rest = client.messages
+    assert start["type"] == "http.response.start" and start["status"] == 200, (
+        f"the first message is the start, with status 200; yours is {start}"
+    )
+    headers = {bytes(k).lower(): bytes(v) for k, v in start["headers"]}
+    assert headers.get(b"content-type", b"").startswith(b"text/event-stream"), (
+        f"a stream's content-type is text/event-stream: {headers}"
+    )
+    assert all(message["type"] == "http.response.body" for message in rest)
+    more = [bool(message.get("more_body")) for message in rest]
+    assert more and not more[-1] and all(more[:-1]), (
+        "more_body is false in the last message and in no other"
+    )
+    content, thought, reasons = said(rest)
+    choice = engine().chat(**BODY).choices[0]
+    whole = message_of_choice(choice)
+    assert (content, thought) == (whole["content"], whole["reasoning"]), (
+        f"the deltas add up to {(content, thought)}, and the whole answer is "
+        f"{(whole['content'], whole['reasoning'])}"
+    )
+    assert reasons[-1] == choice.finish_reason and not any(reasons[:-1]), (
+        "the last event has the finish reason, and only that one"
+    )
+    assert len(rest) > 10 and client.running, (
+        f"the answer went out in {len(rest)} pieces, the first one when the request "
+        f"{'still ran' if client.running else 'was over'}; send each part as it comes"
+    )
+    assert beats > 20, (
+        "while you answered, nobody else in the loop could run: await the parts of "
+        "`llm.replies`"
+    )
+    try:
+        assert run(gone(serve_chat)), (
+            "a client left after three pieces, and its request went on for nobody: "
+            "wait for http.disconnect, too, and close the replies"
+        )
+        assert run(gone(serve_chat, stops_reading=True)), (
+            "a client stopped reading, so that send waits, and then left: nobody "
+            "noticed. One task writes, and another one waits for the disconnect"
+        )
+    finally:
+        cancel_all()
+
+
+def cancel_all():
+    """End what a wrong answer has left running: the next check wants the engine."""
+    delivery = engine()._delivery
+    delivery.drop(list(delivery.readers.values()))
+
+
+def check_A_1(text_share):
+    """Frames counted with the standard library's JSON."""
+    rng = random.Random(1)
+    for letters in ("abc", "aé😀", "日本語"):
+        for wrap in (lambda t: {"t": t}, lambda t: {"choices": [{"delta": t}], "n": 1}):
+            texts = [
+                "".join(rng.choices(letters, k=rng.randrange(1, 9))) for _ in "1234"
+            ]
+            compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+            frames = (f"data: {compact.encode(wrap(text))}\n\n" for text in texts)
+            total = sum(len(frame.encode()) for frame in frames)
+            expected = sum(len(t.encode()) for t in texts) / total
+            found = text_share(list(texts), wrap)
+            assert abs(found - expected) < 1e-9, (
+                f"of {texts} the share is {expected:.3f} of all bytes, frames and "
+                f"UTF-8 included; yours is {found:.3f}"
+            )
+
+
+def check_A_2(with_pings):
+    """A source with a long silence, and one that is busy."""
+
+    async def source(*delays):
+        for number, delay in enumerate(delays):
+            await asyncio.sleep(delay)
+            yield f"data: {number}\n\n".encode()
+
+    async def read(seconds, *delays):
+        found, start = [], time.monotonic()
+        async for piece in with_pings(source(*delays), seconds):
+            found.append((time.monotonic() - start, bytes(piece)))
+            assert len(found) < 200, "it never ends"
+        return found
+
+    async def judge():
+        found = await read(0.1, 0.01, 0.55, 0.01)
+        pieces = [piece for _, piece in found if piece.startswith(b"data")]
+        assert pieces == [f"data: {n}\n\n".encode() for n in range(3)], (
+            f"three pieces were sent, and these arrived: {pieces}; some are lost"
+        )
+        others = [piece for _, piece in found if not piece.startswith(b"data")]
+        assert all(piece.startswith(b":") for piece in others), (
+            f"a sign of life is a comment, which begins with a colon: {others}"
+        )
+        assert set(others) <= {b": ping\n\n"}, f"it is b': ping\\n\\n': {others}"
+        assert 3 <= len(others) <= 6, (
+            f"0.55 seconds of silence, a ping every 0.1: 5, and you sent {len(others)}"
+        )
+        late = next(when for when, piece in found if piece == b"data: 1\n\n")
+        assert late < 0.75, f"piece 1 came at 0.56 s and went out at {late:.2f}, late"
+        found = await read(0.25, *[0.02] * 30)
+        pings = sum(piece.startswith(b":") for _, piece in found)
+        assert pings == 0, (
+            f"pieces came all the time, and still {pings} pings went out: count from "
+            "the last piece; only silence needs them"
+        )
+
+    run(judge())
+
+
+def check_A_3(kind):
+    """Text and order are kept, in few parts, at a steady price."""
+
+    async def judge():
+        def seconds(waiting):
+            best = float("inf")
+            for _ in range(3):
+                box, one = kind(), part("word")
+                for _ in range(waiting // 4000):
+                    box.put(part("word" * 1000))
+                start = time.thread_time()
+                for _ in range(200):
+                    box.put(one)
+                best = min(best, time.thread_time() - start)
+            return best
+
+        box = kind()
+        parts = [
+            part(f"{n:9},", "final" if n % 4000 else "analysis") for n in range(9000)
+        ]
+        for one in parts:
+            box.put(one)
+        rest = await box.take()
+        assert "".join(one.text for one in rest) == "".join(
+            one.text for one in parts
+        ), "9,000 parts waited, and some of their text was lost, or the order"
+        assert len(rest) <= 90 + 20, (
+            f"90,000 characters may wait in 90 parts and a few more, not in {len(rest)}"
+        )
+        channels = [one.channel for one in rest]
+        assert channels.count("analysis") == 3, "parts of other messages stay apart"
+        few, many = seconds(0), seconds(2_000_000)
+        assert many < 8 * few, (
+            f"while two million characters wait, a part takes {many / few:.0f} times "
+            "as long as at the beginning: each join copies all that waits"
+        )
+
+    run(judge())

@@ -1,0 +1,420 @@
+"""Wrong answers to appendix A."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from simplellm.harmony.openai import function_name
+from simplellm.outputs import is_reasoning
+from simplellm.server.deltas import Turn, new_call_id
+from simplellm.server.sse import DONE, ESCAPES, HEADERS, event
+from wrong import wrong
+
+
+def escaped(data, option=0):
+    text = orjson.dumps(data, option=option)
+    for end, escape in ESCAPES:
+        text = text.replace(end, escape)
+    return text
+
+
+def named(data):
+    return f"event: {data['type']}\n".encode() if "type" in data else b""
+
+
+@wrong("event", "empty line")
+def one_newline(data):
+    return named(data) + b"data: " + escaped(data) + b"\n"
+
+
+@wrong("event", "on one line")
+def indented(data):
+    return named(data) + b"data: " + escaped(data, orjson.OPT_INDENT_2) + b"\n\n"
+
+
+@wrong("event", "str.splitlines")
+def odd_ends_as_they_are(data):
+    return named(data) + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+@wrong("event", "named by its type")
+def never_named(data):
+    return b"data: " + escaped(data) + b"\n\n"
+
+
+@wrong("event", "not str")
+def as_text(data):
+    return (named(data) + b"data: " + escaped(data) + b"\n\n").decode()
+
+
+def events(chunks, *, ends=b"\n", strips=None, keeps=True, comments=False, joint="\n"):
+    """The kept version, with what students change as switches."""
+    rest, name, data = b"", "message", []
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(ends)
+        if not keeps:
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            text = line.removesuffix(b"\r").decode()
+            field, _, value = text.partition(":")
+            value = value.removeprefix(" ") if strips is None else strips(value)
+            if field == "data" or (comments and not field and value):
+                data.append(value)
+            elif field == "event":
+                name = value
+            elif not text:
+                if data:
+                    yield name, joint.join(data)
+                name, data = "message", []
+
+
+@wrong("read_events", "cut")
+def chunk_by_chunk(chunks):
+    return events(chunks, keeps=False)
+
+
+@wrong("read_events", "cut inside a character")
+def decodes_chunks(chunks):
+    return events(chunk.decode(errors="replace").encode() for chunk in chunks)
+
+
+@wrong("read_events", "decode whole lines")
+def decodes_strictly(chunks):
+    return events(chunk.decode().encode() for chunk in chunks)
+
+
+@wrong("read_events", "as soon as")
+def at_the_end(chunks):
+    return events([b"".join(chunks)])
+
+
+@wrong("read_events", "only one")
+def strips_all(chunks):
+    return events(chunks, strips=str.strip)
+
+
+@wrong("read_events", "no comment is one")
+def comments_too(chunks):
+    return events(chunks, comments=True)
+
+
+@wrong("read_events", "between them")
+def without_line_ends(chunks):
+    return events(chunks, joint="")
+
+
+@wrong("read_events", "as soon as")
+def splits_at_two_newlines(chunks):
+    rest = b""
+    for chunk in chunks:
+        *blocks, rest = (rest + chunk).split(b"\n\n")
+        for block in blocks:
+            yield from events([block + b"\n\n"])
+
+
+@wrong("read_events", "U+2028")
+def splits_as_python_does(chunks):
+    rows = b"".join(chunks).decode().splitlines()
+    return events(f"{row}\n".encode() for row in rows)
+
+
+class Pushes(Turn):
+    """The kept version, with what students change as switches."""
+
+    indexed = reasons = begins_empty = renames = True
+    repeats = cumulative = False
+    text = ""
+
+    def push(self, part):
+        text = part.text
+        if part.call is None:
+            if not text:
+                return {}
+            if self.cumulative:
+                self.text = text = self.text + text
+            thought = self.reasons and is_reasoning(part)
+            return {"reasoning" if thought else "content": text}
+        call: dict[str, Any] = {
+            "index": part.call if self.indexed else 0,
+            "function": {"arguments": text},
+        }
+        if part.call >= self.calls or self.repeats:
+            if not text and not self.begins_empty:
+                return {}
+            self.calls = part.call + 1
+            name = function_name(part.recipient) if self.renames else part.recipient
+            call |= {"id": new_call_id(), "type": "function"}
+            call["function"] = {"name": name, "arguments": text}
+        elif not text:
+            return {}
+        return {"tool_calls": [call]}
+
+
+@wrong("Turn.push", "the call's number")
+class AlwaysTheFirst(Pushes):
+    indexed = False
+
+
+@wrong("Turn.push", "come once")
+class NewIdsAllTheTime(Pushes):
+    repeats = True
+
+
+@wrong("Turn.push", "is reasoning")
+class AllIsContent(Pushes):
+    reasons = False
+
+
+@wrong("Turn.push", "no arguments at all")
+class NoEmptyCalls(Pushes):
+    begins_empty = False
+
+
+@wrong("Turn.push", "without functions.")
+class NamesAsWritten(Pushes):
+    renames = False
+
+
+@wrong("Turn.push", "adds up")
+class SoFar(Pushes):
+    cumulative = True
+
+
+class Box:
+    """The kept mailbox, with what students change as switches."""
+
+    wakes = merges = tokens = scores = True
+    anywhere = False
+    most = 10**9
+
+    def __init__(self):
+        self.waiting = []
+        self.arrived = asyncio.Event()
+
+    async def take(self):
+        await self.arrived.wait()
+        self.arrived.clear()
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def kind(self, part):
+        return part.channel, part.recipient, part.call
+
+    def put(self, part):
+        if self.wakes:
+            self.arrived.set()
+        places = range(len(self.waiting) - 1, -1, -1)
+        for place in places if self.anywhere else places[:1]:
+            last = self.waiting[place]
+            if self.merges and self.kind(last) == self.kind(part):
+                logprobs = last.logprobs
+                if part.logprobs is not None and self.scores:
+                    logprobs = (last.logprobs or ()) + part.logprobs
+                ids = last.token_ids + (part.token_ids if self.tokens else ())
+                text = last.text + part.text
+                self.waiting[place] = replace(
+                    last, text=text, token_ids=ids, logprobs=logprobs
+                )
+                return
+        self.waiting.append(part)
+        del self.waiting[: -self.most]
+
+
+@wrong("Mailbox.put", "nobody woke it")
+class Silent(Box):
+    wakes = False
+
+
+@wrong("Mailbox.put", "become one")
+class Pile(Box):
+    merges = False
+
+
+@wrong("Mailbox.put", "order")
+class Sorted(Box):
+    anywhere = True
+
+
+@wrong("Mailbox.put", "token_ids")
+class TextAlone(Box):
+    tokens = False
+
+
+@wrong("Mailbox.put", "logprobs")
+class FirstLogprobs(Box):
+    scores = False
+
+
+@wrong("Mailbox.put", "and call become one")
+class ByChannel(Box):
+    def kind(self, part):
+        return part.channel
+
+
+@wrong("Mailbox.put", "lost")
+class DropsTheOldest(Box):
+    most = 3
+
+
+def start():
+    headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def piece(data, more=True):
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def chunk(delta, reason=None):
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+
+
+async def asked(llm, receive):
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    return llm.replies(llm.door.ask_chat(**json.loads(body)), chat=True)
+
+
+async def write(replies, send, *, at_once=False, closes=True, ends=True, turns=True):
+    """The kept writer, with what students change as switches."""
+    turn, waiting = Turn(), []
+    await send(start())
+    async for _, part in replies:
+        if not turns:
+            turn = Turn()
+        if delta := turn.push(part):
+            waiting.append(chunk(delta))
+            if not at_once:
+                await send(piece(waiting.pop()))
+    waiting.append(chunk({}, replies.outputs()[0].finish_reason))
+    last = b"".join(waiting) + (DONE if ends else b"")
+    await send(piece(last, more=not closes))
+
+
+async def both(replies, receive, writing):
+    async def leave():
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(writing), asyncio.create_task(leave())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await replies.aclose()
+
+
+@wrong("serve_chat", "send each part as it comes")
+async def in_one_piece(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send, at_once=True))
+
+
+@wrong("serve_chat", "more_body")
+async def left_open(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send, closes=False))
+
+
+@wrong("serve_chat", "DONE")
+async def not_done(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send, ends=False))
+
+
+@wrong("serve_chat", "for nobody")
+async def never_looks(llm, scope, receive, send):
+    await write(await asked(llm, receive), send)
+
+
+@wrong("serve_chat", "stopped reading")
+async def looks_between_parts(llm, scope, receive, send):
+    replies, turn = await asked(llm, receive), Turn()
+    leaving = asyncio.create_task(receive())
+    await send(start())
+    async with replies:
+        async for _, part in replies:
+            if leaving.done():
+                return
+            if delta := turn.push(part):
+                await send(piece(chunk(delta)))
+        leaving.cancel()
+        reason = replies.outputs()[0].finish_reason
+        await send(piece(chunk({}, reason) + DONE, more=False))
+
+
+@wrong("serve_chat", "nobody else in the loop")
+async def waits_in_the_loop(llm, scope, receive, send):
+    body = (await receive())["body"] + (await receive())["body"]
+    turn = Turn()
+    stream = llm.stream_chat(**json.loads(body))
+    await send(start())
+    for part in stream:
+        if delta := turn.push(part):
+            await send(piece(chunk(delta)))
+    await send(piece(chunk({}, stream.output().finish_reason) + DONE, more=False))
+
+
+@wrong("A.1", "UTF-8")
+def characters(texts, wrap):
+    return sum(map(len, texts)) / sum(len(event(wrap(text)).decode()) for text in texts)
+
+
+@wrong("A.1", "frames")
+def without_line_ends_of_events(texts, wrap):
+    total = sum(len(orjson.dumps(wrap(text))) for text in texts)
+    return sum(len(text.encode()) for text in texts) / total
+
+
+@wrong("A.2", "lost")
+async def cancels_its_source(pieces, seconds):
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(pieces), seconds)
+        except TimeoutError:
+            yield b": ping\n\n"
+        except StopAsyncIteration:
+            return
+
+
+def pinging(ping=b": ping\n\n", steady=False):
+    async def with_pings(pieces, seconds):
+        loop = asyncio.get_running_loop()
+        waiting, next_ping = asyncio.ensure_future(anext(pieces)), loop.time() + seconds
+        while True:
+            left = max(next_ping - loop.time(), 0)
+            done, _ = await asyncio.wait([waiting], timeout=left)
+            if not done or (steady and loop.time() >= next_ping):
+                next_ping = loop.time() + seconds
+                yield ping
+            if done:
+                try:
+                    yield waiting.result()
+                except StopAsyncIteration:
+                    return
+                waiting = asyncio.ensure_future(anext(pieces))
+                if not steady:
+                    next_ping = loop.time() + seconds
+
+    return with_pings
+
+
+wrong("A.2", "comment")(pinging(b"event: ping\n\n"))
+wrong("A.2", "only silence")(pinging(steady=True))
+
+
+@wrong("A.3", "copies all that waits")
+class StillJoins(Box):
+    pass
+
+
+@wrong("A.3", "a few more")
+class NeverJoins(Box):
+    merges = False
