@@ -263,7 +263,10 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
     ("options", "message"),
     [
         ("gpt-oss-12b", "gpt-oss-12b: does not exist; expected a checkpoint folder"),
-        ("gpt-oss-20b", "gpt-oss-20b: does not exist; expected a checkpoint folder"),
+        (
+            "gpt-oss-20b",
+            "gpt-oss-20b: does not exist; expected the folder of a checkpoint",
+        ),
         ("--batch 1,x", "--batch is 1,x; expected integers such as 1,8,64"),
         ("--batch 0", "batch is 0; expected 1 to"),
         ("--prefill 32", "--prefill is 32; expected prompts x tokens"),
