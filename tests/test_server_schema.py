@@ -39,7 +39,11 @@ def process(folder: Path) -> Iterator[Process]:
     ("phases", "examples"),
     [
         ("fuzzing", 30),
-        pytest.param("coverage,fuzzing", 1500, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "coverage,fuzzing",
+            60,
+            marks=[pytest.mark.exhaustive, pytest.mark.timeout(1200)],
+        ),
     ],
 )
 def test_the_document_is_true(
