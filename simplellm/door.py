@@ -210,7 +210,6 @@ class Door:
             bad_sequences=bad,
             priority=priority,
             deadline=deadline,
-            needs_last_token=any(len(sequence) > 1 for sequence in bad),
         )
         if params.restricts:
             choices = Choices(request, self.config.vocab_size)
