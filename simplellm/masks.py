@@ -7,6 +7,7 @@ which knows all that they depend on, and go to the device when they change.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,27 @@ from torch import Tensor
 
 from simplellm.grammar import Filler
 from simplellm.request import Request
-from simplellm.sampler import Mask
 from simplellm.tokenizer import Tokenizer
 from simplellm.transfer import pinned, upload
 
 Bits = np.ndarray  # uint32 [W]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that some rows may get: bit v % 32 of word v // 32 allows token v."""
+
+    rows: Tensor  # int64 [R], of a batch's B
+    bits: Tensor  # int32 [R, ceil(V / 32)]
+
+
+def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
+    """Scores [B, V] with -inf for what the mask of a row does not allow."""
+    places = torch.arange(32, dtype=torch.int32, device=scores.device)
+    bits = (mask.bits[:, :, None] >> places) & 1
+    allowed = bits.flatten(1)[:, : scores.shape[1]] != 0
+    left = scores[mask.rows].masked_fill(~allowed, -torch.inf)
+    return scores.index_copy(0, mask.rows, left)
 
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:

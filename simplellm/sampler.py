@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplellm.logprobs import score
+from simplellm.masks import Mask, apply_mask
 from simplellm.penalties import TokenCounts
 from simplellm.sampling_params import SamplingParams
 from simplellm.transfer import upload
@@ -112,23 +113,6 @@ class Sampled:
     logprobs: Tensor | None = None  # float32 [B], of the chosen tokens
     top: tuple[Tensor, Tensor] | None = None  # ids and logprobs [B, N], best first
     whole: tuple[Tensor, Tensor] | None = None  # [W, V] for W rows that want them all
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The tokens that some rows may get: bit v % 32 of word v // 32 allows token v."""
-
-    rows: Tensor  # int64 [R], of a batch's B
-    bits: Tensor  # int32 [R, ceil(V / 32)]
-
-
-def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
-    """Scores [B, V] with -inf for what the mask of a row does not allow."""
-    places = torch.arange(32, dtype=torch.int32, device=scores.device)
-    bits = (mask.bits[:, :, None] >> places) & 1
-    allowed = bits.flatten(1)[:, : scores.shape[1]] != 0
-    left = scores[mask.rows].masked_fill(~allowed, -torch.inf)
-    return scores.index_copy(0, mask.rows, left)
 
 
 def change(

@@ -15,10 +15,17 @@ from recompute import Recompute, forbidden
 from stepping import drain, make_engine
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
-from simplellm.masks import Choices, Masks, bad_sequences, pack, without
+from simplellm.masks import (
+    Choices,
+    Mask,
+    Masks,
+    apply_mask,
+    bad_sequences,
+    pack,
+    without,
+)
 from simplellm.model import Model
 from simplellm.request import Request
-from simplellm.sampler import Mask, apply_mask
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size

@@ -18,14 +18,13 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.masks import Mask, apply_mask
 from simplellm.noise import gumbel_noise, mix
 from simplellm.request import Request
 from simplellm.sampler import (
     Columns,
-    Mask,
     Sampled,
     TokenCounts,
-    apply_mask,
     filter_tokens,
     sample,
 )
