@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from simplellm.request import EngineError, QueueFullError
     from simplellm.sampling_params import SamplingParams
     from simplellm.stats import Stats
+    from simplellm.structured import StructuredOutputs
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Stats": "stats",
+    "StructuredOutputs": "structured",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "Tool": "harmony",

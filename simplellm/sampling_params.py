@@ -6,6 +6,7 @@ from functools import partial
 
 from simplellm.config import MAX_SIZE, as_ids, as_texts, check_number, declared, expect
 from simplellm.config import check as check_declared
+from simplellm.structured import StructuredOutputs, as_structured
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
 # Stop strings are looked for in every new piece of text.
@@ -63,12 +64,15 @@ class SamplingParams:
     # The same for the tokens of the prompt, which is then computed anew, not looked up.
     prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    # What the text must be, or a chat's final answer; a dict of its fields is as good.
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # past what makes it frozen
         for name, *limits in TEXTS:
             put(name, as_texts(name, getattr(self, name), *limits))
         put("stop_token_ids", as_ids("stop_token_ids", self.stop_token_ids))
+        put("structured_outputs", as_structured(self.structured_outputs))
         if (some := self.allowed_token_ids) is not None:
             put("allowed_token_ids", as_ids("allowed_token_ids", some))
             expect(some, "allowed_token_ids", some, "at least one token id, or None")

@@ -1,4 +1,4 @@
-"""The grammar of an assistant's turn: free thoughts, then an answer or a call that fits.
+"""The grammar of a turn: free thoughts, then an answer or a call that fits.
 
 One grammar covers all that the model writes behind `<|start|>assistant`, headers too.
 So a mask need not know where reasoning ends, and no header can go wrong.
