@@ -12,9 +12,8 @@ if TYPE_CHECKING:
     from simplellm.model import Model
     from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
     from simplellm.request import EngineError, QueueFullError
-    from simplellm.sampling_params import SamplingParams
+    from simplellm.sampling_params import SamplingParams, StructuredOutputs
     from simplellm.stats import Stats
-    from simplellm.structured import StructuredOutputs
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
@@ -37,7 +36,7 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Stats": "stats",
-    "StructuredOutputs": "structured",
+    "StructuredOutputs": "sampling_params",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "Tool": "harmony",

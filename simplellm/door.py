@@ -30,8 +30,8 @@ from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
 from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request
-from simplellm.sampling_params import SamplingParams
-from simplellm.structured import StructuredOutputs, rules_text
+from simplellm.sampling_params import SamplingParams, StructuredOutputs
+from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -43,6 +43,7 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 MAX_GRAMMARS = 64  # that are kept
+NO_LIBRARY = "llguidance is not installed; expected pip install simplellm[structured]"
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -110,10 +111,9 @@ class Door:
     compile: Callable[[str], Grammar] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        arguments = self.tokenizer, self.config.vocab_size, self.eos_token_ids
-
         def compile(text: str) -> Grammar:
-            return compile_grammar(text, *arguments)
+            tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+            return compile_grammar(text, tokenizer, size, self.eos_token_ids)
 
         object.__setattr__(self, "compile", lru_cache(MAX_GRAMMARS)(compile))
 
@@ -253,13 +253,13 @@ class Door:
 
     def _grammar(self, constraint: Constraint) -> Grammar:
         """The compiled grammar. Raises ValueError that names the part to blame."""
-        self.need_tokenizer()
 
         def compiled(text: str, name: str) -> Grammar:
             try:
                 return self.compile(text)
-            except ValueError as error:
-                raise about(ValueError(f"{name}: {error}"), name) from None
+            except (ImportError, ValueError) as error:
+                why = NO_LIBRARY if isinstance(error, ImportError) else error
+                raise about(ValueError(f"{name}: {why}"), name) from None
 
         parts = constraint.parts
         try:

@@ -1,4 +1,4 @@
-"""Structured output: what users ask a text to be, as rules that llguidance can read.
+"""From what users ask a text to be to rules that llguidance reads.
 
 Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
 for llguidance, or would let the model write control tokens, is refused here; the limits
@@ -7,11 +7,11 @@ of its parser bound the rest. Nothing here needs llguidance.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from typing import Any
 
-from simplellm.config import about, as_texts, check_value, expect, expect_type
+from simplellm.config import about, as_texts, expect
+from simplellm.sampling_params import StructuredOutputs
 from simplellm.schemas import problem_of
 
 # The longest that a schema, an expression or a grammar may be, in characters.
@@ -30,47 +30,15 @@ LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 LARK_REFUSED = re.compile(r"<\S*|@|~|%(?!ignore\b|import\b)\w*")
 
 
-@dataclass(frozen=True)
-class StructuredOutputs:
-    """What a text must be: exactly one of these. Names as in vLLM.
-
-    Raises TypeError or ValueError for what can't be checked or would take too long.
-    """
-
-    json: str | dict[str, Any] | None = None  # JSON that fits this schema
-    regex: str | None = None  # it matches this as a whole; no lookarounds
-    choice: Sequence[str] | None = None  # one of these
-    grammar: str | None = None  # in llguidance's Lark, without special tokens
-
-    def __post_init__(self) -> None:
-        names = [spec.name for spec in fields(self)]
-        for spec in fields(self):
-            check_value(f"{WHERE}.{spec.name}", getattr(self, spec.name), spec)
-        expect_type(f"{WHERE}.json", self.json, str | dict | None, "a schema")
-        given = [name for name in names if getattr(self, name) is not None]
-        expect(len(given) == 1, WHERE, given, f"exactly one of {', '.join(names)}")
-        self.rules()
-
-    def rules(self) -> dict[str, Any]:
-        """The rules of such a text."""
-        if self.json is not None:
-            return schema_rules(self.json, f"{WHERE}.json")
-        if self.regex is not None:
-            return regex_rules(self.regex)
-        if self.choice is not None:
-            return choice_rules(self.choice)
-        return lark_rules(self.grammar or "")
-
-
-def as_structured(value: Any) -> StructuredOutputs | None:
-    """``value`` with a dict, as it comes from JSON, turned into StructuredOutputs."""
-    if isinstance(value, StructuredOutputs | None):
-        return value
-    expect_type(WHERE, value, Mapping, "StructuredOutputs or a dict")
-    known = [spec.name for spec in fields(StructuredOutputs)]
-    odd = next((name for name in value if name not in known), None)
-    expect(odd is None, f"a name in {WHERE}", odd, f"one of {known}")
-    return StructuredOutputs(**value)
+def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
+    """The rules of a text that ``outputs`` asks for. Raises ValueError."""
+    if outputs.json is not None:
+        return schema_rules(outputs.json, f"{WHERE}.json")
+    if outputs.regex is not None:
+        return regex_rules(outputs.regex)
+    if outputs.choice is not None:
+        return choice_rules(outputs.choice)
+    return lark_rules(outputs.grammar or "")
 
 
 def rules_text(*rules: Mapping[str, Any]) -> str:
