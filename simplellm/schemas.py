@@ -22,7 +22,7 @@ STRING_FORMATS = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
 )
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
-ONE = ("additionalProperties", "items", "additionalItems")
+SINGLE = ("additionalProperties", "items", "additionalItems")
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
@@ -54,7 +54,7 @@ def nesting(value: Any) -> int:
 
 def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     """The schemas right inside one."""
-    for key in ONE:
+    for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
         some = schema.get(key)
