@@ -58,5 +58,5 @@ class Grammars:
         limits = library.LLParserLimits(**LIMITS)
         matcher = library.LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
+            raise GrammarError(matcher.get_error().partition("\n")[0])
         return Grammar(matcher, self.vocab_size)
