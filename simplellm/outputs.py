@@ -15,6 +15,7 @@ class Times:
     """When things happened to a request, by time.monotonic(), in seconds."""
 
     arrival_time: float
+    first_scheduled_time: float | None  # None: it never began
     first_token_time: float | None  # None: there was no token
     finished_time: float | None
     preemptions: int  # how often it gave its pages to others
@@ -149,6 +150,7 @@ class Progress:
         self.prompt, self.index = asked.text, asked.index
         self.arrival = asked.submitted
         self.stop_ids = asked.params.stop_token_ids
+        self.begun: float | None = None
         self.first: float | None = None
         self.finished: float | None = None
         self.cached = self.preemptions = 0
@@ -157,6 +159,7 @@ class Progress:
     def note(self, event: Event, found: str | None) -> None:
         """Take in an event; ``found`` is the stop string that it completed, if any."""
         self.cached, self.preemptions = event.cached_tokens, event.preemptions
+        self.begun = event.begun
         now = event.time or time.monotonic()
         if event.tokens and self.first is None:
             self.first = now
@@ -168,7 +171,8 @@ class Progress:
             self.finished = now
 
     def metrics(self) -> Times:
-        return Times(self.arrival, self.first, self.finished, self.preemptions)
+        times = self.arrival, self.begun, self.first, self.finished
+        return Times(*times, self.preemptions)
 
     def of_text(self) -> dict[str, Any]:
         """Fields of a RequestOutput."""

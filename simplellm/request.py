@@ -56,6 +56,7 @@ class Request:
     rank: tuple[int, ...] = ()  # its place in line: the least goes first
     computed: int = 0  # tokens that the cache holds
     cached: int | None = None  # how many of the prompt it held when the request began
+    begun: float | None = None  # when it was first scheduled, by time.monotonic()
     preemptions: int = 0
     finish_reason: str | None = None
     latest: float | None = None  # when its latest token came
@@ -99,3 +100,4 @@ class Event(NamedTuple):
     # Of the prompt's tokens, if they were asked for: with the first event.
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     preemptions: int = 0  # so far
+    begun: float | None = None  # `Request.begun`

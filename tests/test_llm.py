@@ -342,7 +342,8 @@ def test_outputs_tell_where_they_come_from(llm: LLM) -> None:
         wanted = sum(entry.logprob for entry in output.logprobs)
         assert output.cumulative_logprob == pytest.approx(wanted)
         times = output.metrics
-        assert before < times.arrival_time < times.first_token_time
+        assert before < times.arrival_time < times.first_scheduled_time
+        assert times.first_scheduled_time < times.first_token_time
         assert times.first_token_time < times.finished_time < time.monotonic()
         assert times.preemptions == 0
     assert len(llm.generate([5], params, n=3)) == 3  # the keyword wins
