@@ -214,7 +214,7 @@ def parts_of(
         cut = list(tokens[place : place + count])
         place += count
         over = place >= len(tokens)
-        logprobs = [TokenLogprobs(token, -1.0, ((token, -1.0),)) for token in cut]
+        logprobs = [TokenLogprobs(token, -1.0, ((token, -1.0),), 1) for token in cut]
         end = reason if over else None
         found.append(Event(0, cut, logprobs, end))
     for event in found:
