@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from models import HELLO, SMALL, TOKENIZER, saying, until
-from serving import NAME, STEP, Served, serving, slow
+from serving import NAME, STEP, Served, babbling, serving, slow
 
 from simplellm import LLM, QueueFullError
 from simplellm.server.endpoint import MAX_BODY
@@ -193,6 +193,27 @@ def test_a_streamed_chat(served: Served) -> None:
         assert [d["finish_reason"] for d in deltas if d["finish_reason"]] == ["stop"]
         for name, text in (("reasoning", "Hm."), ("content", "132")):
             assert "".join(d["delta"].get(name, "") for d in deltas) == text
+
+
+def test_each_choice_ends_when_it_ends(served: Served) -> None:
+    llm = served.service.llm
+    first = TOKENIZER.encode(ANSWER, special=True)
+    more = ANSWER.replace("132", "132, " * 30)
+    scripts = first, TOKENIZER.encode(more, special=True)
+    options = {"n": 2, "seed": 4, "stream_options": {"include_usage": True}}
+
+    def babble(seed: int, place: int) -> int:
+        script = scripts[seed != 4]
+        return script[min(place, len(script) - 1)]
+
+    with babbling(llm, babble), slow(llm):
+        *parts, usage = served.events(CHAT, {"messages": HELLO, **options})
+    assert usage["choices"] == [] and usage["usage"]
+    told = [choice for part in parts for choice in part["choices"]]
+    ends = [place for place, choice in enumerate(told) if choice["finish_reason"]]
+    assert [told[place]["index"] for place in ends] == [0, 1]
+    assert len(told) - 1 == ends[1] > ends[0] + 30
+    assert all(choice["index"] == 1 for choice in told[ends[0] + 1 :])
 
 
 def test_tools(served: Served) -> None:

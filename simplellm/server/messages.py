@@ -19,7 +19,7 @@ from simplellm.server.answers import COUNT, object_of
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError, anthropic_form
 from simplellm.server.messages_body import RAW, CountBody, MessageBody
-from simplellm.server.responses_output import item_kind, parts_of
+from simplellm.server.responses_output import item_kind
 
 PING = {"type": "ping"}
 # Nothing is signed, but some clients drop thoughts whose signature is empty.
@@ -135,12 +135,12 @@ class AnthropicMessage(Generation):
     """One turn of the assistant, as blocks."""
 
     ending: ClassVar[bytes] = b""
+    gathers: ClassVar[bool] = True
 
     def __init__(self, call: Call) -> None:
         body: MessageBody = call.body
         self.model = call.service.check_model(body.model)
-        self.door = call.service.llm.door
-        asked = self.door.ask_chat(
+        asked = call.service.llm.door.ask_chat(
             **body.shown(),
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),
@@ -193,11 +193,8 @@ class AnthropicMessage(Generation):
         ]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
-        choice, blocks = outputs[0], Blocks(self.key)
-        for part in parts_of(choice, self.requests[0], self.door.need_tokenizer()):
-            blocks.push(part)
-        blocks.close()
-        return self.object(blocks.done, self.end_of(choice), usage)
+        self.blocks.close()
+        return self.object(self.blocks.done, self.end_of(outputs[0]), usage)
 
     def failure(self, error: APIError) -> dict[str, Any]:
         return anthropic_form(error)

@@ -19,7 +19,7 @@ from simplellm.server.responses_body import (
     check_include,
 )
 from simplellm.server.responses_items import ItemReader, to_harmony
-from simplellm.server.responses_output import Output, output_of
+from simplellm.server.responses_output import Output
 from simplellm.server.responses_store import Kept, ResponseStore, Stored
 from simplellm.streams import Replies
 
@@ -48,6 +48,8 @@ class Response(Generation):
     read the last event may ask for it at once.
     """
 
+    gathers: ClassVar[bool] = True
+
     def __init__(self, call: Call) -> None:
         body: ResponseBody = call.body
         door = call.service.llm.door
@@ -73,8 +75,8 @@ class Response(Generation):
             **params,
         )
         super().__init__([asked], chat=True, stream=body.stream)
-        self.body, self.tokenizer = body, door.need_tokenizer()
-        self.output = Output(self.key, self.tokenizer)
+        self.body = body
+        self.output = Output(self.key, door.need_tokenizer())
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
 
@@ -167,9 +169,7 @@ class Response(Generation):
         return [*events, self.output.event(kind, response=response)]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
-        choice, asked = outputs[0], self.requests[0]
-        self.output = output_of(choice, asked, self.key, self.tokenizer)
-        return self.finish(choice, usage)[0]
+        return self.finish(outputs[0], usage)[0]
 
     def finish(
         self, choice: ChatChoice, usage: Usage
