@@ -124,7 +124,7 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3200, 3200),
     "lines of the package": (13_400, 9000),  # without the server
-    "lines of the server": (4350, 4000),
+    "lines of the server": (4600, 4000),
     "lines of tools/": (5000, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),

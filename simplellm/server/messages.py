@@ -15,7 +15,7 @@ import orjson
 from simplellm.harmony import Delta, render
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
-from simplellm.server.answers import COUNT, object_of
+from simplellm.server import answers
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError, anthropic_form
 from simplellm.server.messages_body import RAW, CountBody, MessageBody
@@ -213,13 +213,14 @@ MESSAGES = [
         path="/v1/messages",
         answer=AnthropicMessage,
         body=MessageBody,
+        result=answers.ANTHROPIC_MESSAGE,
         form=anthropic_form,
         summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
         answer=count_message_tokens,
-        result=object_of(input_tokens=COUNT),
+        result=answers.INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

@@ -10,6 +10,7 @@ from simplellm.config import declared, expect
 from simplellm.harmony import Delta
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import ChatChoice, Usage
+from simplellm.server import answers
 from simplellm.server.bodies import NOT_HERE, Neutral
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError
@@ -299,6 +300,7 @@ RESPONSES = [
         path="/v1/responses",
         answer=Response,
         body=ResponseBody,
+        result=answers.RESPONSE,
         summary="The assistant's next turn, as items.",
     ),
     Endpoint(
@@ -306,17 +308,20 @@ RESPONSES = [
         path=ONE,
         answer=get_response,
         query=ResponseQuery,
+        result=answers.RESPONSE,
         summary="A response that is kept or being written.",
     ),
     Endpoint(
         method="DELETE",
         path=ONE,
         answer=delete_response,
+        result=answers.DELETED,
         summary="Forget a response.",
     ),
     Endpoint(
         path=f"{ONE}/cancel",
         answer=cancel_response,
+        result=answers.RESPONSE,
         summary="End a response that is being written.",
     ),
     Endpoint(
@@ -324,6 +329,7 @@ RESPONSES = [
         path=f"{ONE}/input_items",
         answer=list_items,
         query=ItemsQuery,
+        result=answers.INPUT_ITEMS,
         summary="What the model was asked for a response.",
     ),
 ]
