@@ -26,7 +26,7 @@ from simplellm.scheduler import Work
 from simplellm.server.app import ENDPOINTS, make_app
 from simplellm.server.endpoint import Service
 from simplellm.server.openapi import openapi
-from simplellm.server.serve import DrainingServer
+from simplellm.server.serve import DrainingServer, TimelyConnection
 
 NAME = "tiny"
 STEP = 0.02  # seconds, where steps are slow
@@ -112,6 +112,7 @@ def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]
     service = Service(llm, [NAME, "alias"], **options)
     config = uvicorn.Config(
         make_app(service),
+        http=TimelyConnection,
         port=0,
         log_config=None,
         access_log=False,
