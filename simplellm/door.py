@@ -137,12 +137,9 @@ class Door:
             sampling_params = [sampling_params] * len(every)
         wanted = "SamplingParams or a list of them"
         expect_type("sampling_params", sampling_params, list | tuple, wanted)
-        given, wanted = (
-            len(sampling_params),
-            f"1 for all prompts or {len(every)}, one each",
-        )
-        ok = given == len(every)
-        expect(ok, "the number of sampling_params", given, wanted)
+        given = len(sampling_params)
+        wanted = f"1 for all prompts or {len(every)}, one each"
+        expect(given == len(every), "the number of sampling_params", given, wanted)
         return [
             self.ask(prompt, params, overrides, constrain)
             for prompt, params in zip(every, sampling_params, strict=True)

@@ -110,6 +110,7 @@ class Engine:
             cached_tokens=request.cached or 0,
             prompt_logprobs=scores,
             preemptions=request.preemptions,
+            begun=request.begun,
         )
         self.events.put(event)
 

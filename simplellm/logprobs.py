@@ -15,15 +15,17 @@ from simplellm.transfer import upload
 ROWS = 128  # of a prompt whose logits are there at a time
 
 
-def score(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def score(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
     """Logprobs, by ``logits`` [N, V], of ``tokens`` [N]: float32 [N].
 
-    And the ``count`` likeliest ids with their logprobs [N, M], best first.
+    And their ranks, int64 [N]; and the ``count`` likeliest ids with their logprobs
+    [N, M], best first.
     """
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(min(count, logits.shape[1]), dim=-1)
-    picked = logprobs.gather(1, tokens[:, None].long())[:, 0]
-    return picked, top.indices, top.values
+    picked = logprobs.gather(1, tokens[:, None].long())
+    ranks = 1 + (logprobs > picked).sum(dim=-1)
+    return picked[:, 0], ranks, top.indices, top.values
 
 
 class PromptScores(NamedTuple):
@@ -91,13 +93,13 @@ def token_logprobs(
     found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
     if not scores:
         return found
-    chosen, ids, values = (column.tolist() for column in scores)
+    chosen, ranks, ids, values = (column.tolist() for column in scores)
     rest = zip(*(column.tolist() for column in whole), strict=True)
     for row, count in enumerate(wanted):
         if count is not None:
             some = ids[row][:count], values[row][:count]
             top = tuple(zip(*(next(rest) if count < 0 else some), strict=True))
-            found[row] = [TokenLogprobs(tokens[row], chosen[row], top)]
+            found[row] = [TokenLogprobs(tokens[row], chosen[row], top, ranks[row])]
     return found
 
 
@@ -107,6 +109,6 @@ def prompt_entries(part: PromptScores) -> list[TokenLogprobs]:
     tokens = request.tokens[first : first + len(scores[0])]
     columns = (column.tolist() for column in scores)
     return [
-        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
-        for token, logprob, ids, values in zip(tokens, *columns, strict=True)
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(tokens, *columns, strict=True)
     ]

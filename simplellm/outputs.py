@@ -8,6 +8,8 @@ from typing import Any
 
 from simplellm.harmony import Delta, Message, ToolCall, is_call, to_openai
 from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.sampling_params import MAX_LOGPROBS
+from simplellm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Times:
     """When things happened to a request, by time.monotonic(), in seconds."""
 
     arrival_time: float
+    first_scheduled_time: float | None  # None: it never began
     first_token_time: float | None  # None: there was no token
     finished_time: float | None
     preemptions: int  # how often it gave its pages to others
@@ -145,18 +148,24 @@ class ChatOutput:
 class Progress:
     """What a reply notes of its request beside tokens and text."""
 
-    def __init__(self, asked: Request) -> None:
+    def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
         self.prompt, self.index = asked.text, asked.index
         self.arrival = asked.submitted
         self.stop_ids = asked.params.stop_token_ids
+        self.begun: float | None = None
         self.first: float | None = None
         self.finished: float | None = None
         self.cached = self.preemptions = 0
         self.stop_reason: str | int | None = None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def note(self, event: Event, found: str | None) -> None:
         """Take in an event; ``found`` is the stop string that it completed, if any."""
         self.cached, self.preemptions = event.cached_tokens, event.preemptions
+        self.begun = event.begun
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()
         if event.tokens and self.first is None:
             self.first = now
@@ -167,18 +176,31 @@ class Progress:
         if found is not None or event.finish_reason is not None:
             self.finished = now
 
+    def with_text(self, entries: Sequence[Any]) -> list[Any]:
+        """Log-probabilities, some of them None, with what their tokens are as text.
+
+        Alternatives are left out where they are the whole vocabulary.
+        """
+        if self.tokenizer is None:
+            return [*entries]
+        spell, found = self.tokenizer.token_bytes, []
+        for entry in entries:
+            if entry is not None:
+                some = entry.top if len(entry.top) <= MAX_LOGPROBS else ()
+                texts = [spell(token).decode(errors="replace") for token, _ in some]
+                own = spell(entry.token_id).decode(errors="replace")
+                entry = replace(entry, decoded_token=own, decoded_top=(*texts,))
+            found.append(entry)
+        return found
+
     def metrics(self) -> Times:
-        return Times(self.arrival, self.first, self.finished, self.preemptions)
+        times = self.arrival, self.begun, self.first, self.finished
+        return Times(*times, self.preemptions)
 
     def of_text(self) -> dict[str, Any]:
         """Fields of a RequestOutput."""
-        return {
-            "stop_reason": self.stop_reason,
-            "prompt": self.prompt,
-            "index": self.index,
-            "num_cached_tokens": self.cached,
-            "metrics": self.metrics(),
-        }
+        own = {"prompt": self.prompt, "num_cached_tokens": self.cached}
+        return self.of_chat() | own
 
     def of_chat(self) -> dict[str, Any]:
         """Fields of a ChatChoice."""

@@ -38,8 +38,7 @@ class TextReply:
         wanted = asked.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self.progress = Progress(asked)
+        self.progress = Progress(asked, tokenizer)
         self._params = asked.params
         self._texts: list[str] = []
         self._stops = StopStrings.of(asked.params)
@@ -68,12 +67,10 @@ class TextReply:
                 text += stops.push(self._decoder.flush()) + stops.flush()
         self.finish_reason = "stop" if stops.found else event.finish_reason
         self.progress.note(event, stops.found)
-        scores = None
-        if event.prompt_logprobs is not None:
-            scores = self.prompt_logprobs = [*event.prompt_logprobs]
+        scores = self.progress.prompt_logprobs if event.prompt_logprobs else None
         token_ids, logprobs = list(event.tokens[:count]), None
         if self.logprobs is not None:
-            logprobs = list(event.logprobs or ())[:count]
+            logprobs = self.progress.with_text(event.logprobs or ())[:count]
             self.logprobs += logprobs
         self.token_ids += token_ids
         self._texts.append(text)
@@ -96,7 +93,7 @@ class TextReply:
             finish_reason=self.finish_reason,
             logprobs=None if self.logprobs is None else [*self.logprobs],
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.progress.prompt_logprobs,
             **self.progress.of_text(),
         )
 
@@ -117,7 +114,7 @@ class ChatReply:
         wanted = asked.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
-        self.progress = Progress(asked)
+        self.progress = Progress(asked, tokenizer)
         self._min_tokens = asked.params.min_tokens
         self._parser = HarmonyParser(tokenizer)
         self._ended = 0  # messages
@@ -130,6 +127,9 @@ class ChatReply:
         if self.finish_reason is not None:
             return []
         shown: list[Delta] = []
+        logprobs: list[TokenLogprobs] = []
+        if self.logprobs is not None:
+            logprobs = self.progress.with_text(event.logprobs or ())
         count = len(event.tokens)
         for number, token in enumerate(event.tokens, start=1):
             message = self._parser.message
@@ -138,13 +138,10 @@ class ChatReply:
             if message is not self._parser.message:
                 message = None  # the token is no part of its content
             self.reasoning_tokens += message is not None and is_reasoning(message)
-            if self.logprobs is not None and event.logprobs is not None:
+            if logprobs:
                 new = with_token(new, message, self._parser.num_calls - 1)
-                new[-1] = replace(
-                    new[-1],
-                    token_ids=(token,),
-                    logprobs=(event.logprobs[number - 1],),
-                )
+                entries = (logprobs[number - 1],)
+                new[-1] = replace(new[-1], token_ids=(token,), logprobs=entries)
             shown += new
             if self._stops.found:
                 count = number
@@ -159,7 +156,7 @@ class ChatReply:
             self.finish_reason = "tool_calls"
         self.token_ids += event.tokens[:count]
         if self.logprobs is not None:
-            self.logprobs += (event.logprobs or ())[:count]
+            self.logprobs += logprobs[:count]
         for delta in shown:
             if is_reasoning(delta):
                 self._reasoning.append(delta.text)

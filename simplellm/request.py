@@ -27,6 +27,10 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest (token id, logprob), best first
+    rank: int  # one more than there are likelier tokens
+    # What the tokens are as text, the chosen one and those of ``top``: see `Progress`.
+    decoded_token: str | None = field(default=None, compare=False)
+    decoded_top: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(eq=False)
@@ -54,6 +58,7 @@ class Request:
     rank: tuple[int, ...] = ()  # its place in line: the least goes first
     computed: int = 0  # tokens that the cache holds
     cached: int | None = None  # how many of the prompt it held when the request began
+    begun: float | None = None  # when it was first scheduled, by time.monotonic()
     preemptions: int = 0
     finish_reason: str | None = None
     latest: float | None = None  # when its latest token came
@@ -104,3 +109,4 @@ class Event(NamedTuple):
     # Of the prompt's tokens, if they were asked for: with the first event.
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     preemptions: int = 0  # so far
+    begun: float | None = None  # `Request.begun`

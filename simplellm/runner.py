@@ -239,10 +239,8 @@ class Runner:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
         landing = self.landing[self.turn][: len(requests)]
         landing.copy_(sampled.tokens, non_blocking=True)
-        logprobs: list[Tensor] = []
-        if sampled.logprobs is not None and sampled.top is not None:
-            logprobs = [*map(fetch, (sampled.logprobs, *sampled.top))]
-        whole = [*map(fetch, sampled.whole or ())]
+        logprobs = [*map(fetch, sampled.scores)]
+        whole = [*map(fetch, sampled.whole)]
         scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:

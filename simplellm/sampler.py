@@ -107,12 +107,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One token a row; the other fields are None unless some row asked for logprobs."""
+    """One token a row; the other fields are empty unless a row asked for logprobs."""
 
     tokens: Tensor  # int32 [B]
-    logprobs: Tensor | None = None  # float32 [B], of the chosen tokens
-    top: tuple[Tensor, Tensor] | None = None  # ids and logprobs [B, N], best first
-    whole: tuple[Tensor, Tensor] | None = None  # [W, V] for W rows that want them all
+    scores: Sequence[Tensor] = ()  # what `score` tells of the tokens
+    whole: Sequence[Tensor] = ()  # ids and logprobs [W, V] of W rows that want them all
 
 
 def change(
@@ -169,8 +168,8 @@ def sample(
         counts.add(chosen)
     if columns.logprobs is None:
         return Sampled(chosen)
-    picked, ids, values = score(logits, chosen, columns.logprobs)
-    whole = None
+    scored = score(logits, chosen, columns.logprobs)
+    whole: Sequence[Tensor] = ()
     if (rows := columns.whole) is not None:
-        whole = score(logits[rows], chosen[rows], logits.shape[1])[1:]
-    return Sampled(chosen, picked, (ids, values), whole)
+        whole = score(logits[rows], chosen[rows], logits.shape[1])[2:]
+    return Sampled(chosen, scored, whole)

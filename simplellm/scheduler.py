@@ -7,6 +7,7 @@ its room and computes its tokens again later.
 """
 
 import math
+import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
@@ -159,6 +160,7 @@ class Scheduler:
             ):
                 self.manager.fork(request.number, sibling.number)
                 sibling.computed = sibling.cached = request.computed
+                sibling.begun = request.begun  # that computed what it begins with
                 insort(self.running, sibling, key=by_rank)
             else:
                 insort(self.waiting, sibling, key=by_rank)
@@ -208,7 +210,7 @@ class Scheduler:
             del self.waiting[0]
             insort(self.running, request, key=by_rank)
             if request.cached is None:
-                request.cached = request.computed
+                request.cached, request.begun = request.computed, time.monotonic()
             works.append(self._work(request, length))
             promised += request.missing - length
             budget -= length

@@ -88,6 +88,8 @@ class Bell:
 class Parts:
     """The parts of replies as they come. Closed or dropped, it ends the requests."""
 
+    ends = False  # whether END comes too, behind the last part of each reply
+
     def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
         self.owner, self.delivery = owner, delivery  # the owner stays open meanwhile
         self.inbox = Inbox()
@@ -101,8 +103,8 @@ class Parts:
         for index, parts in self.inbox.take().items():
             ends = [parts.pop()] if is_end(parts[-1]) else []
             self.left -= ends == [END]
-            failures = [] if ends == [END] else ends
-            self.taken += [(index, part) for part in [*join(parts), *failures]]
+            told = [] if ends == [END] and not self.ends else ends
+            self.taken += [(index, part) for part in [*join(parts), *told]]
 
     def next(self) -> tuple[int, Any]:
         """The next part. What went wrong with one reply ends all, and is raised."""

@@ -17,27 +17,59 @@ from typing import Any
 import httpx
 import torch
 import uvicorn
+from jsonschema import Draft202012Validator
 from models import PATIENCE, favor, until
 
 from simplellm import LLM
 from simplellm.request import Request
 from simplellm.scheduler import Work
-from simplellm.server.app import make_app
+from simplellm.server.app import ENDPOINTS, make_app
 from simplellm.server.endpoint import Service
-from simplellm.server.serve import DrainingServer
+from simplellm.server.openapi import openapi
+from simplellm.server.serve import DrainingServer, TimelyConnection
 
 NAME = "tiny"
 STEP = 0.02  # seconds, where steps are slow
 ROOT = Path(__file__).parents[1]
 
 
+class Document:
+    """Holds a server's answers to what its OpenAPI document says of them."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.found = found
+        self.checks: dict[tuple[str, str], Draft202012Validator] = {}
+        self.paths = [
+            (path, re.compile(re.sub(r"\\{[^}]+\\}", "[^/]+", re.escape(path))))
+            for path in found["paths"]
+        ]
+
+    def check(self, response: httpx.Response) -> None:
+        """Of an answer in JSON: it has the schema of its path, method and status."""
+        asked, kind = response.request, response.headers.get("content-type", "")
+        named = [path for path, form in self.paths if form.fullmatch(asked.url.path)]
+        if response.status_code != 200 or kind != "application/json" or not named:
+            return
+        key = asked.method.lower(), named[0]
+        if key not in self.checks:
+            answers = self.found["paths"][named[0]][key[0]]["responses"]["200"]
+            schema = answers["content"]["application/json"]["schema"]
+            self.checks[key] = Draft202012Validator(schema)
+        self.checks[key].validate(json.loads(response.read()))
+
+
 class Served:
-    """A running server: its service, its port, and a client."""
+    """A running server: its service, its port, and a client.
+
+    What it answers is checked against its document.
+    """
 
     def __init__(self, server: DrainingServer, url: str) -> None:
         self.server, self.service = server, server.service
         self.port = int(url.rpartition(":")[2])
         self.client = httpx.Client(base_url=url, timeout=PATIENCE)
+        document = Document(openapi(self.service, ENDPOINTS))
+        self.client.event_hooks = {"response": [document.check]}
 
     def shrink(self) -> None:
         """Let the system hold back little of what connections from now on send."""
@@ -80,6 +112,7 @@ def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]
     service = Service(llm, [NAME, "alias"], **options)
     config = uvicorn.Config(
         make_app(service),
+        http=TimelyConnection,
         port=0,
         log_config=None,
         access_log=False,

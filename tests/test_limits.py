@@ -134,7 +134,7 @@ BOUNDS = {
     # Without the server and what is there for structured output alone.
     "lines of the package": (13_600, 9000),
     "lines of structured output": (700, 700),
-    "lines of the server": (4500, 4000),
+    "lines of the server": (4700, 4000),
     "lines of tools/": (5000, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),

@@ -134,6 +134,11 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     ):
         assert entry.token_id == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        better = sorted(row.tolist(), reverse=True)
+        assert better[entry.rank - 1] == pytest.approx(entry.logprob, abs=1e-4)
+        assert entry.decoded_token == llm.tokenizer.decode([token])
+        tops = [llm.tokenizer.decode([i]) for i, _ in entry.top]
+        assert [*entry.decoded_top] == tops
         best = row.topk(3)
         assert [i for i, _ in entry.top] == best.indices.tolist()
         assert [p for _, p in entry.top] == pytest.approx(
@@ -342,7 +347,8 @@ def test_outputs_tell_where_they_come_from(llm: LLM) -> None:
         wanted = sum(entry.logprob for entry in output.logprobs)
         assert output.cumulative_logprob == pytest.approx(wanted)
         times = output.metrics
-        assert before < times.arrival_time < times.first_token_time
+        assert before < times.arrival_time < times.first_scheduled_time
+        assert times.first_scheduled_time < times.first_token_time
         assert times.first_token_time < times.finished_time < time.monotonic()
         assert times.preemptions == 0
     assert len(llm.generate([5], params, n=3)) == 3  # the keyword wins
@@ -701,6 +707,10 @@ def test_chat_gives_logprobs(llm: LLM) -> None:
         assert [entry.token_id for entry in choice.logprobs] == choice.token_ids
         assert all(len(entry.top) == 2 for entry in choice.logprobs)
         assert all(entry.logprob == entry.top[0][1] for entry in choice.logprobs)
+        assert all(entry.rank == 1 for entry in choice.logprobs)
+        texts = [entry.decoded_token for entry in choice.logprobs]
+        assert "".join(texts) == llm.tokenizer.decode(choice.token_ids)
+        assert texts == [entry.decoded_top[0] for entry in choice.logprobs]
     assert turn.logprobs == turn.choices[0].logprobs
     assert llm.chat(HELLO, max_tokens=5).logprobs is None
 

@@ -45,6 +45,9 @@ def assert_scored(entries: Entries, logits: Tensor, ids: list[int], count: int) 
     for place, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True)):
         assert entry is not None and entry.token_id == token
         assert abs(entry.logprob - wanted[place, token].item()) < TOLERANCE
+        better = wanted[place] > entry.logprob + TOLERANCE
+        near = wanted[place] >= entry.logprob - TOLERANCE
+        assert 1 + better.sum() <= entry.rank <= near.sum()
         assert len(entry.top) == count
         for (token, logprob), value in zip(entry.top, best.values[place], strict=True):
             assert abs(logprob - value.item()) < TOLERANCE
@@ -202,12 +205,14 @@ def test_at_most_so_many_rows_at_once(model: Model) -> None:
         return model.head(rows, logits)
 
     buffer = torch.zeros(ROWS, VOCAB)
-    chosen, ids, values = score_rows(hidden, tokens, 4, head, buffer)
+    chosen, ranks, ids, values = score_rows(hidden, tokens, 4, head, buffer)
     assert seen == {ROWS: 2, 300 - 2 * ROWS: 1} and not buffer.any()
     logits = torch.empty(300, VOCAB)
     model.head(hidden, logits)
     wanted = logits.log_softmax(-1)
     torch.testing.assert_close(chosen, wanted.gather(1, tokens[:, None])[:, 0])
+    better = (wanted > chosen[:, None]).sum(-1)
+    assert torch.equal(ranks, better + 1)
     torch.testing.assert_close(values, wanted.topk(4).values)
     torch.testing.assert_close(wanted.gather(1, ids), values)
 
@@ -309,6 +314,9 @@ def test_all_of_the_vocabulary(llm: LLM) -> None:
                 top = dict(entry.top)
                 assert len(top) == (size if p.logprobs == -1 else p.logprobs)
                 assert abs(entry.logprob - wanted[step, tokens[step]].item()) < 1e-4
+                assert entry.rank == 1
+                spelled = 0 if p.logprobs == -1 else p.logprobs
+                assert len(entry.decoded_top) == spelled
                 values = torch.tensor([*top.values()])
                 torch.testing.assert_close(
                     values, wanted[step, [*top]], atol=1e-4, rtol=0

@@ -42,7 +42,10 @@ def project() -> dict:
 def ranges(project: dict) -> dict[str, Requirement]:
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *(line for e in extras.values() for line in e)]
-    return {name_of(r): r for r in map(Requirement, lines)}
+    found = {name_of(r): r for r in map(Requirement, lines)}
+    own = found.pop(project["name"])  # the course has what the server needs
+    assert own.extras == {"serve"}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,15 @@ def test_the_conda_environment_installs_the_pins(project) -> None:
     )
     assert pip == "pip"
     assert packages == {"pip": ["-r requirements.txt", "-e ."]}
+
+
+def test_the_course_has_what_its_appendix_imports(project) -> None:
+    extras = project["optional-dependencies"]
+    assert "simplellm[serve]" in extras["course"]
+    names = {name_of(Requirement(line)) for line in extras["serve"]}
+    text = (ROOT / "chapters" / "a-serving.md").read_text()
+    imported = {*re.findall(r"^(?:import|from) (\w+)", text, re.MULTILINE)}
+    assert {"orjson", "uvicorn"} <= names & imported
 
 
 def test_the_versions_agree(project) -> None:

@@ -31,7 +31,7 @@ def encoded(text: str) -> list[int]:
 
 
 def logprobs_of(tokens: Sequence[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in tokens]
+    return [TokenLogprobs(token, -0.5, ((token, -0.5),), 1) for token in tokens]
 
 
 def events(

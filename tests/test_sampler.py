@@ -491,10 +491,10 @@ def test_a_mask_weighs_more_than_a_bias_and_changes_no_logprob() -> None:
     assert sampled.tokens.tolist() == [
         logits.masked_fill(~allowed, -99.0).argmax().item()
     ]
-    assert sampled.top is not None
+    *_, top_ids, top_logprobs = sampled.scores
     best = logits.log_softmax(-1).sort(descending=True)
-    assert torch.equal(sampled.top[0], best.indices)
-    torch.testing.assert_close(sampled.top[1], best.values)
+    assert torch.equal(top_ids, best.indices)
+    torch.testing.assert_close(top_logprobs, best.values)
 
 
 def test_draws_under_a_mask_follow_the_distribution() -> None:
@@ -524,16 +524,16 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     ]
     sampled = draw(logits, params)
     wanted = torch.log(torch.softmax(logits.double(), -1))
-    assert sampled.logprobs is not None and sampled.top is not None
-    top_ids, top_logprobs = sampled.top
+    logprobs, ranks, top_ids, top_logprobs = sampled.scores
     picked = wanted.gather(1, sampled.tokens[:, None].long())[:, 0]
-    torch.testing.assert_close(sampled.logprobs.double(), picked, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs.double(), picked, atol=1e-5, rtol=0)
     best = wanted.sort(-1, descending=True)
     assert torch.equal(top_ids, best.indices[:, :3])
+    assert torch.equal(ranks, 1 + (wanted > picked[:, None]).sum(-1))
     torch.testing.assert_close(
         top_logprobs.double(), best.values[:, :3], atol=1e-5, rtol=0
     )
-    assert draw(logits, [SamplingParams(temperature=0)] * 3).logprobs is None
+    assert draw(logits, [SamplingParams(temperature=0)] * 3).scores == ()
 
 
 def test_the_likeliest_token_is_taken_as_it_is_given() -> None:

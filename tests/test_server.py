@@ -2,14 +2,16 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from models import HELLO, SMALL, TOKENIZER, saying, until
-from serving import NAME, Served, serving
+from serving import NAME, STEP, Served, babbling, serving, slow
 
 from simplellm import LLM, QueueFullError
 from simplellm.server.endpoint import MAX_BODY
@@ -193,6 +195,27 @@ def test_a_streamed_chat(served: Served) -> None:
             assert "".join(d["delta"].get(name, "") for d in deltas) == text
 
 
+def test_each_choice_ends_when_it_ends(served: Served) -> None:
+    llm = served.service.llm
+    first = TOKENIZER.encode(ANSWER, special=True)
+    more = ANSWER.replace("132", "132, " * 30)
+    scripts = first, TOKENIZER.encode(more, special=True)
+    options = {"n": 2, "seed": 4, "stream_options": {"include_usage": True}}
+
+    def babble(seed: int, place: int) -> int:
+        script = scripts[seed != 4]
+        return script[min(place, len(script) - 1)]
+
+    with babbling(llm, babble), slow(llm):
+        *parts, usage = served.events(CHAT, {"messages": HELLO, **options})
+    assert usage["choices"] == [] and usage["usage"]
+    told = [choice for part in parts for choice in part["choices"]]
+    ends = [place for place, choice in enumerate(told) if choice["finish_reason"]]
+    assert [told[place]["index"] for place in ends] == [0, 1]
+    assert len(told) - 1 == ends[1] > ends[0] + 30
+    assert all(choice["index"] == 1 for choice in told[ends[0] + 1 :])
+
+
 def test_tools(served: Served) -> None:
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "auto"}
     with said(served, CALL):
@@ -300,6 +323,30 @@ def test_health_and_metrics(served: Served) -> None:
     ):
         assert name in text, name
     assert f'model_name="{NAME}"' in text
+
+
+def test_metrics_tell_where_the_time_of_a_request_went(folder: Path) -> None:
+    """Of three requests one waits until the two before it are over."""
+
+    def spent(text: str, span: str) -> float:
+        name = f"simplellm:request_{span}_time_seconds_sum"
+        (found,) = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        return float(found)
+
+    config = replace(SMALL, max_num_seqs=2)
+    body = {"prompt": [[5, 6]] * 3, "max_tokens": 10, "ignore_eos": True}
+    with LLM(folder, config, device="cpu") as llm, slow(llm), serving(llm) as server:
+        served = server.post(COMPLETE, body)
+        assert served.status_code == 200
+        text = server.client.get("/metrics").text
+    for span in ("queue", "prefill", "decode", "inference"):
+        count = f'simplellm:request_{span}_time_seconds_count{{engine="0"'
+        assert re.search(rf"^{re.escape(count)}.*}} 3.0$", text, re.MULTILINE), text
+    queue, inference = spent(text, "queue"), spent(text, "inference")
+    prefill, decode = spent(text, "prefill"), spent(text, "decode")
+    assert inference == pytest.approx(prefill + decode)
+    assert decode > 3 * 9 * STEP and 3 * STEP < prefill < decode
+    assert 10 * STEP < queue < inference  # the third one's
 
 
 BAD: list[tuple[dict[str, Any], str | None]] = [

@@ -39,7 +39,7 @@ def parts_of(
         tokens = list(ids[start:end])
         logprobs = None
         if params.logprobs is not None:
-            logprobs = [TokenLogprobs(id, -1.0, ()) for id in tokens]
+            logprobs = [TokenLogprobs(id, -1.0, (), 1) for id in tokens]
         reason = "length" if end is None else None
         parts += reply.push(Event(1, tokens, logprobs, reason))
     return reply, parts
@@ -92,7 +92,7 @@ def test_parts_add_up(
 
 @given(TOKENS, st.lists(st.integers(0, 100), max_size=5))
 def test_logprobs_of_parts_add_up(ids: list[int], cuts: list[int]) -> None:
-    entries = [TokenLogprobs(id, -1.0, ((5, float("-inf")),)) for id in ids]
+    entries = [TokenLogprobs(id, -1.0, ((5, float("-inf")),), 1) for id in ids]
     whole = LegacyLogprobs(TOKENIZER).push(ids, entries)
     pieces: dict[str, list[Any]] = {name: [] for name in whole}
     parted = LegacyLogprobs(TOKENIZER)

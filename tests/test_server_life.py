@@ -16,6 +16,7 @@ from models import PATIENCE, SMALL, until
 from serving import Process, Served, events_of, idle, serving, slow
 
 from simplellm import LLM, EngineConfig
+from simplellm.server.serve import TimelyConnection
 
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
@@ -301,3 +302,59 @@ def test_the_fewest_requests_at_once(folder: Path) -> None:
         body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 3, "ignore_eos": True}
         found = served.post(COMPLETE, body).json()
         assert found["usage"]["completion_tokens"] == 12
+
+
+# ---- connections that don't say what they want
+
+ASKED = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"\r\n", ASKED[:10], ASKED[:-2], ASKED + ASKED[:-2]],
+    ids=["nothing", "an empty line", "half a line", "half a head", "and half another"],
+)
+def test_a_head_that_does_not_come(
+    served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """The connection is closed; one on which a request runs for longer is not."""
+    monkeypatch.setattr(TimelyConnection, "seconds", 0.3)
+    llm = served.service.llm
+    address = "127.0.0.1", served.port
+    with (
+        slow(llm),
+        connect(served.port, COMPLETE, LONG | {"max_tokens": 40}) as other,
+        socket.create_connection(address, PATIENCE) as silent,
+    ):
+        silent.sendall(sent)
+        assert everything(silent).count(b"200 OK") == sent.count(ASKED)
+        whole = everything(other)
+    assert b"200 OK" in whole and b'"completion_tokens":40' in whole
+
+
+def test_a_head_that_comes_drop_by_drop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes late doesn't make more time."""
+    monkeypatch.setattr(TimelyConnection, "seconds", 0.3)
+    start = time.monotonic()
+    with (
+        socket.create_connection(("127.0.0.1", served.port), PATIENCE) as slowly,
+        pytest.raises(ConnectionError),
+    ):
+        slowly.sendall(ASKED[:-4])
+        while True:
+            slowly.sendall(b"\r\nx: y")
+            time.sleep(0.05)
+            assert time.monotonic() < start + PATIENCE
+
+
+def test_a_body_that_does_not_come(served: Served) -> None:
+    with serving(served.service.llm, timeout=0.3) as other:
+        head = f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+        head += 'content-type: application/json\r\n\r\n{"prompt": "x"'
+        address = "127.0.0.1", other.port
+        with socket.create_connection(address, PATIENCE) as client:
+            client.sendall(head.encode())
+            answer = everything(client)
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not come within" in answer

@@ -38,7 +38,7 @@ from simplellm.server.bodies import read_body
 from simplellm.server.endpoint import Call, Service
 from simplellm.server.errors import APIError
 from simplellm.server.responses_body import ResponseBody
-from simplellm.server.responses_output import Output, output_of
+from simplellm.server.responses_output import Output
 from simplellm.server.responses_store import Kept, ResponseStore
 
 PATH = "/v1/responses"
@@ -214,7 +214,7 @@ def parts_of(
         cut = list(tokens[place : place + count])
         place += count
         over = place >= len(tokens)
-        logprobs = [TokenLogprobs(token, -1.0, ((token, -1.0),)) for token in cut]
+        logprobs = [TokenLogprobs(token, -1.0, ((token, -1.0),), 1) for token in cut]
         end = reason if over else None
         found.append(Event(0, cut, logprobs, end))
     for event in found:
@@ -240,11 +240,12 @@ def test_events_add_up_however_parts_are_cut(
     reply, output = ChatReply(request, TOKENIZER), Output("k", TOKENIZER)
     parts = parts_of(reply, tokens, reason, random.Random(seed))
     events = [event for part in parts for event in output.push(part)]
-    choice = reply.output()
+    choice, whole = reply.output(), Output("k", TOKENIZER)
     events += output.close("completed" if reason == "stop" else "incomplete")
     items = rebuilt(events)
     assert items == output.items()
-    whole = output_of(choice, request, "k", TOKENIZER)
+    for part in merge(parts):
+        whole.push(part)
     whole.close("completed" if reason == "stop" else "incomplete")
     assert whole.items() == items
     if not stop and reason is not None:

@@ -10,8 +10,8 @@ from models import HELLO, SMALL, TOKENIZER, saying
 from serving import Served, serving
 
 from simplellm import LLM
-from simplellm import door as door_module
 from simplellm.request import Request
+from simplellm.vocabulary import Grammars
 
 pytest.importorskip("llguidance")
 
@@ -151,14 +151,14 @@ def test_compiling_holds_up_nobody(
 ) -> None:
     """One grammar takes as long as it likes; another request is answered meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
-    compile = door_module.compile_grammar
+    compile = Grammars.compile
 
     def slowly(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
         return compile(*arguments)
 
-    monkeypatch.setattr(door_module, "compile_grammar", slowly)
+    monkeypatch.setattr(Grammars, "compile", slowly)
     answers = []
     body = PATHS["/v1/completions"] | {"structured_outputs": {"regex": "[a-c]{7}"}}
     ask = threading.Thread(

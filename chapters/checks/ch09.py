@@ -536,8 +536,8 @@ def check_TextReply_push(candidate):
     )
     one, two, rest = (tokenizer.encode(text) for text in ("So ST", "OP", " and on"))
     answer = reply(stop="STOP", logprobs=0)
-    values = [TokenLogprobs(token, -1.0, ()) for token in (*two, *rest)]
-    first = [TokenLogprobs(token, -1.0, ()) for token in one]
+    values = [TokenLogprobs(token, -1.0, (), 1) for token in (*two, *rest)]
+    first = [TokenLogprobs(token, -1.0, (), 1) for token in one]
     parts = answer.push(Event(0, one, first))
     parts += answer.push(Event(0, [*two, *rest], values, "length"))
     assert "".join(part.text for part in parts) == "So ", (

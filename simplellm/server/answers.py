@@ -6,6 +6,8 @@ Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 LOGPROB: Schema = {"type": "number", "maximum": 0}
 
@@ -18,7 +20,7 @@ def or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def one(*values: str | None) -> Schema:
+def one(*values: str | bool | None) -> Schema:
     return {"enum": [*values]}
 
 
@@ -73,6 +75,7 @@ CALL = object_of(
     function=object_of(name=TEXT, arguments=TEXT),
 )
 SPELLED = {"token": TEXT, "logprob": LOGPROB, "bytes": list_of(COUNT)}
+TOKEN_LOGPROBS = object_of(**SPELLED, top_logprobs=list_of(object_of(**SPELLED)))
 CHAT = object_of(
     {"prompt_token_ids": IDS},
     id=TEXT,
@@ -90,12 +93,7 @@ CHAT = object_of(
                 refusal={"type": "null"},
             ),
             logprobs=or_null(
-                object_of(
-                    content=list_of(
-                        object_of(**SPELLED, top_logprobs=list_of(object_of(**SPELLED)))
-                    ),
-                    refusal={"type": "null"},
-                )
+                object_of(content=list_of(TOKEN_LOGPROBS), refusal={"type": "null"})
             ),
             finish_reason=one("stop", "length", "tool_calls"),
             stop_reason=STOP_REASON,
@@ -117,3 +115,139 @@ TOKEN_LIST = object_of(
 )
 PROMPT = object_of(prompt=TEXT)
 HEALTH = object_of(status=one("ok"))
+
+# /v1/responses
+
+EMPTY = {"type": "array", "maxItems": 0}
+PHASE = one("commentary", "final_answer")
+STATUS = one("in_progress", "completed", "incomplete", "failed", "cancelled")
+
+
+def any_of(*schemas: Schema) -> Schema:
+    return {"anyOf": [*schemas]}
+
+
+def item_of(
+    kind: str, optional: dict[str, Schema] | None = None, **needed: Schema
+) -> Schema:
+    """An item of a response's input or output."""
+    status = one("in_progress", "completed", "incomplete")
+    return object_of(optional, id=TEXT, type=one(kind), status=status, **needed)
+
+
+OUTPUT_TEXT = object_of(
+    type=one("output_text"),
+    text=TEXT,
+    annotations=EMPTY,
+    logprobs=list_of(TOKEN_LOGPROBS),
+)
+ASSISTANT = {"role": one("assistant"), "content": list_of(OUTPUT_TEXT)}
+REASONING = item_of(
+    "reasoning",
+    summary=EMPTY,
+    content=list_of(object_of(type=one("reasoning_text"), text=TEXT)),
+)
+FUNCTION_CALL = item_of("function_call", call_id=TEXT, name=TEXT, arguments=TEXT)
+OUTPUT_ITEM = any_of(
+    item_of("message", **ASSISTANT, phase=PHASE), REASONING, FUNCTION_CALL
+)
+INPUT_ITEM = any_of(
+    item_of(
+        "message",
+        role=one("user", "system", "developer"),
+        content=list_of(object_of(type=one("input_text"), text=TEXT)),
+    ),
+    item_of("message", {"phase": PHASE}, **ASSISTANT),
+    REASONING,
+    FUNCTION_CALL,
+    item_of("function_call_output", call_id=TEXT, output=TEXT),
+)
+INPUT_ITEMS = object_of(
+    object=one("list"),
+    data=list_of(INPUT_ITEM),
+    first_id=TEXT,
+    last_id=TEXT,
+    has_more=FLAG,
+)
+FUNCTION = object_of(
+    type=one("function"), name=TEXT, description={}, parameters={}, strict=one(False)
+)
+RESPONSE = object_of(
+    id=TEXT,
+    object=one("response"),
+    created_at=COUNT,
+    completed_at=or_null(COUNT),
+    status=STATUS,
+    error=or_null(object_of(code=one("server_error"), message=TEXT)),
+    incomplete_details=or_null(object_of(reason=one("max_output_tokens"))),
+    model=TEXT,
+    output=list_of(OUTPUT_ITEM),
+    usage=or_null(
+        object_of(
+            input_tokens=COUNT,
+            input_tokens_details=object_of(
+                cached_tokens=COUNT, cache_write_tokens=COUNT
+            ),
+            output_tokens=COUNT,
+            output_tokens_details=object_of(reasoning_tokens=COUNT),
+            total_tokens=COUNT,
+        )
+    ),
+    instructions=TEXT_OR_NULL,
+    previous_response_id=TEXT_OR_NULL,
+    store=FLAG,
+    background=one(False),
+    tools=list_of(FUNCTION),
+    tool_choice=one("auto", "none"),
+    parallel_tool_calls=FLAG,
+    max_tool_calls=or_null(COUNT),
+    reasoning=object_of(effort=one("low", "medium", "high"), summary={"type": "null"}),
+    text=object_of(
+        format=object_of(type=one("text")),
+        verbosity=one("medium"),
+    ),
+    max_output_tokens=or_null(COUNT),
+    temperature=NUMBER,
+    top_p=NUMBER,
+    presence_penalty=NUMBER,
+    frequency_penalty=NUMBER,
+    top_logprobs=COUNT,
+    truncation=one("disabled"),
+    service_tier=one("default"),
+    metadata={"type": "object", "additionalProperties": TEXT},
+    user=TEXT_OR_NULL,
+    safety_identifier=TEXT_OR_NULL,
+    prompt_cache_key=TEXT_OR_NULL,
+)
+DELETED = object_of(id=TEXT, object=one("response"), deleted=one(True))
+
+# /v1/messages
+
+BLOCK = any_of(
+    object_of(type=one("text"), text=TEXT),
+    object_of(type=one("thinking"), thinking=TEXT, signature=TEXT),
+    object_of(type=one("tool_use"), id=TEXT, name=TEXT, input={"type": "object"}),
+)
+ANTHROPIC_MESSAGE = object_of(
+    id=TEXT,
+    type=one("message"),
+    role=one("assistant"),
+    model=TEXT,
+    content=list_of(BLOCK),
+    stop_reason=one(
+        "end_turn",
+        "tool_use",
+        "max_tokens",
+        "stop_sequence",
+        "model_context_window_exceeded",
+    ),
+    stop_sequence=TEXT_OR_NULL,
+    usage=object_of(
+        input_tokens=COUNT,
+        cache_creation_input_tokens=COUNT,
+        cache_read_input_tokens=COUNT,
+        output_tokens=COUNT,
+        output_tokens_details=object_of(thinking_tokens=COUNT),
+    ),
+)
+INPUT_TOKENS = object_of(input_tokens=COUNT)

@@ -160,14 +160,16 @@ class Chat(Generation):
         told = delta or part.token_ids
         return [self.event(index, delta, part)] if told else []
 
+    def ended(self, index: int, output: ChatChoice) -> list[dict[str, Any]]:
+        if output.finish_reason == "abort":  # the server ends, and the stream says so
+            return []
+        return [self.event(index, {}, end=output)]
+
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
-        events = [
-            self.event(index, {}, end=output) for index, output in enumerate(outputs)
-        ]
-        if self.body.include_usage:
-            end = self.object("chat.completion.chunk", [])
-            events.append(end | {"usage": usage_fields(usage)})
-        return events
+        if not self.body.include_usage:
+            return []
+        end = self.object("chat.completion.chunk", [])
+        return [end | {"usage": usage_fields(usage)}]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
         choices = []

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from simplellm.llm import LLM
 from simplellm.outputs import Usage
+from simplellm.reader import END
 from simplellm.request import Request
 from simplellm.server import sse
 from simplellm.server.bodies import (
@@ -111,10 +112,13 @@ class Generation:
 
     A reply has an index, prompt by prompt, and comes in parts: RequestOutput, or Delta
     where ``chat``. The methods do nothing but make data, so that a stream can be
-    compared with the whole. ``first``, ``part`` and ``last`` are called in this order.
+    compared with the whole. ``first``, ``part`` and ``last`` are called in this order,
+    and `ended` behind the last part of a reply.
     """
 
     ending: ClassVar[bytes] = sse.DONE  # of a stream
+    # Whether `whole` is made of what `part` has kept. Others can wait for the end.
+    gathers: ClassVar[bool] = False
 
     def __init__(
         self, requests: list[Request], *, n: int = 1, chat: bool, stream: bool
@@ -135,6 +139,10 @@ class Generation:
     def part(self, index: int, part: Any) -> list[dict[str, Any]]:
         """Events for a part of reply ``index``."""
         raise NotImplementedError
+
+    def ended(self, index: int, output: Any) -> list[dict[str, Any]]:
+        """Events once reply ``index`` is over; ``output`` is all of it."""
+        return []
 
     def last(self, outputs: Sequence[Any], usage: Usage) -> list[dict[str, Any]]:
         """Events at the end; ``outputs`` are the whole replies, by index."""
@@ -330,17 +338,22 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    replies.ends = answer.stream
     numbers = [reader.request.number for reader in replies.readers]
     call.service.calls |= dict.fromkeys(numbers, call.id)
     try:
         answer.begin(replies)
         waiting = answer.first()
-        if not answer.stream:
+        if not (answer.stream or answer.gathers):
             await replies.finish()
         async for index, part in replies:
-            watch.part(index)
-            waiting += answer.part(index, part)
-            if waiting:
+            if part is END:
+                waiting += answer.ended(index, replies.readers[index].reply.output())
+            else:
+                waiting += answer.part(index, part)
+                if answer.stream:
+                    watch.part(index)
+            if waiting and answer.stream:
                 yield b"".join(map(sse.event, waiting))
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()

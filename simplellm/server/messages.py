@@ -16,11 +16,11 @@ from simplellm.chat_options import Format
 from simplellm.harmony import Delta, render
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
-from simplellm.server.answers import COUNT, object_of
+from simplellm.server import answers
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError, anthropic_form
 from simplellm.server.messages_body import RAW, CountBody, MessageBody
-from simplellm.server.responses_output import item_kind, parts_of
+from simplellm.server.responses_output import item_kind
 
 PING = {"type": "ping"}
 # Nothing is signed, but some clients drop thoughts whose signature is empty.
@@ -136,13 +136,13 @@ class AnthropicMessage(Generation):
     """One turn of the assistant, as blocks."""
 
     ending: ClassVar[bytes] = b""
+    gathers: ClassVar[bool] = True
 
     def __init__(self, call: Call) -> None:
         body: MessageBody = call.body
         self.model = call.service.check_model(body.model)
-        self.door = call.service.llm.door
         choice = body.tool_choice
-        asked = self.door.ask_chat(
+        asked = call.service.llm.door.ask_chat(
             **body.shown(),
             tool_choice=None if choice is None else choice.as_openai,
             response_format=Format(body.format.rules),  # its text is shown
@@ -197,11 +197,8 @@ class AnthropicMessage(Generation):
         ]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
-        choice, blocks = outputs[0], Blocks(self.key)
-        for part in parts_of(choice, self.requests[0], self.door.need_tokenizer()):
-            blocks.push(part)
-        blocks.close()
-        return self.object(blocks.done, self.end_of(choice), usage)
+        self.blocks.close()
+        return self.object(self.blocks.done, self.end_of(outputs[0]), usage)
 
     def failure(self, error: APIError) -> dict[str, Any]:
         return anthropic_form(error)
@@ -220,13 +217,14 @@ MESSAGES = [
         path="/v1/messages",
         answer=AnthropicMessage,
         body=MessageBody,
+        result=answers.ANTHROPIC_MESSAGE,
         form=anthropic_form,
         summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
     Endpoint(
         path="/v1/messages/count_tokens",
         answer=count_message_tokens,
-        result=object_of(input_tokens=COUNT),
+        result=answers.INPUT_TOKENS,
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from simplellm.llm import LLM
-from simplellm.outputs import ChatChoice, RequestOutput, Usage
+from simplellm.outputs import ChatChoice, RequestOutput, Times, Usage
 from simplellm.request import EngineError, Request
 
 PREFIX = "simplellm:"
@@ -34,6 +34,10 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     ),
     "inter_token_latency_seconds": ("Between parts of a stream.", BETWEEN_PARTS),
     "e2e_request_latency_seconds": ("Until a request is answered.", WHOLE_ANSWER),
+    "request_queue_time_seconds": ("A sample's time in line.", WHOLE_ANSWER),
+    "request_prefill_time_seconds": ("From there to its first token.", WHOLE_ANSWER),
+    "request_decode_time_seconds": ("From there to its last one.", WHOLE_ANSWER),
+    "request_inference_time_seconds": ("Both of these together.", WHOLE_ANSWER),
     "request_prompt_tokens": ("Tokens of a request's prompts.", TOKENS),
     "request_generation_tokens": ("Tokens of a request's answer.", TOKENS),
     "request_params_max_tokens": ("max_tokens of a request.", TOKENS),
@@ -59,18 +63,31 @@ class Watch:
     def done(self, outputs: Sequence[RequestOutput | ChatChoice], usage: Usage) -> None:
         """All replies are whole."""
         for output in outputs:
-            if (found := output.metrics) is None or found.first_token_time is None:
-                continue
-            waited = found.first_token_time - found.arrival_time
-            self.times["time_to_first_token_seconds"].observe(waited)
-            later = len(output.token_ids) - 1
-            if later and found.finished_time is not None:
-                each = (found.finished_time - found.first_token_time) / later
-                self.times["request_time_per_output_token_seconds"].observe(each)
+            if output.metrics is not None:
+                self.observe(output.metrics, len(output.token_ids))
         seconds = time.monotonic() - self.start
         self.times["e2e_request_latency_seconds"].observe(seconds)
         self.times["request_prompt_tokens"].observe(usage.prompt_tokens)
         self.times["request_generation_tokens"].observe(usage.completion_tokens)
+
+    def observe(self, times: Times, count: int) -> None:
+        """A sample of ``count`` tokens took these ``times``."""
+        came, begun = times.arrival_time, times.first_scheduled_time
+        first, last = times.first_token_time, times.finished_time
+        if begun is None or first is None or last is None:
+            return
+        spans = {
+            "time_to_first_token_seconds": first - came,
+            "request_queue_time_seconds": begun - came,
+            "request_prefill_time_seconds": first - begun,
+            "request_decode_time_seconds": last - first,
+            "request_inference_time_seconds": last - begun,
+        }
+        if count > 1:
+            each = (last - first) / (count - 1)
+            spans["request_time_per_output_token_seconds"] = each
+        for name, seconds in spans.items():
+            self.times[name].observe(seconds)
 
 
 class ServerMetrics:

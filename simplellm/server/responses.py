@@ -10,6 +10,7 @@ from simplellm.config import declared, expect
 from simplellm.harmony import Delta
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import ChatChoice, Usage
+from simplellm.server import answers
 from simplellm.server.bodies import NOT_HERE, Neutral
 from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError
@@ -19,7 +20,7 @@ from simplellm.server.responses_body import (
     check_include,
 )
 from simplellm.server.responses_items import ItemReader, to_harmony
-from simplellm.server.responses_output import Output, output_of
+from simplellm.server.responses_output import Output
 from simplellm.server.responses_store import Kept, ResponseStore, Stored
 from simplellm.streams import Replies
 
@@ -48,6 +49,8 @@ class Response(Generation):
     read the last event may ask for it at once.
     """
 
+    gathers: ClassVar[bool] = True
+
     def __init__(self, call: Call) -> None:
         body: ResponseBody = call.body
         door = call.service.llm.door
@@ -75,8 +78,8 @@ class Response(Generation):
             **params,
         )
         super().__init__([asked], chat=True, stream=body.stream)
-        self.body, self.tokenizer = body, door.need_tokenizer()
-        self.output = Output(self.key, self.tokenizer)
+        self.body = body
+        self.output = Output(self.key, door.need_tokenizer())
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
 
@@ -169,9 +172,7 @@ class Response(Generation):
         return [*events, self.output.event(kind, response=response)]
 
     def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
-        choice, asked = outputs[0], self.requests[0]
-        self.output = output_of(choice, asked, self.key, self.tokenizer)
-        return self.finish(choice, usage)[0]
+        return self.finish(outputs[0], usage)[0]
 
     def finish(
         self, choice: ChatChoice, usage: Usage
@@ -303,6 +304,7 @@ RESPONSES = [
         path="/v1/responses",
         answer=Response,
         body=ResponseBody,
+        result=answers.RESPONSE,
         summary="The assistant's next turn, as items.",
     ),
     Endpoint(
@@ -310,17 +312,20 @@ RESPONSES = [
         path=ONE,
         answer=get_response,
         query=ResponseQuery,
+        result=answers.RESPONSE,
         summary="A response that is kept or being written.",
     ),
     Endpoint(
         method="DELETE",
         path=ONE,
         answer=delete_response,
+        result=answers.DELETED,
         summary="Forget a response.",
     ),
     Endpoint(
         path=f"{ONE}/cancel",
         answer=cancel_response,
+        result=answers.RESPONSE,
         summary="End a response that is being written.",
     ),
     Endpoint(
@@ -328,6 +333,7 @@ RESPONSES = [
         path=f"{ONE}/input_items",
         answer=list_items,
         query=ItemsQuery,
+        result=answers.INPUT_ITEMS,
         summary="What the model was asked for a response.",
     ),
 ]

@@ -8,9 +8,8 @@ from typing import Any
 
 from simplellm.harmony import Delta
 from simplellm.harmony.openai import function_name
-from simplellm.outputs import ChatChoice, merge
-from simplellm.reply import ChatReply, is_reasoning
-from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.outputs import is_reasoning
+from simplellm.request import TokenLogprobs
 from simplellm.server.logprobs import chat_logprobs
 from simplellm.server.responses_items import (
     PREFIXES,
@@ -164,19 +163,3 @@ class Output:
         if self.kind is not None and self.kind[0] != "function_call":
             place["content_index"] = 0  # items have one part
         return self.event(f"response.{type}", **place, **fields)
-
-
-def parts_of(choice: ChatChoice, asked: Request, tokenizer: Tokenizer) -> list[Delta]:
-    """The parts of a whole turn, in their order, read from its tokens again."""
-    event = Event(0, choice.token_ids, choice.logprobs, choice.finish_reason)
-    return merge(ChatReply(asked, tokenizer).push(event))
-
-
-def output_of(
-    choice: ChatChoice, asked: Request, key: str, tokenizer: Tokenizer
-) -> Output:
-    """The output that the parts of a whole turn make."""
-    output = Output(key, tokenizer)
-    for part in parts_of(choice, asked, tokenizer):
-        output.push(part)
-    return output

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from simplellm.config import expect
 from simplellm.llm import LLM
@@ -21,6 +22,8 @@ from simplellm.server.endpoint import LOGGER, Service
 
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
+# Seconds that a connection has to bring a request's line and headers.
+HEAD_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,43 @@ class Options:
 
     def __post_init__(self) -> None:
         expect(self.key != "", "the API key", self.key, "one that is not empty")
+
+
+class TimelyConnection(HttpToolsProtocol):
+    """A connection that is closed unless the head of a request comes in time.
+
+    Uvicorn's own limit is one between requests: it begins with the end of an answer and
+    ends with any byte, so that a connection could stay silent from the beginning, or in
+    the middle of a head, forever. A body's time is the endpoint's concern.
+    """
+
+    seconds: float = HEAD_SECONDS
+    timer: asyncio.TimerHandle | None = None  # while a head is to come
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.stop_watching()
+        super().connection_lost(exc)
+
+    def watch(self) -> None:
+        """Begin to wait for a head, or stop if a request is there."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.stop_watching()
+        elif self.timer is None:
+            close = self.timeout_keep_alive_handler
+            self.timer = self.loop.call_later(self.seconds, close)
+
+    def stop_watching(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -133,6 +173,7 @@ def serve(
     )
     config = uvicorn.Config(
         make_app(service),
+        http=TimelyConnection,
         log_config=None,
         access_log=False,  # ours has the tokens too
         lifespan="off",
