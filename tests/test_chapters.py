@@ -256,6 +256,12 @@ def test_code_fits_the_page(text: str) -> None:
 
 
 @every_chapter
+def test_no_line_of_a_paragraph_begins_a_list_by_chance(text: str) -> None:
+    """Markdown takes "second" and "1. Then" on the next line for a list."""
+    assert re.findall(r"^(?![-*>#| ]|\d+\.).+\n(1[.)] .*)", prose(text), re.M) == []
+
+
+@every_chapter
 def test_no_path_of_a_machine(text: str) -> None:
     assert not MACHINE_PATH.search(text)
 
