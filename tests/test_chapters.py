@@ -257,8 +257,11 @@ def test_code_fits_the_page(text: str) -> None:
 
 @every_chapter
 def test_no_line_of_a_paragraph_begins_a_list_by_chance(text: str) -> None:
-    """Markdown takes "second" and "1. Then" on the next line for a list."""
-    assert re.findall(r"^(?![-*>#| ]|\d+\.).+\n(1[.)] .*)", prose(text), re.M) == []
+    """JupyterLab takes "in" and "2025. Then" on the next line for a list."""
+    for paragraph in re.split(r"\n\s*\n", prose(text)):
+        numbers = re.findall(r"^ *(\d+)[.)] ", paragraph, re.MULTILINE)
+        assert numbers == [str(1 + n) for n in range(len(numbers))], paragraph
+        assert not numbers or re.match(r"\s*1[.)] ", paragraph), paragraph
 
 
 @every_chapter
