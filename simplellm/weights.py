@@ -79,8 +79,8 @@ class MXFP4:
         Exact in bfloat16 and float32, except that scales 253 and 254 overflow to
         infinity where the element is too large for them, and 255 gives NaN.
         """
-        # bfloat16 and float32 hold every product exactly, and a pair of either is one
-        # integer wide, so that one lookup per byte moves two elements.
+        # Unless it overflows, bfloat16 and float32 hold a product exactly. A pair of
+        # either is one integer wide, so that one lookup per byte moves two elements.
         work = dtype if dtype == torch.bfloat16 else torch.float32
         wide = torch.int32 if dtype == torch.bfloat16 else torch.int64
         table = PAIRS.to(self.blocks.device, work).view(wide).flatten()  # [256]

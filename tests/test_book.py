@@ -158,6 +158,15 @@ def test_hidden_code_is_folded_and_its_output_is_not():
     assert [made.index(part) for part in order] == sorted(map(made.index, order))
 
 
+def test_folded_code_is_called_by_what_it_defines():
+    defining = HIDDEN.replace(
+        "plot()", "class A:\n    def b(self): ...\n\ndef plot(): ..."
+    )
+    made = page.make("01-x", defining, [[]]).markdown
+    assert "<summary>Code: <code>A</code>, <code>plot</code></summary>" in made
+    assert "<summary>Code</summary>" in page.make("01-x", HIDDEN, [[]]).markdown
+
+
 def test_hidden_code_is_folded_once():
     """The chapter may have folded it, which a notebook does not see."""
     kept = "<details><summary>The version we keep</summary>\n\n{}\n\n</details>\n"

@@ -256,6 +256,15 @@ def test_code_fits_the_page(text: str) -> None:
 
 
 @every_chapter
+def test_no_line_of_a_paragraph_begins_a_list_by_chance(text: str) -> None:
+    """JupyterLab takes "in" and "2025. Then" on the next line for a list."""
+    for paragraph in re.split(r"\n\s*\n", prose(text)):
+        numbers = re.findall(r"^ *(\d+)[.)] ", paragraph, re.MULTILINE)
+        assert numbers == [str(1 + n) for n in range(len(numbers))], paragraph
+        assert not numbers or re.match(r"\s*1[.)] ", paragraph), paragraph
+
+
+@every_chapter
 def test_no_path_of_a_machine(text: str) -> None:
     assert not MACHINE_PATH.search(text)
 

@@ -27,15 +27,13 @@ def a_file(entries: dict, data: bytes, padding: int = 0) -> bytes:
 
 def check_read_header(candidate):
     """Headers written by hand, and a mapping of which only the header may be read."""
+    names = [f"Gewicht {n} für Schicht {n}" for n in range(4)] + ["_scale", "__w__"]
     entries = {
-        f"Gewicht {n} für Schicht {n}": {
-            "dtype": "U8",
-            "shape": [2],
-            "data_offsets": [2 * n, 2 * n + 2],
-        }
-        for n in range(5)
+        name: {"dtype": "U8", "shape": [2], "data_offsets": [2 * n, 2 * n + 2]}
+        for n, name in enumerate(names)
     }
-    raw = a_file({"__metadata__": {"format": "pt"}, **entries}, bytes(range(10)), 3)
+    size = 2 * len(names)
+    raw = a_file({"__metadata__": {"format": "pt"}, **entries}, bytes(range(size)), 3)
     try:
         header, start = candidate(raw)
     except (json.JSONDecodeError, UnicodeDecodeError, struct.error) as error:
@@ -47,15 +45,20 @@ def check_read_header(candidate):
     assert "__metadata__" not in header, (
         "the entry __metadata__ is text about the file and no tensor; leave it out"
     )
+    for name in names[4:]:
+        assert name in header, (
+            f"the tensor {name} is missing; only __metadata__ is no tensor, and others "
+            "may begin with _ too"
+        )
     assert dict(header) == entries, (
         f"the header has {len(entries)} tensors with what JSON says of each; yours has "
         f"{len(header)} entries, the first {next(iter(header.items()), None)}"
     )
-    assert start == len(raw) - 10, (
-        f"the data begins at byte {len(raw) - 10}, behind the 8 bytes of the length "
+    assert start == len(raw) - size, (
+        f"the data begins at byte {len(raw) - size}, behind the 8 bytes of the length "
         f"and the whole header with its padding; yours begins at {start}"
     )
-    plain, _ = candidate(a_file(entries, bytes(10)))
+    plain, _ = candidate(a_file(entries, bytes(size)))
     assert dict(plain) == entries, "a file without __metadata__ is as good"
     mapped = mmap.mmap(-1, 2**26)  # as if of a file of 64 MiB
     mapped[: len(raw)] = raw

@@ -32,6 +32,12 @@ def keeps_the_metadata(data):
     return json.loads(data[8 : 8 + length]), 8 + length
 
 
+@wrong("read_header", "only __metadata__")
+def drops_all_that_begin_with_an_underscore(data):
+    header, start = read_header(data)
+    return {name: each for name, each in header.items() if name[0] != "_"}, start
+
+
 @wrong("read_header", "no more")
 def reads_on_into_the_data(data):
     return json.loads(data[8:]), 8

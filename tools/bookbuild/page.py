@@ -33,6 +33,7 @@ DIRECTIVE_LINE = re.compile(r"^[ \t>]*#\|.*\n?", re.MULTILINE)
 # ln, max, softmax: a name of several letters, and what follows if it opens a bracket.
 FUNCTION = re.compile(r"<(m[io])>([A-Za-z]{2,})</\1>(?P<call><mo[^>]*>&#x00028;)?")
 DETAILS = re.compile(r"<details\b")
+DEFINED = re.compile(r"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
 
@@ -66,7 +67,7 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
         hidden = cell.metadata.get("jupyter", {}).get("source_hidden", False)
         fold = hidden and not depth
         if fold:
-            blocks.append("<details><summary>Code</summary>")
+            blocks.append(f"<details><summary>{label(cell.source)}</summary>")
         directives = [line.split() for line in DIRECTIVE_LINE.findall(cell.source)]
         for words in directives:
             if words[1:2] == ["default_exp"]:
@@ -88,6 +89,12 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
 
 def without_directives(code: str) -> str:
     return DIRECTIVE_LINE.sub("", code).strip("\n")
+
+
+def label(code: str) -> str:
+    """What a folded cell is called: by the functions and classes that it defines."""
+    names = [f"<code>{name}</code>" for name in DEFINED.findall(code)]
+    return f"Code: {', '.join(names)}" if names else "Code"
 
 
 def fenced(text: str, language: str) -> str:
