@@ -19,6 +19,8 @@ from simplellm.results import usage
 Part = TypeVar("Part")
 MANY = 64  # parts of a reply that wait as they came
 LONG = 4096  # characters and tokens of a part that takes in no more
+# Seconds without wake-ups for each reader that was woken, several times what it needs.
+REST = 0.2e-3
 
 
 def is_end(part: object) -> bool:
@@ -62,27 +64,37 @@ class Inbox:
 
 
 class Bell:
-    """Wakes an event loop from another thread, once for all that rings meanwhile."""
+    """Wakes an event loop from another thread, once for all that rings meanwhile.
+
+    Readers that are awake hold Python's lock, which the engine needs for its steps. So
+    the loop is left alone afterwards, the longer the more readers it has woken. What
+    comes meanwhile merges, and a reader needs no longer for it than for one part.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.rung: dict[asyncio.Event, None] = {}
         self.pending = False  # a call of `answer`, which will see to all in `rung`
+        self.lock = threading.Lock()
 
     def ring(self, event: asyncio.Event) -> None:
         """Set ``event``, soon, in the loop. RuntimeError if that is closed."""
-        self.rung[event] = None
-        if self.pending and not self.loop.is_closed():
-            return
-        self.pending = True
+        with self.lock:
+            self.rung[event] = None
+            if self.pending and not self.loop.is_closed():
+                return
+            self.pending = True
         self.loop.call_soon_threadsafe(self.answer)
 
     def answer(self) -> None:
-        """In the loop: set what was rung."""
-        self.pending = False  # first: who rings from now on gets another call
-        while self.rung:
-            event, _ = self.rung.popitem()
+        """In the loop: set what was rung, and look again after a rest."""
+        with self.lock:
+            rung, self.rung = self.rung, {}
+            self.pending = bool(rung)
+        for event in rung:
             event.set()
+        if rung:
+            self.loop.call_later(REST * len(rung), self.answer)
 
 
 class Parts:

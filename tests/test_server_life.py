@@ -250,6 +250,21 @@ def test_a_process_from_start_to_end(folder: Path, processes: Any) -> None:
     assert logged[1]["completion_tokens"] == 5 and logged[1]["status"] == 200
 
 
+def test_a_process_keeps_python_out_of_the_way_of_steps(
+    folder: Path, processes: Any
+) -> None:
+    """Its threads change more often, and what was loaded is no garbage."""
+    before = "import atexit, gc; told = lambda: [sys.getswitchinterval(), "
+    before += "gc.get_freeze_count()]\n"
+    before += "atexit.register(lambda: print('told', *told(), file=sys.stderr))"
+    process = processes(str(folder), before=before)
+    process.process.send_signal(signal.SIGTERM)
+    assert process.finish() == 0
+    line = next(line for line in process.lines if line.startswith("told"))
+    _, interval, frozen = line.split()
+    assert float(interval) < 0.005 and int(frozen) > 50_000
+
+
 def test_a_second_signal_ends_a_process(folder: Path, processes: Any) -> None:
     before = "import time; from simplellm.runner import Runner; start = Runner.start; "
     before += "Runner.start = lambda *a: (time.sleep(0.05), start(*a))[1]"

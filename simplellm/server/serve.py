@@ -4,8 +4,10 @@ The event loop runs in the main thread, the engine and its text in threads of th
 """
 
 import asyncio
+import gc
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from simplellm.server.endpoint import LOGGER, Service
 FLUSH_SECONDS = 2
 # Seconds that a connection has to bring a request's line and headers.
 HEAD_SECONDS = 30
+# How long a thread that has Python's lock may keep it from another, in seconds. The
+# engine needs it several times in a step of some milliseconds; Python's own 5 are more.
+TURN = 1e-3
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,15 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def share_the_process() -> None:
+    """Set what Python has one of for all threads to what the engine's steps need."""
+    sys.setswitchinterval(TURN)
+    # Looking for garbage among all the objects that make up the model, the libraries
+    # and the server stops every thread for tenths of a second, and these stay anyway.
+    gc.collect()
+    gc.freeze()
+
+
 def serve(
     llm: LLM, options: Options, bound: socket.socket, tell: Callable[[str], object]
 ) -> int:
@@ -181,6 +195,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
+    share_the_process()
     DrainingServer(config, service, options.grace, tell).run([bound])
     if llm.engine.dead is not None:
         LOGGER.error("the engine died: %r", llm.engine.dead)
