@@ -129,8 +129,7 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         return f"{path}.$id: expected none but that of the whole schema"
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        some = listed(schema, "required")
-        left = sum(name not in some for name in properties)
+        left = len(properties.keys() - required_of(schema))
         if left > MAX_OPTIONAL:
             wanted = f"at most {MAX_OPTIONAL} that are not required"
             return f"{path}.properties has {left} of them; expected {wanted}"
@@ -141,6 +140,11 @@ def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
     """The list under ``key``; empty if there is none."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names that an object must have."""
+    return {name for name in listed(schema, "required") if isinstance(name, str)}
 
 
 def ends(root: Any, every: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> bool:
@@ -158,21 +162,21 @@ def ends(root: Any, every: list[Mapping[str, Any]], targets: Mapping[str, Any]) 
         if "$ref" in schema:
             yield targets[schema["$ref"]]
         yield from listed(schema, "allOf")
-        if schema.get("type") == "object" and "properties" in schema:
-            names = listed(schema, "required")
-            properties = schema["properties"]
-            yield from (properties[name] for name in properties if name in names)
+        properties = schema.get("properties")
+        if schema.get("type") == "object" and isinstance(properties, dict):
+            yield from (properties[n] for n in properties.keys() & required_of(schema))
         if schema.get("type") == "array" and schema.get("minItems"):
             yield schema.get("items")
 
-    count = -1
+    left, count = every[::-1], -1  # what lies inside comes first
     while len(ending) > count:
         count = len(ending)
-        for schema in reversed(every):  # what lies inside comes later
+        for schema in left:
             ways = [listed(schema, "anyOf"), listed(schema, "oneOf")]
-            open_ways = all(any(map(can, way)) for way in ways if way)
-            if open_ways and all(map(can, parts(schema))):
+            some = all(any(map(can, way)) for way in ways if way)
+            if some and all(map(can, parts(schema))):
                 ending.add(id(schema))
+        left = [schema for schema in left if not can(schema)]
     return can(root)
 
 

@@ -34,7 +34,10 @@ RESULT = {
     "required": ["result"],
     "additionalProperties": False,
 }
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+CITY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+}
 CITY |= {"required": ["city"], "additionalProperties": False}
 ADD = Tool("add", "Add numbers.", RESULT, strict=True)
 FIND = Tool("find", "Find a city.", CITY, strict=True)
@@ -569,7 +572,8 @@ BRIEF = [
 
 def wander(start: Any, rng: random.Random, most: int = 600) -> list[int] | None:
     """A random text of a grammar; None if it goes on for too long."""
-    walk, ids = start.deep_copy(), []
+    walk = start.deep_copy()
+    ids: list[int] = []
     while not walk.is_stopped():
         bits = np.frombuffer(walk.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, bitorder="little")[:SIZE]
