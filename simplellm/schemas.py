@@ -18,8 +18,8 @@ UNSUPPORTED = frozenset(
     "dependentRequired dependentSchemas dependencies unevaluatedItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
-STRING_FORMATS = frozenset(
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
+STRING_FORMATS = (
+    "date date-time duration email hostname ipv4 ipv6 time uri uuid".split()
 )
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
 SINGLE = ("additionalProperties", "items", "additionalItems")
@@ -122,11 +122,15 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if reference is not None and target_of(root, reference) is None:
         wanted = "'#' or a pointer '#/...' to a schema inside this one"
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
-    if form is not None and form not in STRING_FORMATS:
-        known = ", ".join(sorted(STRING_FORMATS))
+    kinds = schema.get("type", "string")  # of numbers it says nothing
+    text = "string" in (kinds if isinstance(kinds, list) else [kinds])
+    if text and form is not None and form not in STRING_FORMATS:
+        known = ", ".join(STRING_FORMATS)
         return f"{path}.format is {short(form)}; expected one of {known}"
-    if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
-        return f"{path}.$id: expected none but that of the whole schema"
+    for key in ("$id", "id"):  # the second one in old drafts
+        if isinstance(schema.get(key), str) and schema is not root:
+            # It would lead each $ref inside elsewhere.
+            return f"{path}.{key}: expected none but that of the whole schema"
     properties = schema.get("properties")
     if isinstance(properties, dict):
         left = len(properties.keys() - required_of(schema))
