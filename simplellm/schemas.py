@@ -18,8 +18,8 @@ UNSUPPORTED = frozenset(
     "dependentRequired dependentSchemas dependencies unevaluatedItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
-STRING_FORMATS = frozenset(
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
+STRING_FORMATS = (
+    "date date-time duration email hostname ipv4 ipv6 time uri uuid".split()
 )
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
 SINGLE = ("additionalProperties", "items", "additionalItems")
@@ -122,15 +122,18 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if reference is not None and target_of(root, reference) is None:
         wanted = "'#' or a pointer '#/...' to a schema inside this one"
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
-    if form is not None and form not in STRING_FORMATS:
-        known = ", ".join(sorted(STRING_FORMATS))
+    kinds = schema.get("type", "string")  # of numbers it says nothing
+    text = "string" in (kinds if isinstance(kinds, list) else [kinds])
+    if text and form is not None and form not in STRING_FORMATS:
+        known = ", ".join(STRING_FORMATS)
         return f"{path}.format is {short(form)}; expected one of {known}"
-    if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
-        return f"{path}.$id: expected none but that of the whole schema"
+    for key in ("$id", "id"):  # the second one in old drafts
+        if isinstance(schema.get(key), str) and schema is not root:
+            # It would lead each $ref inside elsewhere.
+            return f"{path}.{key}: expected none but that of the whole schema"
     properties = schema.get("properties")
     if isinstance(properties, dict):
-        some = listed(schema, "required")
-        left = sum(name not in some for name in properties)
+        left = len(properties.keys() - required_of(schema))
         if left > MAX_OPTIONAL:
             wanted = f"at most {MAX_OPTIONAL} that are not required"
             return f"{path}.properties has {left} of them; expected {wanted}"
@@ -141,6 +144,11 @@ def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
     """The list under ``key``; empty if there is none."""
     found = schema.get(key)
     return found if isinstance(found, list) else []
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names that an object must have."""
+    return {name for name in listed(schema, "required") if isinstance(name, str)}
 
 
 def ends(root: Any, every: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> bool:
@@ -158,21 +166,21 @@ def ends(root: Any, every: list[Mapping[str, Any]], targets: Mapping[str, Any]) 
         if "$ref" in schema:
             yield targets[schema["$ref"]]
         yield from listed(schema, "allOf")
-        if schema.get("type") == "object" and "properties" in schema:
-            names = listed(schema, "required")
-            properties = schema["properties"]
-            yield from (properties[name] for name in properties if name in names)
+        properties = schema.get("properties")
+        if schema.get("type") == "object" and isinstance(properties, dict):
+            yield from (properties[n] for n in properties.keys() & required_of(schema))
         if schema.get("type") == "array" and schema.get("minItems"):
             yield schema.get("items")
 
-    count = -1
+    left, count = every[::-1], -1  # what lies inside comes first
     while len(ending) > count:
         count = len(ending)
-        for schema in reversed(every):  # what lies inside comes later
+        for schema in left:
             ways = [listed(schema, "anyOf"), listed(schema, "oneOf")]
-            open_ways = all(any(map(can, way)) for way in ways if way)
-            if open_ways and all(map(can, parts(schema))):
+            some = all(any(map(can, way)) for way in ways if way)
+            if some and all(map(can, parts(schema))):
                 ending.add(id(schema))
+        left = [schema for schema in left if not can(schema)]
     return can(root)
 
 
