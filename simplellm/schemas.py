@@ -1,9 +1,11 @@
 """What of a JSON schema llguidance can do, and in time; all else has a path.
 
-Keywords that nobody knows are annotations, as the standard has it.
+Keywords that nobody knows are annotations, as the standard has it. Some things
+llguidance takes and then does wrong; they are refused, or said in another way.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
 from math import lcm
@@ -11,18 +13,59 @@ from reprlib import repr as short
 from typing import Any
 from urllib.parse import unquote
 
-# Keywords that say what an instance must be, and that llguidance can't do. The last one
-# is its own, and would loosen what others say.
+# Keywords that say what an instance must be, and that llguidance can't do, or not at
+# all places. The last one is its own, and would loosen what others say.
 UNSUPPORTED = frozenset(
     "not if then else contains minContains maxContains uniqueItems propertyNames "
-    "dependentRequired dependentSchemas dependencies unevaluatedItems "
+    "dependentRequired dependentSchemas dependencies unevaluatedItems additionalItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
 FORMATS = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
 )
+# llguidance lets these have a 29th of February each year, a 61st second each minute,
+# and names that are too long or that no international name is written as.
+YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
+FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # of 100 years, but the first
+DATE = (
+    f"(?:{YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}{FOURTH}|{FOURTH}00)-02-29)"
+)
+TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
+ZONE = "(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+LETTER, INNER = "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
+LABEL = (  # up to 63 characters, the third and fourth of which aren't both hyphens
+    f"{LETTER}(?:{INNER}{{0,2}}{LETTER}"
+    f"|{INNER}(?:{LETTER}{INNER}|-{LETTER}){INNER}{{0,58}}{LETTER})?"
+)
+FORMAT_PATTERNS = {
+    "date": {"pattern": f"^{DATE}$"},
+    "time": {"pattern": f"^{TIME}{ZONE}$"},
+    "date-time": {"pattern": f"^{DATE}[tT]{TIME}{ZONE}$"},
+    "hostname": {"pattern": rf"^{LABEL}(?:\.{LABEL})*$", "maxLength": 253},
+}
+
+# What JSON has no short escape for: llguidance would leave it out. The long ones it may
+# not write, for then a property's name could hide behind them.
+ESCAPES = r"nrbtf\""
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# The parts of a regular expression that mean the same to llguidance as to ECMA-262.
+ESCAPED = (
+    r"\\(?:[dDwWsSnrtf]|[^a-zA-Z0-9]|[pP]\{\w+\}"
+    r"|x(?!0|1|7[fF])[0-9a-fA-F]{2}"
+    r"|u(?!00[01]|007[fF]|[dD][89a-fA-F])[0-9a-fA-F]{4})"
+)
+PART = re.compile(
+    rf"{ESCAPED}|\[\^?(?:{ESCAPED}|(?!&&|--|~~)[^\[\]\\])+\]|\(\?:|\((?!\?)|[^\\\[(]",
+    re.DOTALL,
+)
+PATTERN = re.compile(f"(?:{PART.pattern})*", re.DOTALL)
+# What ECMA-262 takes for white space; to stand between brackets.
+WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
-ONE = ("additionalProperties", "items", "additionalItems")
+ONE = ("additionalProperties", "items")
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
@@ -34,11 +77,17 @@ MAX_NESTING = 100
 MAX_PATTERNS = 16  # patternProperties
 MAX_MULTIPLE = 10_000  # the least common multiple of what multipleOf says
 MAX_OPTIONAL = 400  # properties of an object that may be left out
+MAX_OPTIONAL_EVER = 4000  # the same of all objects: they may meet in allOf
+MAX_COUNTED = 40  # the same where minProperties counts them
+MAX_STRING = 8192  # characters of a const or a value of enum
+MAX_NUMBER = 2**53  # llguidance reads numbers as floats, which have gaps above it
 MOST = {
     "levels of JSON": MAX_NESTING,
     "levels of schemas": MAX_LEVELS,
     "patternProperties": MAX_PATTERNS,
     "for the least common multiple of multipleOf": MAX_MULTIPLE,
+    "optional properties": MAX_OPTIONAL_EVER,
+    "optional properties that minProperties counts": MAX_COUNTED,
 }
 
 Place = tuple[str, Any]  # a schema with its path
@@ -94,7 +143,7 @@ def target_of(root: Any, pointer: Any) -> Any:
     return found if isinstance(found, dict) else None
 
 
-def common_multiple(schemas: list[Mapping[str, Any]]) -> int:
+def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
     """The least common multiple of all multipleOf, in units of their last digit.
 
     Once it is more than there may be, the rest doesn't count.
@@ -114,6 +163,96 @@ def common_multiple(schemas: list[Mapping[str, Any]]) -> int:
     return found
 
 
+def scalars(value: Any) -> Iterator[Any]:
+    """What is in lists and objects, and the names there. Raises RecursionError."""
+    if isinstance(value, dict):
+        yield from value
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from scalars(one)
+    else:
+        yield value
+
+
+def value_problem(schema: Mapping[str, Any], path: str) -> str | None:
+    """What the names, values and bounds of one schema say wrongly."""
+    keys = "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf const enum"
+    given = {key: schema[key] for key in keys.split() if key in schema}
+    if isinstance(named := schema.get("properties"), dict):
+        given["properties"] = [*named]
+    for key, values in (given | {"required": schema.get("required")}).items():
+        for value in scalars(values):
+            if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+                return f"{path}.{key} has {short(value)}; expected at most 2^53"
+            if isinstance(value, str) and CONTROL.search(value):
+                return f"{path}.{key} has {short(value)}; no control characters fit"
+            if isinstance(value, str) and len(value) > MAX_STRING:
+                count = f"{len(value)} characters"
+                return f"{path}.{key} has {count}; expected at most {MAX_STRING}"
+    return None
+
+
+def pattern_problem(schema: Mapping[str, Any], path: str) -> str | None:
+    """Which pattern of one schema llguidance would understand in another way."""
+    patterns = {"pattern": schema.get("pattern")}
+    if isinstance(named := schema.get("patternProperties"), dict):
+        patterns |= {f"patternProperties.{short(name)[1:-1]}": name for name in named}
+    for key, pattern in patterns.items():
+        if not isinstance(pattern, str):
+            continue
+        if not PATTERN.fullmatch(pattern) or CONTROL.search(pattern):
+            wanted = "no lookarounds, flags, sets of sets or control characters"
+            return f"{path}.{key} is {short(pattern)}; expected {wanted}"
+    return None
+
+
+def optional_properties(schema: Mapping[str, Any]) -> int:
+    """How many properties of an object may be left out."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict):
+        return 0
+    some = required if isinstance(required, list) else ()
+    return sum(name not in some for name in properties)
+
+
+def counted_properties(schemas: Sequence[Mapping[str, Any]]) -> int:
+    """Optional properties that minProperties counts, here or where schemas meet.
+
+    llguidance does that only where there are no others, and has a rule for each pair.
+    """
+    if not any("minProperties" in schema for schema in schemas):
+        return 0
+    closed = (s for s in schemas if s.get("additionalProperties") is False)
+    return sum(map(optional_properties, closed))
+
+
+def say_exactly(schema: dict[str, Any]) -> None:
+    """Say in a schema what llguidance would do wrongly so that it doesn't."""
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"] = exact_pattern(pattern)
+    if isinstance(named := schema.get("patternProperties"), dict):
+        items = ((exact_pattern(name), one) for name, one in named.items())
+        schema["patternProperties"] = dict(items)
+    if (rule := FORMAT_PATTERNS.get(schema.get("format", ""))) is not None:
+        del schema["format"]
+        schema["allOf"] = [*schema.get("allOf", ()), rule]
+
+
+def exact_pattern(pattern: str) -> str:
+    """A pattern whose white space and whose dot are those of ECMA-262."""
+
+    def exact(part: re.Match[str]) -> str:
+        text = part[0]
+        if text == ".":
+            return r"[^\n\r\u2028\u2029]"
+        if text == r"\s":
+            return f"[{WHITE}]"
+        inside = {r"\s": WHITE, r"\S": f"[^{WHITE}]"}
+        return re.sub(r"\\.", lambda m: inside.get(m[0], m[0]), text, flags=re.DOTALL)
+
+    return PART.sub(exact, pattern)
+
+
 def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | None:
     """What one schema says itself that can't be done."""
     for key in schema:
@@ -128,28 +267,33 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         return f"{path}.format is {short(form)}; expected one of {known}"
     if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
         return f"{path}.$id: expected none but that of the whole schema"
-    properties, required = schema.get("properties"), schema.get("required")
-    if isinstance(properties, dict):
-        some = required if isinstance(required, list) else ()
-        left = len(properties) - len({name for name in properties if name in some})
-        if left > MAX_OPTIONAL:
-            wanted = f"at most {MAX_OPTIONAL} that are not required"
-            return f"{path}.properties has {left} of them; expected {wanted}"
-    return None
+    if "$schema" in schema and schema is not root:
+        return f"{path}.$schema: expected none but that of the whole schema"
+    required, least = schema.get("required"), schema.get("minProperties")
+    some = len({*map(str, required)}) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > some + 1:
+        # A property that isn't named may come twice, and llguidance counts both.
+        wanted = "at most one more than there are required properties"
+        return f"{path}.minProperties is {short(least)}; expected {wanted}"
+    if (left := optional_properties(schema)) > MAX_OPTIONAL:
+        wanted = f"at most {MAX_OPTIONAL} that are not required"
+        return f"{path}.properties has {left} of them; expected {wanted}"
+    return value_problem(schema, path) or pattern_problem(schema, path)
 
 
 def problem_of(root: Any, where: str) -> str | None:
     """What a schema says that can't be done, or None. Raises RecursionError.
 
     It is looked for where llguidance looks, through each $ref once. The levels of all
-    that they lead to may stand upon each other there.
+    that they lead to may stand upon each other there. A schema without a problem then
+    says the same in words that llguidance does right.
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"
     sizes = dict.fromkeys(MOST, 0) | {"levels of JSON": nesting(root)}
     pointers = {"#": root}  # as they are spelled
     seen: dict[int, int] = {}  # the levels of what they lead to
-    every: list[Mapping[str, Any]] = []
+    every: list[dict[str, Any]] = []
     waiting = ["#"] if sizes["levels of JSON"] <= MAX_NESTING else []
     while waiting and sizes["levels of schemas"] <= MAX_LEVELS:
         pointer = waiting.pop()
@@ -169,7 +313,11 @@ def problem_of(root: Any, where: str) -> str | None:
     patterns = (schema.get("patternProperties") for schema in every)
     sizes["patternProperties"] = sum(len(some) for some in patterns if some)
     sizes["for the least common multiple of multipleOf"] = common_multiple(every)
+    sizes["optional properties"] = sum(map(optional_properties, every))
+    sizes["optional properties that minProperties counts"] = counted_properties(every)
     for name, most in MOST.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
+    for schema in every:
+        say_exactly(schema)
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from simplellm.config import about, as_texts, check, expect, expect_type
-from simplellm.schemas import problem_of
+from simplellm.schemas import ESCAPES, problem_of
 
 Rules = dict[str, Any]
 
@@ -139,4 +139,5 @@ def schema_rules(schema: Any, where: str) -> Rules:
     if problem is not None:
         raise about(ValueError(problem), where)
     checked_text(text, where)
-    return {"json_schema": found | {"x-guidance": {"whitespace_pattern": SPACE}}}
+    options = {"whitespace_pattern": SPACE, "json_allowed_escapes": ESCAPES}
+    return {"json_schema": found | {"x-guidance": options}}
