@@ -132,7 +132,7 @@ def levels_of(schema: Any, path: str) -> list[list[Place]]:
 
 def target_of(root: Any, pointer: Any) -> Any:
     """The schema inside ``root`` that a $ref leads to; None if there is none."""
-    first, *words = pointer.split("/") if isinstance(pointer, str) else [None]
+    first, *words = pointer.split("/") if isinstance(pointer, str) else [""]
     found = root if first == "#" else None
     for word in map(unquote, words):
         name = word.replace("~1", "/").replace("~0", "~")
