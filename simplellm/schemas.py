@@ -20,7 +20,7 @@ UNSUPPORTED = frozenset(
     "dependentRequired dependentSchemas dependencies unevaluatedItems additionalItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
-FORMATS = frozenset(
+STRING_FORMATS = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
 )
 # llguidance lets these have a 29th of February each year, a 61st second each minute,
@@ -65,7 +65,7 @@ PATTERN = re.compile(f"(?:{PART.pattern})*", re.DOTALL)
 WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
-ONE = ("additionalProperties", "items")
+SINGLE = ("additionalProperties", "items")
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
@@ -81,7 +81,7 @@ MAX_OPTIONAL_EVER = 4000  # the same of all objects: they may meet in allOf
 MAX_COUNTED = 40  # the same where minProperties counts them
 MAX_STRING = 8192  # characters of a const or a value of enum
 MAX_NUMBER = 2**53  # llguidance reads numbers as floats, which have gaps above it
-MOST = {
+MOST_IN_SCHEMA = {
     "levels of JSON": MAX_NESTING,
     "levels of schemas": MAX_LEVELS,
     "patternProperties": MAX_PATTERNS,
@@ -103,7 +103,7 @@ def nesting(value: Any) -> int:
 
 def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     """The schemas right inside one."""
-    for key in ONE:
+    for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
         some = schema.get(key)
@@ -262,8 +262,8 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if reference is not None and target_of(root, reference) is None:
         wanted = "'#' or a pointer '#/...' to a schema inside this one"
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
-    if form is not None and form not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
+    if form is not None and form not in STRING_FORMATS:
+        known = ", ".join(sorted(STRING_FORMATS))
         return f"{path}.format is {short(form)}; expected one of {known}"
     if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
         return f"{path}.$id: expected none but that of the whole schema"
@@ -290,7 +290,7 @@ def problem_of(root: Any, where: str) -> str | None:
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"
-    sizes = dict.fromkeys(MOST, 0) | {"levels of JSON": nesting(root)}
+    sizes = dict.fromkeys(MOST_IN_SCHEMA, 0) | {"levels of JSON": nesting(root)}
     pointers = {"#": root}  # as they are spelled
     seen: dict[int, int] = {}  # the levels of what they lead to
     every: list[dict[str, Any]] = []
@@ -315,7 +315,7 @@ def problem_of(root: Any, where: str) -> str | None:
     sizes["for the least common multiple of multipleOf"] = common_multiple(every)
     sizes["optional properties"] = sum(map(optional_properties, every))
     sizes["optional properties that minProperties counts"] = counted_properties(every)
-    for name, most in MOST.items():
+    for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
     for schema in every:
