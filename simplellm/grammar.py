@@ -45,6 +45,10 @@ def compile_grammar(
 
     known = _vocabulary(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
     matcher = llguidance.LLMatcher(known, text, log_level=0)
-    if matcher.is_error():
-        raise ValueError(matcher.get_error().partition("\n")[0])
+    # Some that allow no text at all, or too many at once, are found out by a mask only.
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        reason = first.get_error().partition("<state>")[0].strip().splitlines()
+        raise ValueError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
     return Grammar(matcher)

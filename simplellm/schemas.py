@@ -48,7 +48,7 @@ FORMAT_PATTERNS = {
 
 # What JSON has no short escape for: llguidance would leave it out. The long ones it may
 # not write, for then a property's name could hide behind them.
-ESCAPES = r"nrbtf\""
+JSON_ESCAPES = r"nrbtf\""
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # The parts of a regular expression that mean the same to llguidance as to ECMA-262.
 ESCAPED = (
@@ -141,6 +141,22 @@ def target_of(root: Any, pointer: Any) -> Any:
         else:
             found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else None
+
+
+def circle_of(schemas: Sequence[Mapping[str, Any]], root: Any) -> str | None:
+    """A $ref that leads back to itself without going inside of what it describes."""
+    beside = {}
+    for schema in schemas:
+        some = [
+            one for key in ("allOf", "anyOf", "oneOf") for one in schema.get(key, ())
+        ]
+        some.append(target_of(root, schema.get("$ref")))
+        beside[id(schema)] = {id(one) for one in some}
+    while ends := [own for own, some in beside.items() if not some & beside.keys()]:
+        for own in ends:
+            del beside[own]
+    left = (schema for schema in schemas if id(schema) in beside)
+    return next((schema["$ref"] for schema in left if "$ref" in schema), None)
 
 
 def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
@@ -318,6 +334,8 @@ def problem_of(root: Any, where: str) -> str | None:
     for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
+    if (reference := circle_of(every, root)) is not None:
+        return f"{where}: $ref {short(reference)} leads back to itself, never inside"
     for schema in every:
         say_exactly(schema)
     return None

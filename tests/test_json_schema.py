@@ -66,6 +66,17 @@ TRAPS: dict[str, tuple[Any, str]] = {
         },
         '{"a":{"b":1}}',
     ),
+    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, ""),
+    "a circle inside": (
+        {
+            "properties": {"a": {"$ref": "#/$defs/b"}},
+            "$defs": {
+                "b": {"allOf": [{"$ref": "#/$defs/c"}]},
+                "c": {"$ref": "#/$defs/b"},
+            },
+        },
+        "",
+    ),
     "another address inside": (
         {
             "$defs": {

@@ -1,4 +1,4 @@
-"""Random texts under the masks of random schemas end in JSON that jsonschema accepts."""
+"""Random texts under the masks of random schemas are JSON that jsonschema accepts."""
 
 import json
 import random
@@ -53,7 +53,7 @@ def walked(examples: int) -> Counter[str]:
 
 
 def test_random_walks_end_in_what_fits() -> None:
-    count = walked(300)
+    count = walked(120)
     assert count["fits"] > 0.3 * count.total(), count
 
 
