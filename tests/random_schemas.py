@@ -128,7 +128,7 @@ def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
     key = st.sampled_from(["anyOf", "allOf", "oneOf"])
     mixed = st.builds(lambda key, some: {key: some}, key, several)
     kinds = [*simple, arrays(depth), objects(depth), objects(depth), mixed]
-    found = draw(st.one_of(kinds))
+    found: dict[str, Any] = draw(st.one_of(kinds))
     if draw(st.integers(0, 5)) == 0:  # what it says with what another one says
         found = found | draw(mixed)
     items = draw(st.permutations([*found.items()]))
