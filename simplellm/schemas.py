@@ -66,7 +66,8 @@ WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
 SINGLE = ("additionalProperties", "items")
-SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+BESIDE = ("allOf", "anyOf", "oneOf")  # of the same value
+SEVERAL = (*BESIDE, "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
 # llguidance recurses: 1,000 levels, $refs followed, crash a process with a stack of
@@ -106,8 +107,7 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
-        some = schema.get(key)
-        for number, one in enumerate(some if isinstance(some, list) else ()):
+        for number, one in enumerate(listed(schema, key)):
             yield f"{path}.{key}[{number}]", one
     for key in NAMED:
         some = schema.get(key)
@@ -224,11 +224,10 @@ def pattern_problem(schema: Mapping[str, Any], path: str) -> str | None:
 
 def optional_properties(schema: Mapping[str, Any]) -> int:
     """How many properties of an object may be left out."""
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     if not isinstance(properties, dict):
         return 0
-    some = required if isinstance(required, list) else ()
-    return sum(name not in some for name in properties)
+    return len(properties.keys() - required_of(schema))
 
 
 def counted_properties(schemas: Sequence[Mapping[str, Any]]) -> int:
@@ -251,7 +250,7 @@ def say_exactly(schema: dict[str, Any]) -> None:
         schema["patternProperties"] = dict(items)
     if (rule := FORMAT_PATTERNS.get(schema.get("format", ""))) is not None:
         del schema["format"]
-        schema["allOf"] = [*schema.get("allOf", ()), rule]
+        schema["allOf"] = [*listed(schema, "allOf"), rule]
 
 
 def exact_pattern(pattern: str) -> str:
@@ -285,9 +284,8 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         return f"{path}.$id: expected none but that of the whole schema"
     if "$schema" in schema and schema is not root:
         return f"{path}.$schema: expected none but that of the whole schema"
-    required, least = schema.get("required"), schema.get("minProperties")
-    some = len({*map(str, required)}) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > some + 1:
+    least = schema.get("minProperties")
+    if isinstance(least, int) and least > len(required_of(schema)) + 1:
         # A property that isn't named may come twice, and llguidance counts both.
         wanted = "at most one more than there are required properties"
         return f"{path}.minProperties is {short(least)}; expected {wanted}"
@@ -295,6 +293,52 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         wanted = f"at most {MAX_OPTIONAL} that are not required"
         return f"{path}.properties has {left} of them; expected {wanted}"
     return value_problem(schema, path) or pattern_problem(schema, path)
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under ``key``; empty if there is none."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names that an object must have."""
+    return {name for name in listed(schema, "required") if isinstance(name, str)}
+
+
+def ends(
+    root: Any, every: Sequence[Mapping[str, Any]], targets: Mapping[str, Any]
+) -> bool:
+    """Whether a text that fits ``root`` can end, as far as its $refs go.
+
+    ``every`` schema that they lead to is asked again until no more of them can.
+    """
+    ending: set[int] = set()
+
+    def can(schema: Any) -> bool:
+        return id(schema) in ending or not isinstance(schema, dict)
+
+    def parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+        """What has to end before it can."""
+        if "$ref" in schema:
+            yield targets[schema["$ref"]]
+        yield from listed(schema, "allOf")
+        properties = schema.get("properties")
+        if schema.get("type") == "object" and isinstance(properties, dict):
+            yield from (properties[n] for n in properties.keys() & required_of(schema))
+        if schema.get("type") == "array" and schema.get("minItems"):
+            yield schema.get("items")
+
+    left, count = every[::-1], -1  # what lies inside comes first
+    while len(ending) > count:
+        count = len(ending)
+        for schema in left:
+            ways = [listed(schema, "anyOf"), listed(schema, "oneOf")]
+            some = all(any(map(can, way)) for way in ways if way)
+            if some and all(map(can, parts(schema))):
+                ending.add(id(schema))
+        left = [schema for schema in left if not can(schema)]
+    return can(root)
 
 
 def problem_of(root: Any, where: str) -> str | None:
@@ -334,6 +378,8 @@ def problem_of(root: Any, where: str) -> str | None:
     for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
+    if not ends(root, every, pointers):
+        return f"{where}: nothing that fits it ends; expected a way out of its $refs"
     if (reference := circle_of(every, root)) is not None:
         return f"{where}: $ref {short(reference)} leads back to itself, never inside"
     for schema in every:
