@@ -64,6 +64,9 @@ PATTERN = re.compile(f"(?:{PART.pattern})*", re.DOTALL)
 # What ECMA-262 takes for white space; to stand between brackets.
 WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 
+# What a $ref may not lead to: there a schema would be a value too.
+VALUE_WITHIN = re.compile(r"(?<!properties)(?<!\$defs)(?<!definitions)/(const|enum)\b")
+
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
 SINGLE = ("additionalProperties", "items")
 BESIDE = ("allOf", "anyOf", "oneOf")  # of the same value
@@ -277,6 +280,8 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if reference is not None and target_of(root, reference) is None:
         wanted = "'#' or a pointer '#/...' to a schema inside this one"
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
+    if reference is not None and VALUE_WITHIN.search(unquote(reference)):
+        return f"{path}.$ref is {short(reference)}; expected none into a const or enum"
     if form is not None and form not in STRING_FORMATS:
         known = ", ".join(sorted(STRING_FORMATS))
         return f"{path}.format is {short(form)}; expected one of {known}"

@@ -20,6 +20,7 @@ from models import CONFIG, TOKENIZER
 
 from simplellm.grammar import compile_grammar
 from simplellm.structured import rules_text, schema_rules
+from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "figures/b-schemas.json"
@@ -30,13 +31,16 @@ MOST_ORDERS = 120  # of the keys of one instance
 PLACE = "schema"  # what paths begin with
 
 
-def matcher_of(schema: Any) -> Any:
-    """llguidance's matcher for JSON that fits ``schema``.
+def matcher_of(
+    schema: Any, tokenizer: Tokenizer = TOKENIZER, size: int = CONFIG.vocab_size
+) -> Any:
+    """llguidance's matcher for JSON that fits ``schema``, over ``size`` tokens.
 
     Raises ValueError for what we or llguidance can't do.
     """
     text = rules_text(schema_rules(schema, PLACE))
-    return compile_grammar(text, TOKENIZER, CONFIG.vocab_size, [END]).matcher
+    end = tokenizer.special["<|return|>"]
+    return compile_grammar(text, tokenizer, size, [end]).matcher
 
 
 def takes(matcher: Any, text: str) -> bool:

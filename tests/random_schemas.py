@@ -144,10 +144,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 class Walker:
     """Draws texts under masks: tokens that close something are more likely."""
 
-    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
-        self.tokenizer, self.end = tokenizer, end
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self.tokenizer = tokenizer
+        self.end = tokenizer.special["<|return|>"]
+        self.closing = np.zeros(size, dtype=bool)
         every = tokenizer.tokens.items()
-        self.closing = {id for id, token in every if token[:1] in (b'"', b"]", b"}")}
+        some = [id for id, token in every if token[:1] in (b'"', b"]", b"}")]
+        self.closing[some] = True
 
     def walk(self, matcher: Any, chance: random.Random, most: int) -> str | None:
         """A text that the masks of ``matcher`` let end, or None after ``most`` tokens.
@@ -158,20 +161,53 @@ class Walker:
         ids: list[int] = []
         while len(ids) < most:
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+            allowed = np.unpackbits(bits, bitorder="little").astype(bool)
             assert not matcher.is_error(), matcher.get_error()
-            assert allowed, f"no token may follow {self.tokenizer.decode(ids)!r}"
-            if self.end in allowed and (len(allowed) == 1 or chance.random() < 0.5):
+            assert allowed.any(), f"nothing may follow {self.tokenizer.decode(ids)!r}"
+            ends = allowed[self.end]
+            allowed[self.end] = False
+            if ends and (chance.random() < 0.5 or not allowed.any()):
                 assert matcher.is_accepting()
                 return b"".join(map(self.tokenizer.token_bytes, ids)).decode()
-            closing = [id for id in allowed if id in self.closing]
+            closing = np.flatnonzero(allowed[: len(self.closing)] & self.closing)
             hurry = 0.3 if len(ids) < most // 2 else 0.9
-            some = closing if closing and chance.random() < hurry else allowed
-            token = chance.choice([id for id in some if id != self.end])
+            likely = len(closing) and chance.random() < hurry
+            token = int(chance.choice(closing if likely else np.flatnonzero(allowed)))
             assert not self.tokenizer.is_special(token)
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
         return None
+
+
+def large_tokenizer(size: int) -> Tokenizer:
+    """``size`` tokens, all but 1,000 of them made of pieces that JSON is made of."""
+    chance = random.Random(0)
+    pieces = [
+        "true",
+        "null",
+        "id",
+        " ",
+        "\n",
+        "0",
+        "17",
+        ".",
+        "é",
+        "😀",
+        "\\",
+        "a",
+        "b",
+    ]
+    pieces += [*'{}[]":,-+eE/', '":', '",', "},", "foo", "bar", "T", "Z", "\\n", "\\u"]
+    tokens = dict.fromkeys(bytes([byte]) for byte in range(256))
+    while len(tokens) < size - 1000:
+        tokens["".join(chance.choices(pieces, k=chance.randint(2, 5))).encode()] = None
+    known = dict(enumerate(tokens))
+    byte_ids = {token: id for id, token in known.items() if len(token) == 1}
+
+    def encode(text: str, special: bool) -> list[int]:
+        return [byte_ids[bytes([byte])] for byte in text.encode()]
+
+    return Tokenizer(known, {"<|return|>": size - 1}, encode)
 
 
 def errors(schema: Any, text: str) -> list[str]:

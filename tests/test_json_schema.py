@@ -87,6 +87,10 @@ TRAPS: dict[str, tuple[Any, str]] = {
         },
         "2",
     ),
+    "a value that is a schema too": (
+        {"const": {"format": "date"}, "anyOf": [{"$ref": "#/const"}, {}]},
+        '{"allOf":[]}',
+    ),
     "a control character left out": ({"const": "a\x01b"}, '"ab"'),
     "a control character left out of an enum": ({"enum": [["a\x7fb"]]}, '["ab"]'),
     "a control character left out of a pattern": (
