@@ -145,9 +145,11 @@ class LLM:
 
         ``messages`` are dicts as in OpenAI's chat completions, or harmony messages; of
         a list of conversations, the result is a list. ``options`` are ``tools``,
+        ``tool_choice`` and ``response_format`` (both as in OpenAI's),
         ``reasoning_effort`` ("medium"), ``current_date`` (a line of the system
         message), ``sampling_params`` and keywords. Stop strings count in the final
-        answer only, each message of it by itself. The default max_tokens is 1024.
+        answer only, each message of it by itself; ``structured_outputs`` are for that
+        too. The default max_tokens is 1024.
         """
         return self.chat_future(messages, **options).result()
 
