@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 from simplellm.config import expect, expect_type, one_of
@@ -10,9 +11,16 @@ from simplellm.harmony import Message, Tool, developer_text
 from simplellm.harmony.schema import format_text
 from simplellm.harmony.turn import FREE, Rules, turn_grammar
 from simplellm.sampling_params import StructuredOutputs
-from simplellm.structured import WHERE, output_rules, rules_text, schema_rules
+from simplellm.structured import (
+    MAX_TEXT,
+    WHERE,
+    output_rules,
+    rules_text,
+    schema_rules,
+)
 
 OBJECT = {"type": "object"}
+MAX_CALLS = 128  # tools that one grammar tells apart; as with OpenAI
 FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
 
 
@@ -56,16 +64,20 @@ def as_format(given: Any, where: str = "response_format") -> Format:
 def with_format(
     messages: Sequence[Message], tools: Sequence[Tool], text: str
 ) -> list[Message]:
-    """``messages`` whose first developer message ends with a format's ``text``."""
-    found = list(messages)
-    places = [n for n, message in enumerate(found) if message.role == "developer"]
-    if not places:
-        places = [sum(message.role == "system" for message in found[:1])]
-        found.insert(places[0], Message("developer", developer_text(None, tools)))
-    first = places[0]
-    content = "\n\n".join(filter(None, [found[first].content, text]))
-    found[first] = Message("developer", content, name=found[first].name)
-    return found
+    """``messages`` with a format's ``text`` at the end of the first developer message.
+
+    If there is none in front, it is one of its own, which describes ``tools`` as
+    `render` would in its place.
+    """
+    first = int(messages[0].role == "system") if messages else 0
+    system, rest = [*messages[:first]], [*messages[first:]]
+    if rest and rest[0].role == "developer":
+        content = rest.pop(0).content
+    else:
+        described = any(message.role == "developer" for message in rest)
+        content = developer_text(None, () if described else tools)
+    lead = "\n\n".join(filter(None, [content, text]))
+    return [*system, Message("developer", lead), *rest]
 
 
 def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
@@ -84,7 +96,7 @@ def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], 
     name = choice.get("function", choice)
     name = name.get("name") if isinstance(name, Mapping) else name
     named = [tool for tool in tools if tool.name == name]
-    wanted = f"the name of one of the tools ({[tool.name for tool in tools]})"
+    wanted = f"the name of one of the tools ({short([tool.name for tool in tools])})"
     expect(named, "tool_choice", name, wanted)
     return named, True
 
@@ -147,9 +159,14 @@ def turn_constraint(
     if not (parts or must or any(tool.strict for tool in some)):
         return None
     final = None if must else next(iter(parts.values()), FREE)
-    calls = {}
+    names, calls = {tool.name for tool in some}, dict[str, Rules]()
     for number, tool in enumerate(tools):
-        if tool in some:
+        if tool.name in names:
             where = f"tools[{number}].parameters"
             parts[where] = calls[tool.name] = arguments_rules(tool, where)
-    return Constraint(turn_grammar(final, calls), parts)
+    count, wanted = len(calls), f"at most {MAX_CALLS}, where a grammar tells them apart"
+    expect(count <= MAX_CALLS, "the number of tools", count, wanted)
+    text = turn_grammar(final, calls)
+    length, wanted = len(text), f"at most {2 * MAX_TEXT} characters"
+    expect(length <= 2 * MAX_TEXT, "the length of schemas in tools", length, wanted)
+    return Constraint(text, parts)

@@ -20,8 +20,8 @@ UNSUPPORTED = frozenset(
     "dependentRequired dependentSchemas dependencies unevaluatedItems additionalItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
-STRING_FORMATS = frozenset(
-    "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
+STRING_FORMATS = (
+    "date date-time duration email hostname ipv4 ipv6 time uri uuid".split()
 )
 # llguidance lets these have a 29th of February each year, a 61st second each minute,
 # and names that are too long or that no international name is written as.
@@ -251,9 +251,10 @@ def say_exactly(schema: dict[str, Any]) -> None:
     if isinstance(named := schema.get("patternProperties"), dict):
         items = ((exact_pattern(name), one) for name, one in named.items())
         schema["patternProperties"] = dict(items)
-    if (rule := FORMAT_PATTERNS.get(schema.get("format", ""))) is not None:
+    form = schema.get("format")
+    if isinstance(form, str) and form in FORMAT_PATTERNS:
         del schema["format"]
-        schema["allOf"] = [*listed(schema, "allOf"), rule]
+        schema["allOf"] = [*listed(schema, "allOf"), FORMAT_PATTERNS[form]]
 
 
 def exact_pattern(pattern: str) -> str:
@@ -282,13 +283,15 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
     if reference is not None and VALUE_WITHIN.search(unquote(reference)):
         return f"{path}.$ref is {short(reference)}; expected none into a const or enum"
-    if form is not None and form not in STRING_FORMATS:
-        known = ", ".join(sorted(STRING_FORMATS))
+    kinds = schema.get("type", "string")  # of numbers it says nothing
+    text = "string" in (kinds if isinstance(kinds, list) else [kinds])
+    if text and form is not None and form not in STRING_FORMATS:
+        known = ", ".join(STRING_FORMATS)
         return f"{path}.format is {short(form)}; expected one of {known}"
-    if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
-        return f"{path}.$id: expected none but that of the whole schema"
-    if "$schema" in schema and schema is not root:
-        return f"{path}.$schema: expected none but that of the whole schema"
+    for key in ("$id", "id", "$schema"):  # the second one in old drafts
+        if isinstance(schema.get(key), str) and schema is not root:
+            # It would lead each $ref inside elsewhere, or unmake keywords.
+            return f"{path}.{key}: expected none but that of the whole schema"
     least = schema.get("minProperties")
     if isinstance(least, int) and least > len(required_of(schema)) + 1:
         # A property that isn't named may come twice, and llguidance counts both.

@@ -182,6 +182,7 @@ def test_plain_texts() -> None:
     for start, good, bad in (
         (plain(json=RESULT), ['{"result": 3}', '{ "result":3 }'], ['{"result": "3"}']),
         (plain(json=json.dumps(RESULT)), ['{"result": 3}'], ["3"]),
+        (plain(json={"type": "integer", "format": "int32"}), ["3"], ["3.5"]),
         (plain(json={}), ["3", "[]", '"x"'], ["x"]),
         (plain(regex="[a-c]+/x"), ["ab/x"], ["abd/x", "ab/xx", "ab"]),
         (plain(regex="^a/b$"), ["a/b"], ["a", "^a/b$"]),
@@ -268,6 +269,7 @@ REFUSED: list[tuple[Any, str, str]] = [
         SCHEMA,
         f"{SCHEMA}.$defs.a.uniqueItems",
     ),
+    ({"json": {"type": ["null", "string"], "format": []}}, SCHEMA, "format is []"),
     ({"json": {"format": "phone"}}, SCHEMA, f"{SCHEMA}.format is 'phone'"),
     ({"json": {"$ref": "http://a/b"}}, SCHEMA, f"{SCHEMA}.$ref is 'http://a/b'"),
     ({"json": {"$ref": "#/$defs/a"}}, SCHEMA, f"{SCHEMA}.$ref"),
@@ -528,6 +530,19 @@ def test_what_a_chat_is_refused(
     assert word in str(caught.value), caught.value
 
 
+def test_a_turn_has_only_so_many_tools() -> None:
+    many = [Tool(f"f{number}", "", None) for number in range(129)]
+    assert turn_constraint(None, many, None, None) is None, "free, they may be more"
+    assert turn_constraint(None, many[:128], "required", None) is not None
+    with pytest.raises(ValueError, match="at most 128"):
+        turn_constraint(None, many, "required", None)
+    long = RESULT | {"title": "x" * 2**16}
+    some = [Tool(f"f{number}", "", long, strict=True) for number in range(5)]
+    assert turn_constraint(None, some[:3], None, None) is not None
+    with pytest.raises(ValueError, match="at most 262144 characters"):
+        turn_constraint(None, some, None, None)
+
+
 def shown(door: Door, messages: Any, **options: Any) -> str:
     ids = door.ask_chat(messages, max_tokens=4, **options).tokens
     return TOKENIZER.decode(ids)
@@ -549,6 +564,8 @@ def test_the_model_is_told_the_format(door: Door) -> None:
     )
     told = shown(door, HELLO, response_format=FORMAT, tools=[FREE])
     assert "} // namespace functions\n\n" + SECTION in told
+    late = [*HELLO, system]
+    assert f"developer<|message|>{SECTION}" in shown(door, late, response_format=FORMAT)
     harmony = [Message("user", "Hello")]
     assert SECTION in shown(door, harmony, response_format=FORMAT, tools=[FREE])
     described = {"name": "sum", "schema": RESULT, "description": "A sum.\nOf two."}

@@ -12,6 +12,7 @@ from reprlib import repr as short
 from typing import Any, ClassVar
 
 import orjson
+from anyio import CapacityLimiter, to_thread
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
@@ -62,6 +63,8 @@ class Service:
     log_prompts: bool = False  # bodies in the access log
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
+    # Bodies whose grammars are compiled wait for each other, and nobody waits for them.
+    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
     draining: bool = False  # no new requests, while those that run finish
     running: int = 0  # HTTP requests
     # The id of the HTTP request that each of the engine's belongs to, by its number.
@@ -181,7 +184,10 @@ class Endpoint:
                 await run_in_threadpool(self.read, call, raw)
             else:
                 self.read(call, raw)
-            if len(raw) > LARGE_BODY or getattr(call.body, "compiles", False):
+            if getattr(call.body, "compiles", False):
+                limiter = service.compiling
+                answer = await to_thread.run_sync(self.answer, call, limiter=limiter)
+            elif len(raw) > LARGE_BODY:
                 answer = await run_in_threadpool(self.answer, call)
             else:
                 answer = self.answer(call)
