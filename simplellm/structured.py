@@ -12,7 +12,7 @@ from typing import Any
 
 from simplellm.config import about, as_texts, expect
 from simplellm.sampling_params import StructuredOutputs
-from simplellm.schemas import problem_of
+from simplellm.schemas import JSON_ESCAPES, problem_of
 
 # The longest that a schema, an expression or a grammar may be, in characters.
 MAX_TEXT = 2**17
@@ -110,4 +110,5 @@ def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     if problem is not None:
         raise about(ValueError(problem), where)
     checked_text(text, where)
-    return {"json_schema": found | {"x-guidance": {"whitespace_pattern": SPACE}}}
+    options = {"whitespace_pattern": SPACE, "json_allowed_escapes": JSON_ESCAPES}
+    return {"json_schema": found | {"x-guidance": options}}

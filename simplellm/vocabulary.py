@@ -57,6 +57,10 @@ class Grammars:
         library = llguidance()
         limits = library.LLParserLimits(**LIMITS)
         matcher = library.LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise GrammarError(matcher.get_error().partition("\n")[0])
+        # Some that allow no text at all, or too much at once, show it with a mask only.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = first.get_error().partition("<state>")[0].strip().splitlines()
+            raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         return Grammar(matcher, self.vocab_size)
