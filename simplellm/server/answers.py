@@ -42,6 +42,16 @@ USAGE = object_of(
     prompt_tokens_details=object_of(cached_tokens=COUNT),
     completion_tokens_details=object_of(reasoning_tokens=COUNT),
 )
+PROMPT_LOGPROBS = list_of(
+    or_null(
+        {
+            "type": "object",
+            "additionalProperties": object_of(
+                logprob=LOGPROB, rank=COUNT, decoded_token=TEXT
+            ),
+        }
+    )
+)
 STOP_REASON: Schema = {"type": ["string", "integer", "null"]}
 COMPLETION = object_of(
     id=TEXT,
@@ -50,7 +60,11 @@ COMPLETION = object_of(
     model=TEXT,
     choices=list_of(
         object_of(
-            {"token_ids": IDS, "prompt_token_ids": IDS},
+            {
+                "token_ids": IDS,
+                "prompt_token_ids": IDS,
+                "prompt_logprobs": or_null(PROMPT_LOGPROBS),
+            },
             index=COUNT,
             text=TEXT,
             logprobs=or_null(
@@ -77,7 +91,7 @@ CALL = object_of(
 SPELLED = {"token": TEXT, "logprob": LOGPROB, "bytes": list_of(COUNT)}
 TOKEN_LOGPROBS = object_of(**SPELLED, top_logprobs=list_of(object_of(**SPELLED)))
 CHAT = object_of(
-    {"prompt_token_ids": IDS},
+    {"prompt_token_ids": IDS, "prompt_logprobs": PROMPT_LOGPROBS},
     id=TEXT,
     object=one("chat.completion"),
     created=COUNT,
