@@ -165,7 +165,7 @@ FUNCTION_CALL = item_of("function_call", call_id=TEXT, name=TEXT, arguments=TEXT
 OUTPUT_ITEM = any_of(
     item_of("message", **ASSISTANT, phase=PHASE), REASONING, FUNCTION_CALL
 )
-INPUT_ITEM = any_of(
+KEPT_ITEM = any_of(
     item_of(
         "message",
         role=one("user", "system", "developer"),
@@ -178,7 +178,7 @@ INPUT_ITEM = any_of(
 )
 INPUT_ITEMS = object_of(
     object=one("list"),
-    data=list_of(INPUT_ITEM),
+    data=list_of(KEPT_ITEM),
     first_id=TEXT,
     last_id=TEXT,
     has_more=FLAG,
@@ -237,7 +237,7 @@ DELETED = object_of(id=TEXT, object=one("response"), deleted=one(True))
 
 # /v1/messages
 
-BLOCK = any_of(
+ANTHROPIC_BLOCK = any_of(
     object_of(type=one("text"), text=TEXT),
     object_of(type=one("thinking"), thinking=TEXT, signature=TEXT),
     object_of(type=one("tool_use"), id=TEXT, name=TEXT, input={"type": "object"}),
@@ -247,7 +247,7 @@ ANTHROPIC_MESSAGE = object_of(
     type=one("message"),
     role=one("assistant"),
     model=TEXT,
-    content=list_of(BLOCK),
+    content=list_of(ANTHROPIC_BLOCK),
     stop_reason=one(
         "end_turn",
         "tool_use",
