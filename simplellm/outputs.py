@@ -77,6 +77,7 @@ class ChatChoice:
     finish_reason: str | None
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_reason: str | int | None = None
     index: int = field(default=0, compare=False)
     metrics: Times | None = field(default=None, compare=False)

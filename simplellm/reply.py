@@ -173,6 +173,7 @@ class ChatReply:
             finish_reason=self.finish_reason,
             token_ids=self.token_ids.copy(),
             logprobs=None if self.logprobs is None else [*self.logprobs],
+            prompt_logprobs=self.progress.prompt_logprobs,
             **self.progress.of_chat(),
         )
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 import simplellm
-from simplellm.grammar import compile_grammar
 from simplellm.structured import rules_text, schema_rules
 from simplellm.tokenizer import Tokenizer
+from simplellm.vocabulary import Grammars
 
 MEMORY = 4 << 30  # bytes of addresses the process may have
 STEPS = 50
@@ -176,8 +176,8 @@ def measured(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     end = tokenizer.special["<|return|>"]
     try:
         text = rules_text(schema_rules(schema, "schema"))
-        grammar = compile_grammar(text, tokenizer, tokenizer.vocab_size, [end])
-        matcher = grammar.matcher.deep_copy()
+        grammars = Grammars(tokenizer, tokenizer.vocab_size, frozenset([end]))
+        matcher = grammars.compile(text).matcher.deep_copy()
     except ValueError as error:
         found["refused"] = str(error)[:200]
     found["compile"] = time.perf_counter() - start

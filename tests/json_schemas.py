@@ -18,9 +18,9 @@ from typing import Any
 
 from models import CONFIG, TOKENIZER
 
-from simplellm.grammar import compile_grammar
 from simplellm.structured import rules_text, schema_rules
 from simplellm.tokenizer import Tokenizer
+from simplellm.vocabulary import Grammars
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "figures/b-schemas.json"
@@ -39,8 +39,13 @@ def matcher_of(
     Raises ValueError for what we or llguidance can't do.
     """
     text = rules_text(schema_rules(schema, PLACE))
-    end = tokenizer.special["<|return|>"]
-    return compile_grammar(text, tokenizer, size, [end]).matcher
+    return grammars_of(tokenizer, size).compile(text).matcher
+
+
+@cache
+def grammars_of(tokenizer: Tokenizer, size: int) -> Grammars:
+    """Grammars over the first ``size`` tokens."""
+    return Grammars(tokenizer, size, frozenset([tokenizer.special["<|return|>"]]))
 
 
 def takes(matcher: Any, text: str) -> bool:

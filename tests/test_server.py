@@ -195,6 +195,39 @@ def test_a_streamed_chat(served: Served) -> None:
             assert "".join(d["delta"].get(name, "") for d in deltas) == text
 
 
+def test_logprobs_of_prompts(served: Served) -> None:
+    """In vLLM's form; of a prompt's samples, the first one has them."""
+    llm = served.service.llm
+    options = {"prompt_logprobs": 2, "max_tokens": 1, "seed": 1, "n": 2}
+    ids = llm.door.ask_chat(HELLO).tokens
+    (text, *_) = llm.generate([ids], max_tokens=1, prompt_logprobs=2).result()
+    turn = llm.chat(HELLO, max_tokens=1, prompt_logprobs=2)
+    assert turn.choices[0].prompt_logprobs == text.prompt_logprobs
+    chat = served.post(CHAT, {"messages": HELLO, **options}).json()
+    first, second = served.post(COMPLETE, {"prompt": ids, **options}).json()["choices"]
+    assert second["prompt_logprobs"] is None
+    assert chat["prompt_logprobs"] == first["prompt_logprobs"]
+    nothing, *told = first["prompt_logprobs"]
+    assert nothing is None and len(told) == len(ids) - 1
+    for token, named, entry in zip(
+        ids[1:], told, text.prompt_logprobs[1:], strict=True
+    ):
+        own = named[str(token)]
+        assert own["rank"] == entry.rank
+        assert own["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
+        assert own["decoded_token"] == TOKENIZER.decode([token])
+        assert {*named} == {str(token), *(str(other) for other, _ in entry.top)}
+        ranked = {given["rank"]: int(other) for other, given in named.items()}
+        assert [ranked[1], ranked[2]] == [other for other, _ in entry.top]
+    whole = served.post(COMPLETE, {"prompt": ids, **options, "prompt_logprobs": None})
+    assert "prompt_logprobs" not in whole.json()["choices"][0]
+    for path, body in ((CHAT, {"messages": HELLO}), (COMPLETE, {"prompt": ids})):
+        for wrong in ({"stream": True}, {"prompt_logprobs": -1}):
+            answer = served.post(path, {**body, **options, **wrong})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+
 def test_each_choice_ends_when_it_ends(served: Served) -> None:
     llm = served.service.llm
     first = TOKENIZER.encode(ANSWER, special=True)

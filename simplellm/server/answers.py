@@ -42,6 +42,16 @@ USAGE = object_of(
     prompt_tokens_details=object_of(cached_tokens=COUNT),
     completion_tokens_details=object_of(reasoning_tokens=COUNT),
 )
+PROMPT_LOGPROBS = list_of(
+    or_null(
+        {
+            "type": "object",
+            "additionalProperties": object_of(
+                logprob=LOGPROB, rank=COUNT, decoded_token=TEXT
+            ),
+        }
+    )
+)
 STOP_REASON: Schema = {"type": ["string", "integer", "null"]}
 COMPLETION = object_of(
     id=TEXT,
@@ -50,7 +60,11 @@ COMPLETION = object_of(
     model=TEXT,
     choices=list_of(
         object_of(
-            {"token_ids": IDS, "prompt_token_ids": IDS},
+            {
+                "token_ids": IDS,
+                "prompt_token_ids": IDS,
+                "prompt_logprobs": or_null(PROMPT_LOGPROBS),
+            },
             index=COUNT,
             text=TEXT,
             logprobs=or_null(
@@ -77,7 +91,7 @@ CALL = object_of(
 SPELLED = {"token": TEXT, "logprob": LOGPROB, "bytes": list_of(COUNT)}
 TOKEN_LOGPROBS = object_of(**SPELLED, top_logprobs=list_of(object_of(**SPELLED)))
 CHAT = object_of(
-    {"prompt_token_ids": IDS},
+    {"prompt_token_ids": IDS, "prompt_logprobs": PROMPT_LOGPROBS},
     id=TEXT,
     object=one("chat.completion"),
     created=COUNT,
@@ -151,7 +165,7 @@ FUNCTION_CALL = item_of("function_call", call_id=TEXT, name=TEXT, arguments=TEXT
 OUTPUT_ITEM = any_of(
     item_of("message", **ASSISTANT, phase=PHASE), REASONING, FUNCTION_CALL
 )
-INPUT_ITEM = any_of(
+KEPT_ITEM = any_of(
     item_of(
         "message",
         role=one("user", "system", "developer"),
@@ -164,7 +178,7 @@ INPUT_ITEM = any_of(
 )
 INPUT_ITEMS = object_of(
     object=one("list"),
-    data=list_of(INPUT_ITEM),
+    data=list_of(KEPT_ITEM),
     first_id=TEXT,
     last_id=TEXT,
     has_more=FLAG,
@@ -223,7 +237,7 @@ DELETED = object_of(id=TEXT, object=one("response"), deleted=one(True))
 
 # /v1/messages
 
-BLOCK = any_of(
+ANTHROPIC_BLOCK = any_of(
     object_of(type=one("text"), text=TEXT),
     object_of(type=one("thinking"), thinking=TEXT, signature=TEXT),
     object_of(type=one("tool_use"), id=TEXT, name=TEXT, input={"type": "object"}),
@@ -233,7 +247,7 @@ ANTHROPIC_MESSAGE = object_of(
     type=one("message"),
     role=one("assistant"),
     model=TEXT,
-    content=list_of(BLOCK),
+    content=list_of(ANTHROPIC_BLOCK),
     stop_reason=one(
         "end_turn",
         "tool_use",

@@ -21,7 +21,7 @@ from simplellm.config import (
 )
 from simplellm.door import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
 from simplellm.request import Request
-from simplellm.sampling_params import SamplingParams
+from simplellm.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.errors import APIError
 
 Body = TypeVar("Body")
@@ -50,7 +50,6 @@ SHARED_NEUTRAL = {
     "guided_regex": Neutral("use regex of structured_outputs"),
     "guided_choice": Neutral("use choice of structured_outputs"),
     "guided_grammar": Neutral("use grammar of structured_outputs"),
-    "prompt_logprobs": Neutral("use echo and logprobs of /v1/completions"),
     "logits_processors": Neutral(NOT_HERE, ([],)),
     "kv_transfer_params": Neutral(NOT_HERE),
     "cache_salt": Neutral(NOT_HERE),
@@ -81,6 +80,8 @@ class SampledBody:
     stream_options: StreamOptions | None = None
     priority: int = declared(0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
     return_token_ids: bool = False  # as vLLM has it: the choices hold their token ids
+    # Alternatives to each token of the prompt, as vLLM has them; in no stream.
+    prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     user: str | None = None  # OpenAI's; nothing is done with it
     # The parameters that `SamplingParams` declares and no field here replaces.
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -99,6 +100,9 @@ class SampledBody:
         if self.stream_options is not None and not self.stream:
             wrong = "stream_options are given; expected none without stream"
             raise about(ValueError(wrong), "stream_options")
+        count = self.prompt_logprobs
+        ok = not self.stream or count is None
+        expect(ok, "prompt_logprobs", count, "none for a stream")
 
 
 def own_fields(kind: Any) -> dict[str, Field[Any]]:

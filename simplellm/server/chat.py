@@ -25,7 +25,7 @@ from simplellm.server.endpoint import (
     new_id,
     usage_fields,
 )
-from simplellm.server.logprobs import chat_logprobs
+from simplellm.server.logprobs import chat_logprobs, prompt_logprobs
 
 NO_TEMPLATES = "gpt-oss has one chat format, harmony"
 
@@ -99,6 +99,7 @@ class Chat(Generation):
             params["max_tokens"] = body.max_completion_tokens
         if body.logprobs or body.return_token_ids:  # parts have both or neither
             params["logprobs"] = body.top_logprobs
+        params["prompt_logprobs"] = body.prompt_logprobs
         asked = door.ask_chat(
             body.messages,
             tools=body.tools,
@@ -187,6 +188,8 @@ class Chat(Generation):
         found = self.object("chat.completion", choices)
         if self.body.return_token_ids:
             found["prompt_token_ids"] = self.requests[0].tokens
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
         return found | {"usage": usage_fields(usage)}
 
 

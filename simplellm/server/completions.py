@@ -26,7 +26,7 @@ from simplellm.server.endpoint import (
     new_id,
     usage_fields,
 )
-from simplellm.server.logprobs import LegacyLogprobs
+from simplellm.server.logprobs import LegacyLogprobs, prompt_logprobs
 
 MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
 
@@ -62,12 +62,14 @@ class Completion(Generation):
             "max_tokens": MAX_TOKENS,
             "priority": body.priority,
             "logprobs": body.logprobs,
+            "prompt_logprobs": body.prompt_logprobs,
             **body.sampling,
         }
         # The first sample of a prompt tells its log-probabilities.
         self.scored = body.echo and body.logprobs is not None
         if self.scored:
-            params["prompt_logprobs"] = body.logprobs
+            if body.prompt_logprobs is None:
+                params["prompt_logprobs"] = body.logprobs
             alone = body.n == 1 or not body.stream
             expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
         prompts = as_prompts(body.prompt)
@@ -109,6 +111,10 @@ class Completion(Generation):
             choice["logprobs"] = self.logprobs[index].push(
                 part.token_ids, part.logprobs
             )
+        if self.body.prompt_logprobs is not None:
+            first = index % self.n == 0  # of a prompt's samples
+            scores = prompt_logprobs(part.prompt_logprobs) if first else None
+            choice["prompt_logprobs"] = scores
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
             if echo or not self.stream:

@@ -42,6 +42,30 @@ def token_name(token: int, tokenizer: Tokenizer) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs | None] | None,
+) -> list[dict[str, Any] | None]:
+    """Those of a prompt in vLLM's form: by token id; the first token has none."""
+
+    def one(entry: TokenLogprobs) -> dict[str, Any]:
+        pairs = zip(entry.top, entry.decoded_top, strict=True)
+        rows = [
+            (token, value, rank, text)
+            for rank, ((token, value), text) in enumerate(pairs, start=1)
+        ]
+        own = entry.token_id, entry.logprob, entry.rank, entry.decoded_token
+        return {
+            str(token): {
+                "logprob": max(value, LEAST),
+                "rank": rank,
+                "decoded_token": text,
+            }
+            for token, value, rank, text in [own, *rows]
+        }
+
+    return [None if entry is None else one(entry) for entry in entries or ()]
+
+
 class LegacyLogprobs:
     """Those of one sample of a completion, part by part.
 

@@ -192,6 +192,7 @@ class MessageBody(CountBody, SampledBody):
         **SHARED_NEUTRAL,
         **CONVERSATION_NEUTRAL,
         "logprobs": Neutral(NOT_HERE),
+        "prompt_logprobs": Neutral(NOT_HERE),
         "n": Neutral("a message is one turn", (1,)),
         "return_token_ids": Neutral(NOT_HERE, (False,)),
         "response_format": Neutral("use format of output_config"),

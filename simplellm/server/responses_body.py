@@ -100,6 +100,7 @@ class ResponseBody(SampledBody):
             "the last event has the usage", ({}, {"include_obfuscation": False})
         ),
         "max_tokens": Neutral("use max_output_tokens"),
+        "prompt_logprobs": Neutral(NOT_HERE),
         "logprobs": Neutral(f"use top_logprobs, and {LOGPROBS!r} in include"),
         "background": Neutral(NO_BACKGROUND, (False,)),
         "truncation": Neutral("nothing is left out of the input", ("disabled",)),
