@@ -83,6 +83,20 @@ def is_several(messages: Any) -> bool:
     return listed and isinstance(messages[0], list | tuple)
 
 
+def once_for_each(constrain: Constrain) -> Constrain:
+    """``constrain``, which then isn't asked again for what it has been asked before."""
+    known: list[tuple[StructuredOutputs | None, Constraint | None]] = []
+
+    def found(outputs: StructuredOutputs | None) -> Constraint | None:
+        for one, constraint in known:
+            if one is outputs:
+                return constraint
+        known.append((outputs, constrain(outputs)))
+        return known[-1][1]
+
+    return found
+
+
 def plain(value: Any) -> Any:
     """A NumPy or PyTorch array as a list; all else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
@@ -140,6 +154,10 @@ class Door:
         given = len(sampling_params)
         wanted = f"1 for all prompts or {len(every)}, one each"
         expect(given == len(every), "the number of sampling_params", given, wanted)
+        if (outputs := overrides.get("structured_outputs")) is not None:
+            made = StructuredOutputs.of(outputs)  # the same for all
+            overrides = {**overrides, "structured_outputs": made}
+        constrain = once_for_each(constrain)
         return [
             self.ask(prompt, params, overrides, constrain)
             for prompt, params in zip(every, sampling_params, strict=True)

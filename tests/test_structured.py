@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from models import HELLO, SMALL, TOKENIZER
 
 from simplellm import LLM, Message, SamplingParams, StructuredOutputs, Tool
-from simplellm.chat_options import as_format, turn_constraint
+from simplellm.chat_options import as_format, text_constraint, turn_constraint
 from simplellm.door import Door
 from simplellm.harmony import parse, tool_calls
 from simplellm.structured import output_rules, rules_text
@@ -442,7 +442,28 @@ def test_a_grammar_comes_with_the_request(door: Door) -> None:
     assert door.ask_chat(HELLO, max_tokens=4).grammar is None
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
     both = door.ask_all(["x", "y"], params, {})
+    times = []
+
+    def counting(outputs: Any) -> Any:
+        times.append(outputs)
+        return text_constraint(outputs)
+
+    given = {"structured_outputs": {"regex": "[ab]+"}}
+    many = door.ask_all(["x"] * 100, None, given, counting)
+    assert len(times) == 1, "its rules are made once"
+    assert len({id(request.grammar) for request in many}) == 1
     assert both[0].grammar is both[1].grammar is not None
+
+
+def test_the_library_is_missing(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'llguidance'")
+
+    monkeypatch.setattr("simplellm.door.compile_grammar", missing)
+    with pytest.raises(ValueError, match=r"pip install simplellm\[structured\]"):
+        door.ask_chat(HELLO, tools=[ADD, FIND], tool_choice="required")
+    with pytest.raises(ValueError, match="structured_outputs: llguidance is not"):
+        door.ask("x", None, {"structured_outputs": {"regex": "library"}})
 
 
 CHATS: list[tuple[dict[str, Any], str, str]] = [

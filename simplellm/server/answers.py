@@ -184,7 +184,20 @@ INPUT_ITEMS = object_of(
     has_more=FLAG,
 )
 FUNCTION = object_of(
-    type=one("function"), name=TEXT, description={}, parameters={}, strict=one(False)
+    type=one("function"), name=TEXT, description={}, parameters={}, strict=FLAG
+)
+FORMAT = any_of(
+    object_of(type=one("text", "json_object")),
+    object_of(
+        type=one("json_schema"),
+        name=TEXT_OR_NULL,
+        description=TEXT_OR_NULL,
+        schema={"type": "object"},
+        strict=FLAG,
+    ),
+)
+TOOL_CHOICE = any_of(
+    one("auto", "none", "required"), object_of(type=one("function"), name=TEXT)
 )
 RESPONSE = object_of(
     id=TEXT,
@@ -212,14 +225,11 @@ RESPONSE = object_of(
     store=FLAG,
     background=one(False),
     tools=list_of(FUNCTION),
-    tool_choice=one("auto", "none"),
+    tool_choice=TOOL_CHOICE,
     parallel_tool_calls=FLAG,
     max_tool_calls=or_null(COUNT),
     reasoning=object_of(effort=one("low", "medium", "high"), summary={"type": "null"}),
-    text=object_of(
-        format=object_of(type=one("text")),
-        verbosity=one("medium"),
-    ),
+    text=object_of(format=FORMAT, verbosity=one("medium")),
     max_output_tokens=or_null(COUNT),
     temperature=NUMBER,
     top_p=NUMBER,
