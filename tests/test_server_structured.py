@@ -11,7 +11,6 @@ from serving import Served, serving
 
 from simplellm import LLM
 from simplellm.request import Request
-from simplellm.vocabulary import Grammars
 
 pytest.importorskip("llguidance")
 
@@ -151,14 +150,15 @@ def test_compiling_holds_up_nobody(
 ) -> None:
     """One grammar takes as long as it likes; another request is answered meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
-    compile = Grammars.compile
+    door = served.service.llm.door
+    compile = door.compile
 
     def slowly(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
         return compile(*arguments)
 
-    monkeypatch.setattr(Grammars, "compile", slowly)
+    monkeypatch.setitem(door.__dict__, "compile", slowly)
     answers = []
     body = PATHS["/v1/completions"] | {"structured_outputs": {"regex": "[a-c]{7}"}}
     ask = threading.Thread(
