@@ -460,7 +460,7 @@ def test_the_library_is_missing(door: Door, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"tools\[0\].*simplellm\[structured\]"):
         door.ask_chat(HELLO, tools=[ADD, FIND], tool_choice="required")
-    with pytest.raises(ValueError, match="structured_outputs: .*llguidance"):
+    with pytest.raises(ValueError, match=r"structured_outputs: .*llguidance"):
         door.ask("x", None, {"structured_outputs": {"regex": "library"}})
 
 
