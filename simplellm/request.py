@@ -67,16 +67,22 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
-        # Whether its mask depends on its last token, which may begin a bad word.
-        several = any(len(sequence) > 1 for sequence in self.bad_sequences)
-        self.needs_last_token = several or self.grammar is not None
-        # Whether it may not get every token.
-        self.restricted = self.params.restricts or self.grammar is not None
         # Those of the prompt's tokens so far, if they are asked for, and until an event
         # has them. Nothing comes before the first one.
         asked = self.params.prompt_logprobs is not None
         self.prompt_logprobs: list[TokenLogprobs | None] | None
         self.prompt_logprobs = [None] if asked else None
+
+    @property
+    def restricted(self) -> bool:
+        """It may not get every token."""
+        return self.params.restricts or self.grammar is not None
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Its mask depends on its last token, which may begin a bad word."""
+        several = any(len(sequence) > 1 for sequence in self.bad_sequences)
+        return several or self.grammar is not None
 
     @property
     def missing(self) -> int:

@@ -75,6 +75,7 @@ def test_code_of_what_wraps_a_function(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict, dict]]:
     """What a notebook would show: data by MIME type, and metadata."""
+    plt.switch_backend("agg")  # before there seems to be a notebook
     found: list[tuple[dict, dict]] = []
 
     def display(data: dict, metadata: dict, raw: bool) -> None:
