@@ -51,6 +51,7 @@ def brackets():
 BRACKETS = ("rule", brackets)
 NULLABLE = [
     (A, False, "a byte is never the empty text"),
+    (MAYBE, True, "one option of an either that's empty is enough"),
     (NOTHING, False, "nothing matches no text, not even the empty one"),
     (EMPTY, True, "nothing, any number of times, is the empty text"),
     (("many", A), True, "many may be none at all"),
@@ -60,7 +61,6 @@ NULLABLE = [
     (("then", A, MAYBE), False, "both parts of a then have to be empty, and a isn't"),
     (("then", MAYBE, ("many", B)), True, "both parts of this then may be empty"),
     (either(A, B), False, "no option of an either is empty here"),
-    (MAYBE, True, "one option of an either that's empty is enough"),
     (either(A, ("then", MAYBE, MAYBE)), True, "one option that's empty is enough"),
     (BRACKETS, False, "a rule is what its function returns"),
     (("rule", lambda: MAYBE), True, "a rule is what its function returns"),
@@ -207,7 +207,7 @@ def trie_of(tokens) -> list[tuple[Any, ...]]:
     return trie
 
 
-WORDS = b"1 12 123 1, 2 , } ,} nu null n nul x xy xyz xyzz".split()
+WORDS = b"1 12 123 1, 2 , } ,} nu null n x xyz xyzz".split()
 
 
 def check_walk(walk):
@@ -379,6 +379,7 @@ TYPED = "<|channel|>final <|constrain|>json<|message|>{}<|return|>"
 BEFORE = " to=functions.{}<|channel|>commentary<|message|>{}<|call|>"
 BEHIND = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 YES: dict[str, Any] = {"lark_grammar": 'start: "yes"\n'}
+HOW: dict[str, Any] = {"lark_grammar": 'start: "so"\n'}
 DIGITS: dict[str, Any] = {"lark_grammar": "start: /[0-9]+/\n"}
 
 
@@ -436,7 +437,8 @@ def check_turn_grammar(turn_grammar):
         (BEFORE.format("add", "7"), "no function is offered, so none can be called"),
     ):
         assert not accepts(text, turn), f"{why}: {turn!r} is none, and you accept it"
-    calls = {"add": DIGITS, "get-time": YES}
+    calls = {"add": DIGITS, "get-time": YES, "final": HOW}
+    pairs = [("add", "7", "yes"), ("get-time", "yes", "7"), ("final", "so", "yes")]
     for answer in (None, YES):
         text = turn_grammar(answer, calls)
         allowed = accepts(text, thought + whole)
@@ -445,7 +447,7 @@ def check_turn_grammar(turn_grammar):
         else:
             assert allowed, "with functions there may be an answer all the same"
         for form in (BEFORE, BEHIND):
-            for name, given, other in (("add", "7", "yes"), ("get-time", "yes", "7")):
+            for name, given, other in pairs:
                 turn = thought + NOTE + form.format(name, given)
                 assert accepts(text, turn), f"{turn!r} is a call, and you refuse it"
                 turn = form.format(name, other)
