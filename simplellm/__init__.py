@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from simplellm.model import Model
     from simplellm.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
     from simplellm.request import EngineError, QueueFullError
-    from simplellm.sampling_params import SamplingParams
+    from simplellm.sampling_params import SamplingParams, StructuredOutputs
     from simplellm.stats import Stats
     from simplellm.tokenizer import Tokenizer, TokenizerError
 
@@ -36,6 +36,7 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "Stats": "stats",
+    "StructuredOutputs": "sampling_params",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "Tool": "harmony",

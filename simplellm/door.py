@@ -4,11 +4,20 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
 from typing import Any
 
+from simplellm.chat_options import (
+    Constraint,
+    Format,
+    as_format,
+    text_constraint,
+    turn_constraint,
+    with_format,
+)
 from simplellm.config import (
     ModelConfig,
     about,
@@ -16,20 +25,26 @@ from simplellm.config import (
     expect,
     expect_type,
 )
+from simplellm.grammar import Grammar, compile_grammar
 from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.harmony.schema import as_tools
 from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request
-from simplellm.sampling_params import SamplingParams
+from simplellm.sampling_params import SamplingParams, StructuredOutputs
+from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
+Constrain = Callable[[StructuredOutputs | None], Constraint | None]
 
 CHAT_MAX_TOKENS = 1024  # reasoning included
 MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
-OVERRIDES = (*(field.name for field in fields(SamplingParams)), "priority", "timeout")
+MAX_GRAMMARS = 64  # that are kept
+NO_LIBRARY = "llguidance is not installed; expected pip install simplellm[structured]"
+OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
 def sample_of(asked: Request, number: int = 0) -> Request:
@@ -92,6 +107,15 @@ class Door:
     default_params: SamplingParams  # for whoever gives none
     eos_token_ids: frozenset[int]  # what ends a turn
     max_model_len: int  # tokens of a prompt and its output
+    # Text to a grammar. Agents send the same schema again and again.
+    compile: Callable[[str], Grammar] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        def compile(text: str) -> Grammar:
+            tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+            return compile_grammar(text, tokenizer, size, self.eos_token_ids)
+
+        object.__setattr__(self, "compile", lru_cache(MAX_GRAMMARS)(compile))
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -107,6 +131,7 @@ class Door:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         overrides: Mapping[str, Any],
+        constrain: Constrain = text_constraint,
     ) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
@@ -121,7 +146,7 @@ class Door:
         ok = given == len(every)
         expect(ok, "the number of sampling_params", given, wanted)
         return [
-            self.ask(prompt, params, overrides)
+            self.ask(prompt, params, overrides, constrain)
             for prompt, params in zip(every, sampling_params, strict=True)
         ]
 
@@ -135,6 +160,8 @@ class Door:
         messages: Any,  # Messages, once checked
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Format | Mapping[str, Any] | None = None,
         reasoning_effort: str = "medium",
         current_date: str | None = None,
         sampling_params: SamplingParams | None = None,
@@ -146,28 +173,37 @@ class Door:
         most = self.max_model_len
         count, wanted = len(messages), f"at most {most}, the tokens there is room for"
         expect(count <= most, "the number of messages", count, wanted)
-        tools = tools or ()
+        functions = [] if tool_choice == "none" else as_tools(tools or ())
+        wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
         if len(harmony) < len(messages):
-            harmony = from_openai(messages, tools)
+            harmony = from_openai(messages, functions)
+        if wanted_format.text:
+            harmony = with_format(harmony, functions, wanted_format.text)
         ids = render(
             harmony,
             self.need_tokenizer(),
             reasoning_effort=reasoning_effort,
-            tools=tools,
+            tools=functions,
             current_date=current_date,
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        return self.ask(ids, sampling_params, overrides)
+        rules = wanted_format.rules
+        constrain = partial(turn_constraint, rules, functions, tool_choice)
+        return self.ask(ids, sampling_params, overrides, constrain)
 
     def ask(
         self,
         prompt: object,
         params: SamplingParams | None,
         overrides: Mapping[str, Any],
+        constrain: Constrain = text_constraint,
     ) -> Request:
-        """A prompt, and what its samples have in common."""
+        """A prompt, and what its samples have in common.
+
+        ``constrain`` says what they must fit, given the structured_outputs.
+        """
         options = dict(overrides)
         priority, timeout = options.pop("priority", 0), options.pop("timeout", None)
         check_number("priority", priority, int, -MAX_PRIORITY, MAX_PRIORITY)
@@ -186,16 +222,7 @@ class Door:
                 "have room for"
             )
             raise about(ValueError(wrong), "prompt")
-        named = {
-            "the prompt": ids,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        most = self.config.vocab_size - 1
-        for name, tokens in named.items():
-            odd = next((token for token in tokens if not 0 <= token <= most), None)
-            expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
+        self._check_ids(ids, params)
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         bad: list[tuple[int, ...]] = []
         if params.bad_words:
@@ -217,7 +244,43 @@ class Door:
             left = choices.bits(params.min_tokens > 0, ()).any()
             restricting = "allowed_token_ids, bad_words and min_tokens"
             expect(left, f"the tokens that {restricting} leave", 0, "at least one")
+        if (constraint := constrain(params.structured_outputs)) is not None:
+            wanted = "False where the text has to fit something: it ends then"
+            expect(not params.ignore_eos, "ignore_eos", True, wanted)
+            request.grammar = self._grammar(constraint)
+            request.needs_last_token = True
         return request
+
+    def _grammar(self, constraint: Constraint) -> Grammar:
+        """The compiled grammar. Raises ValueError that names the part to blame."""
+
+        def compiled(text: str, name: str) -> Grammar:
+            try:
+                return self.compile(text)
+            except (ImportError, ValueError) as error:
+                why = NO_LIBRARY if isinstance(error, ImportError) else error
+                raise about(ValueError(f"{name}: {why}"), name) from None
+
+        parts = constraint.parts
+        try:
+            return compiled(constraint.text, " and ".join(parts) or "tool_choice")
+        except ValueError:
+            for name, rules in parts.items() if len(parts) > 1 else ():
+                compiled(rules_text(rules), name)
+            raise
+
+    def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise ValueError for a token id that the model doesn't have."""
+        named = {
+            "the prompt": ids,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        most = self.config.vocab_size - 1
+        for name, tokens in named.items():
+            odd = next((token for token in tokens if not 0 <= token <= most), None)
+            expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
 
     def _params(
         self, params: SamplingParams | None, options: Mapping[str, Any]

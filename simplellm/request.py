@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from simplellm.sampling_params import SamplingParams
 
@@ -47,6 +47,7 @@ class Request:
     # that may begin a bad word or a grammar says what may follow. Such a request sits
     # out while that is computed.
     needs_last_token: bool = False
+    grammar: Any | None = None  # which texts it may become (`simplellm.grammar`)
     submitted: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
     index: int = 0  # among the samples of its prompt

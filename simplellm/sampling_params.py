@@ -1,10 +1,21 @@
 """What a request may ask for: how its tokens are chosen and when they stop."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
-from simplellm.config import MAX_SIZE, as_ids, as_texts, check_number, declared, expect
+from simplellm.config import (
+    MAX_SIZE,
+    as_ids,
+    as_texts,
+    check_number,
+    check_value,
+    declared,
+    expect,
+    expect_type,
+    one_of,
+)
 from simplellm.config import check as check_declared
 
 MAX_LOGPROBS = 20  # alternatives a request may ask for, as in OpenAI's interface
@@ -17,6 +28,40 @@ TEXTS = (
     ("stop", MAX_STOPS, MAX_STOP_CHARACTERS),
     ("bad_words", MAX_BAD_WORDS, MAX_BAD_CHARACTERS),
 )
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What a text must be: exactly one of these. Names as in vLLM.
+
+    Raises TypeError or ValueError unless one is given, and of its type; what is in it
+    is checked where it is asked for.
+    """
+
+    json: str | dict[str, Any] | None = None  # JSON that fits this schema
+    regex: str | None = None  # it matches this as a whole; no lookarounds
+    choice: Sequence[str] | None = None  # one of these
+    grammar: str | None = None  # in llguidance's Lark, without special tokens
+
+    def __post_init__(self) -> None:
+        given = []
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            check_value(f"structured_outputs.{spec.name}", value, spec)
+            given += [] if value is None else [spec.name]
+        wanted = f"exactly one of {', '.join(spec.name for spec in fields(self))}"
+        expect(len(given) == 1, "structured_outputs", given, wanted)
+
+    @classmethod
+    def of(cls, value: Any) -> "StructuredOutputs | None":
+        """``value`` with a dict of fields, as JSON has it, turned into this."""
+        name = "structured_outputs"
+        if isinstance(value, cls | None):
+            return value
+        expect_type(name, value, Mapping, "StructuredOutputs or a dict")
+        for key in value:
+            one_of(f"a name in {name}", key, [spec.name for spec in fields(cls)])
+        return cls(**value)
 
 
 @dataclass(frozen=True)
@@ -63,12 +108,15 @@ class SamplingParams:
     # The same for the tokens of the prompt, which is then computed anew, not looked up.
     prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these ids
+    # What the text must be, or a chat's final answer; a dict of its fields is as good.
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)  # past what makes it frozen
         for name, *limits in TEXTS:
             put(name, as_texts(name, getattr(self, name), *limits))
         put("stop_token_ids", as_ids("stop_token_ids", self.stop_token_ids))
+        put("structured_outputs", StructuredOutputs.of(self.structured_outputs))
         if (some := self.allowed_token_ids) is not None:
             put("allowed_token_ids", as_ids("allowed_token_ids", some))
             expect(some, "allowed_token_ids", some, "at least one token id, or None")

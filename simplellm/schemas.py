@@ -18,11 +18,11 @@ UNSUPPORTED = frozenset(
     "dependentRequired dependentSchemas dependencies unevaluatedItems "
     "unevaluatedProperties $dynamicRef $recursiveRef x-guidance".split()
 )
-FORMATS = frozenset(
+STRING_FORMATS = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()
 )
 # Keywords that hold a schema, a list of them (items may too), or some by their names.
-ONE = ("additionalProperties", "items", "additionalItems")
+SINGLE = ("additionalProperties", "items", "additionalItems")
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
@@ -34,7 +34,7 @@ MAX_NESTING = 100
 MAX_PATTERNS = 16  # patternProperties
 MAX_MULTIPLE = 10_000  # the least common multiple of what multipleOf says
 MAX_OPTIONAL = 400  # properties of an object that may be left out
-MOST = {
+MOST_IN_SCHEMA = {
     "levels of JSON": MAX_NESTING,
     "levels of schemas": MAX_LEVELS,
     "patternProperties": MAX_PATTERNS,
@@ -54,7 +54,7 @@ def nesting(value: Any) -> int:
 
 def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     """The schemas right inside one."""
-    for key in ONE:
+    for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
         some = schema.get(key)
@@ -83,7 +83,7 @@ def levels_of(schema: Any, path: str) -> list[list[Place]]:
 
 def target_of(root: Any, pointer: Any) -> Any:
     """The schema inside ``root`` that a $ref leads to; None if there is none."""
-    first, *words = pointer.split("/") if isinstance(pointer, str) else [None]
+    first, *words = pointer.split("/") if isinstance(pointer, str) else [""]
     found = root if first == "#" else None
     for word in map(unquote, words):
         name = word.replace("~1", "/").replace("~0", "~")
@@ -123,8 +123,8 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if reference is not None and target_of(root, reference) is None:
         wanted = "'#' or a pointer '#/...' to a schema inside this one"
         return f"{path}.$ref is {short(reference)}; expected {wanted}"
-    if form is not None and form not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
+    if form is not None and form not in STRING_FORMATS:
+        known = ", ".join(sorted(STRING_FORMATS))
         return f"{path}.format is {short(form)}; expected one of {known}"
     if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
         return f"{path}.$id: expected none but that of the whole schema"
@@ -146,7 +146,7 @@ def problem_of(root: Any, where: str) -> str | None:
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"
-    sizes = dict.fromkeys(MOST, 0) | {"levels of JSON": nesting(root)}
+    sizes = dict.fromkeys(MOST_IN_SCHEMA, 0) | {"levels of JSON": nesting(root)}
     pointers = {"#": root}  # as they are spelled
     seen: dict[int, int] = {}  # the levels of what they lead to
     every: list[Mapping[str, Any]] = []
@@ -169,7 +169,7 @@ def problem_of(root: Any, where: str) -> str | None:
     patterns = (schema.get("patternProperties") for schema in every)
     sizes["patternProperties"] = sum(len(some) for some in patterns if some)
     sizes["for the least common multiple of multipleOf"] = common_multiple(every)
-    for name, most in MOST.items():
+    for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
     return None

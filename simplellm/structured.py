@@ -1,4 +1,4 @@
-"""Structured output: what users ask a text to be, as rules that llguidance can read.
+"""From what users ask a text to be to rules that llguidance reads.
 
 Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
 for llguidance, or would let the model write control tokens, is refused here; the limits
@@ -7,19 +7,18 @@ of its parser bound the rest. Nothing here needs llguidance.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from typing import Any
 
-from simplellm.config import about, as_texts, check, expect, expect_type
+from simplellm.config import about, as_texts, expect
+from simplellm.sampling_params import StructuredOutputs
 from simplellm.schemas import problem_of
-
-Rules = dict[str, Any]
 
 # The longest that a schema, an expression or a grammar may be, in characters.
 MAX_TEXT = 2**17
 MAX_LINES = 1000  # of a grammar; llguidance recurses, and 5,000 crash the process
 MAX_CHOICES = 10_000
+WHERE = "structured_outputs"  # where they stand, for what is said of them
 # At one place in JSON. Without an end to it a model may write spaces until its tokens
 # run out.
 SPACE = r"[ \t\n\r]{1,64}"
@@ -31,50 +30,18 @@ LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 LARK_REFUSED = re.compile(r"<\S*|@|~|%(?!ignore\b|import\b)\w*")
 
 
-@dataclass(frozen=True)
-class StructuredOutputs:
-    """What a text must be: exactly one of these. Names as in vLLM.
-
-    Raises TypeError or ValueError for what can't be checked or would take too long.
-    """
-
-    json: str | dict[str, Any] | None = None  # JSON that fits this schema
-    regex: str | None = None  # it matches this as a whole; no lookarounds
-    choice: Sequence[str] | None = None  # one of these
-    grammar: str | None = None  # in llguidance's Lark, without special tokens
-
-    def __post_init__(self) -> None:
-        check(self)
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        names = ", ".join(f.name for f in fields(self))
-        ok, wanted = len(given) == 1, f"exactly one of {names}"
-        expect(ok, "structured_outputs", given, wanted)
-        expect_type("structured_outputs.json", self.json, str | dict | None, "a schema")
-        self.rules()
-
-    def rules(self) -> Rules:
-        """The rules of such a text."""
-        if self.json is not None:
-            return schema_rules(self.json, "structured_outputs.json")
-        if self.regex is not None:
-            return regex_rules(self.regex)
-        if self.choice is not None:
-            return choice_rules(self.choice)
-        return lark_rules(self.grammar or "")
+def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
+    """The rules of a text that ``outputs`` asks for. Raises ValueError."""
+    if outputs.json is not None:
+        return schema_rules(outputs.json, f"{WHERE}.json")
+    if outputs.regex is not None:
+        return regex_rules(outputs.regex)
+    if outputs.choice is not None:
+        return choice_rules(outputs.choice)
+    return lark_rules(outputs.grammar or "")
 
 
-def as_structured(value: Any) -> StructuredOutputs | None:
-    """``value`` with a dict, as it comes from JSON, turned into StructuredOutputs."""
-    if isinstance(value, StructuredOutputs | None):
-        return value
-    expect_type("structured_outputs", value, Mapping, "StructuredOutputs or a dict")
-    known = [spec.name for spec in fields(StructuredOutputs)]
-    odd = next((name for name in value if name not in known), None)
-    expect(odd is None, "a name in structured_outputs", odd, f"one of {known}")
-    return StructuredOutputs(**value)
-
-
-def rules_text(*rules: Rules) -> str:
+def rules_text(*rules: Mapping[str, Any]) -> str:
     """What llguidance takes: the rules of a text, and before them those they name."""
     return json.dumps({"grammars": rules})
 
@@ -87,12 +54,12 @@ def checked_text(text: str, where: str, most: int = MAX_TEXT) -> str:
     return text
 
 
-def regex_rules(regex: str) -> Rules:
+def regex_rules(regex: str) -> dict[str, Any]:
     """The rules of a text that ``regex`` matches as a whole.
 
     So "^" in front and "$" at the end say nothing; llguidance knows them in no place.
     """
-    where = "structured_outputs.regex"
+    where = f"{WHERE}.regex"
     bare = checked_text(regex, where).removeprefix("^")
     if re.search(r"(?<!\\)(?:\\\\)*\$$", bare):
         bare = bare[:-1]
@@ -103,18 +70,18 @@ def regex_rules(regex: str) -> Rules:
     return {"lark_grammar": f"start: /{escaped or '(?:)'}/\n"}
 
 
-def choice_rules(choice: Any) -> Rules:
+def choice_rules(choice: Any) -> dict[str, Any]:
     """The rules of one text among ``choice``."""
-    where = "structured_outputs.choice"
+    where = f"{WHERE}.choice"
     texts = as_texts(where, choice, MAX_CHOICES, MAX_TEXT)
     expect(texts, where, choice, "at least one text")
     quoted = (json.dumps(text).replace("\x7f", r"\u007f") for text in texts)
     return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"}
 
 
-def lark_rules(grammar: str) -> Rules:
+def lark_rules(grammar: str) -> dict[str, Any]:
     """The rules that ``grammar`` says itself, in Lark."""
-    where = "structured_outputs.grammar"
+    where = f"{WHERE}.grammar"
     lines = checked_text(grammar, where).count("\n") + 1
     expect(lines <= MAX_LINES, where, f"{lines} lines", f"at most {MAX_LINES}")
     odd = LARK_REFUSED.search(LARK_TEXTS.sub(" ", grammar))
@@ -123,7 +90,7 @@ def lark_rules(grammar: str) -> Rules:
     return {"lark_grammar": grammar}
 
 
-def schema_rules(schema: Any, where: str) -> Rules:
+def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     """The rules of JSON that fits ``schema``, text or a dict.
 
     Raises ValueError with the path of what can't be done, which begins with ``where``.

@@ -6,7 +6,7 @@ writes them.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from simplellm.config import about, expect
@@ -17,11 +17,15 @@ NAMESPACE = "namespace functions {"  # what the tools are declared in
 
 @dataclass(frozen=True)
 class Tool:
-    """A function the model may call; ``parameters`` is a JSON schema of an object."""
+    """A function the model may call; ``parameters`` is a JSON schema of an object.
+
+    The arguments of a ``strict`` one fit it, whatever the model would write.
+    """
 
     name: str
     description: str
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
@@ -38,6 +42,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
                 function = tool["function"]
                 text = function.get("description") or ""
                 tool = Tool(function["name"], text, function.get("parameters"))
+                tool = replace(tool, strict=function.get("strict") or False)
             function_type(tool)
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):
@@ -47,6 +52,8 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
         alone = named and tool.name not in found
         wanted = "a name of its own, without spaces and '<'"
         expect(alone, f"{where}.name", tool.name, wanted)
+        ok = isinstance(tool.strict, bool)
+        expect(ok, f"{where}.strict", tool.strict, "true or false", TypeError)
         found[tool.name] = tool
     return list(found.values())
 
@@ -61,10 +68,22 @@ def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
     return "\n\n".join(sections)
 
 
+def format_text(name: str, description: str, schema: Mapping[str, Any]) -> str:
+    """What an answer's format is, for the end of the developer message."""
+    written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    title = f"# Response Formats\n\n## {name}"
+    return f"{title}\n\n{comments_of(description)}{written}"
+
+
+def comments_of(description: str) -> str:
+    """The lines of a description as comments."""
+    lines = description.removesuffix("\n").split("\n") if description else []
+    return "".join(f"// {line.removesuffix(chr(13))}\n" for line in lines)
+
+
 def function_type(tool: Tool) -> str:
     """The TypeScript declaration of a function under its description's lines."""
-    lines = tool.description.removesuffix("\n").split("\n") if tool.description else []
-    comments = "".join(f"// {line.removesuffix(chr(13))}\n" for line in lines)
+    comments = comments_of(tool.description)
     try:
         arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
     except RecursionError:

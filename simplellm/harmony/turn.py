@@ -1,4 +1,4 @@
-"""The grammar of an assistant's turn: free thoughts, then an answer or a call that fits.
+"""The grammar of a turn: free thoughts, then an answer or a call that fits.
 
 One grammar covers all that the model writes behind `<|start|>assistant`, headers too.
 So a mask need not know where reasoning ends, and no header can go wrong.
@@ -15,7 +15,7 @@ Rules = dict[
 # Of all text: control tokens are none.
 FREE: Rules = {"lark_grammar": "start: /(?s:.*)/\n"}
 
-MESSAGES = """
+SHARED_RULES = """
 analysis: <|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant"
 preamble: <|channel|> "commentary" <|message|> TEXT <|end|> <|start|> "assistant"
 json: " "? <|constrain|> "json"
@@ -55,6 +55,6 @@ def turn_grammar(answer: Rules | None, calls: Mapping[str, Rules]) -> str:
         endings.append(call_rule(function, name))
     ends = "\nend: " + "\n  | ".join(endings)
     start = "start: (analysis | preamble)* end"
-    turn = {"lark_grammar": start + ends + MESSAGES}
+    turn = {"lark_grammar": start + ends + SHARED_RULES}
     named = [{"name": name, **rules} for name, rules in texts.items()]
     return json.dumps({"grammars": [turn, *named]})

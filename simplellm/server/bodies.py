@@ -7,7 +7,6 @@ document is made from the same declarations.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -19,7 +18,6 @@ from simplellm.config import (
     declared,
     expect,
     expect_type,
-    one_of,
 )
 from simplellm.door import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
 from simplellm.request import Request
@@ -41,7 +39,6 @@ class Neutral:
 
 
 JSON_WORDS = {str: "a string", list: "a list", dict: "an object"}
-NEEDS_GRAMMAR = "it needs structured output, which this server does not have yet"
 NOT_HERE = "this server does not support it"
 # Parameters that OpenAI and vLLM give to completions and chats alike.
 SHARED_NEUTRAL = {
@@ -49,12 +46,10 @@ SHARED_NEUTRAL = {
     "length_penalty": Neutral("it belongs to beam search", (1, 1.0)),
     "truncate_prompt_tokens": Neutral(NOT_HERE),
     "spaces_between_special_tokens": Neutral(NOT_HERE, (True,)),
-    "guided_json": Neutral(NEEDS_GRAMMAR),
-    "guided_regex": Neutral(NEEDS_GRAMMAR),
-    "guided_choice": Neutral(NEEDS_GRAMMAR),
-    "guided_grammar": Neutral(NEEDS_GRAMMAR),
-    "structured_outputs": Neutral(NEEDS_GRAMMAR),
-    "response_format": Neutral(NEEDS_GRAMMAR, ({"type": "text"},)),
+    "guided_json": Neutral("use json of structured_outputs"),
+    "guided_regex": Neutral("use regex of structured_outputs"),
+    "guided_choice": Neutral("use choice of structured_outputs"),
+    "guided_grammar": Neutral("use grammar of structured_outputs"),
     "prompt_logprobs": Neutral("use echo and logprobs of /v1/completions"),
     "logits_processors": Neutral(NOT_HERE, ([],)),
     "kv_transfer_params": Neutral(NOT_HERE),
@@ -89,6 +84,11 @@ class SampledBody:
     user: str | None = None  # OpenAI's; nothing is done with it
     # The parameters that `SamplingParams` declares and no field here replaces.
     sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a grammar may have to be compiled before it is answered."""
+        return "structured_outputs" in self.sampling
 
     @property
     def include_usage(self) -> bool:
@@ -234,15 +234,6 @@ def checked_samples(requests: list[Request], n: int) -> list[Request]:
     wanted = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
     expect(n <= most, "n", n, wanted)
     return requests
-
-
-def check_tool_choice(choice: Any) -> None:
-    """Raise unless ``choice`` is None, "auto" or "none"."""
-    if isinstance(choice, dict) or choice == "required":
-        message = f"tool_choice {short(choice)} is not supported: {NEEDS_GRAMMAR}"
-        code = "unsupported_parameter"
-        raise APIError(400, message, param="tool_choice", code=code)
-    one_of("tool_choice", choice, (None, "auto", "none", "required"))
 
 
 def is_optional(spec: Field[Any]) -> bool:

@@ -15,7 +15,6 @@ from simplellm.server.bodies import (
     SHARED_NEUTRAL,
     Neutral,
     SampledBody,
-    check_tool_choice,
     checked_samples,
 )
 from simplellm.server.deltas import Turn, message_of_choice
@@ -59,6 +58,7 @@ class ChatBody(SampledBody):
     tools: list[dict[str, Any]] | None = None
     # None: "auto" where there are tools.
     tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
     # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
@@ -79,14 +79,12 @@ class ChatBody(SampledBody):
         twice = most is not None and "max_tokens" in self.sampling
         expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
         choice = self.tool_choice
-        check_tool_choice(choice)
         ok = choice in (None, "none") or self.tools is not None
         expect(ok, "tool_choice", choice, "none without tools")
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.response_format or self.tools)
 
 
 class Chat(Generation):
@@ -103,7 +101,9 @@ class Chat(Generation):
             params["logprobs"] = body.top_logprobs
         asked = door.ask_chat(
             body.messages,
-            tools=body.offered,
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            response_format=body.response_format,
             reasoning_effort=body.reasoning_effort,
             priority=body.priority,
             **params,

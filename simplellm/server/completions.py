@@ -3,8 +3,10 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from simplellm.chat_options import as_format, text_constraint
 from simplellm.config import declared, expect
 from simplellm.door import MAX_SAMPLES, as_prompts
 from simplellm.outputs import RequestOutput, Usage
@@ -40,8 +42,13 @@ class CompletionBody(SampledBody):
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    response_format: dict[str, Any] | None = None  # as vLLM has it
     echo: bool = False  # the prompt in front of the text
     logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+
+    @property
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.response_format)
 
 
 class Completion(Generation):
@@ -66,7 +73,9 @@ class Completion(Generation):
         prompts = as_prompts(body.prompt)
         count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
         expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
-        requests = door.ask_all(prompts, None, params)
+        answer = as_format(body.response_format).rules
+        constrain = partial(text_constraint, answer=answer)
+        requests = door.ask_all(prompts, None, params, constrain)
         super().__init__(
             checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
         )

@@ -40,8 +40,8 @@ from simplellm.server.responses_store import ResponseStore
 from simplellm.streams import Replies
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
-# A longer body is parsed and tokenized in a worker thread: the event loop, and so every
-# other stream, would wait for it for some milliseconds.
+# A longer body is parsed and tokenized in a worker thread, and so is what may have to
+# compile a grammar: the event loop, and every other stream, would wait for it.
 LARGE_BODY = 16 * 2**10
 LOGGER = logging.getLogger("simplellm.server")
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
@@ -178,9 +178,13 @@ class Endpoint:
         call.facts["bytes"] = len(raw)
         try:
             if len(raw) > LARGE_BODY:
-                answer = await run_in_threadpool(self.ask, call, raw)
+                await run_in_threadpool(self.read, call, raw)
             else:
-                answer = self.ask(call, raw)
+                self.read(call, raw)
+            if len(raw) > LARGE_BODY or getattr(call.body, "compiles", False):
+                answer = await run_in_threadpool(self.answer, call)
+            else:
+                answer = self.answer(call)
             if inspect.isawaitable(answer):
                 answer = await answer
         except Exception as error:
@@ -199,8 +203,8 @@ class Endpoint:
         response = answer if isinstance(answer, Response) else as_json(answer)
         await response(scope, receive, send)
 
-    def ask(self, call: Call, raw: bytes) -> Any:
-        """Read and check the body, and see what the endpoint makes of it."""
+    def read(self, call: Call, raw: bytes) -> None:
+        """Read and check the body and what stands behind the "?"."""
         if self.body is not None:
             parsed = parse_json(raw)
             if call.service.log_prompts:
@@ -209,7 +213,6 @@ class Endpoint:
         if self.query is not None:
             pairs = call.request.query_params.multi_items()
             call.query = read_query(self.query, pairs)
-        return self.answer(call)
 
 
 def as_json(

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from simplellm.chat_options import Format
 from simplellm.harmony import Delta, render
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
@@ -140,8 +141,11 @@ class AnthropicMessage(Generation):
         body: MessageBody = call.body
         self.model = call.service.check_model(body.model)
         self.door = call.service.llm.door
+        choice = body.tool_choice
         asked = self.door.ask_chat(
             **body.shown(),
+            tool_choice=None if choice is None else choice.as_openai,
+            response_format=Format(body.format.rules),  # its text is shown
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),
             priority=body.priority,

@@ -10,6 +10,7 @@ from itertools import groupby
 from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
+from simplellm.chat_options import Format, as_format, with_format
 from simplellm.config import as_texts, declared, expect, expect_type, one_of
 from simplellm.harmony import Message, Tool, developer_text, result_message
 from simplellm.harmony.message import HEADER_WORD
@@ -18,12 +19,10 @@ from simplellm.harmony.schema import as_tools
 from simplellm.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from simplellm.server.answers import list_of
 from simplellm.server.bodies import (
-    NEEDS_GRAMMAR,
     NOT_HERE,
     SHARED_NEUTRAL,
     Neutral,
     SampledBody,
-    refuse,
 )
 
 MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
@@ -54,7 +53,16 @@ SOME_MESSAGE: dict[str, Any] = {
 CUSTOM_TOOL: dict[str, Any] = {
     "type": "object",
     "required": ["name", "input_schema"],
-    "properties": {"name": {"type": "string"}, "input_schema": {"type": "object"}},
+    "properties": {
+        "name": {"type": "string"},
+        "input_schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+OUTPUT_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "schema"],
+    "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
 }
 CONVERSATION_NEUTRAL = {
     "container": Neutral(NOT_HERE),
@@ -80,24 +88,31 @@ class Thinking:
 class OutputConfig:
     """How the model is to answer."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {"format": Neutral(NEEDS_GRAMMAR)}
-
     effort: Literal["low", "medium", "high"] = "medium"
+    format: dict[str, Any] | None = field(
+        default=None, metadata={"schema": OUTPUT_FORMAT}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolChoice:
     """Whether the model may call tools."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {"name": Neutral(NEEDS_GRAMMAR)}
-
-    type: str = field(metadata={"schema": {"enum": ["auto", "none"]}})
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None  # of the tool, and of no other type
     # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
     disable_parallel_tool_use: bool = False
 
     def __post_init__(self) -> None:
-        one_of("tool_choice.type", self.type, ("auto", "none", "any", "tool"))
-        refuse("tool_choice.type", self.type, Neutral(NEEDS_GRAMMAR, ("auto", "none")))
+        ok = (self.name is not None) == (self.type == "tool")
+        expect(ok, "tool_choice.name", self.name, "a name with the type 'tool'")
+
+    @property
+    def as_openai(self) -> str | dict[str, Any]:
+        """The same in the words of OpenAI."""
+        if self.type == "tool":
+            return {"type": "function", "name": self.name}
+        return "required" if self.type == "any" else self.type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +134,13 @@ class CountBody:
     output_config: OutputConfig | None = None
     # Equal beginnings are always found again, so that nothing is done with it.
     cache_control: dict[str, Any] | None = None
+
+    @property
+    def format(self) -> Format:
+        """What the answer's text is to fit. Raises TypeError or ValueError."""
+        given = (self.output_config or OutputConfig()).format
+        named = given and {"name": "output", **given}
+        return as_format(named, "output_config.format")
 
     @property
     def effort(self) -> str:
@@ -157,6 +179,8 @@ class CountBody:
         expect(count <= most, "the number of messages", count, f"at most {most}")
         wanted = "another one at the end: no answer is continued"
         expect(message["role"] != "assistant", f"{where}.role", "assistant", wanted)
+        if text := self.format.text:
+            found = with_format(found, tools, text)
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
 
 
@@ -170,6 +194,7 @@ class MessageBody(CountBody, SampledBody):
         "logprobs": Neutral(NOT_HERE),
         "n": Neutral("a message is one turn", (1,)),
         "return_token_ids": Neutral(NOT_HERE, (False,)),
+        "response_format": Neutral("use format of output_config"),
         "service_tier": Neutral(NOT_HERE, ("auto", "standard_only")),
         "stop": Neutral("use stop_sequences"),
         "stream_options": Neutral("a stream always tells the usage"),
@@ -179,6 +204,10 @@ class MessageBody(CountBody, SampledBody):
     max_tokens: int = declared()  # thinking included
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = None  # nothing is done with it
+
+    @property
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.tools or self.output_config)
 
     def __post_init__(self) -> None:
         limits = MAX_STOPS, MAX_STOP_CHARACTERS

@@ -25,6 +25,12 @@ from simplellm.server.endpoint import Call, Endpoint, Service
 from simplellm.server.errors import anthropic_form, openai_form
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+FORMAT_FIELDS = {
+    "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    "description": {"type": ["string", "null"]},
+    "schema": {"type": "object"},
+    "strict": {"type": ["boolean", "null"]},
+}
 # What a parameter may hold where Python's annotation says less than the door checks.
 SPECIAL: dict[str, dict[str, Any]] = {
     "logit_bias": {
@@ -40,6 +46,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "tools": {
         "type": "array",
         "items": {"$ref": "#/components/schemas/Tool"},
+    },
+    "response_format": {
+        "type": "object",
+        "required": ["type"],
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {
+                "type": "object",
+                "required": ["name", "schema"],
+                "properties": FORMAT_FIELDS,
+            },
+        },
     },
 }
 CALL_ID = {"type": ["string", "integer", "null"]}
@@ -125,6 +143,7 @@ SHARED = {
                     "name": {"type": "string"},
                     "description": {"type": "string"},
                     "parameters": {"type": "object"},
+                    "strict": {"type": ["boolean", "null"]},
                 },
             },
         },

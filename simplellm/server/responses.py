@@ -68,6 +68,8 @@ class Response(Generation):
         asked = door.ask_chat(
             to_harmony(before, given, body.instructions, tools),
             tools=tools,
+            tool_choice=body.tool_choice,
+            response_format=body.format,
             reasoning_effort=body.effort,
             priority=body.priority,
             **params,
@@ -109,7 +111,7 @@ class Response(Generation):
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
             "reasoning": {"effort": body.effort, "summary": None},
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": body.told_format, "verbosity": "medium"},
             "max_output_tokens": body.max_output_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -189,9 +191,11 @@ class Response(Generation):
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the response tells it. Nothing holds the model to its parameters."""
+    """A tool as the response tells it."""
     names = ("type", "name", "description", "parameters")
-    return {name: tool.get(name) for name in names} | {"strict": False}
+    return {name: tool.get(name) for name in names} | {
+        "strict": bool(tool.get("strict"))
+    }
 
 
 def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from simplellm.chat_options import Format, as_format
 from simplellm.config import declared, expect, expect_type, one_of
 from simplellm.sampling_params import MAX_LOGPROBS
 from simplellm.server.bodies import (
-    NEEDS_GRAMMAR,
     NOT_HERE,
     SHARED_NEUTRAL,
     Neutral,
     SampledBody,
-    check_tool_choice,
 )
 from simplellm.server.responses_items import refuse_kind
 
@@ -48,6 +47,17 @@ TOOL: dict[str, Any] = {
         "strict": {"type": ["boolean", "null"]},
     },
 }
+TEXT_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": {"type": "string"},
+        "description": {"type": ["string", "null"]},
+        "schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +80,12 @@ class Text:
     """What the text of the answer is to be."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = {
-        "format": Neutral(NEEDS_GRAMMAR, ({"type": "text"},)),
         "verbosity": Neutral(NOT_HERE, ("medium",)),
     }
+
+    format: dict[str, Any] | None = field(
+        default=None, metadata={"schema": TEXT_FORMAT}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +94,7 @@ class ResponseBody(SampledBody):
 
     neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
         "n": Neutral("a response is one turn", (1,)),
+        "response_format": Neutral("use format of text"),
         "return_token_ids": Neutral(NOT_HERE, (False,)),
         "stream_options": Neutral(
             "the last event has the usage", ({}, {"include_obfuscation": False})
@@ -124,7 +138,6 @@ class ResponseBody(SampledBody):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_tool_choice(self.tool_choice)
         check_include(self.include)
         alone = self.logprobs or not self.top_logprobs
         wanted = f"0 without {LOGPROBS!r} in include"
@@ -136,6 +149,24 @@ class ResponseBody(SampledBody):
                 refuse_kind(f"{where}.type", tool.get("type"))
             expect_type(f"{where}.name", tool.get("name"), str, "a string")
         check_labels(self.metadata or {})
+
+    @property
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.text or self.tools)
+
+    @property
+    def format(self) -> Format:
+        """What the answer's text is to fit. Raises TypeError or ValueError."""
+        return as_format((self.text or Text()).format, "text.format")
+
+    @property
+    def told_format(self) -> dict[str, Any]:
+        """The format as the response tells it."""
+        given = (self.text or Text()).format or {"type": "text"}
+        if given["type"] != "json_schema":
+            return {"type": given["type"]}
+        names = ("type", "name", "description", "schema")
+        return {name: given.get(name) for name in names} | {"strict": True}
 
     @property
     def logprobs(self) -> bool:

@@ -1,0 +1,155 @@
+"""What the options of a chat ask of its turn: the answer's format, and which calls."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simplellm.config import expect, expect_type, one_of
+from simplellm.harmony import Message, Tool, developer_text
+from simplellm.harmony.schema import format_text
+from simplellm.harmony.turn import FREE, Rules, turn_grammar
+from simplellm.sampling_params import StructuredOutputs
+from simplellm.structured import WHERE, output_rules, rules_text, schema_rules
+
+OBJECT = {"type": "object"}
+FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of an answer: its ``rules``, or None, and what the model is told."""
+
+    rules: Rules | None = None
+    text: str = ""
+
+
+def as_format(given: Any, where: str = "response_format") -> Format:
+    """OpenAI's ``response_format``, which stands at ``where``; None is any text.
+
+    The fields of a json_schema may also stand in it as they are, as /v1/responses has
+    it. Raises TypeError or ValueError.
+    """
+    if isinstance(given, Format | None):
+        return given or Format()
+    expect_type(where, given, Mapping, "an object")
+    kind = given.get("type")
+    one_of(f"{where}.type", kind, ("text", "json_object", "json_schema"))
+    if kind != "json_schema":
+        rules = schema_rules(OBJECT, where) if kind == "json_object" else None
+        return Format(rules)
+    if "json_schema" in given:
+        where, given = f"{where}.json_schema", given["json_schema"]
+        expect_type(where, given, Mapping, "an object")
+    name, about = given.get("name"), given.get("description") or ""
+    schema, strict = given.get("schema"), given.get("strict")
+    expect_type(f"{where}.name", name, str, "a string")
+    expect_type(f"{where}.description", about, str, "a string")
+    expect_type(f"{where}.schema", schema, Mapping, "an object")
+    expect_type(f"{where}.strict", strict, bool | None, "true or false")
+    wanted = "up to 64 letters, digits, '_' and '-'"
+    expect(FORMAT_NAME.fullmatch(str(name)), f"{where}.name", name, wanted)
+    rules = schema_rules(schema, f"{where}.schema")
+    return Format(rules, format_text(str(name), about, schema or {}))
+
+
+def with_format(
+    messages: Sequence[Message], tools: Sequence[Tool], text: str
+) -> list[Message]:
+    """``messages`` whose first developer message ends with a format's ``text``."""
+    found = list(messages)
+    places = [n for n, message in enumerate(found) if message.role == "developer"]
+    if not places:
+        places = [sum(message.role == "system" for message in found[:1])]
+        found.insert(places[0], Message("developer", developer_text(None, tools)))
+    first = places[0]
+    content = "\n\n".join(filter(None, [found[first].content, text]))
+    found[first] = Message("developer", content, name=found[first].name)
+    return found
+
+
+def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
+    """The tools that ``tool_choice`` lets the model call, and whether it has to.
+
+    None is "auto"; a tool is named as in OpenAI's chats or, shorter, its responses.
+    Raises TypeError or ValueError.
+    """
+    if not isinstance(choice, Mapping):
+        one_of("tool_choice", choice, (None, "auto", "none", "required"))
+        must = choice == "required"
+        ok = tools or not must
+        expect(ok, "tool_choice", choice, "tools to choose from")
+        return () if choice == "none" else tools, must
+    one_of("tool_choice.type", choice.get("type"), ("function",))
+    name = choice.get("function", choice)
+    name = name.get("name") if isinstance(name, Mapping) else name
+    named = [tool for tool in tools if tool.name == name]
+    wanted = f"the name of one of the tools ({[tool.name for tool in tools]})"
+    expect(named, "tool_choice", name, wanted)
+    return named, True
+
+
+def arguments_rules(tool: Tool, where: str) -> Rules:
+    """The rules of a tool's arguments: its schema if it is ``strict``, else any object.
+
+    Raises ValueError as `schema_rules`, or if they would be no object.
+    """
+    if not tool.strict:
+        return schema_rules(OBJECT, where)
+    schema = tool.parameters or OBJECT | {"additionalProperties": False}
+    kind = schema.get("type")
+    expect(kind == "object", f"{where}.type", kind, "'object' of a strict tool")
+    return schema_rules(schema, where)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The text of a grammar; ``parts`` are its rules by what asks for them."""
+
+    text: str
+    parts: Mapping[str, Rules]
+
+
+def text_constraint(
+    outputs: StructuredOutputs | None, answer: Rules | None = None
+) -> Constraint | None:
+    """What a text that is no chat has to fit, if anything.
+
+    ``answer`` are the rules of a response_format. Raises ValueError if both are given.
+    """
+    parts = answer_parts(outputs, answer)
+    return Constraint(rules_text(*parts.values()), parts) if parts else None
+
+
+def answer_parts(
+    outputs: StructuredOutputs | None, answer: Rules | None
+) -> dict[str, Rules]:
+    """The rules of a text, or of a final answer, by what asks for them."""
+    twice = answer is not None and outputs is not None
+    expect(not twice, WHERE, outputs, "None beside response_format")
+    if outputs is not None:
+        return {WHERE: output_rules(outputs)}
+    return {} if answer is None else {"response_format": answer}
+
+
+def turn_constraint(
+    answer: Rules | None,
+    tools: Sequence[Tool],
+    choice: Any,
+    outputs: StructuredOutputs | None,
+) -> Constraint | None:
+    """What a turn has to fit; None where nothing is asked: the model writes freely.
+
+    ``answer`` are the rules of a response_format. Raises TypeError or ValueError.
+    """
+    some, must = callable_tools(choice, tools)
+    parts = answer_parts(outputs, answer)
+    if not (parts or must or any(tool.strict for tool in some)):
+        return None
+    final = None if must else next(iter(parts.values()), FREE)
+    calls = {}
+    for number, tool in enumerate(tools):
+        if tool in some:
+            where = f"tools[{number}].parameters"
+            parts[where] = calls[tool.name] = arguments_rules(tool, where)
+    return Constraint(turn_grammar(final, calls), parts)

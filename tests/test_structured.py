@@ -1,0 +1,606 @@
+"""What a text must be: the rules, the grammar of a turn, and what the door refuses.
+
+Whole turns go through llguidance's matcher, which is the mask's source in the engine.
+"""
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import HELLO, SMALL, TOKENIZER
+
+from simplellm import LLM, Message, SamplingParams, StructuredOutputs, Tool
+from simplellm.chat_options import as_format, turn_constraint
+from simplellm.door import Door
+from simplellm.harmony import parse, tool_calls
+from simplellm.structured import output_rules, rules_text
+
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+SIZE = TOKENIZER.vocab_size
+ENDS = [TOKENIZER.special[name] for name in ("<|return|>", "<|endoftext|>", "<|call|>")]
+START = TOKENIZER.encode("<|start|>assistant", special=True)
+RESULT = {
+    "type": "object",
+    "properties": {"result": {"type": "integer"}},
+    "required": ["result"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+CITY |= {"required": ["city"], "additionalProperties": False}
+ADD = Tool("add", "Add numbers.", RESULT, strict=True)
+FIND = Tool("find", "Find a city.", CITY, strict=True)
+FREE = Tool("note", "Write something down.", CITY)
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": RESULT}}
+
+
+class Words:
+    """The tokens of a tokenizer, for llguidance."""
+
+    eos_token_id, bos_token_id = ENDS[0], None
+    tokens = tuple(TOKENIZER.token_bytes(id) for id in range(SIZE))
+    special_token_ids = tuple(id for id in range(SIZE) if TOKENIZER.is_special(id))
+
+    def __call__(self, text: Any) -> list[int]:
+        return TOKENIZER.encode(text if isinstance(text, str) else text.decode())
+
+
+WORDS = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Words()), eos_token=ENDS)
+
+
+def matcher(text: str) -> Any:
+    found = llguidance.LLMatcher(WORDS, text, log_level=0)
+    assert not found.is_error(), found.get_error()
+    return found
+
+
+def fits(start: Any, text: str) -> bool:
+    """Whether ``text``, control tokens by name, is what a grammar says, to its end."""
+    walk = start.deep_copy()
+    ids = TOKENIZER.encode(text, special=True)
+    return all(walk.consume_token(id) for id in ids) and walk.is_accepting()
+
+
+def turn(
+    response_format: Any = None,
+    tools: Sequence[Tool] = (),
+    choice: Any = None,
+    outputs: StructuredOutputs | None = None,
+) -> Any:
+    """The matcher of a turn."""
+    rules = as_format(response_format).rules
+    constraint = turn_constraint(rules, tools, choice, outputs)
+    assert constraint is not None
+    return matcher(constraint.text)
+
+
+def plain(**given: Any) -> Any:
+    """The matcher of a text that is no chat."""
+    return matcher(rules_text(output_rules(StructuredOutputs(**given))))
+
+
+THOUGHT = "<|channel|>analysis<|message|>Well: {<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I'll add.<|end|><|start|>assistant"
+JSON = "<|constrain|>json"
+
+
+def final(text: str, kind: str = "") -> str:
+    return f"<|channel|>final{kind}<|message|>{text}<|return|>"
+
+
+def call(name: str, text: str, kind: str = f" {JSON}") -> list[str]:
+    """Both spellings of a call."""
+    return [
+        f"<|channel|>commentary to=functions.{name}{kind}<|message|>{text}<|call|>",
+        f" to=functions.{name}<|channel|>commentary{kind}<|message|>{text}<|call|>",
+    ]
+
+
+def test_a_turn_with_a_format() -> None:
+    start = turn(FORMAT)
+    good = final('{"result": 132}')
+    for before in ("", THOUGHT, THOUGHT + PREAMBLE, PREAMBLE + THOUGHT * 2):
+        assert fits(start, before + good)
+    for kind in (JSON, f" {JSON}"):
+        assert fits(start, THOUGHT + final('{\n  "result": -1\n}', kind))
+    for bad in (
+        final('{"result": "132"}'),
+        final("132"),
+        final('{"result": 1, "more": 2}'),
+        final('{"result": 1} '),
+        final('{"result": 1}').replace("<|return|>", "<|end|>"),
+        final('{"result": 1}').replace("<|return|>", "<|endoftext|>"),
+        final('{"result": 1}').replace("final", "finally"),
+        final('{"result": 1}', " code"),
+        THOUGHT,
+        THOUGHT.removesuffix("<|start|>assistant") + good,
+        call("add", '{"result": 1}')[0],
+        "",
+    ):
+        assert not fits(start, bad), bad
+
+
+def test_a_turn_with_tools() -> None:
+    tools = [ADD, FIND, FREE]
+    fitting = [*call("add", '{"result":5}'), *call("find", '{"city": "Rome"}', "")]
+    fitting += call("note", '{"anything": [1, {}]}', JSON)
+    wrong = [*call("add", '{"city": "Rome"}'), *call("find", '{"city": "Bonn"}')]
+    wrong += [*call("note", "[]"), *call("other", "{}"), *call("ad", '{"result":5}')]
+    wrong += [call("add", '{"result":5}')[0].replace("<|call|>", "<|end|>")]
+    text = final("Anything at all, {")
+    for choice, answers in ((None, True), ("auto", True), ("required", False)):
+        start = turn(None, tools, choice)
+        assert all(fits(start, THOUGHT + one) for one in fitting)
+        assert not any(fits(start, THOUGHT + one) for one in wrong)
+        assert fits(start, text) == answers
+    for named in (
+        {"type": "function", "function": {"name": "add"}},
+        {"type": "function", "name": "add"},
+    ):
+        start = turn(None, tools, named)
+        assert [fits(start, one) for one in fitting] == [True, True] + [False] * 4
+        assert not fits(start, text)
+
+
+def test_a_format_beside_tools() -> None:
+    """A final answer fits the one, a call the other."""
+    start = turn(FORMAT, [FREE])
+    assert fits(start, THOUGHT + final('{"result": 5}'))
+    assert fits(start, THOUGHT + call("note", '{"x": 1}')[1])
+    assert not fits(start, final("five"))
+
+
+def test_names_of_tools_are_text() -> None:
+    """Whatever stands in a name, it is no part of the grammar."""
+    for name in ('a"|', "a\\", "a|b", "/a/", "%a", "@a", "ä"):
+        tool = Tool(name, "", RESULT, strict=True)
+        start = turn(None, [tool])
+        assert all(fits(start, one) for one in call(name, '{"result": 1}'))
+        assert not fits(start, call("a", '{"result": 1}')[0])
+
+
+def test_nothing_is_asked_for() -> None:
+    for choice in (None, "auto", "none"):
+        assert turn_constraint(None, [FREE], choice, None) is None
+    assert turn_constraint(None, [], None, None) is None
+    assert turn_constraint(None, [ADD], "none", None) is None
+    assert as_format({"type": "text"}).rules is None
+
+
+def test_plain_texts() -> None:
+    for start, good, bad in (
+        (plain(json=RESULT), ['{"result": 3}', '{ "result":3 }'], ['{"result": "3"}']),
+        (plain(json=json.dumps(RESULT)), ['{"result": 3}'], ["3"]),
+        (plain(json={}), ["3", "[]", '"x"'], ["x"]),
+        (plain(regex="[a-c]+/x"), ["ab/x"], ["abd/x", "ab/xx", "ab"]),
+        (plain(regex="^a/b$"), ["a/b"], ["a", "^a/b$"]),
+        (plain(regex=r"a\/\$"), ["a/$"], ["a/"]),
+        (plain(regex="^$"), [""], ["a"]),
+        (plain(choice=["yes", "no", 'a"\\\x7f\né😀']), ["yes", 'a"\\\x7f\né😀'], ["y"]),
+        (plain(choice="yes"), ["yes"], ["no"]),
+        (plain(grammar='start: "a" b\nb: /[<~@%]/ "<|call|>" // ~'), [], ["a"]),
+    ):
+        assert all(fits(start, text) for text in good)
+        assert not any(fits(start, text) for text in bad)
+
+
+def test_control_tokens_stay_out_of_texts() -> None:
+    """Names of control tokens are text where a grammar has them as text."""
+    start = plain(grammar='start: "a<|call|>"')
+    assert all(start.consume_token(id) for id in TOKENIZER.encode("a<|call|>"))
+    assert start.is_accepting()
+    start = plain(json={"const": "<|end|>"})
+    assert all(start.consume_token(id) for id in TOKENIZER.encode('"<|end|>"'))
+
+
+def test_spaces_end() -> None:
+    """64 of them are enough anywhere, so that the mask then leaves no other."""
+    start = plain(json=RESULT)
+    assert fits(start, "{" + " " * 64 + '"result":1}')
+    assert not fits(start, "{" + " " * 65 + '"result":1}')
+
+
+def test_structured_outputs_are_for_the_final_answer() -> None:
+    start = turn(outputs=StructuredOutputs(regex="[0-9]+"))
+    assert fits(start, THOUGHT + final("132"))
+    assert not fits(start, final("x"))
+
+
+LARK = "structured_outputs.grammar"
+SCHEMA = "structured_outputs.json"
+REFUSED: list[tuple[Any, str, str]] = [
+    ({}, "structured_outputs", "exactly one of"),
+    ({"regex": "a", "choice": ["b"]}, "structured_outputs", "exactly one of"),
+    ({"pattern": "a"}, "structured_outputs", "one of 'json'"),
+    ("a", "structured_outputs", "a dict"),
+    ({"regex": 5}, "structured_outputs.regex", "a string"),
+    ({"regex": ""}, "structured_outputs.regex", "not empty"),
+    ({"regex": "a" * 2**18}, "structured_outputs.regex", "131072"),
+    ({"regex": "(?=a)b"}, "structured_outputs", "regex"),
+    ({"choice": []}, "structured_outputs.choice", "at least one"),
+    ({"choice": ["a", 5]}, "structured_outputs.choice", "list of str"),
+    ({"choice": [""]}, "structured_outputs.choice", "not empty"),
+    ({"choice": ["a"] * 10_001}, "structured_outputs.choice", "10000"),
+    ({"grammar": "start: <|call|>"}, LARK, "no special tokens"),
+    ({"grammar": 'start: "a"\n  | ( <[5]> )'}, LARK, "no special tokens"),
+    ({"grammar": "start: <[^5]>"}, LARK, "no special tokens"),
+    ({"grammar": 'start: "\\"" <|call|> "\\""'}, LARK, "no special tokens"),
+    ({"grammar": "start: /\\// <|call|> /a/"}, LARK, "no special tokens"),
+    ({"grammar": "start: A\nA: ~/a/"}, LARK, "'~'"),
+    ({"grammar": "start: @other"}, LARK, "'@'"),
+    ({"grammar": "start: %json {}"}, LARK, "%json"),
+    ({"grammar": '%llguidance {}\nstart: "a"'}, LARK, "%llguidance"),
+    ({"grammar": 'start: "a"' + "\n" * 1000}, LARK, "1000"),
+    ({"grammar": 'begin: "a"'}, "structured_outputs", "start"),
+    ({"json": 5}, SCHEMA, "an object"),
+    ({"json": "{"}, SCHEMA, "no JSON"),
+    ({"json": "[1]"}, SCHEMA, "an object"),
+    ({"json": {"enum": {1, 2}}}, SCHEMA, "no JSON"),
+    ({"json": {"type": "string", "description": "a" * 2**18}}, SCHEMA, "131072"),
+    ({"json": {"anyOf": []}}, "structured_outputs", "Unsatisfiable"),
+    (
+        {"json": {"type": "integer", "minimum": 2, "maximum": 1}},
+        "structured_outputs",
+        "Un",
+    ),
+    ({"json": {"not": {}}}, SCHEMA, f"{SCHEMA}.not"),
+    ({"json": {"x-guidance": {"lenient": True}}}, SCHEMA, f"{SCHEMA}.x-guidance"),
+    ({"json": {"items": [{}, {"if": {}}]}}, SCHEMA, f"{SCHEMA}.items[1].if"),
+    (
+        {"json": {"properties": {"a": {"additionalProperties": {"contains": {}}}}}},
+        SCHEMA,
+        f"{SCHEMA}.properties.a.additionalProperties.contains",
+    ),
+    (
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"uniqueItems": True}}}},
+        SCHEMA,
+        f"{SCHEMA}.$defs.a.uniqueItems",
+    ),
+    ({"json": {"format": "phone"}}, SCHEMA, f"{SCHEMA}.format is 'phone'"),
+    ({"json": {"$ref": "http://a/b"}}, SCHEMA, f"{SCHEMA}.$ref is 'http://a/b'"),
+    ({"json": {"$ref": "#/$defs/a"}}, SCHEMA, f"{SCHEMA}.$ref"),
+    ({"json": {"items": {"$id": "a"}}}, SCHEMA, f"{SCHEMA}.items.$id"),
+    ({"json": {"multipleOf": 99_991}}, SCHEMA, "least common multiple"),
+    (
+        {"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
+        SCHEMA,
+        "least common multiple",
+    ),
+    (
+        {"json": {"properties": {f"p{n}": {} for n in range(401)}}},
+        SCHEMA,
+        "at most 400",
+    ),
+    (
+        {"json": {"patternProperties": {f"^{n}$": {} for n in range(17)}}},
+        SCHEMA,
+        "at most 16",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Any:
+    with LLM(folder, SMALL) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def door(llm: LLM) -> Door:
+    return llm.door
+
+
+@pytest.mark.parametrize(("outputs", "param", "word"), REFUSED)
+def test_what_the_door_refuses(door: Door, outputs: Any, param: str, word: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        door.ask("x", None, {"structured_outputs": outputs})
+    assert getattr(caught.value, "param", None) == param, caught.value
+    assert word in str(caught.value), caught.value
+    assert len(str(caught.value)) < 1000
+
+
+def nested(levels: int, schema: Any, wrap: Any) -> Any:
+    for _ in range(levels):
+        schema = wrap(schema)
+    return schema
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Schemas, each of which leads to the next one."""
+    found: dict[str, Any] = {
+        f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}}
+        for n in range(length)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": found | {f"d{length}": {}}}
+
+
+def doubled(levels: int) -> dict[str, Any]:
+    """A few lines that say 2 ** levels."""
+    found: dict[str, Any] = {"d0": {"properties": {"a": {"type": "string"}}}}
+    for n in range(1, levels):
+        found[f"d{n}"] = {"allOf": [{"$ref": f"#/$defs/d{n - 1}"}] * 2}
+    return {"$ref": f"#/$defs/d{levels - 1}", "$defs": found}
+
+
+BOMBS: dict[str, Any] = {
+    "deep objects": {"json": nested(200, {}, lambda s: {"properties": {"a": s}})},
+    "deep beyond Python": {
+        "json": '{"items":' * 20_000 + "{}" + "}" * 20_000,
+    },
+    "a chain of $refs": {"json": chain(3000)},
+    "a chain of some": {"json": chain(150)},
+    "doubled": {"json": doubled(60)},
+    "a loop": {"json": {"$ref": "#"}},
+    "a loop of two": {
+        "json": {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        }
+    },
+    "an object without an end": {
+        "json": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    },
+    "10,000 values": {"json": {"enum": [f"v{n}" for n in range(10_000)]}},
+    "10,000 choices": {"choice": [f"v{n}" for n in range(10_000)]},
+    "10,000 properties": {"json": {"properties": {str(n): {} for n in range(10_000)}}},
+    "5,000 variants": {"json": {"oneOf": [{"const": f"v{n}"} for n in range(5000)]}},
+    "an expression that backtracks": {"regex": "(a|a)*b{1000,}"},
+    "one in a schema": {"json": {"type": "string", "pattern": "(a|a)*b{1000,}"}},
+    "repeated repeats": {"regex": "((((a{0,100}){0,100}){0,100}){0,100}){0,100}"},
+    "a lookback": {"regex": "(.*[ab]){3}.{18}c"},
+    "optional letters": {"regex": "(a|b)?" * 5000},
+    "a long text": {"json": {"type": "string", "minLength": 10**9}},
+    "a longer text": {"json": {"type": "string", "minLength": 10**30}},
+    "many items": {"json": {"type": "array", "minItems": 10**9, "items": {}}},
+    "multiples": {"json": {"multipleOf": 999_983}},
+    "multiples of tiny ones": {"json": {"multipleOf": 1e-300}},
+    "patterns": {
+        "json": {"patternProperties": {f"^k{n}.*[a-z]{{5}}$": {} for n in range(1000)}}
+    },
+    "a chain of rules": {
+        "grammar": "start: a0\n"
+        + "".join(f'a{n}: a{n + 1} "x"\n' for n in range(20_000))
+        + 'a20000: "y"'
+    },
+    "some rules": {
+        "grammar": "start: a0\n"
+        + "".join(f'a{n}: a{n + 1} "x"\n' for n in range(900))
+        + 'a900: "y"'
+    },
+    "doubled rules": {
+        "grammar": "start: A0\n"
+        + "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(40))
+        + "A40: /x/"
+    },
+    "a rule that is itself": {"grammar": "start: a\na: a"},
+    "an empty one": {"grammar": 'start: ("" | "" "")*'},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_nothing_takes_long(door: Door, name: str) -> None:
+    """It is refused or compiled in a few seconds, on the slowest of machines."""
+    begin = time.perf_counter()
+    try:
+        request = door.ask("x", None, {"structured_outputs": BOMBS[name]})
+        assert request.grammar is not None
+        said = "compiled"
+    except ValueError as error:
+        said = f"refused: {str(error)[:60]}"
+    seconds = time.perf_counter() - begin
+    print(f"{name:32}{seconds:8.3f} s  {said}")
+    assert seconds < 10
+
+
+def test_a_grammar_comes_with_the_request(door: Door) -> None:
+    asked = door.ask_chat(HELLO, response_format=FORMAT, max_tokens=4, n=2)
+    assert asked.grammar is not None and asked.needs_last_token
+    again = door.ask_chat(HELLO, response_format=FORMAT, max_tokens=9)
+    assert again.grammar is asked.grammar, "it is compiled once"
+    assert door.ask_chat(HELLO, max_tokens=4).grammar is None
+    params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+    both = door.ask_all(["x", "y"], params, {})
+    assert both[0].grammar is both[1].grammar is not None
+
+
+CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": 5}, "response_format", "an object"),
+    ({"response_format": {}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.name", "a string"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": 5}},
+        "response_format.json_schema",
+        "an object",
+    ),
+    (
+        {"response_format": FORMAT | {"json_schema": {"name": "a b", "schema": {}}}},
+        "response_format.json_schema.name",
+        "64 letters",
+    ),
+    (
+        {"response_format": FORMAT | {"json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "an object",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "a",
+                    "schema": {"properties": {"a": {"not": {}}}},
+                },
+            }
+        },
+        "response_format.json_schema.schema",
+        "response_format.json_schema.schema.properties.a.not: ",
+    ),
+    (
+        {"response_format": FORMAT, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "beside response_format",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "tools to choose from"),
+    ({"tool_choice": "some", "tools": [ADD]}, "tool_choice", "'required'"),
+    ({"tool_choice": {"type": "x"}, "tools": [ADD]}, "tool_choice.type", "function"),
+    (
+        {"tool_choice": {"type": "function", "name": "x"}, "tools": [ADD]},
+        "tool_choice",
+        "['add']",
+    ),
+    (
+        {"tools": [FREE, Tool("f", "", {"type": "string"}, strict=True)]},
+        "tools[1].parameters.type",
+        "'object'",
+    ),
+    (
+        {"tools": [Tool("f", "", RESULT | {"not": {}}, strict=True)]},
+        "tools[0].parameters",
+        "tools[0].parameters.not",
+    ),
+    (
+        {
+            "tools": [
+                ADD,
+                Tool("f", "", {"type": "object", "minProperties": -1}, strict=True),
+            ]
+        },
+        "tools[1].parameters",
+        "minProperties",
+    ),
+    (
+        {"tools": [{"function": {"name": "f", "strict": "yes"}}]},
+        "tools[0].strict",
+        "true or false",
+    ),
+    ({"response_format": FORMAT, "ignore_eos": True}, "ignore_eos", "False"),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "word"), CHATS)
+def test_what_a_chat_is_refused(
+    door: Door, options: dict[str, Any], param: str, word: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        door.ask_chat(HELLO, max_tokens=4, **options)
+    assert getattr(caught.value, "param", None) == param, caught.value
+    assert word in str(caught.value), caught.value
+
+
+def shown(door: Door, messages: Any, **options: Any) -> str:
+    ids = door.ask_chat(messages, max_tokens=4, **options).tokens
+    return TOKENIZER.decode(ids)
+
+
+SECTION = '# Response Formats\n\n## sum\n\n{"type":"object","properties":'
+SECTION += '{"result":{"type":"integer"}},"required":["result"],'
+SECTION += '"additionalProperties":false}<|end|><|start|>user'
+
+
+def test_the_model_is_told_the_format(door: Door) -> None:
+    """At the end of the developer message, as harmony's documentation has it."""
+    system = {"role": "system", "content": "Be short."}
+    told = shown(door, [system, *HELLO], response_format=FORMAT)
+    lead = "<|start|>developer<|message|># Instructions\n\nBe short.\n\n"
+    assert lead + SECTION in told
+    assert f"developer<|message|>{SECTION}" in shown(
+        door, HELLO, response_format=FORMAT
+    )
+    told = shown(door, HELLO, response_format=FORMAT, tools=[FREE])
+    assert "} // namespace functions\n\n" + SECTION in told
+    harmony = [Message("user", "Hello")]
+    assert SECTION in shown(door, harmony, response_format=FORMAT, tools=[FREE])
+    described = {"name": "sum", "schema": RESULT, "description": "A sum.\nOf two."}
+    told = shown(
+        door,
+        HELLO,
+        response_format={"type": "json_schema", "json_schema": described},
+    )
+    assert '## sum\n\n// A sum.\n// Of two.\n{"type"' in told
+    for unsaid in ({"type": "text"}, {"type": "json_object"}):
+        assert "Response Formats" not in shown(door, HELLO, response_format=unsaid)
+
+
+CLOSERS = {b'"', b"}", b"]", b",", b'"}', b'":', b"1", b"true"}
+BRIEF = [
+    id
+    for id in range(SIZE)
+    if TOKENIZER.is_special(id) or TOKENIZER.token_bytes(id) in CLOSERS
+]
+
+
+def wander(start: Any, rng: random.Random, most: int = 600) -> list[int] | None:
+    """A random text of a grammar; None if it goes on for too long."""
+    walk, ids = start.deep_copy(), []
+    while not walk.is_stopped():
+        bits = np.frombuffer(walk.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[:SIZE]
+        some = [id for id in BRIEF if allowed[id]]
+        hurry = some and rng.random() < 0.3 + len(ids) / most
+        ids.append(int(rng.choice(some if hurry else np.flatnonzero(allowed))))
+        assert walk.consume_token(ids[-1]), walk.get_error()
+        if len(ids) > most:
+            return None
+    return ids
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    RESULT,
+    {"type": "object", "properties": {"a": CITY, "b": {"type": "boolean"}}},
+    {
+        "type": "object",
+        "properties": {
+            "names": {"type": "array", "items": {"type": "string"}, "maxItems": 3}
+        },
+        "required": ["names"],
+        "additionalProperties": False,
+    },
+]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    answer=st.sampled_from([None, *SCHEMAS]),
+    arguments=st.lists(st.sampled_from(SCHEMAS), max_size=2),
+    must=st.booleans(),
+)
+def test_any_turn_is_parsed_as_it_was_meant(
+    seed: int, answer: Any, arguments: list[Any], must: bool
+) -> None:
+    """Whatever the model would like to write: headers hold, and ends fit."""
+    tools = [
+        Tool(f"f{number}", "", schema, strict=True)
+        for number, schema in enumerate(arguments)
+    ]
+    given = FORMAT | {"json_schema": {"name": "x", "schema": answer}}
+    rules = as_format(given if answer else None).rules
+    choice = "required" if must and tools else None
+    constraint = turn_constraint(rules, tools, choice, None)
+    if constraint is None:
+        return
+    ids = wander(matcher(constraint.text), random.Random(seed))
+    if ids is None:
+        return
+    messages = parse([*START, *ids], TOKENIZER)
+    last, calls = messages[-1], tool_calls(messages)
+    assert all(one.channel in ("analysis", "commentary") for one in messages[:-1])
+    assert all(one.recipient is None for one in messages[:-1])
+    if calls:
+        (made,) = calls
+        schema = tools[int(made.name.removeprefix("f"))].parameters or {}
+        assert last.recipient == f"functions.{made.name}"
+        jsonschema.validate(json.loads(made.arguments), schema)
+    else:
+        assert last.channel == "final" and choice is None
+        if answer is not None:
+            jsonschema.validate(json.loads(last.content), answer)
