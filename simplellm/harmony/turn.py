@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Rules = dict[
-    str, Any
-]  # of a text: a JSON schema or a Lark grammar, as llguidance reads
+# Of a text: a JSON schema or a Lark grammar, as llguidance reads them.
+Rules = dict[str, Any]
 
 # Of all text: control tokens are none.
 FREE: Rules = {"lark_grammar": "start: /(?s:.*)/\n"}

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from checks.chB import EMPTY, NOTHING
 
-from simplellm.harmony.turn import MESSAGES, call_rule, final_rule
+from simplellm.harmony.turn import SHARED_RULES, call_rule, final_rule
 from simplellm.masks import pack
 from wrong import wrong
 
@@ -335,7 +335,7 @@ def a_turn(
         texts[name := names(number, function)] = arguments
         endings.append(call_rule(function, name))
     ends = "\nend: " + "\n  | ".join(endings)
-    turn = {"lark_grammar": f"start: {start}" + ends + MESSAGES}
+    turn = {"lark_grammar": f"start: {start}" + ends + SHARED_RULES}
     named = [{"name": name, **rules} for name, rules in texts.items()]
     return json.dumps({"grammars": [turn, *named]})
 
