@@ -6,8 +6,8 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from simplellm.chat_options import (
@@ -25,7 +25,7 @@ from simplellm.config import (
     expect,
     expect_type,
 )
-from simplellm.grammar import Grammar, compile_grammar
+from simplellm.grammar import Grammar
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
 from simplellm.masks import Choices, bad_sequences
@@ -33,6 +33,7 @@ from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
+from simplellm.vocabulary import Grammars
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
@@ -43,7 +44,6 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 MAX_GRAMMARS = 64  # that are kept
-NO_LIBRARY = "llguidance is not installed; expected pip install simplellm[structured]"
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -107,15 +107,13 @@ class Door:
     default_params: SamplingParams  # for whoever gives none
     eos_token_ids: frozenset[int]  # what ends a turn
     max_model_len: int  # tokens of a prompt and its output
-    # Text to a grammar. Agents send the same schema again and again.
-    compile: Callable[[str], Grammar] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        def compile(text: str) -> Grammar:
-            tokenizer, size = self.need_tokenizer(), self.config.vocab_size
-            return compile_grammar(text, tokenizer, size, self.eos_token_ids)
-
-        object.__setattr__(self, "compile", lru_cache(MAX_GRAMMARS)(compile))
+    @cached_property
+    def compile(self) -> Callable[[str], Grammar]:
+        """Text to a grammar. Agents send the same schema again and again."""
+        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+        grammars = Grammars(tokenizer, size, self.eos_token_ids)
+        return lru_cache(MAX_GRAMMARS)(grammars.compile)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -227,6 +225,11 @@ class Door:
         bad: list[tuple[int, ...]] = []
         if params.bad_words:
             bad = bad_sequences(params.bad_words, self.need_tokenizer())
+        grammar = None
+        if (constraint := constrain(params.structured_outputs)) is not None:
+            wanted = "False where the text has to fit something: it ends then"
+            expect(not params.ignore_eos, "ignore_eos", True, wanted)
+            grammar = self._grammar(constraint)
         room, most_tokens = limit - len(ids), params.max_tokens
         request = Request(
             tokens=ids,
@@ -235,20 +238,15 @@ class Door:
             params=params,
             stop_ids=ends.union(params.stop_token_ids),
             bad_sequences=bad,
+            grammar=grammar,
             priority=priority,
             deadline=deadline,
-            needs_last_token=any(len(sequence) > 1 for sequence in bad),
         )
         if params.restricts:
             choices = Choices(request, self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
             restricting = "allowed_token_ids, bad_words and min_tokens"
             expect(left, f"the tokens that {restricting} leave", 0, "at least one")
-        if (constraint := constrain(params.structured_outputs)) is not None:
-            wanted = "False where the text has to fit something: it ends then"
-            expect(not params.ignore_eos, "ignore_eos", True, wanted)
-            request.grammar = self._grammar(constraint)
-            request.needs_last_token = True
         return request
 
     def _grammar(self, constraint: Constraint) -> Grammar:
@@ -257,9 +255,8 @@ class Door:
         def compiled(text: str, name: str) -> Grammar:
             try:
                 return self.compile(text)
-            except (ImportError, ValueError) as error:
-                why = NO_LIBRARY if isinstance(error, ImportError) else error
-                raise about(ValueError(f"{name}: {why}"), name) from None
+            except ValueError as error:
+                raise about(ValueError(f"{name}: {error}"), name) from None
 
         parts = constraint.parts
         try:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Engine:
         self, scheduler: Scheduler, runner: Runner, max_model_len: int, overlap: bool
     ) -> None:
         self.scheduler, self.runner = scheduler, runner
+        runner.settle = partial(self.land, 0)
         self.max_model_len = max_model_len
         self.depth = int(overlap)  # steps under way while the next one is scheduled
         self.meter = Meter()
@@ -70,8 +72,9 @@ class Engine:
     def land(self, depth: int) -> None:
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
-            works, flight = self.flights.popleft()
+            works, flight = self.flights[0]
             landed = flight()  # waits for the device, and without the lock
+            self.flights.popleft()
             now = time.monotonic()
             with self.lock:
                 new = self.scheduler.commit(works, landed.tokens)

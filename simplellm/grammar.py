@@ -1,50 +1,85 @@
-"""Compiled grammars: which texts of tokens a request may become."""
+"""What an output may still become: a grammar over tokens, by llguidance.
 
-from collections.abc import Collection
-from functools import lru_cache
+A grammar is checked and compiled once. Each request that must follow it walks through
+it with its own tokens, and asks before each new one which it may get.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
-from simplellm.tokenizer import Tokenizer
+import numpy as np
 
 
-class Vocabulary:
-    """The bytes of all tokens, as llguidance reads a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int, eos: Collection[int]) -> None:
-        self.tokens = [tokenizer.token_bytes(id) for id in range(size)]
-        ids = range(size)
-        self.special_token_ids = [id for id in ids if id not in tokenizer.tokens]
-        self.eos_token_id, self.bos_token_id = min(eos), None
-        self.encode = tokenizer.encode
-
-    def __call__(self, text: Any) -> list[int]:
-        text = text.decode(errors="replace") if isinstance(text, bytes) else text
-        return self.encode(text)
+class GrammarError(ValueError):
+    """A grammar that cannot be used."""
 
 
+def llguidance() -> Any:
+    """The library, which is an extra. Raises GrammarError if it is not there."""
+    try:
+        return import_module("llguidance")
+    except ImportError:
+        raise GrammarError(
+            "structured output needs llguidance; expected it to be installed, "
+            "as by pip install 'simplellm[structured]'"
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar; ``matcher`` is at its beginning."""
+    """A compiled grammar, which any number of requests may walk."""
+
+    matcher: Any  # llguidance's, at the beginning
+    vocab_size: int
+
+    def walk(self) -> "Walk":
+        return Walk(self.matcher.deep_copy())
+
+
+class Walk:
+    """How far one output has come in its grammar."""
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
+        self.length = 0  # tokens of the output that were taken
+
+    def advance(self, output: Sequence[int]) -> None:
+        """Take what is new in ``output``. Raises GrammarError where it leaves the way.
+
+        Nothing comes behind a complete output but the token that ends it.
+        """
+        new = output[self.length :]
+        self.length += len(new)
+        if not self.matcher.is_stopped():
+            self.matcher.consume_tokens(list(new))
+        self.check()
+
+    def check(self) -> None:
+        """Raise GrammarError if llguidance has given up."""
+        if self.matcher.is_error():
+            raise GrammarError(self.matcher.get_error())
+
+    def forced(self) -> list[int]:
+        """The tokens that have to come next, as many as are sure."""
+        found: list[int] = self.matcher.compute_ff_tokens()
+        return found
 
 
-@lru_cache(maxsize=2)
-def _vocabulary(tokenizer: Tokenizer, size: int, eos: tuple[int, ...]) -> Any:
-    import llguidance
+class Filler:
+    """Fills the masks of a step, several at a time, while the device computes."""
 
-    wrapper = llguidance.TokenizerWrapper(Vocabulary(tokenizer, size, eos))
-    return llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=[*eos])
+    @cached_property
+    def executor(self) -> Any:
+        """Threads of llguidance's own."""
+        return llguidance().LLExecutor()
 
-
-def compile_grammar(
-    text: str, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]
-) -> Grammar:
-    """Raises ValueError with llguidance's reason."""
-    import llguidance
-
-    known = _vocabulary(tokenizer, vocab_size, tuple(sorted(eos_token_ids)))
-    matcher = llguidance.LLMatcher(known, text, log_level=0)
-    if matcher.is_error():
-        raise ValueError(matcher.get_error().partition("\n")[0])
-    return Grammar(matcher)
+    def fill(self, walks: Sequence[Walk], bits: np.ndarray) -> None:
+        """Write what may come next in each of ``walks`` to a row of uint32 [N, W]."""
+        rows = [(walk.matcher, row) for row, walk in enumerate(walks)]
+        size = bits.shape[1] * bits.itemsize
+        self.executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, size, len(bits))
+        for walk in walks:
+            walk.check()

@@ -1,23 +1,43 @@
 """Which tokens a request may get: the allowed ones, no bad words, no end too soon.
 
-A mask has a bit for each token: bit v % 32 of word v // 32 allows token v. B rows, one
-request each, V vocabulary, W = ceil(V / 32) words. The bits are made on the host, which
-knows all that they depend on, and go to the device when they change.
+And what its grammar leaves. A mask has a bit for each token: bit v % 32 of word v // 32
+allows token v. V vocabulary, W = ceil(V / 32) words. The bits are made on the host,
+which knows all that they depend on, and go to the device when they change.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from simplellm.grammar import Filler
 from simplellm.request import Request
 from simplellm.tokenizer import Tokenizer
-from simplellm.transfer import upload
+from simplellm.transfer import pinned, upload
 
 Bits = np.ndarray  # uint32 [W]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that some rows may get: bit v % 32 of word v // 32 allows token v."""
+
+    rows: Tensor  # int64 [R], of a batch's B
+    bits: Tensor  # int32 [R, ceil(V / 32)]
+
+
+def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
+    """Scores [B, V] with -inf for what the mask of a row does not allow."""
+    places = torch.arange(32, dtype=torch.int32, device=scores.device)
+    bits = (mask.bits[:, :, None] >> places) & 1
+    allowed = bits.flatten(1)[:, : scores.shape[1]] != 0
+    left = scores[mask.rows].masked_fill(~allowed, -torch.inf)
+    return scores.index_copy(0, mask.rows, left)
 
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -63,6 +83,11 @@ class Choices:
         self.early = without(self.always, request.stop_ids)  # before min_tokens
         self.row: Tensor | None = None  # the bits on the device, and what they are for
         self.state: object = None
+        self.walk = None if request.grammar is None else request.grammar.walk()
+        params = request.params
+        # A forced token is not sampled: it has no logprob, and no penalty counts it.
+        sampled = params.logprobs is not None or params.penalizes or params.restricts
+        self.forces = not sampled
 
     def completed(self, request: Request) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -83,10 +108,21 @@ class Choices:
         left = without(bits, completed) if completed else bits
         return left if left.any() else bits
 
+    def advance(self, request: Request) -> list[int]:
+        """Walk on with the request's new tokens; those that have to come next."""
+        assert self.walk is not None
+        self.walk.advance(request.tokens[request.num_prompt :])
+        room = request.max_tokens - request.num_output
+        return self.walk.forced()[:room] if self.forces else []
+
+    def now(self, request: Request) -> tuple[bool, Collection[int]]:
+        """What `bits` depend on."""
+        early = request.num_output < request.params.min_tokens
+        return early, self.completed(request)
+
     def on_device(self, request: Request, device: torch.device) -> Tensor:
         """The bits for the next token, int32 [W]: the same tensor while they stay."""
-        early = request.num_output < request.params.min_tokens
-        state = early, self.completed(request)
+        state = self.now(request)
         if self.row is None or self.state != state:
             bits = self.bits(*state).view(np.int32)
             self.row, self.state = upload(bits, torch.int32, device), state
@@ -94,31 +130,67 @@ class Choices:
 
 
 class Masks:
-    """The masks of steps, which stay on the device while nothing in them changes."""
+    """The masks of steps of at most ``most`` requests.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
-        words = -(-vocab_size // 32)
-        self.all = torch.full([words], -1, dtype=torch.int32, device=device)
+    They stay on the device while nothing in them changes.
+    """
+
+    def __init__(self, vocab_size: int, most: int, device: torch.device) -> None:
+        self.vocab_size, self.most, self.device = vocab_size, most, device
         # A request may sit out for a step, and then goes on with what it had.
         self.known: WeakKeyDictionary[Request, Choices] = WeakKeyDictionary()
-        self.rows: list[Tensor] = []
-        self.mask = torch.empty(0)
+        self.rows: dict[int, Tensor] = {}
+        self.mask: Mask | None = None
+        self.filler = Filler()
 
-    def row(self, request: Request) -> Tensor:
-        """The bits for a request's next token, int32 [W]."""
-        if not request.params.restricts:
-            return self.all
-        if (choices := self.known.get(request)) is None:
-            choices = self.known[request] = Choices(request, self.vocab_size)
-        return choices.on_device(request, self.device)
+    @cached_property
+    def staging(self) -> Tensor:
+        """Where bits of grammars wait for the device.
 
-    def arrange(self, requests: Sequence[Request]) -> Tensor:
-        """The mask of a step's rows, int32 [B, W]: that of `apply_mask`.
-
-        The last token of a request with a bad word of several tokens is known.
+        Once is enough: who writes there knows all tokens so far, and when these came,
+        the device had read what was there before.
         """
-        rows = [self.row(request) for request in requests]
-        if [*map(id, rows)] != [*map(id, self.rows)]:
-            self.rows, self.mask = rows, torch.stack(rows)
+        words = -(-self.vocab_size // 32)
+        return pinned([self.most, words], torch.int32, self.device)
+
+    def arrange(self, requests: Sequence[Request]) -> Mask | None:
+        """The mask of a step's rows; None if each of them may get every token.
+
+        The tokens so far are known of each request that `needs_last_token`. Where its
+        grammar leaves it no choice, what has to come becomes its ``forced``.
+        """
+        rows: dict[int, Tensor] = {}
+        walking: dict[int, Request] = {}
+        for place, request in enumerate(requests):
+            if not request.restricted or request.finish_reason is not None:
+                continue
+            if (choices := self.known.get(request)) is None:
+                choices = self.known[request] = Choices(request, self.vocab_size)
+            if choices.walk is None:
+                rows[place] = choices.on_device(request, self.device)
+                continue
+            request.forced = choices.advance(request)
+            if not request.forced:
+                walking[place] = request
+        if walking:
+            rows |= zip(walking, self._fill([*walking.values()]), strict=True)
+        if not rows:
+            return None
+        if [*map(id, rows.values())] != [*map(id, self.rows.values())] or [*rows] != [
+            *self.rows
+        ]:
+            places = upload([*rows], torch.int64, self.device)
+            self.rows, self.mask = rows, Mask(places, torch.stack([*rows.values()]))
         return self.mask
+
+    def _fill(self, walking: Sequence[Request]) -> Sequence[Tensor]:
+        """The bits that grammars leave, int32 [W] for each request."""
+        staging = self.staging[: len(walking)]
+        bits = staging.numpy().view(np.uint32)
+        every = [self.known[request] for request in walking]
+        self.filler.fill([choices.walk for choices in every if choices.walk], bits)
+        for row, request, choices in zip(bits, walking, every, strict=True):
+            if request.params.restricts:
+                left = row & choices.bits(*choices.now(request))
+                row[:] = left if left.any() else row
+        return staging.to(self.device, non_blocking=True, copy=True).unbind()

@@ -4,8 +4,9 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from simplellm.grammar import Grammar
 from simplellm.sampling_params import SamplingParams
 
 UNKNOWN = -1  # stands for a token that is being computed
@@ -43,11 +44,7 @@ class Request:
     priority: int = 0  # the lower, the sooner, as in vLLM
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
-    # Whether its next step cannot be prepared before its last token is known, as when
-    # that may begin a bad word or a grammar says what may follow. Such a request sits
-    # out while that is computed.
-    needs_last_token: bool = False
-    grammar: Any | None = None  # which texts it may become (`simplellm.grammar`)
+    grammar: Grammar | None = None  # that its output must follow
     submitted: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
     index: int = 0  # among the samples of its prompt
@@ -60,9 +57,16 @@ class Request:
     preemptions: int = 0
     finish_reason: str | None = None
     latest: float | None = None  # when its latest token came
+    # What has to come next by its grammar, whatever is sampled.
+    forced: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
+        # Whether its mask depends on its last token, which may begin a bad word.
+        several = any(len(sequence) > 1 for sequence in self.bad_sequences)
+        self.needs_last_token = several or self.grammar is not None
+        # Whether it may not get every token.
+        self.restricted = self.params.restricts or self.grammar is not None
         # Those of the prompt's tokens so far, if they are asked for, and until an event
         # has them. Nothing comes before the first one.
         asked = self.params.prompt_logprobs is not None

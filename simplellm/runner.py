@@ -71,7 +71,9 @@ class Runner:
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(seqs, vocab_size, device=self.device)
         self.counts = TokenCounts(vocab_size, self.device)
-        self.masks = Masks(vocab_size, self.device)
+        self.masks = Masks(vocab_size, seqs, self.device)
+        # Makes all tokens of earlier steps known, as a mask may need them.
+        self.settle: Callable[[], None] = lambda: None
         self.turn = 0
         self.previous: dict[int, int] = {}  # request -> place of its token in output
         self.scores: list[PromptScores] = []  # of the step under way
@@ -111,6 +113,8 @@ class Runner:
         """Start to compute ``works``, and to sample from what comes out."""
         requests = [work.request for work in works if work.samples]
         self.start(works, requests)
+        if any(request.needs_last_token for request in requests):
+            self.settle()  # the device computes meanwhile
         return self.choose(requests)
 
     @torch.inference_mode()
@@ -200,7 +204,7 @@ class Runner:
             return self._land(requests, Sampled(self.output[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
-        mask = self.masks.arrange(requests) if columns.restricted else None
+        mask = self.masks.arrange(requests)
         sampled = Sampled(self.output[:count])
         changed = counting or mask is not None or columns.bias is not None
         if columns.random or changed or columns.logprobs is not None:
@@ -244,6 +248,7 @@ class Runner:
         if arrived:
             arrived.record()
         wanted = [request.params.logprobs for request in requests]
+        forced = [request.forced for request in requests]
 
         def wait() -> Landed:
             if arrived:
@@ -251,6 +256,7 @@ class Runner:
             tokens = landing.tolist()
             found = token_logprobs(wanted, tokens, logprobs, whole)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
-            return Landed([[token] for token in tokens], found, prompts)
+            new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
+            return Landed(new, found, prompts)
 
         return wait

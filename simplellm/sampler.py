@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from simplellm.logprobs import score
+from simplellm.masks import Mask, apply_mask
 from simplellm.penalties import TokenCounts
 from simplellm.sampling_params import SamplingParams
 from simplellm.transfer import upload
@@ -54,7 +55,6 @@ class Columns:
     bias: tuple[Tensor, Tensor, Tensor] | None  # rows, token ids, values
     random: bool
     filters: bool
-    restricted: bool  # some tokens are ruled out: `sample` gets a mask
     logprobs: int | None  # the most that any row asks for, but for those of `whole`
     whole: Tensor | None  # rows that ask for the logprobs of the vocabulary, int64
 
@@ -100,7 +100,6 @@ class Columns:
                 and (0 < p.top_k < vocab_size or p.top_p < 1 or p.min_p > 0)
                 for p in params
             ),
-            restricted=any(p.restricts for p in params),
             logprobs=max(0, *wanted) if wanted else None,
             whole=upload(whole, torch.int64, device) if whole else None,
         )
@@ -116,19 +115,8 @@ class Sampled:
     whole: tuple[Tensor, Tensor] | None = None  # [W, V] for W rows that want them all
 
 
-def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores [B, V] with -inf wherever ``mask`` has no bit.
-
-    Bit v % 32 of ``mask[:, v // 32]``, int32 [B, ceil(V / 32)], allows token v.
-    """
-    places = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask[:, :, None] >> places) & 1
-    allowed = bits.flatten(1)[:, : scores.shape[1]] != 0
-    return scores.masked_fill(~allowed, -torch.inf)
-
-
 def change(
-    logits: Tensor, columns: Columns, counts: TokenCounts | None, mask: Tensor | None
+    logits: Tensor, columns: Columns, counts: TokenCounts | None, mask: Mask | None
 ) -> Tensor:
     """Logits [B, V] with biases and penalties, and without the tokens ruled out."""
     if columns.bias is not None:
@@ -156,14 +144,14 @@ def sample(
     draw: Callable[..., Tensor],
     *,
     counts: TokenCounts | None = None,
-    mask: Tensor | None = None,
+    mask: Mask | None = None,
 ) -> Sampled:
     """Choose one token for each row of ``logits`` float32 [B, V].
 
     ``best`` int32 [B] are their likeliest tokens. ``steps`` int64 [B] counts each row's
     tokens so far: with the seed it fixes the noise. ``draw`` is the operation of that
-    name. ``counts`` are those of the rows with penalties; ``mask`` is that of
-    `apply_mask`. Logprobs are those of the logits as given, before all of these.
+    name. ``counts`` are those of the rows with penalties; ``mask`` is that of the rows
+    that may not get every token. Logprobs are those of the logits as given.
 
     The draw is Gumbel-max: argmax(logits / temperature + noise) has exactly the
     distribution softmax(logits / temperature).

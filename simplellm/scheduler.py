@@ -68,10 +68,7 @@ class Scheduler:
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
         """Whether a running request can have a part in the step."""
-        if request.number in busy or request.complete:
-            return False
-        # Most know enough to go on while their last token is still being computed.
-        return not (request.needs_last_token and request.tokens[-1] == UNKNOWN)
+        return not (request.number in busy or request.complete)
 
     def _chunk(self, request: Request, budget: int) -> int:
         """How many tokens of ``request`` to compute in this step."""
@@ -244,8 +241,9 @@ class Scheduler:
     def begin(self, works: Sequence[Work]) -> None:
         """Book a step whose results will come: what it computes counts as there.
 
-        The tokens that it samples are UNKNOWN until `commit`. The next step can be
-        scheduled meanwhile, since it takes their number and not their names.
+        The tokens that it samples are UNKNOWN until `commit`, unless a grammar forces
+        them. The next step can be scheduled meanwhile, since it takes their number and
+        not their names.
         """
         for request, start, length, samples in works:
             if request.finish_reason is not None:  # it was aborted meanwhile
@@ -256,7 +254,7 @@ class Scheduler:
                 # A prompt is done, and whoever shares it needs less room.
                 self._refused = (-1, 0)
             if samples:
-                request.tokens.append(UNKNOWN)
+                request.tokens += request.forced or [UNKNOWN]
             elif request.siblings and request.missing == 1:
                 self._release_siblings(request)
 
@@ -279,9 +277,9 @@ class Scheduler:
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: the ``tokens`` of each work that samples.
 
-        There is one, or several if a draft was right about what follows; then no later
-        step of this request may have begun. Returns the requests with the tokens that
-        they keep, and ends those that these complete.
+        There is one, or several if a grammar forced them, or if a draft was right about
+        what follows; then no later step of this request may have begun. Returns the
+        requests with the tokens that they keep, and ends those that these complete.
         """
         sampling = [work for work in works if work.samples]
         new = []
@@ -290,7 +288,7 @@ class Scheduler:
                 continue
             first = start + length
             reason, kept = self._keep(request, first, found)
-            request.tokens[first : first + 1] = kept
+            request.tokens[first : first + len(found)] = kept
             new.append((request, kept))
             if reason is not None:
                 self.finish(request, reason)

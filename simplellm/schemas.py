@@ -57,8 +57,7 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
     for key in SINGLE:
         yield f"{path}.{key}", schema.get(key)
     for key in SEVERAL:
-        some = schema.get(key)
-        for number, one in enumerate(some if isinstance(some, list) else ()):
+        for number, one in enumerate(listed(schema, key)):
             yield f"{path}.{key}[{number}]", one
     for key in NAMED:
         some = schema.get(key)
@@ -128,14 +127,53 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
         return f"{path}.format is {short(form)}; expected one of {known}"
     if "$id" in schema and schema is not root:  # it would lead every $ref elsewhere
         return f"{path}.$id: expected none but that of the whole schema"
-    properties, required = schema.get("properties"), schema.get("required")
+    properties = schema.get("properties")
     if isinstance(properties, dict):
-        some = required if isinstance(required, list) else ()
-        left = len(properties) - len({name for name in properties if name in some})
+        some = listed(schema, "required")
+        left = sum(name not in some for name in properties)
         if left > MAX_OPTIONAL:
             wanted = f"at most {MAX_OPTIONAL} that are not required"
             return f"{path}.properties has {left} of them; expected {wanted}"
     return None
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under ``key``; empty if there is none."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def ends(root: Any, every: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> bool:
+    """Whether a text that fits ``root`` can end, as far as its $refs go.
+
+    ``every`` schema that they lead to is asked again until no more of them can.
+    """
+    ending: set[int] = set()
+
+    def can(schema: Any) -> bool:
+        return id(schema) in ending or not isinstance(schema, dict)
+
+    def parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+        """What has to end before it can."""
+        if "$ref" in schema:
+            yield targets[schema["$ref"]]
+        yield from listed(schema, "allOf")
+        if schema.get("type") == "object" and "properties" in schema:
+            names = listed(schema, "required")
+            properties = schema["properties"]
+            yield from (properties[name] for name in properties if name in names)
+        if schema.get("type") == "array" and schema.get("minItems"):
+            yield schema.get("items")
+
+    count = -1
+    while len(ending) > count:
+        count = len(ending)
+        for schema in reversed(every):  # what lies inside comes later
+            ways = [listed(schema, "anyOf"), listed(schema, "oneOf")]
+            open_ways = all(any(map(can, way)) for way in ways if way)
+            if open_ways and all(map(can, parts(schema))):
+                ending.add(id(schema))
+    return can(root)
 
 
 def problem_of(root: Any, where: str) -> str | None:
@@ -172,4 +210,6 @@ def problem_of(root: Any, where: str) -> str | None:
     for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
+    if not ends(root, every, pointers):
+        return f"{where}: nothing that fits it ends; expected a way out of its $refs"
     return None

@@ -16,7 +16,9 @@ from simplellm.schemas import problem_of
 
 # The longest that a schema, an expression or a grammar may be, in characters.
 MAX_TEXT = 2**17
-MAX_LINES = 1000  # of a grammar; llguidance recurses, and 5,000 crash the process
+# Lines of a Lark grammar and brackets in them. llguidance recurses: 2,000 of them take
+# some of the 8 MB that a thread's stack has, 5,000 crash the process.
+MAX_RULES = 500
 MAX_CHOICES = 10_000
 WHERE = "structured_outputs"  # where they stand, for what is said of them
 # At one place in JSON. Without an end to it a model may write spaces until its tokens
@@ -82,9 +84,11 @@ def choice_rules(choice: Any) -> dict[str, Any]:
 def lark_rules(grammar: str) -> dict[str, Any]:
     """The rules that ``grammar`` says itself, in Lark."""
     where = f"{WHERE}.grammar"
-    lines = checked_text(grammar, where).count("\n") + 1
-    expect(lines <= MAX_LINES, where, f"{lines} lines", f"at most {MAX_LINES}")
-    odd = LARK_REFUSED.search(LARK_TEXTS.sub(" ", grammar))
+    bare = LARK_TEXTS.sub(" ", checked_text(grammar, where))
+    count = len(re.findall(r"[(\[\n]", bare)) + 1
+    most = f"at most {MAX_RULES} lines and brackets"
+    expect(count <= MAX_RULES, where, f"{count} of them", most)
+    odd = LARK_REFUSED.search(bare)
     wanted = "no special tokens, no '@', no '~', no '%' but %ignore and %import"
     expect(odd is None, f"what {where} has", odd and odd[0], wanted)
     return {"lark_grammar": grammar}

@@ -206,30 +206,32 @@ def test_penalties_leave_the_overlap_on(model: Model) -> None:
     assert flights == [1] * 5 + [0]
 
 
-def test_who_needs_its_last_token_sits_out_while_it_is_computed(
+def test_a_mask_knows_the_last_token_while_the_next_step_is_computed(
     model: Model, right: Recompute
 ) -> None:
-    """It alone: the others' steps overlap as ever."""
+    """The steps overlap as ever: what came lands before the new one is sampled."""
     engine = make_engine(model, SMALL, overlap=True)
-    careful = ask([1, 2, 3], needs_last_token=True)
+    careful = ask([1, 2, 3], bad_sequences=[(-1, -1)])
     other = ask([4, 5], replace(GREEDY, max_tokens=12))
-    seen = []
-    launch = engine.runner.launch
+    known, flights = [], []
+    start, choose = engine.runner.start, engine.runner.choose
 
-    def watch(works: Sequence[Work]) -> Any:
-        seen.append([work.request.number for work in works])
-        mine = [work.request for work in works if work.request is careful]
-        assert all(UNKNOWN not in request.tokens for request in mine)
-        return launch(works)
+    def watch_start(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        flights.append(len(engine.flights))
+        start(works, sampling)
 
-    engine.runner.launch = watch
+    def watch_choose(requests: Sequence[Request]) -> Any:
+        known.append(all(UNKNOWN not in request.tokens for request in requests))
+        return choose(requests)
+
+    engine.runner.start, engine.runner.choose = watch_start, watch_choose
     engine.submit([careful, other])
     events = finish(engine)
     assert tokens_of(events[careful.number]) == right([1, 2, 3], GREEDY)[0]
     assert tokens_of(events[other.number]) == right([4, 5], other.params)[0]
-    steps = [careful.number in step for step in seen]
-    assert steps[:11] == [True, False] * 5 + [True]
-    assert sum(other.number in step for step in seen) == 12
+    steps = 6
+    assert flights == [0] + [1] * 11
+    assert known[:steps] == [True] * steps and not any(known[steps + 1 :])
 
 
 def test_a_step_may_land_several_tokens(model: Model, right: Recompute) -> None:

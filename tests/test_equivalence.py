@@ -148,7 +148,7 @@ def make_family(chance: random.Random, numbers: Iterator[int]) -> list[Client]:
             params=replace(params, seed=seed),
             stop_ids=frozenset(params.stop_token_ids),
             priority=priority,
-            needs_last_token=chance.random() < 0.1,
+            bad_sequences=[(-1, -1)] if chance.random() < 0.1 else (),
             number=next(numbers),
         )
         family.append(Client(request, prompt))

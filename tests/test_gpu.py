@@ -174,7 +174,7 @@ def test_what_is_ruled_out_never_comes(llm: LLM) -> None:
     plain = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0)
     usual = llm.generate(asked, plain).result(timeout=120)
     words = ["a", "1", "="]
-    # Bad words of one token, so that nobody sits out a step and all batches are alike.
+    # Bad words of one token.
     single = [word for word in words if len(llm.tokenizer.encode(" " + word)) == 1]
     assert single
     some = [
@@ -200,7 +200,7 @@ def test_what_is_ruled_out_never_comes(llm: LLM) -> None:
 
 
 def test_bad_words_of_several_tokens_never_come(llm: LLM) -> None:
-    """Each request sits out a step in two, and none completes a pair it usually has."""
+    """Each mask needs the last token, and nobody completes a pair it usually has."""
     asked = prompts(32, seed=3)
     options: dict[str, Any] = dict(max_tokens=40, ignore_eos=True, temperature=0)
     usual = llm.generate(asked, **options).result(timeout=120)

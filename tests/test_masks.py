@@ -15,10 +15,17 @@ from recompute import Recompute, forbidden
 from stepping import drain, make_engine
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
-from simplellm.masks import Choices, Masks, bad_sequences, pack, without
+from simplellm.masks import (
+    Choices,
+    Mask,
+    Masks,
+    apply_mask,
+    bad_sequences,
+    pack,
+    without,
+)
 from simplellm.model import Model
 from simplellm.request import Request
-from simplellm.sampler import apply_mask
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size
@@ -41,7 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def allowed_by(bits: Any, vocab_size: int) -> set[int]:
     """The tokens that `apply_mask` leaves."""
     mask = torch.from_numpy(np.asarray(bits).view(np.int32))
-    left = apply_mask(torch.zeros(1, vocab_size), mask[None])[0]
+    row = Mask(torch.tensor([0]), mask[None])
+    left = apply_mask(torch.zeros(1, vocab_size), row)[0]
     return {*left.isfinite().nonzero()[:, 0].tolist()}
 
 
@@ -88,18 +96,18 @@ def test_a_row_is_made_again_only_when_its_bits_change() -> None:
     params = SamplingParams(min_tokens=2)
     careful = Request([1], 9, params, frozenset([5]), bad_sequences=[(2, 3)], number=0)
     free = Request([1], 9, number=1)
-    masks = Masks(SMALL, CPU)
+    masks = Masks(SMALL, 2, CPU)
     seen = []
     for token in (4, 4, 4, 2, 2, 4):
         mask = masks.arrange([careful, free])
-        seen.append((id(mask), *(allowed_by(row.numpy(), SMALL) for row in mask)))
+        assert mask is not None and mask.rows.tolist() == [0]
+        seen.append((id(mask), allowed_by(mask.bits[0].numpy(), SMALL)))
         careful.tokens.append(token)
     every = {*range(SMALL)}
     rows = [every - {5}, every - {5}, every, every, every - {3}, every - {3}]
-    assert [row for _, row, _ in seen] == rows
-    assert [free for *_, free in seen] == [every] * 6
+    assert [row for _, row in seen] == rows
     assert seen[0][0] == seen[1][0] and seen[2][0] == seen[3][0]
-    assert masks.arrange([free]).shape == (1, 1)
+    assert masks.arrange([free]) is None
     assert len(masks.known) == 1
     del careful
     assert not masks.known, "who has ended is forgotten"
@@ -145,7 +153,6 @@ def make_request(chance: random.Random, number: int) -> Request:
         params,
         frozenset(stops),
         bad_sequences=bad,
-        needs_last_token=any(len(sequence) > 1 for sequence in bad),
         number=number,
     )
 

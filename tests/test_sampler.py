@@ -18,13 +18,13 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.masks import Mask, apply_mask
 from simplellm.noise import gumbel_noise, mix
 from simplellm.request import Request
 from simplellm.sampler import (
     Columns,
     Sampled,
     TokenCounts,
-    apply_mask,
     filter_tokens,
     sample,
 )
@@ -58,6 +58,11 @@ def requests_of(
     return requests
 
 
+def every_row(bits: torch.Tensor) -> Mask:
+    """The mask of as many rows as there are bits."""
+    return Mask(torch.arange(len(bits), device=bits.device), bits)
+
+
 def draw(
     logits: torch.Tensor,
     params: list[SamplingParams],
@@ -80,7 +85,7 @@ def draw(
         torch.tensor(steps or [0] * rows, device=device),
         ops.draw,
         counts=counts if counting else None,
-        mask=mask,
+        mask=None if mask is None else every_row(mask),
     )
 
 
@@ -456,7 +461,7 @@ def test_a_mask_rules_out_the_tokens_without_a_bit(vocab: int) -> None:
     allowed = logits_rows(5, vocab, seed=1) > 0
     allowed[0] = True
     expected = scores.masked_fill(~allowed, -torch.inf)
-    assert torch.equal(apply_mask(scores, bits(allowed)), expected)
+    assert torch.equal(apply_mask(scores, every_row(bits(allowed))), expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

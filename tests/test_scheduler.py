@@ -7,6 +7,7 @@ and knows what must hold after each of them.
 import math
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -51,15 +52,25 @@ class Run:
         self.numbers = count()
         self.steps: list[list[Work]] = []
         self.outputs: dict[Request, list[int]] = {}
-        # How many tokens a step gives a request that waits for them.
-        self.drafts = 1
+        # How many tokens a step gives a request without overlap, and how many a grammar
+        # forces of those in `forcing`.
+        self.drafts = self.forced = 1
+        self.forcing: set[Request] = set()
 
-    def request(self, prompt: int | list[int], max_tokens: int, **options) -> Request:
+    def request(
+        self,
+        prompt: int | list[int],
+        max_tokens: int,
+        forces: bool = False,
+        **options: Any,
+    ) -> Request:
         """A request with a number of its own."""
         tokens = list(range(prompt)) if isinstance(prompt, int) else prompt
         number = next(self.numbers)
         request = Request(tokens, max_tokens, number=number, **options)
         self.outputs[request] = []
+        if forces:
+            self.forcing.add(request)
         return request
 
     def add(
@@ -88,6 +99,14 @@ class Run:
 
     def begin(self, works: list[Work]) -> None:
         """Go on with a step that is scheduled."""
+        if any(work.request in self.forcing for work in works):
+            while self.flights:  # what is forced depends on the tokens before it
+                self.commit(self.flights.pop(0))
+        for request, start, length, _ in works:
+            room = min(self.forced, request.max_tokens - request.num_output)
+            first = 1000 + start + length
+            if request in self.forcing:
+                request.forced = [*range(first, first + room)]
         self.scheduler.begin(works)
         if works:
             self.flights.append(works)
@@ -97,10 +116,11 @@ class Run:
     def commit(self, works: list[Work]) -> None:
         tokens = []
         for request, start, length, samples in works:
-            waits = request.needs_last_token or self.depth == 0
             first = 1000 + start + length
+            several = self.drafts if self.depth == 0 else 1
             if samples:
-                tokens.append(list(range(first, first + (self.drafts if waits else 1))))
+                found = list(range(first, first + several))
+                tokens.append(request.forced or found)
         alive = set(self.scheduler.requests.values())
         sampling = [work.request for work in works if work.samples]
         new = self.scheduler.commit(works, tokens)
@@ -119,7 +139,6 @@ class Run:
             assert 1 <= work.length <= request.missing
             assert work.length <= (scheduler.prefill_chunk or math.inf)
             assert work.samples == (work.start + work.length == len(request.tokens))
-            assert not (request.needs_last_token and request.tokens[-1] == UNKNOWN)
             assert UNKNOWN not in request.tokens[:-1]
         for queue in (scheduler.waiting, scheduler.running):
             ranks = [request.rank for request in queue]
@@ -273,34 +292,26 @@ def test_after_several_tokens_the_rest_of_them_is_computed() -> None:
     assert run.outputs[request] == list(range(1005, 1014))
 
 
-def test_who_needs_the_last_token_sits_out_and_costs_nothing() -> None:
-    run = Run(plenty(), overlap=True, max_num_seqs=2, max_num_batched_tokens=2)
-    waits = run.add(1, max_tokens=3, needs_last_token=True)
-    goes_on = run.add(1, max_tokens=6)
-    long = run.add(9, max_tokens=1)  # has no seat
-    steps = [{work.request for work in run.step()} for _ in range(5)]
-    both, other = {waits, goes_on}, {goes_on}
-    assert steps == [both, other, both, other, both]
-    assert run.outputs[waits] == [1001, 1002]  # the third is on its way
+def test_forced_tokens_are_computed_in_one_step() -> None:
+    """They are known when their step begins: the next one takes them all."""
+    run = Run(plenty(), overlap=True)
+    run.forced = 3
+    forced = run.add(4, max_tokens=8, forces=True)
+    other = run.add(4, max_tokens=8)
     run.finish()
-    assert [len(run.outputs[r]) for r in (waits, goes_on, long)] == [3, 6, 1]
+    assert spans(run, forced) == [(0, 4), (4, 3), (7, 3)]
+    assert spans(run, other) == [(0, 4), *((n, 1) for n in range(4, 11))]
+    assert run.outputs[forced] == run.outputs[other] == [*range(1004, 1012)]
 
 
-def test_who_sits_out_leaves_his_share_of_the_budget_to_others() -> None:
-    run = Run(plenty(), overlap=True, max_num_batched_tokens=4, prefill_chunk=4)
-    waits = run.add(1, max_tokens=9, needs_last_token=True)
-    run.step()
-    prompt = run.add(40)
-    lengths = [{w.request: w.length for w in run.step()} for _ in range(4)]
-    assert lengths == [{prompt: 4}, {waits: 1, prompt: 3}] * 2
-
-
-def test_who_needs_the_last_token_loses_nothing_without_overlap() -> None:
-    run = Run(plenty())
-    request = run.add(1, max_tokens=4, needs_last_token=True)
-    for _ in range(4):
-        assert [work.request for work in run.step()] == [request]
-    assert request.finish_reason == "length"
+def test_forced_tokens_end_at_max_tokens_and_at_a_stop() -> None:
+    run = Run(plenty(), overlap=True)
+    run.forced = 4
+    short = run.add(2, max_tokens=3, forces=True)
+    stops = run.add(2, max_tokens=9, forces=True, stop_ids=frozenset({1004}))
+    run.finish()
+    assert run.outputs[short] == run.outputs[stops] == [1002, 1003, 1004]
+    assert [short.finish_reason, stops.finish_reason] == ["length", "stop"]
 
 
 def test_a_step_that_was_begun_too_early_gives_nothing() -> None:
@@ -650,16 +661,16 @@ class Anything(RuleBasedStateMachine):
             samples=samples,
             deadline=self.now + seconds,
             stop_ids=frozenset(() if stop is None else {stop}),
-            needs_last_token=needs,
+            forces=needs,
         )
         family = self.requests[before:]
         assert len(family) == samples and first in family
 
     @precondition(lambda self: self.run_ is not None and self.run_.scheduler.requests)
-    @rule(count=st.integers(1, 6), drafts=st.integers(1, 4))
-    def advance(self, count: int, drafts: int) -> None:
+    @rule(count=st.integers(1, 6), drafts=st.integers(1, 4), forced=st.integers(1, 4))
+    def advance(self, count: int, drafts: int, forced: int) -> None:
         assert self.run_ is not None
-        self.run_.drafts = drafts
+        self.run_.drafts, self.run_.forced = drafts, forced
         for _ in range(count):
             self.run_.step()
 
@@ -699,14 +710,18 @@ class Anything(RuleBasedStateMachine):
     @invariant()
     def outputs_are_those_of_an_undisturbed_run(self) -> None:
         """Whatever was preempted and computed again."""
-        for request, output in (self.run_.outputs if self.run_ else {}).items():
+        if self.run_ is None:
+            return
+        for request, output in self.run_.outputs.items():
             start, reason = request.num_prompt, request.finish_reason
             assert reason is None or reason in REASONS
             assert request.num_output <= request.max_tokens
             assert output == list(range(1000 + start, 1000 + start + len(output)))
             known = [*range(start), *output]
             assert request.tokens[: len(known)] == known
-            assert set(request.tokens[len(known) :]) <= {UNKNOWN}
+            for position, token in enumerate(request.tokens[len(known) :], len(known)):
+                forced = request in self.run_.forcing and token == 1000 + position
+                assert token == UNKNOWN or forced
             assert not request.stop_ids & set(output[:-1])
             if output and output[-1] in request.stop_ids:
                 assert reason == "stop"

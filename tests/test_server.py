@@ -344,7 +344,14 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "guided_json": {}}, "guided_json"),
-    ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type"),
+    ({"prompt": "x", "response_format": 5}, "response_format"),
+    (
+        {"prompt": "x", "structured_outputs": {"json": {"not": {}}}},
+        "structured_outputs.json",
+    ),
+    ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+    ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"prompt": "x", "seed": 2**70}, "seed"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
@@ -372,8 +379,45 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": HELLO, "tools": TOOLS * 2}, "tools[1].name"),
     ({"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
     ({"messages": HELLO, "tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
-    ({"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": HELLO, "tools": TOOLS, "tool_choice": {}}, "tool_choice"),
+    ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": HELLO, "tools": TOOLS, "tool_choice": {}}, "tool_choice.type"),
+    (
+        {
+            "messages": HELLO,
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "sub"}},
+        },
+        "tool_choice",
+    ),
+    (
+        {"messages": HELLO, "response_format": {"type": "json_schema"}},
+        "response_format.name",
+    ),
+    (
+        {
+            "messages": HELLO,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"items": {"not": {}}}},
+            },
+        },
+        "response_format.json_schema.schema",
+    ),
+    (
+        {
+            "messages": HELLO,
+            "tools": [
+                {
+                    "function": {
+                        "name": "f",
+                        "strict": True,
+                        "parameters": {"type": "string"},
+                    }
+                }
+            ],
+        },
+        "tools[0].parameters.type",
+    ),
     ({"messages": HELLO, "reasoning_effort": "max"}, "reasoning_effort"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "logprobs": 2}, "logprobs"),

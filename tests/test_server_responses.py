@@ -704,13 +704,30 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
     ({"input": "x", "tools": TOOLS * 2}, "tools[1].name"),
-    ({"input": "x", "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+    (
+        {
+            "input": "x",
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "name": "sub"},
+        },
+        "tool_choice",
+    ),
     ({"input": "x", "tool_choice": "some"}, "tool_choice"),
     ({"input": "x", "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"input": "x", "reasoning": {"effort": "max"}}, "reasoning.effort"),
     ({"input": "x", "reasoning": 5}, "reasoning"),
-    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format"),
-    ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+    ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (
+        {
+            "input": "x",
+            "text": {
+                "format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}
+            },
+        },
+        "text.format.schema",
+    ),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x", "max_tokens": 5}, "max_tokens"),
     ({"input": "x", "logprobs": 5}, "logprobs"),

@@ -261,10 +261,9 @@ def under_way_before_new(kind):
 
 
 def no_work_without_a_token_to_compute(kind):
-    """A request whose last token is in the air, and one that must know its last."""
+    """A request whose last token is in the air, and one that goes on."""
     scheduler = make(kind)
     one, other = numbered((3, 1), (3, 5))
-    other.needs_last_token = True
     scheduler.add([one, other])
     works = scheduler.schedule()
     assert len(works) == 2, "both prompts fit into the first step"
@@ -274,7 +273,10 @@ def no_work_without_a_token_to_compute(kind):
         "request 0 may have one token, and that is being computed: `_ready` says that "
         "it has no part in the next step"
     )
-    assert 1 not in found, "request 1 must know its last token first: ask `_ready`"
+    assert found == {1: 1}, (
+        "request 1 goes on: the step takes a token's number, not its name; yours "
+        f"computes {found}"
+    )
 
 
 def static_batches_end(kind):
@@ -445,6 +447,19 @@ def check_Scheduler_commit(candidate):
     assert one.tokens[3:] == [11, 12] and two.tokens[2:] == [14, 15], (
         "all tokens that a request keeps take the placeholder's place, not the first "
         f"alone; {one.tokens[3:]}, {two.tokens[2:]}"
+    )
+
+    scheduler, (one,) = make(kind), numbered((3, 9))
+    scheduler.add([one])
+    works = make_works(scheduler)
+    one.forced = [11, 12]
+    scheduler.begin(works)
+    one.forced = []
+    scheduler.begin(make_works(scheduler))
+    scheduler.commit(works, [[11, 12]])
+    assert one.tokens == [1, 1, 1, 11, 12, UNKNOWN], (
+        "two tokens were forced, so that they stood in the list already: what a step "
+        f"lands takes the place of as many tokens as it has; {one.tokens}"
     )
 
 

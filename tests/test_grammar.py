@@ -1,0 +1,181 @@
+"""Grammars in the engine: what may come next, what has to, and what others notice."""
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from simplellm import LLM
+from simplellm.grammar import GrammarError
+from simplellm.outputs import RequestOutput
+from simplellm.reader import future_of
+from simplellm.request import EngineError, Request
+from simplellm.results import outputs
+from simplellm.scheduler import Work
+from simplellm.vocabulary import Grammars
+
+pytest.importorskip("llguidance")
+
+PAIRS = r"""
+start: "{" pair ("," pair)* "}"
+pair: KEY ":" VALUE
+KEY: /"(north|northeast|south)"/
+VALUE: /[0-9]{1,3}/
+"""
+FITS = re.compile(r'\{("(north|northeast|south)":[0-9]{1,3},?)+(?<!,)\}')
+PROMPTS = ["What is 47 + 85?", "Which is larger, 5 or 9?", "Hello", "A"]
+NUMBERS = 'start: /[0-9]{4,30}/ " and " /[a-z]{2,5}/'
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def grammars(llm: LLM) -> Grammars:
+    return Grammars(llm.tokenizer, llm.config.vocab_size, llm.eos_token_ids)
+
+
+def run(llm: LLM, asked: Sequence[Request]) -> list[RequestOutput]:
+    """The outputs of requests of the door, all at once."""
+    families = llm._families(asked)
+    found: list[RequestOutput] = future_of(
+        llm, llm._delivery, families, outputs
+    ).result(timeout=120)
+    return found
+
+
+def ask(llm: LLM, grammar: Any, prompt: str = "Hello", **options: Any) -> Request:
+    params = {"max_tokens": 40, "temperature": 0, **options}
+    return replace(llm.door.ask(prompt, None, params), grammar=grammar)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_whatever_is_drawn_fits(
+    llm: LLM, grammars: Grammars, temperature: float
+) -> None:
+    grammar = grammars.compile(PAIRS)
+    asked = [
+        ask(llm, grammar, prompt, temperature=temperature, seed=seed, max_tokens=90)
+        for seed, prompt in enumerate(PROMPTS * 3)
+    ]
+    for output in run(llm, asked):
+        if output.finish_reason == "stop":
+            assert FITS.fullmatch(output.text), output.text
+        else:
+            assert output.finish_reason == "length" and len(output.token_ids) == 90
+            grammar.walk().advance(output.token_ids)  # or it raises
+
+
+def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -> None:
+    """The same text with and without logprobs, which need each token's own step."""
+    text = '{"a long name that nobody would guess":'
+    grammar = grammars.compile(f"start: {json.dumps(text)} /[0-9]/")
+    forced, alone = (
+        run(llm, [ask(llm, grammar, logprobs=logprobs)])[0] for logprobs in (None, 1)
+    )
+    assert forced.text == alone.text and forced.text.startswith(text)
+    assert forced.token_ids == alone.token_ids
+    seen: list[int] = []
+    start = llm.engine.runner.start
+
+    def watch(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        seen.append(len(works))
+        start(works, sampling)
+
+    llm.engine.runner.start = watch  # type: ignore[method-assign]
+    try:
+        run(llm, [ask(llm, grammar)])
+        quick = len(seen)
+        run(llm, [ask(llm, grammar, logprobs=1)])
+    finally:
+        del llm.engine.runner.start
+    assert quick <= 6 and len(seen) - quick >= len(alone.token_ids)
+
+
+def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
+    """With and without grammars, alone and among company: the same tokens."""
+    chance = random.Random(1)
+    compiled = [grammars.compile(PAIRS), grammars.compile(NUMBERS), None]
+    extras: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"logprobs": 2},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+        {"min_tokens": 12},
+        {"bad_words": ["north"]},
+        {"n": 3, "temperature": 1.0},
+    ]
+    asked = []
+    for number in range(42):
+        extra = extras[number % len(extras)]
+        prompt = chance.choice(PROMPTS)
+        asked.append(ask(llm, chance.choice(compiled), prompt, seed=number, **extra))
+    together = run(llm, asked)
+    one_by_one = [output for one in asked for output in run(llm, [one])]
+    assert len(together) == len(one_by_one)
+    for found, wanted in zip(together, one_by_one, strict=True):
+        assert found.token_ids == wanted.token_ids
+        assert found.finish_reason == wanted.finish_reason
+
+
+def test_preempted_requests_go_on_in_their_grammar(grammars: Grammars) -> None:
+    with LLM(device="cpu", num_pages=24, page_size=4, max_num_seqs=6) as small:
+        grammar = grammars.compile(PAIRS)
+        asked = [
+            ask(small, grammar, "A", seed=seed, temperature=1.0) for seed in range(12)
+        ]
+        together = run(small, asked)
+        assert small.stats().preemptions > 0
+        for one, output in zip(asked, together, strict=True):
+            assert run(small, [one])[0].token_ids == output.token_ids
+
+
+def test_logprobs_are_those_of_the_model(llm: LLM, grammars: Grammars) -> None:
+    one = ask(llm, grammars.compile(NUMBERS), logprobs=3, max_tokens=6)
+    (output,) = run(llm, [one])
+    logits = llm.model.logits([*one.tokens, *output.token_ids[:-1]])
+    wanted = torch.log_softmax(logits[len(one.tokens) - 1 :], -1)
+    assert output.logprobs is not None
+    for row, entry in zip(wanted, output.logprobs, strict=True):
+        assert abs(row[entry.token_id].item() - entry.logprob) < 1e-3
+        assert entry.top[0][0] == row.argmax().item()
+
+
+def test_max_tokens_in_the_middle_says_length(llm: LLM, grammars: Grammars) -> None:
+    text = '{"a long name that nobody would guess":1}'
+    grammar = grammars.compile(f"start: {json.dumps(text)}")
+    for most in (1, 2, 5):
+        (output,) = run(llm, [ask(llm, grammar, max_tokens=most)])
+        assert output.finish_reason == "length" and len(output.token_ids) == most
+        assert text.startswith(output.text) and output.text
+
+
+def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> None:
+    """As where llguidance gives up in the middle: its error, and nobody else's."""
+    grammar = grammars.compile(NUMBERS)
+    broken = replace(grammar, matcher=grammar.matcher.deep_copy())
+    broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
+    free = ask(llm, None)
+    wanted = run(llm, [free])[0].token_ids
+    futures = [
+        future_of(llm, llm._delivery, llm._families([one]), outputs)
+        for one in (free, ask(llm, broken), ask(llm, grammar))
+    ]
+    assert futures[0].result(timeout=60)[0].token_ids == wanted
+    with pytest.raises(EngineError, match="this request failed"):
+        futures[1].result(timeout=60)
+    assert futures[2].result(timeout=60)[0].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])
+def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> None:
+    with pytest.raises(GrammarError, match=r"\w"):
+        grammars.compile(text)

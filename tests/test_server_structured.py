@@ -1,0 +1,175 @@
+"""Structured output over HTTP: what reaches the engine, and what compiling holds up."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import HELLO, SMALL, TOKENIZER, saying
+from serving import Served, serving
+
+from simplellm import LLM
+from simplellm import door as door_module
+from simplellm.request import Request
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "name": "sum", "schema": SCHEMA}
+CHAT_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True},
+}
+FUNCTION = {"name": "add", "description": "Add.", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+STRICT = [{"type": "function", "function": FUNCTION | {"strict": True}}]
+FLAT = [{"type": "function", **FUNCTION}]
+ANTHROPIC = [{"name": "add", "input_schema": SCHEMA}]
+SAID = '<|channel|>final<|message|>{"a": 1}<|return|>'
+
+PATHS = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 20},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 20},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with LLM(folder, SMALL) as llm, serving(llm) as found:
+        yield found
+
+
+@pytest.fixture
+def asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """The requests that the engine is given; their grammars are taken out."""
+    found: list[Request] = []
+    llm = served.service.llm
+    replies = llm.replies
+
+    def remembering(requests: Any, **options: Any) -> Any:
+        for request in requests:
+            found.append(request.grammar)
+            request.grammar = None
+        return replies(requests, **options)
+
+    monkeypatch.setattr(llm, "replies", remembering)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("/v1/completions", {"structured_outputs": {"json": SCHEMA}}),
+        ("/v1/completions", {"structured_outputs": {"choice": ["a", "b"]}}),
+        ("/v1/completions", {"response_format": CHAT_FORMAT}),
+        ("/v1/chat/completions", {"response_format": CHAT_FORMAT}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"structured_outputs": {"regex": "[a-z]+"}}),
+        ("/v1/chat/completions", {"tools": STRICT}),
+        ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": "required"}),
+        ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": TOOLS[0]}),
+        ("/v1/responses", {"text": {"format": FORMAT}}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}),
+        ("/v1/responses", {"tools": [FLAT[0] | {"strict": True}]}),
+        ("/v1/responses", {"tools": FLAT, "tool_choice": "required"}),
+        (
+            "/v1/responses",
+            {"tools": FLAT, "tool_choice": {"type": "function", "name": "add"}},
+        ),
+        ("/v1/messages", {"tools": ANTHROPIC, "tool_choice": {"type": "any"}}),
+        (
+            "/v1/messages",
+            {"tools": ANTHROPIC, "tool_choice": {"type": "tool", "name": "add"}},
+        ),
+        ("/v1/messages", {"tools": [ANTHROPIC[0] | {"strict": True}]}),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        ),
+    ],
+)
+def test_a_grammar_reaches_the_engine(
+    served: Served, asked: list[Any], path: str, options: dict[str, Any]
+) -> None:
+    with saying(served.service.llm, SAID):
+        answer = served.post(path, PATHS[path] | options)
+    assert answer.status_code == 200, answer.text
+    assert len(asked) == 1 and asked[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("/v1/completions", {"response_format": {"type": "text"}}),
+        ("/v1/chat/completions", {"tools": TOOLS}),
+        ("/v1/chat/completions", {"tools": STRICT, "tool_choice": "none"}),
+        ("/v1/chat/completions", {"response_format": {"type": "text"}}),
+        ("/v1/responses", {"tools": FLAT, "text": {"format": {"type": "text"}}}),
+        ("/v1/messages", {"tools": ANTHROPIC, "tool_choice": {"type": "auto"}}),
+    ],
+)
+def test_no_grammar_is_asked_for(
+    served: Served, asked: list[Any], path: str, options: dict[str, Any]
+) -> None:
+    with saying(served.service.llm, SAID):
+        answer = served.post(path, PATHS[path] | options)
+    assert answer.status_code == 200, answer.text
+    assert asked == [None]
+
+
+def test_a_response_tells_its_format(served: Served, asked: list[Any]) -> None:
+    told = {"description": None, "strict": True}
+    for given, shown in (
+        (FORMAT, FORMAT | told),
+        ({"type": "json_object"}, {"type": "json_object"}),
+    ):
+        body = PATHS["/v1/responses"] | {"text": {"format": given}}
+        with saying(served.service.llm, SAID):
+            answer = served.post("/v1/responses", body).json()
+        assert answer["text"]["format"] == shown
+        assert answer["output"][-1]["content"][0]["text"] == '{"a": 1}'
+
+
+def test_every_way_tells_the_model_the_format(served: Served, asked: list[Any]) -> None:
+    wanted = '# Response Formats\n\n## sum\n\n{"type":"object"'
+    count = "/v1/messages/count_tokens"
+    config = {"format": {"type": "json_schema", "schema": SCHEMA, "name": "sum"}}
+    free = served.post(count, {"messages": HELLO}).json()["input_tokens"]
+    more = served.post(count, {"messages": HELLO, "output_config": config}).json()
+    assert more["input_tokens"] > free + len(TOKENIZER.encode(wanted))
+    body = PATHS["/v1/chat/completions"] | {"response_format": CHAT_FORMAT}
+    with saying(served.service.llm, SAID):
+        found = served.post("/v1/chat/completions", body | {"return_token_ids": True})
+    assert wanted in TOKENIZER.decode(found.json()["prompt_token_ids"])
+
+
+def test_compiling_holds_up_nobody(
+    served: Served, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One grammar takes as long as it likes; another request is answered meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+    compile = door_module.compile_grammar
+
+    def slowly(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return compile(*arguments)
+
+    monkeypatch.setattr(door_module, "compile_grammar", slowly)
+    answers = []
+    body = PATHS["/v1/completions"] | {"structured_outputs": {"regex": "[a-c]{7}"}}
+    ask = threading.Thread(
+        target=lambda: answers.append(served.post("/v1/completions", body))
+    )
+    ask.start()
+    assert begun.wait(60)
+    try:
+        other = served.post("/v1/completions", PATHS["/v1/completions"])
+        assert other.status_code == 200 and not answers
+    finally:
+        go_on.set()
+        ask.join()
+    assert answers[0].status_code == 200
