@@ -12,7 +12,7 @@ import numpy as np
 from simplellm.llm import LLM
 
 # Expressions are the chapter's tuples.
-NOTHING = ("byte", frozenset())
+NOTHING: tuple[Any, ...] = ("byte", frozenset())
 EMPTY = ("many", NOTHING)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import numpy as np
 from checks.chB import EMPTY, NOTHING
@@ -24,7 +25,7 @@ def then(*parts):
 
 
 def either(*parts):
-    options = set()
+    options: set[Any] = set()
     for part in parts:
         options |= part[1] if part[0] == "either" else {part}
     options.discard(NOTHING)
@@ -164,7 +165,8 @@ def from_the_last_state(trie, automaton, state):
 
 @wrong("walk", "are enough")
 def each_token_from_its_beginning(trie, automaton, state):
-    allowed, path = [], []
+    allowed: list[int] = []
+    path: list[int] = []
     for byte, depth, token, _ in trie:
         path = [*path[:depth], byte]
         if token is not None and automaton.run(state, path) is not None:
@@ -225,7 +227,7 @@ class HighestBitFirst(Rows):
         return automaton.ends(state)
 
 
-KEPT = {}
+KEPT: dict[int, Any] = {}
 
 
 @wrong("Masks.row", "belongs to self")
