@@ -48,7 +48,13 @@ def brackets():
     return chain(byte("["), either(EMPTY, BRACKETS), byte("]"))
 
 
+def endless():
+    """Brackets that always hold another pair."""
+    return chain(byte("["), ENDLESS, byte("]"))
+
+
 BRACKETS = ("rule", brackets)
+ENDLESS = ("rule", endless)
 NULLABLE = [
     (A, False, "a byte is never the empty text"),
     (MAYBE, True, "one option of an either that's empty is enough"),
@@ -63,6 +69,7 @@ NULLABLE = [
     (either(A, B), False, "no option of an either is empty here"),
     (either(A, ("then", MAYBE, MAYBE)), True, "one option that's empty is enough"),
     (BRACKETS, False, "a rule is what its function returns"),
+    (ENDLESS, False, "a rule is what its function returns"),
     (("rule", lambda: MAYBE), True, "a rule is what its function returns"),
 ]
 
@@ -70,7 +77,13 @@ NULLABLE = [
 def check_nullable(nullable):
     """Each kind, by itself and within others."""
     for node, expected, why in NULLABLE:
-        found = nullable(node)
+        try:
+            found = nullable(node)
+        except RecursionError:
+            raise AssertionError(
+                "a rule that holds itself never ends, if you ask about the rest of a "
+                "then though its first part can't be empty"
+            ) from None
         assert found is not None, f"nullable({node}) is None; does it return?"
         assert bool(found) == expected, f"nullable({node}) is {found}: {why}"
 

@@ -41,7 +41,7 @@ def empty(node, *, both=all, some=any, many=True, byte=False, rules=True):
         case "byte", values:
             return byte and not values
         case "then", first, rest:
-            return both([again(first), again(rest)])
+            return both(map(again, (first, rest)))
         case "either", options:
             return some(map(again, options))
         case "many", inner:
@@ -53,6 +53,11 @@ def empty(node, *, both=all, some=any, many=True, byte=False, rules=True):
 @wrong("nullable", "both parts")
 def either_part(node):
     return empty(node, both=any)
+
+
+@wrong("nullable", "never ends")
+def asks_both_parts(node):
+    return empty(node, both=lambda parts: all([*parts]))
 
 
 @wrong("nullable", "one option")
