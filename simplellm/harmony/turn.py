@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Of a text: a JSON schema or a Lark grammar, as llguidance reads them.
+# Of a text: a JSON schema or a Lark grammar, in the words of llguidance.
 Rules = dict[str, Any]
 
-# Of all text: control tokens are none.
+# Those of all text: control tokens are none.
 FREE: Rules = {"lark_grammar": "start: /(?s:.*)/\n"}
 
 SHARED_RULES = """
