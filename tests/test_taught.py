@@ -1,6 +1,6 @@
 """How much of the kernels comes out of a notebook: of their lines, of a step's time.
 
-And the numbers that chapter 12 and appendix A tell of records are those of the records.
+And the numbers that chapter 12 and the appendices tell of records are theirs.
 """
 
 import ast
@@ -180,4 +180,36 @@ def told_of_serving() -> list[str]:
 @pytest.mark.parametrize("sentence", told_of_serving())
 def test_numbers_of_the_server_are_those_of_its_record(sentence: str) -> None:
     text = (ROOT / "chapters/a-serving.md").read_text(encoding="utf-8")
+    assert sentence in " ".join(text.split())
+
+
+def told_of_masks() -> list[str]:
+    """What appendix B's ledger says, made of its record."""
+    record = recorded("b-structured")
+    fills = [record[f"fill {count}"] for count in (1, 64, 256)]
+    median, worst = (
+        ", ".join(f"{fill[place]:.{digits}f}" for fill in fills[:2])
+        + f" and {fills[2][place]:.{digits}f} ms"
+        for place, digits in ((0, 2), (1, 1))
+    )
+    faster = [
+        record[f"every {state}"] / record[f"walk {state}"]
+        for state in ("number", "string")
+    ]
+    return [
+        f"{faster[0]:.0f} times as fast as token by token for a number, and "
+        f"{faster[1]:.1f} times in a string",
+        f"in a string took {1e3 * record['library string']:.1f} ms",
+        f"{record['row bytes']:,} bytes a state",
+        f"{1e6 * record['kept']:.1f} µs for a mask that's kept, where a walk took "
+        f"{1e3 * record['walk string']:.0f} ms",
+        f"256 requests a median of {median}",
+        f"and {worst} in the worst step",
+        f"{record['steps forced']} steps instead of {record['steps chosen']}",
+    ]
+
+
+@pytest.mark.parametrize("sentence", told_of_masks())
+def test_numbers_of_masks_are_those_of_their_record(sentence: str) -> None:
+    text = (ROOT / "chapters/b-structured-output.md").read_text(encoding="utf-8")
     assert sentence in " ".join(text.split())

@@ -21,6 +21,7 @@ ROOMS = (
     "steps",
     "processor",
     "serving",
+    "structured",
 )
 
 
