@@ -858,7 +858,7 @@ def test_bad_chats_are_refused_at_once(
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temprature": 1}, "temprature"),
         ({"foo": 1}, "sampling parameter is 'foo'; expected one of 'n', "),
-        ({"foo": 1}, "'logit_bias', 'priority', 'timeout'"),
+        ({"foo": 1}, "'structured_outputs', 'priority', 'timeout'"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_queued(
