@@ -33,7 +33,6 @@ class Grammar:
     """A compiled grammar, which any number of requests may walk."""
 
     matcher: Any  # llguidance's, at the beginning
-    vocab_size: int
 
     def walk(self) -> "Walk":
         return Walk(self.matcher.deep_copy())

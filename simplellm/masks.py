@@ -176,9 +176,8 @@ class Masks:
             rows |= zip(walking, self._fill([*walking.values()]), strict=True)
         if not rows:
             return None
-        if [*map(id, rows.values())] != [*map(id, self.rows.values())] or [*rows] != [
-            *self.rows
-        ]:
+        known = [(place, id(row)) for place, row in self.rows.items()]
+        if [(place, id(row)) for place, row in rows.items()] != known:
             places = upload([*rows], torch.int64, self.device)
             self.rows, self.mask = rows, Mask(places, torch.stack([*rows.values()]))
         return self.mask

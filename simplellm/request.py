@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from simplellm.grammar import Grammar
@@ -73,12 +74,12 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs | None] | None
         self.prompt_logprobs = [None] if asked else None
 
-    @property
+    @cached_property
     def restricted(self) -> bool:
         """It may not get every token."""
         return self.params.restricts or self.grammar is not None
 
-    @property
+    @cached_property
     def needs_last_token(self) -> bool:
         """Its mask depends on its last token, which may begin a bad word."""
         several = any(len(sequence) > 1 for sequence in self.bad_sequences)
