@@ -18,7 +18,7 @@ import httpx
 import torch
 import uvicorn
 from jsonschema import Draft202012Validator
-from models import PATIENCE, favor, until
+from models import PATIENCE, favor, saying, until
 
 from simplellm import LLM
 from simplellm.request import Request
@@ -133,6 +133,28 @@ def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]
         server.handle_exit(15, None)
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def said(served: Served, *scripts: Any) -> Any:
+    """Its model says what ``scripts`` say, as `saying` has it."""
+    return saying(served.service.llm, *scripts)
+
+
+@contextmanager
+def noted(llm: LLM) -> Iterator[list[list[int]]]:
+    """The prompts of the requests that come meanwhile."""
+    found: list[list[int]] = []
+    submit = llm.engine.submit
+
+    def noting(requests: Sequence[Request]) -> None:
+        found.extend(list(request.tokens) for request in requests)
+        submit(requests)
+
+    llm.engine.submit = noting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        llm.engine.submit = submit  # type: ignore[method-assign]
 
 
 def idle(llm: LLM) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from models import HELLO, SMALL, TOKENIZER, saying, until
-from serving import NAME, STEP, Served, babbling, serving, slow
+from models import HELLO, SMALL, TOKENIZER, until
+from serving import NAME, STEP, Served, babbling, said, serving, slow
 
 from simplellm import LLM, QueueFullError
 from simplellm.server.endpoint import MAX_BODY
@@ -38,10 +38,6 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 def served(folder: Path) -> Iterator[Served]:
     with LLM(folder, SMALL) as llm, serving(llm) as found:
         yield found
-
-
-def said(served: Served, *scripts: Any) -> Any:
-    return saying(served.service.llm, *scripts)
 
 
 def test_a_completion(served: Served) -> None:

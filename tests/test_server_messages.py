@@ -14,16 +14,26 @@ from anthropic.types import Message, RawMessageStreamEvent
 from babble import MOST, babble, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import HELLO, SMALL, TOKENIZER, saying, until
+from models import HELLO, SMALL, TOKENIZER, until
 from pydantic import TypeAdapter
-from serving import NAME, Served, babbling, events_of, idle, run, serving, slow
+from serving import (
+    NAME,
+    Served,
+    babbling,
+    events_of,
+    idle,
+    noted,
+    run,
+    said,
+    serving,
+    slow,
+)
 from starlette.requests import Request as HTTPRequest
 from test_server_deltas import TOKENS, parts_of
 
 from simplellm import LLM, EngineConfig
 from simplellm.harmony import Delta, is_call, parse
 from simplellm.outputs import Usage, merge
-from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams
 from simplellm.server import messages
 from simplellm.server.app import make_app
@@ -63,23 +73,11 @@ def client(served: Served) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
 
 
-def said(served: Served, *scripts: Any) -> Any:
-    return saying(served.service.llm, *scripts)
-
-
 @pytest.fixture
-def prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def prompts(served: Served) -> Iterator[list[list[int]]]:
     """The prompts of this test's requests."""
-    found: list[list[int]] = []
-    engine = served.service.llm.engine
-    submit = engine.submit
-
-    def noting(requests: Sequence[Request]) -> None:
-        found.extend(list(request.tokens) for request in requests)
-        submit(requests)
-
-    monkeypatch.setattr(engine, "submit", noting)
-    return found
+    with noted(served.service.llm) as found:
+        yield found
 
 
 def rebuilt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

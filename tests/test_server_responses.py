@@ -16,14 +16,25 @@ import pytest
 from babble import MOST, babble, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import CONFIG, SMALL, TOKENIZER, saying, until
+from models import CONFIG, SMALL, TOKENIZER, until
 from openai.types.responses import (
     Response,
     ResponseFunctionToolCall,
     ResponseItemList,
     ResponseStreamEvent,
 )
-from serving import NAME, Served, babbling, events_of, idle, run, serving, slow
+from serving import (
+    NAME,
+    Served,
+    babbling,
+    events_of,
+    idle,
+    noted,
+    run,
+    said,
+    serving,
+    slow,
+)
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
@@ -92,23 +103,11 @@ def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
-def said(served: Served, *scripts: Any) -> Any:
-    return saying(served.service.llm, *scripts)
-
-
 @pytest.fixture
-def prompts(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def prompts(served: Served) -> Iterator[list[list[int]]]:
     """The prompts of this test's requests."""
-    found: list[list[int]] = []
-    engine = served.service.llm.engine
-    submit = engine.submit
-
-    def noting(requests: Sequence[Request]) -> None:
-        found.extend(list(request.tokens) for request in requests)
-        submit(requests)
-
-    monkeypatch.setattr(engine, "submit", noting)
-    return found
+    with noted(served.service.llm) as found:
+        yield found
 
 
 def kinds_of_events() -> dict[str, Any]:
