@@ -45,12 +45,11 @@ class Walk:
         self.matcher = matcher
         self.length = 0  # tokens of the output that were taken
 
-    def advance(self, output: Sequence[int]) -> None:
-        """Take what is new in ``output``. Raises GrammarError where it leaves the way.
+    def advance(self, new: Sequence[int]) -> None:
+        """Take the output's new tokens. Raises GrammarError where they leave the way.
 
         Nothing comes behind a complete output but the token that ends it.
         """
-        new = output[self.length :]
         self.length += len(new)
         if not self.matcher.is_stopped():
             self.matcher.consume_tokens(list(new))

@@ -79,6 +79,7 @@ class Choices:
                 self.endings[beginning[-1]].append((beginning, last))
             else:
                 allowed[last] = False
+        self.narrow = not allowed.all()
         self.always = pack(allowed)
         self.early = without(self.always, request.stop_ids)  # before min_tokens
         self.row: Tensor | None = None  # the bits on the device, and what they are for
@@ -92,9 +93,11 @@ class Choices:
     def completed(self, request: Request) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
         tokens, longest = request.tokens, request.num_output
+        if (begun := self.endings.get(tokens[-1])) is None:
+            return frozenset()
         return frozenset(
             last
-            for beginning, last in self.endings.get(tokens[-1], ())
+            for beginning, last in begun
             if len(beginning) <= longest and tokens[-len(beginning) :] == beginning
         )
 
@@ -111,7 +114,7 @@ class Choices:
     def advance(self, request: Request) -> list[int]:
         """Walk on with the request's new tokens; those that have to come next."""
         assert self.walk is not None
-        self.walk.advance(request.tokens[request.num_prompt :])
+        self.walk.advance(request.tokens[request.num_prompt + self.walk.length :])
         room = request.max_tokens - request.num_output
         return self.walk.forced()[:room] if self.forces else []
 
@@ -119,6 +122,13 @@ class Choices:
         """What `bits` depend on."""
         early = request.num_output < request.params.min_tokens
         return early, self.completed(request)
+
+    def limit(self, bits: Bits, request: Request) -> None:
+        """Take away from ``bits``, which its grammar left, unless none would remain."""
+        early, completed = self.now(request)
+        if early or completed or self.narrow:
+            left = bits & self.bits(early, completed)
+            bits[:] = left if left.any() else bits
 
     def on_device(self, request: Request, device: torch.device) -> Tensor:
         """The bits for the next token, int32 [W]: the same tensor while they stay."""
@@ -139,7 +149,7 @@ class Masks:
         self.vocab_size, self.most, self.device = vocab_size, most, device
         # A request may sit out for a step, and then goes on with what it had.
         self.known: WeakKeyDictionary[Request, Choices] = WeakKeyDictionary()
-        self.rows: dict[int, Tensor] = {}
+        self.rows: dict[int, Tensor] = {}  # of a mask that may serve again
         self.mask: Mask | None = None
         self.filler = Filler()
 
@@ -172,24 +182,24 @@ class Masks:
             request.forced = choices.advance(request)
             if not request.forced:
                 walking[place] = request
-        if walking:
-            rows |= zip(walking, self._fill([*walking.values()]), strict=True)
-        if not rows:
+        if not (rows or walking):
             return None
         known = [(place, id(row)) for place, row in self.rows.items()]
-        if [(place, id(row)) for place, row in rows.items()] != known:
-            places = upload([*rows], torch.int64, self.device)
-            self.rows, self.mask = rows, Mask(places, torch.stack([*rows.values()]))
+        if walking or [(place, id(row)) for place, row in rows.items()] != known:
+            parts = [torch.stack([*rows.values()])] if rows else []
+            parts += [self._fill([*walking.values()])] if walking else []
+            places = upload([*rows, *walking], torch.int64, self.device)
+            self.mask = Mask(places, torch.cat(parts))
+            self.rows = {} if walking else rows
         return self.mask
 
-    def _fill(self, walking: Sequence[Request]) -> Sequence[Tensor]:
-        """The bits that grammars leave, int32 [W] for each request."""
+    def _fill(self, walking: Sequence[Request]) -> Tensor:
+        """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
         every = [self.known[request] for request in walking]
         self.filler.fill([choices.walk for choices in every if choices.walk], bits)
         for row, request, choices in zip(bits, walking, every, strict=True):
             if request.params.restricts:
-                left = row & choices.bits(*choices.now(request))
-                row[:] = left if left.any() else row
-        return staging.to(self.device, non_blocking=True, copy=True).unbind()
+                choices.limit(row, request)
+        return staging.to(self.device, non_blocking=True, copy=True)
