@@ -6,6 +6,7 @@ T packed tokens, B sequences, S of them sampling, V vocabulary.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,14 +124,8 @@ class Runner:
 
     def _mixed(self, real: Room) -> Captured | None:
         """The graph for a step with chunks of prompts, if there is one."""
-        if real.chunks == 0:
-            return None
-        fits = (
-            graph
-            for graph in self.mixed
-            if all(need <= room for need, room in zip(real, graph.shape, strict=True))
-        )
-        return next(fits, None)
+        fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
+        return next(fits, None) if real.chunks else None
 
     # Steps
 

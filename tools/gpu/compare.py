@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import shlex
@@ -37,10 +38,10 @@ CASES = ("decode", "prefill", "first", "load", "eager")
 BATCHES = (1, 2, 4, 8, 64, 256)
 LENGTH = 128  # tokens of prompts and answers
 PREFILL = 32, 2048
-FIRST = (16, 128, 512, 1000)  # tokens of prompts that come alone
+FIRST = (16, 128, 512, 1000, 2048)  # tokens of prompts that come alone
 TIMES = 50
 # Requests, and how many come in a second; 0: all at once.
-LOADS = ((512, 0), (40, 2), (160, 8), (320, 16))
+LOADS = ((512, 0), (30, 2), (120, 8), (240, 16))
 PROMPTS, ANSWERS = (400, 16, 4096), (200, 8, 1024)  # median, least and most tokens
 TURNS = ("old", "new", "new", "old")
 TOLERANCE = 0.02
@@ -101,7 +102,7 @@ def full_steps(llm: Any, batch: int) -> list[float]:
 
 def decode(llm: Any) -> Found:
     """Tokens a second at each batch size: batch over the median step."""
-    found = {}
+    found: Found = {}
     for batch in BATCHES:
         generate(llm, batch, LENGTH, 4, seed=1)
         first, _ = generate(llm, batch, LENGTH, LENGTH)
@@ -113,21 +114,14 @@ def decode(llm: Any) -> Found:
 
 
 def prefill(llm: Any) -> Found:
-    """Tokens a second of many prompts; milliseconds to the first token of one."""
-    batch, length = PREFILL
-    many, one = (
-        median(generate(llm, count, length, 1, seed)[1] for seed in (1, 2, 3, 4, 5))
-        for count in (batch, 1)
-    )
-    return {
-        f"prefill {batch} x {length}, tokens/s": batch * length / many,
-        f"first token after {length}, ms": 1e3 * one,
-    }
+    """Tokens a second of many prompts."""
+    seconds = median(generate(llm, *PREFILL, 1, seed)[1] for seed in range(1, 6))
+    return {"prefill {} x {}, tokens/s".format(*PREFILL): math.prod(PREFILL) / seconds}
 
 
 def first(llm: Any) -> Found:
     """Milliseconds to the first token of a prompt that comes alone."""
-    found = {}
+    found: Found = {}
     for length in FIRST:
         generate(llm, 1, length, 2, seed=1)
         times = []
@@ -154,7 +148,7 @@ def load(llm: Any) -> Found:
     def size(median: int, least: int, most: int) -> int:
         return min(max(round(median * chance.lognormvariate(0, 1)), least), most)
 
-    found = {}
+    found: Found = {}
     for count, rate in LOADS:
         chance = random.Random(count)
         futures, tokens = [], 0
@@ -189,34 +183,56 @@ def eager(model: str) -> Found:
     waits: list[tuple[float, float]] = []
     synchronize = torch.cuda.Event.synchronize
 
-    def timed(event: Any) -> None:
+    def waited(event: Any) -> None:
         start = time.perf_counter()
         synchronize(event)
         waits.append((start, time.perf_counter()))
 
     with opened(model, cuda_graphs=False, overlap=False) as llm:
         generate(llm, 1, LENGTH, 8, seed=1)
-        with mock.patch.object(torch.cuda.Event, "synchronize", timed):
+        with mock.patch.object(torch.cuda.Event, "synchronize", waited):
             generate(llm, 1, LENGTH, LENGTH)
         step = median(full_steps(llm, 1))
     host = median(start - end for (_, end), (start, _) in pairwise(waits[2:]))
     return {"eager host, ms": 1e3 * host, "eager step, ms": 1e3 * step}
 
 
+@contextlib.contextmanager
+def timed(owner: Any, name: str, seconds: Found) -> Iterator[None]:
+    """Note how long a function of ``owner`` takes when it is called."""
+    function = getattr(owner, name)
+
+    def noting(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        seconds[name] = time.perf_counter() - start
+        return result
+
+    with mock.patch.object(owner, name, noting):
+        yield
+
+
 def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
     """All that is measured of one model by the package that is imported here."""
     import torch
 
-    import simplellm
+    import simplellm.load
+    import simplellm.runner
 
     print(f"  {Path(simplellm.__file__).parent}, torch {torch.__version__}")
-    with opened(model) as llm:
+    parts: Found = {}
+    with (
+        timed(simplellm.load, "fused_operations", parts),
+        timed(simplellm.runner.Runner, "capture", parts),
+        opened(model) as llm,
+    ):
         ready = time.time() - began
         generate(llm, 1, LENGTH, 1)
         name = "cold" if cold else "cached"
         found = {
             f"start {name}, s": ready,
             f"start {name} to first token, s": time.time() - began,
+            **{f"start {name}: {part}, s": value for part, value in parts.items()},
         }
         found |= decode(llm) if "decode" in cases else {}
         found |= prefill(llm) if "prefill" in cases else {}
