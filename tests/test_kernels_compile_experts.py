@@ -134,7 +134,7 @@ def test_it_compiles_for_older_gpus(case):
 @pytest.mark.parametrize("case", parameters(CASES, MORE, waits))
 def test_nothing_is_read_or_written_too_early(case):
     early = EARLY.get(kernel_name(case), "")
-    if case is ONE[0]:
+    if case in ONE[::2]:
         early = ""  # nothing but what the kernel ahead has written is worth it
     assert_waits(case, early)
 

@@ -301,6 +301,8 @@ def experts_one_kernel(
     token = choice // TOP_K
     expert = tl.load(ids_ptr + choice)
     if token >= tl.load(live_ptr):
+        if PDL and not PAIRED:
+            tl.extra.cuda.gdc_wait()
         return
     factor = 1.0
     if PAIRED:
