@@ -18,7 +18,7 @@ def bucket_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-# Tokens of steps with prompts to capture. In larger ones the GPU is behind the host.
+# Tokens of steps with prompts to capture. In larger ones the host is ahead anyway.
 MIXED_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 MOST_CHUNKS = 64  # of prompts in a captured step
 

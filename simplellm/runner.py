@@ -197,9 +197,8 @@ class Runner:
         tokens: list[int] = []
         positions: list[int] = []
         rows = np.arange(len(works))
-        rows[decodes:] += (
-            batch.groups[0].decodes - decodes
-        )  # after all room for decodes
+        # Chunks come after all the room for decodes.
+        rows[decodes:] += batch.groups[0].decodes - decodes
         for row, (request, start, length, _) in zip(rows.tolist(), works, strict=True):
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:

@@ -222,6 +222,7 @@ def add_up(upper, lower):
 @triton.jit
 def multiply_rows(
     weight,
+    first,
     loaded,
     raw,
     out_ptr,
@@ -237,12 +238,12 @@ def multiply_rows(
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
 
-    The first row is ``loaded``, ``raw`` is what `load_x` gave.
+    The ``first`` row is ``loaded``, ``raw`` is what `load_x` gave.
     """
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
-    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
+    for row in tl.range(first, N // 16, PROGRAMS, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
         loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
@@ -300,23 +301,21 @@ def experts_one_kernel(
     choice = tl.program_id(1)
     token = choice // TOP_K
     expert = tl.load(ids_ptr + choice)
-    if token >= tl.load(live_ptr):
-        if PDL and not PAIRED:
-            tl.extra.cuda.gdc_wait()
-        return
+    # Of padding there is no row, and nothing to read.
+    first = tl.where(token < tl.load(live_ptr), tl.program_id(0), N // 16)
     factor = 1.0
     if PAIRED:
         raw = load_x(x_ptr + token * K, K, WARPS)
     else:
         factor = tl.load(scores_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, PAIRED)
+    loaded = load_row(weight, first, N, K, WARPS, PAIRED)
     if not PAIRED:
         if PDL:
             tl.extra.cuda.gdc_wait()
         raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
-        *(weight, loaded, raw, out_ptr + choice * WIDTH, factor),
+        *(weight, first, loaded, raw, out_ptr + choice * WIDTH, factor),
         *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, PAIRED, PTX),
     )
 
