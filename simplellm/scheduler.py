@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 by_rank = attrgetter("rank")
-BESIDE = 512  # tokens of a prompt in a step that others decode in
+MOST_BESIDE = 512  # tokens of a prompt in a step that others decode in
 
 
 def discard(queue: list[Request], request: Request) -> bool:
@@ -83,7 +83,7 @@ class Scheduler:
         if self.running and self.running[0].missing == 1:
             # Who decodes waits for the prompt. But the longer the line, the larger the
             # parts: they cost less a token.
-            most = min(most, BESIDE * max(1, len(self.waiting)))
+            most = min(most, MOST_BESIDE * max(1, len(self.waiting)))
         return min(wanted, most, budget)
 
     def _work(self, request: Request, length: int) -> Work:
