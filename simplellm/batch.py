@@ -17,8 +17,9 @@ from simplellm.reads import Read, decode_reads
 class KVGroup:
     """Where the layers of one kind, full or sliding, find keys and values in a step.
 
-    The first ``decodes`` sequences have one new token each, the others have chunks of
-    their prompts. The arrays after ``offsets`` are the same for all groups.
+    The first ``decodes`` sequences have one new token each, or none if they are padding
+    that stands between the decodes and the chunks of prompts, which are the others. The
+    arrays after ``offsets`` are the same for all groups.
     """
 
     slots: Tensor  # int32 [T], page * page_size + row to write to; -1 for padding

@@ -438,7 +438,7 @@ class EngineConfig:
     share_prefixes: bool = True  # find the pages of equal prompts again
     continuous: bool = True  # requests join a running batch; False: static batches
     enable_chunked_prefill: bool = True  # False: a prompt is computed in one step
-    cuda_graphs: bool = True  # replay decode steps instead of starting each kernel
+    cuda_graphs: bool = True  # replay steps instead of starting each of their kernels
     overlap: bool = True  # schedule the next step while this one is computed
     batch_invariant: bool = False  # tokens do not depend on other requests; slower
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,37 @@ def bucket_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+# Tokens of steps with prompts to capture. In larger ones the host is ahead anyway.
+MIXED_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+MOST_CHUNKS = 64  # of prompts in a captured step
+
+
+class Room(NamedTuple):
+    """What a captured step has room for: so many tokens, decodes, chunks of prompts."""
+
+    tokens: int
+    decodes: int
+    chunks: int = 0
+
+    @classmethod
+    def mixed(cls, tokens: int, max_num_seqs: int) -> "Room":
+        """Of a step with prompts. Room for more rows costs time in attention."""
+        return cls(
+            tokens, min(tokens // 2, max_num_seqs), min(tokens // 4, MOST_CHUNKS)
+        )
+
+
 @dataclass(frozen=True)
 class Captured:
-    """A decode step of one batch size, ready to be replayed."""
+    """A step of one shape, ready to be replayed."""
 
-    size: int
+    shape: Room
     replay: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        """Its tokens; if it has no room for chunks, these are its decodes."""
+        return self.shape.tokens
 
 
 class CaptureError(RuntimeError):
@@ -56,18 +81,18 @@ def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
 
 
 def capture(
-    prepare: Callable[[int], Callable[[], object]], sizes: Sequence[int]
+    prepare: Callable[[Room], Callable[[], object]], shapes: Sequence[Room]
 ) -> list[Captured]:
-    """Record the step that ``prepare(size)`` gives for each of ``sizes``, by size.
+    """Record the step that ``prepare(shape)`` gives for each of ``shapes``, by size.
 
     The largest comes first, so that the smaller ones find room in the memory that it
-    has taken. Sizes for which there is no room are left out, with one line in the log,
+    has taken. Shapes for which there is no room are left out, with one line in the log,
     and the rest of them if the driver cannot record.
     """
     captured: list[Captured] = []
     pool, cause = None, ""
-    for size in sorted(sizes, reverse=True):
-        step = prepare(size)
+    for shape in sorted(shapes, reverse=True):
+        step = prepare(shape)
         try:
             step()  # what it needs once, it takes now
             graph = record(step, pool)
@@ -78,13 +103,13 @@ def capture(
             cause = str(error).partition("\n")[0]
             break
         pool = graph.pool()
-        captured.insert(0, Captured(size, graph.replay))
+        captured.insert(0, Captured(shape, graph.replay))
     if cause:
         LOGGER.warning(
-            "CUDA graphs for %d of %d batch sizes only; other steps are slower. "
+            "CUDA graphs for %d of %d sizes only; other steps are slower. "
             "Why: %s. If it is memory, a smaller cache_bytes or max_num_seqs helps",
             len(captured),
-            len(sizes),
+            len(shapes),
             cause,
         )
     return captured

@@ -28,7 +28,7 @@ from simplellm.folder import (
     turn_ends,
 )
 from simplellm.gpt_oss import build
-from simplellm.graphs import bucket_sizes
+from simplellm.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
 from simplellm.model import Model
 from simplellm.ops import PLAIN, Ops
@@ -92,7 +92,8 @@ def load(
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
-            engine.runner.capture(bucket_sizes(engine.scheduler.max_num_seqs))
+            sizes = bucket_sizes(engine.scheduler.max_num_seqs)
+            engine.runner.capture(sizes, MIXED_SIZES)
     ends = turn_ends(source.config, tokenizer, generation_ends)
     limit = engine.max_model_len
     door = Door(source.config, tokenizer, default_params, ends, limit)

@@ -6,6 +6,7 @@ T packed tokens, B sequences, S of them sampling, V vocabulary.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from simplellm.batch import Batch
 from simplellm.config import EngineConfig
-from simplellm.graphs import Captured, capture
+from simplellm.graphs import MIXED_SIZES, MOST_CHUNKS, Captured, Room, capture
 from simplellm.logprobs import (
     PromptScores,
     prompt_entries,
@@ -62,7 +63,7 @@ class Runner:
         self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
-        size = Batch.size(tokens, seqs, self.pages, groups)
+        size = Batch.size(tokens, seqs + MOST_CHUNKS, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
         self.landing = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
@@ -70,6 +71,10 @@ class Runner:
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
         self.logits = torch.zeros(seqs, vocab_size, device=self.device)
+        # Of steps with prompts that are captured.
+        self.hidden = model.embed_tokens.new_zeros(
+            min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
+        )
         self.counts = TokenCounts(vocab_size, self.device)
         self.masks = Masks(vocab_size, seqs, self.device)
         # Makes all tokens of earlier steps known, as a mask may need them.
@@ -77,7 +82,8 @@ class Runner:
         self.turn = 0
         self.previous: dict[int, int] = {}  # request -> place of its token in output
         self.scores: list[PromptScores] = []  # of the step under way
-        self.captured: list[Captured] = []  # by size
+        self.captured: list[Captured] = []  # decode steps, by size
+        self.mixed: list[Captured] = []  # steps with prompts, by size
         self._columns: tuple[list[int], Columns] | None = None
 
     def view(
@@ -90,15 +96,24 @@ class Runner:
     # Graphs
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Record a decode step for each batch size for which there is room."""
+    def capture(self, decodes: Sequence[int], mixed: Sequence[int] = ()) -> None:
+        """Record steps of so many decodes, and with prompts of so many tokens.
 
-        def padding(size: int) -> Callable[[], object]:
-            batch = self.view(self.inputs, size, size, self.pages, size)
+        As far as there is room.
+        """
+
+        def padding(shape: Room) -> Callable[[], object]:
+            tokens, most, chunks = shape
+            batch = self.view(self.inputs, tokens, most + chunks, self.pages, most)
             batch.pad()
-            return partial(self._compute, batch, size)
+            return partial(self._replayed, batch, shape)
 
-        self.captured = capture(padding, sizes)
+        seqs = len(self.output)
+        shapes = [Room(size, size) for size in decodes]
+        shapes += [Room.mixed(size, seqs) for size in mixed if size <= len(self.hidden)]
+        found = capture(padding, shapes)
+        self.captured = [graph for graph in found if not graph.shape.chunks]
+        self.mixed = [graph for graph in found if graph.shape.chunks]
 
     def _graph(self, works: Sequence[Work]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
@@ -106,6 +121,11 @@ class Runner:
             return None
         index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
         return self.captured[index] if index < len(self.captured) else None
+
+    def _mixed(self, real: Room) -> Captured | None:
+        """The graph for a step with chunks of prompts, if there is one."""
+        fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
+        return next(fits, None) if real.chunks else None
 
     # Steps
 
@@ -126,44 +146,60 @@ class Runner:
         over all three.
         """
         self.pool.copy(self.manager.take_copies())
-        tokens, rows = sum(work.length for work in works), len(works)
-        graph = self._graph(works)
+        rows = len(works)
         decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
-        if graph is not None:
-            tokens = rows = decodes = graph.size
-        shape = tokens, rows, self._pages(works), decodes
+        real = Room(sum(work.length for work in works), decodes, rows - decodes)
+        graph = self._graph(works) or self._mixed(real)
+        tokens, most, chunks = real if graph is None else graph.shape
+        shape = tokens, most + chunks, self._pages(works), most
         self.turn ^= 1
         staging = self.staging[self.turn]
-        self._fill(self.view(staging.numpy(), *shape), works)
+        self._fill(self.view(staging.numpy(), *shape), works, decodes)
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
         self.previous = {r.number: place for place, r in enumerate(sampling)}
         self.scores = []
+        batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:
             graph.replay()
         else:
-            hidden = self._compute(self.view(self.inputs, *shape), len(sampling))
+            hidden = self.model.forward(batch, self.pool, self.output)
+        if graph is None or chunks:
+            self._head(batch, hidden, len(sampling))
             self.scores = score_prompts(works, hidden, self.model.head, self.logits)
 
-    def _compute(self, batch: Batch, count: int) -> Tensor:
-        """The forward pass of a step, of which the first ``count`` samples count.
-
-        Returns the hidden states of all its tokens.
-        """
-        hidden = self.model.forward(batch, self.pool, self.output)
+    def _head(self, batch: Batch, hidden: Tensor, count: int) -> None:
+        """Logits and likeliest tokens of the first ``count`` samples of a step."""
         if count:
-            some = count < len(hidden)
+            some = count < len(batch.tokens)
             last = hidden[batch.samples[:count]] if some else hidden
             self.output[:count] = self.model.head(last, self.logits[:count])
-        return hidden
 
-    def _fill(self, batch: Any, works: Sequence[Work]) -> None:
-        """Write ``works`` into ``batch``, whose arrays are NumPy's."""
+    def _replayed(self, batch: Batch, shape: Room) -> None:
+        """What the graph of a step does.
+
+        All decodes sample. How many of a step with prompts do is not known yet, so that
+        the graph ends with their hidden states.
+        """
+        hidden = self.model.forward(batch, self.pool, self.output)
+        if shape.chunks:
+            self.hidden[: shape.tokens] = hidden
+        else:
+            self._head(batch, hidden, shape.decodes)
+
+    def _fill(self, batch: Any, works: Sequence[Work], decodes: int) -> None:
+        """Write ``works`` into ``batch``, whose arrays are NumPy's.
+
+        The first ``decodes`` of them have one token each.
+        """
         page_size = self.pool.page_size
         batch.pad()
         tokens: list[int] = []
         positions: list[int] = []
-        for row, (request, start, length, _) in enumerate(works):
+        rows = np.arange(len(works))
+        # Chunks come after all the room for decodes.
+        rows[decodes:] += batch.groups[0].decodes - decodes
+        for row, (request, start, length, _) in zip(rows.tolist(), works, strict=True):
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
                 tokens[-1] = -1 - self.previous[request.number]
@@ -175,15 +211,14 @@ class Runner:
                 group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size
         # The rest is done for all rows at once: a call costs more than a number.
-        count, rows = len(tokens), len(works)
-        counts = [work.length for work in works]
-        ends = np.cumsum(counts)
+        count, counts = len(tokens), [work.length for work in works]
         batch.tokens[:count], batch.positions[:count] = tokens, positions
-        batch.lengths[:rows] = [work.start + work.length for work in works]
-        batch.queries[1 : rows + 1], batch.queries[rows + 1 :] = ends, count
-        samples = ends[[work.samples for work in works]] - 1
+        batch.lengths[rows] = [work.start + work.length for work in works]
+        batch.queries[1 + rows] = counts
+        np.cumsum(batch.queries, out=batch.queries, dtype=np.int32)
+        samples = batch.queries[1 + rows[[work.samples for work in works]]] - 1
         batch.samples[: len(samples)] = samples
-        owners = np.repeat(np.arange(rows), counts)
+        owners = np.repeat(rows, counts)
         for group in batch.groups:
             place = batch.positions[:count] - group.offsets[owners]
             pages = group.tables[owners, place // page_size]

@@ -29,6 +29,7 @@ class Work(NamedTuple):
 
 
 by_rank = attrgetter("rank")
+MOST_BESIDE = 512  # tokens of a prompt in a step that others decode in
 
 
 def discard(queue: list[Request], request: Request) -> bool:
@@ -78,7 +79,12 @@ class Scheduler:
             wanted -= 1  # each sample computes the prompt's last token
         if self.prefill_chunk is None:
             return wanted if wanted <= budget else 0
-        return min(wanted, self.prefill_chunk, budget)
+        most = self.prefill_chunk
+        if self.running and self.running[0].missing == 1:
+            # Who decodes waits for the prompt. But the longer the line, the larger the
+            # parts: they cost less a token.
+            most = min(most, MOST_BESIDE * max(1, len(self.waiting)))
+        return min(wanted, most, budget)
 
     def _work(self, request: Request, length: int) -> Work:
         return Work(request, request.computed, length, length == request.missing)

@@ -9,25 +9,27 @@ import torch
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MAX_SIZE, EngineConfig, ModelConfig
 from simplellm.gpt_oss import build
-from simplellm.graphs import bucket_sizes
+from simplellm.graphs import MIXED_SIZES, Room, bucket_sizes
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
 
-PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
+# Lengths of prompts that need other kernels than those that graphs are captured of.
+PROMPTS = (2048, 8192)
 
 
 @torch.inference_mode()
-def rehearse(runner: Runner, tokens: int, decodes: int, ops: Ops) -> None:
+def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
     """A step of nothing but padding, computed by ``ops``, which nobody reads.
 
-    It needs the kernels of a real step of ``decodes`` decodes or, if that is 0, of a
-    prompt. Several may be under way at once, and write over each other's results.
+    It needs the kernels of a real step of this shape. Several may be under way at once,
+    and write over each other's results.
     """
-    rows = decodes or 1
+    tokens, decodes, chunks = shape
     flat = torch.zeros_like(runner.inputs)
-    batch = runner.view(flat, tokens, rows, runner.pages, decodes)
+    batch = runner.view(flat, tokens, decodes + chunks, runner.pages, decodes)
     batch.pad()
+    rows = decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
     hidden = model.forward(batch, runner.pool, runner.output)
     best = model.head(hidden[:rows], logits)
@@ -58,13 +60,12 @@ def warm_up(
     manager = PageManager(2, config.page_size, window=small.windows[-1])
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)
-    prompts = [size for size in PROMPTS if size <= config.max_num_batched_tokens]
+    budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
     # Prompts first: their kernels take the longest.
+    shapes = [Room(min(size, budget), 0, 1) for size in PROMPTS]
+    shapes += [Room.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
+    shapes += [Room(size, size) for size in bucket_sizes(seqs)]
     steps: list[Callable[[Ops], object]] = [
-        partial(rehearse, runner, size, 0) for size in prompts
-    ]
-    steps += [
-        partial(rehearse, runner, size, size)
-        for size in bucket_sizes(config.max_num_seqs)
+        partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)
     ]
     return compile_kernels(ops, steps, device, config.batch_invariant)

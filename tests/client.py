@@ -8,7 +8,7 @@ import torch
 
 from simplellm.config import EngineConfig
 from simplellm.engine import Engine
-from simplellm.graphs import bucket_sizes
+from simplellm.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.load import build_engine
 from simplellm.model import Model
 from simplellm.request import Event, Request
@@ -20,7 +20,7 @@ def make_engine(model: Model, **options: Any) -> Engine:
     config = EngineConfig(**options).resolved(model.device.type)
     engine = build_engine(model, config)
     if config.cuda_graphs:
-        engine.runner.capture(bucket_sizes(config.max_num_seqs))
+        engine.runner.capture(bucket_sizes(config.max_num_seqs), MIXED_SIZES)
     return engine
 
 

@@ -19,8 +19,9 @@ import pytest
 from checkpoints import TINY, write_checkpoint
 from recompute import Recompute
 from stepping import drain, make_engine
+from test_runner import Tape
 
-from simplellm import LLM, EngineConfig, SamplingParams, load_model
+from simplellm import LLM, EngineConfig, SamplingParams, graphs, load_model
 from simplellm.harmony import Message, render
 from simplellm.model import Model
 from simplellm.ops import PLAIN
@@ -156,10 +157,16 @@ def make_family(chance: random.Random, numbers: Iterator[int]) -> list[Client]:
     return family
 
 
-def run_case(model: Model, alone: Recompute, seed: int) -> Counter[str]:
+def run_case(
+    model: Model, alone: Recompute, seed: int, captured: bool = False
+) -> Counter[str]:
     """One random schedule against the reference; what happened in it."""
     chance = random.Random(seed)
     engine = make_engine(model, make_config(chance), overlap=chance.random() < 0.5)
+    if captured:
+        runner = engine.runner
+        runner._pages = lambda works: runner.pages  # type: ignore
+        runner.capture(range(1, len(runner.output) + 1, 2), (4, 8, 24, 64))
     manager = engine.scheduler.manager
     numbers = itertools.count()
     families = [make_family(chance, numbers) for _ in range(chance.randrange(3, 8))]
@@ -223,6 +230,18 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
     assert counts["preemptions"] >= 20, counts
     assert min(counts["hits"], counts["evictions"], counts["shared"]) >= 300, counts
+
+
+def test_captured_steps_give_the_tokens_of_a_request_alone(
+    folder: Path, alone: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = Tape()
+    monkeypatch.setattr(graphs, "record", tape)
+    model = load_model(folder, device="cpu")
+    for seed in range(CASES):
+        run_case(model, alone, seed, captured=True)
+    chunks = Counter(shape.chunks > 0 for shape in tape.replays)
+    assert min(chunks[True], chunks[False]) >= 300, chunks
 
 
 @pytest.mark.exhaustive

@@ -116,7 +116,7 @@ def test_full_during_the_capture(caplog: pytest.LogCaptureFixture) -> None:
     found = serve(engine)
     if 8 in sizes:  # else padding may change the order of summation
         assert found == expected, "other tokens with these graphs"
-    assert f"for {len(sizes)} of {len(SIZES)} batch sizes" in said(caplog)
+    assert f"for {len(sizes)} of {len(SIZES)} sizes" in said(caplog)
 
 
 def test_no_capture(caplog: pytest.LogCaptureFixture) -> None:

@@ -355,6 +355,23 @@ def test_padding_tokens_become_zeros(kernel_device):
     assert not out[21:].any()
 
 
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_rows_between_decodes_and_chunks_may_be_padding(
+    kernel_device, window, batch_invariant
+):
+    """As in a captured step: rows that have neither tokens nor a length."""
+    lengths, chunks = [20, 300, 0, 0, 100, 50, 0], [1, 1, 0, 0, 30, 2, 0]
+    case = make_case(kernel_device, lengths, chunks, decodes=4, window=window)
+    expected = case.expected()
+    tokens = len(case.q)
+    case.q = torch.cat([case.q, torch.full_like(case.q[:9], math.nan)])
+    plain = ops.attend(case.q, case.keys, case.values, case.group, case.sinks)
+    for out in (case.attend(batch_invariant=batch_invariant), plain):
+        assert_near(out[:tokens], expected)
+        assert not out[tokens:].any()
+
+
 @pytest.mark.parametrize("decodes", [0, 2, 4])
 def test_attend_splits_the_batch(kernel_device, decodes):
     chunks = [1, 1, 30, 50] if decodes < 4 else [1] * 4

@@ -1,4 +1,4 @@
-"""The experts' kernels for one token against plain PyTorch."""
+"""The experts' kernels for few tokens against plain PyTorch."""
 
 import pytest
 import torch
@@ -16,18 +16,23 @@ TILINGS = [
 ]
 
 
-def case(device: str, hidden: int = HIDDEN):
+def case(device: str, hidden: int = HIDDEN, tokens: int = 1):
     """The experts, their repacked copies, x and the ids of the chosen ones."""
     size = hidden, INTERMEDIATE, EXPERTS, TOP_K, torch.bfloat16
     mlp = random_experts(device, *size)
     torch.manual_seed(0)
-    ids = torch.rand(1, EXPERTS).topk(TOP_K).indices.int()
-    x = torch.randn(1, hidden).bfloat16()
+    ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices.int()
+    x = torch.randn(tokens, hidden).bfloat16()
     return mlp, repacked(mlp), x.to(device), ids.to(device)
 
 
+def count(tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """How many tokens are no padding."""
+    return torch.full([1], tokens, dtype=torch.int32, device=like.device)
+
+
 def plain_gate_up(x, mlp, ids):
-    rows = x.expand(ids.numel(), -1)
+    rows = x.repeat_interleave(TOP_K, 0)
     both = plain_products(rows, mlp.gate_up, mlp.gate_up_bias, ids.flatten())
     return ops.swiglu(both, mlp.limit, mlp.alpha).bfloat16()
 
@@ -35,7 +40,7 @@ def plain_gate_up(x, mlp, ids):
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_gate_up(kernel_device, tiling):
     mlp, ready, x, ids = case(kernel_device)
-    out = gate_up_one(x, ready, ids, tiling)
+    out = gate_up_one(x, ready, ids, count(1, x), tiling)
     assert out.dtype == torch.bfloat16
     expected = plain_gate_up(x, mlp, ids)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-3)
@@ -46,7 +51,7 @@ def test_down(kernel_device, tiling):
     mlp, ready, _, ids = case(kernel_device)
     hidden = torch.randn(TOP_K, INTERMEDIATE).bfloat16().to(kernel_device)
     scores = torch.rand(1, TOP_K).to(kernel_device)
-    out = down_one(hidden, ready, ids, scores, tiling)
+    out = down_one(hidden, ready, ids, scores, count(1, hidden), tiling)
     assert out.dtype == torch.float32
     y = plain_products(hidden, mlp.down, mlp.down_bias, ids.flatten())
     torch.testing.assert_close(out[0], y * scores[0, :, None], rtol=1e-4, atol=1e-4)
@@ -55,7 +60,7 @@ def test_down(kernel_device, tiling):
 @pytest.mark.parametrize("hidden", [32, 288])
 def test_columns_need_not_fill_tiles(kernel_device, hidden):
     mlp, ready, x, ids = case(kernel_device, hidden)
-    out = gate_up_one(x, ready, ids, OneTiling(programs=1, warps=1))
+    out = gate_up_one(x, ready, ids, count(1, x), OneTiling(programs=1, warps=1))
     expected = plain_gate_up(x, mlp, ids)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-3)
 
@@ -64,23 +69,26 @@ def test_small_numbers_are_not_lost(kernel_device):
     mlp, ready, x, ids = case(kernel_device)
     ready.gate_up_bias.zero_()  # mlp's as well
     x *= 2.0**-40
-    out = gate_up_one(x, ready, ids, OneTiling(programs=2, warps=2))
+    out = gate_up_one(x, ready, ids, count(1, x), OneTiling(programs=2, warps=2))
     expected = plain_gate_up(x, mlp, ids)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2.0**-50)
 
 
-def test_together_they_are_the_experts(kernel_device):
-    """As `ops` has them, on the same numbers in float32."""
-    mlp, ready, x, _ = case(kernel_device)
+@pytest.mark.parametrize(("tokens", "live"), [(1, 1), (2, 2), (4, 3)])
+def test_together_they_are_the_experts(kernel_device, tokens, live):
+    """As `ops` has them, on the same numbers in float32; nothing for padding."""
+    mlp, ready, x, _ = case(kernel_device, tokens=tokens)
     exact = random_experts(kernel_device, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
     for name in ("router", "router_bias", "gate_up_bias", "down_bias"):
         getattr(exact, name).copy_(getattr(mlp, name))
-    live = torch.ones(1, dtype=torch.int32, device=kernel_device)
-    expected = ops.experts(x.float(), exact, live)
-    parts = experts_one(x, ready, OneTiling(programs=2, warps=2))
-    assert parts.shape == (1, TOP_K, HIDDEN)
+    real = count(live, x)
+    expected = ops.experts(x.float(), exact, real)
+    parts = experts_one(x, ready, real, OneTiling(programs=2, warps=2))
+    assert parts.shape == (tokens, TOP_K, HIDDEN)
     # Between the halves, hidden is rounded to bfloat16.
-    torch.testing.assert_close(parts.sum(1), expected, rtol=0.02, atol=0.05)
+    torch.testing.assert_close(
+        parts.sum(1)[:live], expected[:live], rtol=0.02, atol=0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +96,12 @@ def test_together_they_are_the_experts(kernel_device):
     [
         (torch.bfloat16, 1, False, True),
         (torch.bfloat16, 1, True, False),
-        (torch.bfloat16, 2, False, False),
+        (torch.bfloat16, 4, False, True),
+        (torch.bfloat16, 5, False, False),
         (torch.float32, 1, False, False),
     ],
 )
-def test_one_token_in_bfloat16_takes_this_way(
+def test_few_tokens_in_bfloat16_take_this_way(
     monkeypatch, dtype, tokens, invariant, taken
 ):
     class Taken(Exception):

@@ -92,34 +92,40 @@ class Model:
 
 
 def make_batch(
-    device: str, chunks: Sequence[tuple[Sequence[int], int]], padding: int = 0
+    device: str,
+    chunks: Sequence[tuple[Sequence[int], int]],
+    padding: int = 0,
+    gap: int = 0,
 ) -> Batch:
     """``chunks`` are tokens and the position of the first; decodes come first.
 
-    Sequence i has its pages in row i; the last ``padding`` tokens are none.
+    Sequence i has page 4 * i and the next ones; the last ``padding`` tokens are none,
+    nor are ``gap`` rows after the decodes and as many after the others.
     """
     total = sum(len(tokens) for tokens, _ in chunks) + padding
-    pages = 4
-    size = Batch.size(total, len(chunks), pages, len(WINDOWS))
+    pages, rows = 4, len(chunks) + 2 * gap
+    size = Batch.size(total, rows, pages, len(WINDOWS))
     flat = torch.zeros(size, dtype=torch.int32)
-    decodes = sum(len(tokens) == 1 for tokens, _ in chunks)
-    batch = Batch.of(flat, total, len(chunks), pages, decodes, WINDOWS, PAGE)
+    real = sum(len(tokens) == 1 for tokens, _ in chunks)
+    decodes = real + gap
+    batch = Batch.of(flat, total, rows, pages, decodes, WINDOWS, PAGE)
     batch.pad()
     begin = 0
-    for row, (tokens, position) in enumerate(chunks):
+    for number, (tokens, position) in enumerate(chunks):
+        row = number if number < real else number + gap
         end = begin + len(tokens)
         batch.tokens[begin:end] = torch.tensor(tokens)
         places = torch.arange(position, position + len(tokens))
         batch.positions[begin:end] = places
         batch.lengths[row] = position + len(tokens)
         batch.queries[row + 1 :] = end
-        batch.samples[row] = end - 1
+        batch.samples[number] = end - 1
         for group in batch.groups:
-            group.tables[row] = row * pages + torch.arange(pages)
-            group.slots[begin:end] = row * pages * PAGE + places
+            group.tables[row] = number * pages + torch.arange(pages)
+            group.slots[begin:end] = number * pages * PAGE + places
         begin = end
     flat = flat.to(device)
-    return Batch.of(flat, total, len(chunks), pages, decodes, WINDOWS, PAGE)
+    return Batch.of(flat, total, rows, pages, decodes, WINDOWS, PAGE)
 
 
 def run(model: Model, device: str, *steps: Batch) -> list[Tensor]:
@@ -142,6 +148,27 @@ def test_both_tables_compute_the_same(kernel_device, norms):
     plain = run(Model(PLAIN, kernel_device, norms), kernel_device, *steps)
     for got, expected in zip(kernels, plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_padded_step_computes_what_the_real_one_does(kernel_device, batch_invariant):
+    """A captured step has room for more tokens, decodes and chunks."""
+    steps = [
+        [(range(9), 0), (range(20, 25), 0)],
+        [([-2], 9), (range(30, 37), 5)],
+        [(range(3), 10), (range(4, 6), 12)],
+    ]
+    device = torch.device(kernel_device)
+    found = []
+    for padding, gap in ((0, 0), (5, 3)):
+        table = fused(
+            SHAPE, max_num_seqs=5, device=device, batch_invariant=batch_invariant
+        )
+        batches = [make_batch(kernel_device, step, padding, gap) for step in steps]
+        found.append(run(Model(table, kernel_device), kernel_device, *batches))
+    for padded, real in zip(*found, strict=True):
+        torch.testing.assert_close(padded, real, rtol=1e-3, atol=1e-3)
+        assert torch.equal(padded, real) or not batch_invariant
 
 
 def test_a_token_has_the_same_bits_in_any_company(kernel_device):

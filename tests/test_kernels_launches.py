@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import GPT_OSS_20B, EngineConfig
 from simplellm.gpt_oss import build
+from simplellm.graphs import MIXED_SIZES, Room
 from simplellm.kernels import decode
 from simplellm.kernels.fused import fused
 from simplellm.kernels.launch import Launcher
@@ -66,9 +67,11 @@ def test_kernels_get_what_they_ask_for(
     manager, config = PageManager(4, 64, window=128), EngineConfig().resolved("cpu")
     runner = Runner(model, pool, manager, config, 4096)
     for tokens in (1, 2, 8, 64):
-        rehearse(runner, tokens, tokens, ops)
+        rehearse(runner, Room(tokens, tokens), ops)
     for tokens in (2, 64, 300, 2048):
-        rehearse(runner, tokens, 0, ops)
+        rehearse(runner, Room(tokens, 0, 1), ops)
+    for tokens in MIXED_SIZES:
+        rehearse(runner, Room.mixed(tokens, 64), ops)
     seen = set(launched)
     assert {"experts_kernel", "prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
     assert batch_invariant or {"experts_one_kernel", "decode_kernel"} <= seen

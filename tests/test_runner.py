@@ -16,7 +16,7 @@ from stepping import drain, make_engine
 
 from simplellm import EngineConfig, SamplingParams, graphs, load_model
 from simplellm.engine import Engine
-from simplellm.graphs import CaptureError, bucket_sizes
+from simplellm.graphs import CaptureError, Room, bucket_sizes
 from simplellm.model import Model
 from simplellm.ops import PLAIN
 from simplellm.request import Request
@@ -60,16 +60,17 @@ class Tape:
 
     def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
         self.room, self.error = room, error
-        self.replays: list[int] = []  # batch sizes
+        self.replays: list[Room] = []
 
     def __call__(self, run: partial[None], pool: Any = None) -> SimpleNamespace:
-        batch, size = run.args
-        assert size == batch.groups[0].decodes
-        if size > self.room:
+        batch, shape = run.args
+        assert shape.decodes == batch.groups[0].decodes
+        assert shape.tokens == len(batch.tokens)
+        if shape.tokens > self.room:
             raise self.error("no more room\nand details")
 
         def replay() -> None:
-            self.replays.append(size)
+            self.replays.append(shape)
             for group in batch.groups:  # what a graph would not have on the host
                 vars(group).pop("reads", None)
             run()
@@ -77,11 +78,13 @@ class Tape:
         return SimpleNamespace(replay=replay, pool=lambda: "a pool")
 
 
-def capture(model: Model, overlap: bool = False) -> Engine:
+def capture(
+    model: Model, overlap: bool = False, mixed: Sequence[int] = (), **options: Any
+) -> Engine:
     """An engine with graphs; its tables are of one width, as on a GPU."""
-    engine = make_engine(model, CONFIG, overlap=overlap)
+    engine = make_engine(model, CONFIG.changed(options), overlap=overlap)
     engine.runner._pages = lambda works: engine.runner.pages  # type: ignore
-    engine.runner.capture(bucket_sizes(8))
+    engine.runner.capture(bucket_sizes(len(engine.runner.output)), mixed)
     return engine
 
 
@@ -100,7 +103,80 @@ def test_padding_rows_change_no_token(
     for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
         tape.replays.clear()
         assert answers(engine, PROMPTS[:batch]) == right[:batch]
-        assert set(tape.replays) == {bucket}
+        assert set(tape.replays) == {Room(bucket, bucket)}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("chunk", [2048, 7])
+def test_captured_steps_with_prompts_change_no_token(
+    model: Model,
+    right: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    overlap: bool,
+    chunk: int,
+) -> None:
+    """Prompts alone and beside decodes, whole and in parts, in padded steps."""
+    tape = Tape()
+    monkeypatch.setattr(graphs, "record", tape)
+    sizes = (16, 64, 256)
+    engine = capture(model, overlap, sizes, prefill_chunk=chunk, max_num_seqs=6)
+    assert [graph.shape for graph in engine.runner.mixed] == [
+        Room(16, 6, 4), Room(64, 6, 16), Room(256, 6, 64)
+    ]  # fmt: skip
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[4:7]):
+        tape.replays.clear()
+        assert (
+            answers(engine, prompts)
+            == right[PROMPTS.index(prompts[0]) :][: len(prompts)]
+        )
+        assert any(shape.chunks for shape in tape.replays)
+
+
+def test_a_step_takes_the_smallest_graph_that_has_room(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "record", Tape())
+    runner = capture(model, mixed=(16, 64), max_num_seqs=12).runner
+    small, large = (graph.shape for graph in runner.mixed)
+    assert (small, large) == (Room(16, 8, 4), Room(64, 12, 16))
+    for real, shape in (
+        (Room(16, 0, 1), small),
+        (Room(17, 0, 1), large),
+        (Room(12, 8, 2), small),
+        (Room(13, 9, 2), large),  # more decodes than the small one has room for
+        (Room(10, 0, 5), large),  # more chunks
+        (Room(40, 0, 17), None),
+        (Room(65, 0, 1), None),
+        (Room(9, 9, 0), None),  # parts of prompts of one token each
+    ):
+        graph = runner._mixed(real)
+        assert (graph and graph.shape) == shape
+
+
+def test_prompts_in_captured_steps_are_scored(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "record", Tape())
+    params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
+    found = []
+    for mixed in ((), (16, 64, 256)):
+        engine = capture(model, mixed=mixed, prefill_chunk=9)
+        engine.submit(
+            [
+                Request(list(prompt), 3, params, number=number)
+                for number, prompt in enumerate(PROMPTS[:4])
+            ]
+        )
+        while engine.scheduler.requests:
+            engine.step()
+        scored = {
+            event.number: [entry.logprob for entry in event.prompt_logprobs if entry]
+            for event in drain(engine)
+            if event.prompt_logprobs is not None
+        }
+        assert [len(scored[n]) for n in range(4)] == [len(p) - 1 for p in PROMPTS[:4]]
+        found.append([score for n in range(4) for score in scored[n]])
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
 
 
 @pytest.mark.parametrize("error", [CaptureError, torch.OutOfMemoryError])
@@ -119,7 +195,7 @@ def test_steps_without_a_graph_run_when_capturing_fails(
     # A driver that fails once will fail again; less memory may be enough.
     assert sizes == ([1, 2] if room and error is torch.OutOfMemoryError else [])
     (line,) = caplog.messages
-    assert f"for {len(sizes)} of 4 batch sizes" in line and "cache_bytes" in line
+    assert f"for {len(sizes)} of 4 sizes" in line and "cache_bytes" in line
     assert "no more room" in line and "details" not in line
     assert answers(engine, PROMPTS) == right
 
@@ -135,10 +211,10 @@ def test_a_rehearsal_changes_nothing(model: Model, right: list[list[int]]) -> No
         return PLAIN.project(*args)
 
     ops = type(PLAIN)("counting", project=project)
-    for tokens, decodes in ((1, 1), (8, 8), (64, 0)):
+    for shape in (Room(1, 1), Room(8, 8), Room(64, 0, 1), Room(32, 8, 8)):
         seen.clear()
-        rehearse(engine.runner, tokens, decodes, ops)
-        assert set(seen) == {tokens}
+        rehearse(engine.runner, shape, ops)
+        assert set(seen) == {shape.tokens}
     assert engine.runner.pool.memory.eq(7.0).all()
     assert answers(engine, PROMPTS[:3]) == right[:3]
 

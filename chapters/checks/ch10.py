@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.batch import Batch
-from simplellm.graphs import Captured
+from simplellm.graphs import Captured, Room
 from simplellm.pages import PageManager
 from simplellm.request import Request
 from simplellm.runner import Landed, Runner
@@ -328,7 +328,9 @@ def check_Runner__graph(candidate):
     runner = object.__new__(whole(candidate, Runner))
 
     def chosen(captured, *lengths, samples=True, without=()):
-        runner.captured = [Captured(size, lambda: None) for size in captured]
+        runner.captured = [
+            Captured(Room(size, size), lambda: None) for size in captured
+        ]
         works = [
             Work(Request([1] * 9, 9, number=n), 0, length, samples and n not in without)
             for n, length in enumerate(lengths)

@@ -221,7 +221,7 @@ def filled() -> Batch:
     runner = SimpleNamespace(
         pool=SimpleNamespace(page_size=PAGE), manager=manager, previous={0: 0}
     )
-    Runner._fill(cast(Any, runner), batch, works)
+    Runner._fill(cast(Any, runner), batch, works, decodes=2)
     return batch
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels.experts_one import experts_one
+from simplellm.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.kernels.fragments import UNSHIFT, Fragments, activate, decode_weights
 from simplellm.kernels.launch import Launcher, follow, launcher
 from simplellm.kernels.routing import Dispatch, route_and_dispatch
@@ -356,8 +356,8 @@ def experts(
     others, and nothing written. With ``batch_invariant`` no token's result depends on
     the others.
     """
-    if x.shape[0] == 1 and x.dtype == torch.bfloat16 and not batch_invariant:
-        return experts_one(x, mlp)
+    if x.shape[0] <= FEW_TOKENS and x.dtype == torch.bfloat16 and not batch_invariant:
+        return experts_one(x, mlp, live)
     first = second = INVARIANT_TILING
     if not batch_invariant:
         first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)

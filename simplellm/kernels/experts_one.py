@@ -222,6 +222,7 @@ def add_up(upper, lower):
 @triton.jit
 def multiply_rows(
     weight,
+    first,
     loaded,
     raw,
     out_ptr,
@@ -237,12 +238,12 @@ def multiply_rows(
 ):
     """This program's rows of tiles times x; with PAIRED, their activations.
 
-    The first row is ``loaded``, ``raw`` is what `load_x` gave.
+    The ``first`` row is ``loaded``, ``raw`` is what `load_x` gave.
     """
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
-    for row in tl.range(tl.program_id(0), N // 16, PROGRAMS, num_stages=1):
+    for row in tl.range(first, N // 16, PROGRAMS, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
         loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
@@ -257,7 +258,7 @@ def multiply_rows(
             tl.store(ptrs + 8, (lower * factor).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["live_ptr"])
 def experts_one_kernel(
     x_ptr,
     ids_ptr,
@@ -265,9 +266,11 @@ def experts_one_kernel(
     words_ptr,
     scales_ptr,
     bias_ptr,
+    live_ptr,
     out_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -280,7 +283,7 @@ def experts_one_kernel(
 
     If PAIRED, the first half of an expert's network:
 
-    gate, up = weight[expert] @ x + bias[expert]
+    gate, up = weight[expert] @ x[token] + bias[expert]
     out[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
 
     Else the other one:
@@ -288,7 +291,7 @@ def experts_one_kernel(
     out[choice] = (weight[expert] @ x[choice] + bias[expert]) * scores[choice]
 
     The other half may start once the first one has the ids: it reads them without
-    waiting.
+    waiting. Choices of padding are left out.
     """
     WIDTH: tl.constexpr = N // 2 if PAIRED else N
     if PDL:
@@ -296,20 +299,23 @@ def experts_one_kernel(
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     choice = tl.program_id(1)
+    token = choice // TOP_K
     expert = tl.load(ids_ptr + choice)
+    # Of padding there is no row, and nothing to read.
+    first = tl.where(token < tl.load(live_ptr), tl.program_id(0), N // 16)
     factor = 1.0
     if PAIRED:
-        raw = load_x(x_ptr, K, WARPS)
+        raw = load_x(x_ptr + token * K, K, WARPS)
     else:
         factor = tl.load(scores_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, tl.program_id(0), N, K, WARPS, PAIRED)
+    loaded = load_row(weight, first, N, K, WARPS, PAIRED)
     if not PAIRED:
         if PDL:
             tl.extra.cuda.gdc_wait()
         raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
-        *(weight, loaded, raw, out_ptr + choice * WIDTH, factor),
+        *(weight, first, loaded, raw, out_ptr + choice * WIDTH, factor),
         *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, PAIRED, PTX),
     )
 
@@ -317,12 +323,19 @@ def experts_one_kernel(
 class OneTiling(NamedTuple):
     """How a kernel divides its work. It may change the last bits of a result."""
 
-    programs: int = 66  # for each chosen expert
+    programs: int = 66  # for each choice
     warps: int = 8  # of a program, on different columns
     registers: int = 128  # the most a thread may use
 
 
-USUAL = OneTiling()
+# For up to so many tokens: two programs for each of 132 processors.
+ONE_TILINGS = {1: OneTiling(), 2: OneTiling(33), 4: OneTiling(16)}
+FEW_TOKENS = max(ONE_TILINGS)
+
+
+def one_tiling(tokens: int) -> OneTiling:
+    """How so few tokens are computed."""
+    return next(tiling for most, tiling in ONE_TILINGS.items() if tokens <= most)
 
 
 @cache
@@ -331,6 +344,7 @@ def one_launcher(
     shape: tuple[int, int, int],
     paired: bool,
     ptx: bool,
+    top_k: int,
     limit: float,
     alpha: float,
 ) -> Launcher:
@@ -339,6 +353,7 @@ def one_launcher(
         experts_one_kernel,
         LIMIT=limit,
         ALPHA=alpha,
+        TOP_K=top_k,
         N=shape[1],
         K=shape[2],
         PROGRAMS=tiling.programs,
@@ -351,29 +366,35 @@ def one_launcher(
 
 
 def gate_up_one(
-    x: Tensor, mlp: Experts, ids: Tensor, tiling: OneTiling = USUAL
+    x: Tensor, mlp: Experts, ids: Tensor, live: Tensor, tiling: OneTiling
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
-    x bfloat16 [1, hidden], ids int32 [1, k] -> bfloat16 [k, I].
+    x bfloat16 [T, hidden], ids int32 [T, k] -> bfloat16 [T * k, I]. Only the first
+    ``live``, int32 [1], tokens are no padding; for the others nothing is written.
     """
     weight = cast(Fragments, mlp.gate_up)
     out = x.new_empty(ids.numel(), weight.shape[1] // 2)
-    multiply_one(out, x, weight, mlp.gate_up_bias, ids, None, mlp, tiling)
+    multiply_one(out, x, weight, mlp.gate_up_bias, ids, None, mlp, live, tiling)
     return out
 
 
 def down_one(
-    hidden: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, tiling: OneTiling = USUAL
+    hidden: Tensor,
+    mlp: Experts,
+    ids: Tensor,
+    scores: Tensor,
+    live: Tensor,
+    tiling: OneTiling,
 ) -> Tensor:
-    """What each expert adds to the token: the other half, times the router's score.
+    """What each expert adds to its token: the other half, times the router's score.
 
-    hidden bfloat16 [k, I] from `gate_up_one`, launched just before, ids int32 and
-    scores [1, k] -> float32 [1, k, hidden]; the sum is the caller's to take.
+    hidden bfloat16 [T * k, I] from `gate_up_one`, launched just before, ids int32 and
+    scores [T, k] -> float32 [T, k, hidden]; the sum is the caller's to take.
     """
     weight = cast(Fragments, mlp.down)
     out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
-    multiply_one(out, hidden, weight, mlp.down_bias, ids, scores, mlp, tiling)
+    multiply_one(out, hidden, weight, mlp.down_bias, ids, scores, mlp, live, tiling)
     return out
 
 
@@ -385,23 +406,29 @@ def multiply_one(
     ids: Tensor,
     scores: Tensor | None,
     mlp: Experts,
+    live: Tensor,
     tiling: OneTiling,
 ) -> None:
     """One half of the experts: fill ``out``, paired if ``weight`` is."""
     start = one_launcher(
-        tiling, weight.shape, weight.paired, x.is_cuda, mlp.limit, mlp.alpha
+        *(tiling, weight.shape, weight.paired, x.is_cuda),
+        *(mlp.top_k, mlp.limit, mlp.alpha),
     )
     start(
         (tiling.programs, ids.numel(), 1),
-        *(x, ids, scores, weight.words, weight.scales, bias, out),
+        *(x, ids, scores, weight.words, weight.scales, bias, live, out),
     )
 
 
-def experts_one(x: Tensor, mlp: Experts, tiling: OneTiling = USUAL) -> Tensor:
-    """What each chosen expert adds to one token.
+def experts_one(
+    x: Tensor, mlp: Experts, live: Tensor, tiling: OneTiling | None = None
+) -> Tensor:
+    """What each chosen expert adds to each of at most FEW_TOKENS tokens.
 
-    x bfloat16 [1, hidden] -> float32 [1, k, hidden].
+    x bfloat16 [T, hidden] -> float32 [T, k, hidden]. Only the first ``live``, int32
+    [1], tokens are no padding.
     """
+    tiling = tiling or one_tiling(x.shape[0])
     ids, scores = route_tokens(x, mlp.router, mlp.router_bias, mlp.top_k)
-    hidden = gate_up_one(x, mlp, ids, tiling)
-    return down_one(hidden, mlp, ids, scores, tiling)
+    hidden = gate_up_one(x, mlp, ids, live, tiling)
+    return down_one(hidden, mlp, ids, scores, live, tiling)

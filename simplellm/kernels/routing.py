@@ -444,7 +444,8 @@ def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
     rows = PLACED if n > COMPARED else 32
     programs = -(-n // rows)
     options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
-    step = power_of_two(-(-num_blocks // programs))
+    # At least 32, for fewer kernels to compile.
+    step = max(32, power_of_two(-(-num_blocks // programs)))
     sizes: dict[str, Any] = {"E": experts, "BLOCK": block, "STEP": step}
     grid = programs, 1, 1
     if n > COMPARED:

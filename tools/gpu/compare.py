@@ -8,20 +8,23 @@ each model, with random weights, and uses of the package only what both have: LL
 config, generate, stats and the engine's meter. A checkout has a kernel cache of its own
 that is empty at its first turn: that start is the cold one.
 
-All of it takes about eight minutes; --models and --cases split it.
+Loads are mixed: the lengths of prompts and answers are log-normal, requests come all at
+once or at random times. --models, --cases and --turns make it shorter.
 """
 
 import argparse
 import contextlib
 import gc
 import json
+import math
 import os
+import random
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -31,10 +34,15 @@ from unittest import mock
 
 MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 EAGER = "gpt-oss-120b"  # whose step without graphs is timed
-CASES = ("decode", "prefill", "eager")
-BATCHES = (1, 2, 8, 64, 256)
+CASES = ("decode", "prefill", "first", "load", "eager")
+BATCHES = (1, 2, 4, 8, 64, 256)
 LENGTH = 128  # tokens of prompts and answers
 PREFILL = 32, 2048
+FIRST = (16, 128, 512, 1000, 2048)  # tokens of prompts that come alone
+TIMES = 50
+# Requests, and how many come in a second; 0: all at once.
+LOADS = ((512, 0), (30, 2), (120, 8), (240, 16))
+PROMPTS, ANSWERS = (400, 16, 4096), (200, 8, 1024)  # median, least and most tokens
 TURNS = ("old", "new", "new", "old")
 TOLERANCE = 0.02
 Found = dict[str, float]
@@ -54,8 +62,8 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
     config = kind(
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=8192,
-        max_model_len=PREFILL[1] + LENGTH,
-        cache_bytes=2**33,
+        max_model_len=PROMPTS[2] + ANSWERS[2],
+        cache_bytes=2**34,
         share_prefixes=False,
         **options,
     )
@@ -94,7 +102,7 @@ def full_steps(llm: Any, batch: int) -> list[float]:
 
 def decode(llm: Any) -> Found:
     """Tokens a second at each batch size: batch over the median step."""
-    found = {}
+    found: Found = {}
     for batch in BATCHES:
         generate(llm, batch, LENGTH, 4, seed=1)
         first, _ = generate(llm, batch, LENGTH, LENGTH)
@@ -106,16 +114,63 @@ def decode(llm: Any) -> Found:
 
 
 def prefill(llm: Any) -> Found:
-    """Tokens a second of many prompts; milliseconds to the first token of one."""
-    batch, length = PREFILL
-    many, one = (
-        median(generate(llm, count, length, 1, seed)[1] for seed in (1, 2, 3, 4, 5))
-        for count in (batch, 1)
-    )
-    return {
-        f"prefill {batch} x {length}, tokens/s": batch * length / many,
-        f"first token after {length}, ms": 1e3 * one,
-    }
+    """Tokens a second of many prompts."""
+    seconds = median(generate(llm, *PREFILL, 1, seed)[1] for seed in range(1, 6))
+    return {"prefill {} x {}, tokens/s".format(*PREFILL): math.prod(PREFILL) / seconds}
+
+
+def first(llm: Any) -> Found:
+    """Milliseconds to the first token of a prompt that comes alone."""
+    found: Found = {}
+    for length in FIRST:
+        generate(llm, 1, length, 2, seed=1)
+        times = []
+        for seed in range(TIMES):
+            metrics = generate(llm, 1, length, 2, seed)[0][0].metrics
+            times.append(1e3 * (metrics.first_token_time - metrics.arrival_time))
+            time.sleep(0.01)
+        found |= shares(f"first token after {length}", times, (0.5, 0.9, 0.99))
+    return found
+
+
+def shares(name: str, values: Sequence[float], which: Sequence[float]) -> Found:
+    """Quantiles of milliseconds, by name."""
+    from simplellm.stats import quantile
+
+    return {f"{name}, p{100 * q:.0f} ms": quantile(values, q) or 0.0 for q in which}
+
+
+def load(llm: Any) -> Found:
+    """Mixed loads: tokens a second if all come at once; TTFT and ITL of each."""
+    from simplellm import SamplingParams
+    from simplellm.apps.bench import recorder
+
+    def size(median: int, least: int, most: int) -> int:
+        return min(max(round(median * chance.lognormvariate(0, 1)), least), most)
+
+    found: Found = {}
+    for count, rate in LOADS:
+        chance = random.Random(count)
+        futures, tokens = [], 0
+        llm.engine.meter = meter = recorder()
+        began = due = time.perf_counter()
+        for _ in range(count):
+            prompt = chance.choices(range(llm.config.vocab_size), k=size(*PROMPTS))
+            new = size(*ANSWERS)
+            tokens += new
+            due += chance.expovariate(rate) if rate else 0
+            time.sleep(max(0, due - time.perf_counter()))
+            params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+            futures.append(llm.generate([prompt], params))
+        for future in futures:
+            future.result()
+        seconds = time.perf_counter() - began
+        name = f"{rate} a second" if rate else f"{count} at once"
+        found |= {} if rate else {f"{name}, tokens/s": tokens / seconds}
+        ttft, itl = ([1e3 * x for x in times] for times in (meter.ttft, meter.itl))
+        found |= shares(f"{name}: first token", ttft, (0.5, 0.9, 0.99))
+        found |= shares(f"{name}: next token", itl, (0.5, 0.9, 0.99))
+    return found
 
 
 def eager(model: str) -> Found:
@@ -128,37 +183,61 @@ def eager(model: str) -> Found:
     waits: list[tuple[float, float]] = []
     synchronize = torch.cuda.Event.synchronize
 
-    def timed(event: Any) -> None:
+    def waited(event: Any) -> None:
         start = time.perf_counter()
         synchronize(event)
         waits.append((start, time.perf_counter()))
 
     with opened(model, cuda_graphs=False, overlap=False) as llm:
         generate(llm, 1, LENGTH, 8, seed=1)
-        with mock.patch.object(torch.cuda.Event, "synchronize", timed):
+        with mock.patch.object(torch.cuda.Event, "synchronize", waited):
             generate(llm, 1, LENGTH, LENGTH)
         step = median(full_steps(llm, 1))
     host = median(start - end for (_, end), (start, _) in pairwise(waits[2:]))
     return {"eager host, ms": 1e3 * host, "eager step, ms": 1e3 * step}
 
 
+@contextlib.contextmanager
+def timed(owner: Any, name: str, seconds: Found) -> Iterator[None]:
+    """Note how long a function of ``owner`` takes when it is called."""
+    function = getattr(owner, name)
+
+    def noting(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args)
+        seconds[name] = time.perf_counter() - start
+        return result
+
+    with mock.patch.object(owner, name, noting):
+        yield
+
+
 def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
     """All that is measured of one model by the package that is imported here."""
     import torch
 
-    import simplellm
+    import simplellm.load
+    import simplellm.runner
 
     print(f"  {Path(simplellm.__file__).parent}, torch {torch.__version__}")
-    with opened(model) as llm:
+    parts: Found = {}
+    with (
+        timed(simplellm.load, "fused_operations", parts),
+        timed(simplellm.runner.Runner, "capture", parts),
+        opened(model) as llm,
+    ):
         ready = time.time() - began
         generate(llm, 1, LENGTH, 1)
         name = "cold" if cold else "cached"
         found = {
             f"start {name}, s": ready,
             f"start {name} to first token, s": time.time() - began,
+            **{f"start {name}: {part}, s": value for part, value in parts.items()},
         }
         found |= decode(llm) if "decode" in cases else {}
         found |= prefill(llm) if "prefill" in cases else {}
+        found |= first(llm) if "first" in cases else {}
+        found |= load(llm) if "load" in cases else {}
         if preemptions := llm.stats().preemptions:
             raise RuntimeError(f"the cache was too small: {preemptions} preemptions")
         found["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
@@ -227,7 +306,7 @@ def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> N
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as caches:
         for model in options.models.split(","):
-            for tree in TURNS:
+            for tree in options.turns.split(","):
                 print(f"[{time.perf_counter() - began:4.0f} s] {model} {tree}")
                 cache = Path(caches, tree, model)
                 try:
@@ -248,6 +327,7 @@ def main() -> None:
     parser.add_argument("--new", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--turns", default=",".join(TURNS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
     parser.add_argument("--began", type=float)
@@ -264,7 +344,7 @@ def main() -> None:
     import triton
 
     arguments = ["--old", options.old, "--new", options.new, "--models", options.models]
-    arguments += ["--cases", options.cases]
+    arguments += ["--cases", options.cases, "--turns", options.turns]
     record = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),

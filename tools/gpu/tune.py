@@ -38,7 +38,7 @@ from torch import Tensor
 
 from simplellm.kernels.decode import DecodeTiles, decode_tiles
 from simplellm.kernels.experts import Tiling
-from simplellm.kernels.experts_one import OneTiling, down_one, gate_up_one
+from simplellm.kernels.experts_one import FEW_TOKENS, OneTiling
 from simplellm.kernels.linear import Dot, Gemv
 from simplellm.kernels.prefill import PrefillTiles
 
@@ -125,18 +125,11 @@ def product_variants(path: str, case: Case) -> Iterator[Variant]:
 
 def expert_variants(case: Case) -> Iterator[Variant]:
     tokens = len(case.arguments[0][0])
-    if tokens == 1:
-        for programs, warps, registers in product((66, 99, 132), (4, 8), (128, 168)):
+    if tokens <= FEW_TOKENS:
+        sizes = [-(-most // tokens) for most in (66, 99, 132)]
+        for programs, warps, registers in product(sizes, (4, 8), (128, 168)):
             one = OneTiling(programs, warps, registers)
-            halves: dict[str, Callable[..., Any]] = {
-                "gate_up_one": gate_up_one,
-                "down_one": down_one,
-            }
-            replaced = {
-                f"experts_one.{name}": partial(half, tiling=one)
-                for name, half in halves.items()
-            }
-            yield Variant(named(one), replaced)
+            yield Variant(named(one), chosen("experts_one.one_tiling", one))
         return
     tilings = {
         512: [
