@@ -12,9 +12,15 @@ from simplellm.gpt_oss import build
 from simplellm.graphs import bucket_sizes
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
+from simplellm.penalties import TokenCounts
+from simplellm.request import Request
 from simplellm.runner import Runner
+from simplellm.sampler import Columns
+from simplellm.sampling_params import SamplingParams
 
 PROMPTS = (64, 2048)  # lengths of the prompts that a start compiles kernels for
+# A request with all that a kernel is compiled for.
+FILTERED = SamplingParams(top_k=1, top_p=0.5, repetition_penalty=2.0)
 
 
 @torch.inference_mode()
@@ -33,6 +39,12 @@ def rehearse(runner: Runner, tokens: int, decodes: int, ops: Ops) -> None:
     best = model.head(hidden[:rows], logits)
     zeros = torch.zeros(rows, dtype=torch.int64, device=runner.device)
     ops.draw(logits, best, zeros.float(), zeros, zeros)
+    # Of one row only, since counts take memory; more rows need no other kernels.
+    counts = TokenCounts(model.config.vocab_size, runner.device)
+    counts.arrange([Request([0], 1, FILTERED)])
+    columns = Columns.of([FILTERED], model.config.vocab_size, runner.device)
+    how = columns.temperature, columns.seeds, zeros[:1], columns.filters
+    ops.draw(ops.penalize(counts, logits[:1]), best[:1], *how)
 
 
 def warm_up(
