@@ -11,6 +11,7 @@ intermediate size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from simplellm.batch import KVGroup
 from simplellm.filters import Filters, filter_tokens
 from simplellm.layers import Attention, Dense, Experts, Layer
 from simplellm.noise import gumbel_noise
-from simplellm.penalties import TokenCounts
 from simplellm.weights import MXFP4, Weight
 
 
@@ -352,6 +352,7 @@ class Ops:
     """The functions that a model computes with; see this module's for what each does.
 
     ``prepare`` brings a layer's weights into the layout that the others read.
+    ``penalize`` is that of `simplellm.penalties.TokenCounts`.
     """
 
     name: str
@@ -364,7 +365,7 @@ class Ops:
     dense: Callable[[Tensor, Dense], Tensor] = dense
     head: Callable[[Tensor, Weight, Tensor], Tensor] = head
     draw: Callable[..., Tensor] = draw
-    penalize: Callable[[TokenCounts, Tensor], Tensor] = TokenCounts.penalize
+    penalize: Callable[[Any, Tensor], Tensor] = lambda counts, x: counts.penalize(x)
     prepare: Callable[[Layer], Layer] = lambda layer: layer
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from simplellm.reply import Reply
-from simplellm.request import Event, Request
+from simplellm.request import EngineError, Event, Request
 
 LOGGER = logging.getLogger("simplellm")
 Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
@@ -36,10 +36,12 @@ class Reader:
     ) -> None:
         self.request, self.reply, self.deliver = request, reply, deliver
         self.cached_tokens = 0
+        self.error: Exception | None = None  # what went wrong
 
     def push(self, event: Event) -> bool:
         """Pass on what came; whether that was the last of it."""
         self.cached_tokens = event.cached_tokens
+        self.error = event.error
         if event.error is not None:
             with suppress(Exception):
                 self.deliver(event.error)
@@ -52,6 +54,7 @@ class Reader:
             self.deliver(END)
         except Exception as error:  # an event loop that is closed, for example
             LOGGER.exception("what a request gives cannot be delivered; it ends")
+            self.error = error
             with suppress(Exception):
                 self.deliver(error)
         return True
@@ -230,11 +233,24 @@ def readers_of(
     ]
 
 
+def failure_of(families: Sequence[Sequence[Reader]], outputs: Any) -> Exception | None:
+    """What a call raises if one of its prompts failed; it has the others' outputs."""
+    errors = [next((r.error for r in family if r.error), None) for family in families]
+    index, error = next((pair for pair in enumerate(errors) if pair[1]), (0, None))
+    if error is None or len(families) == 1:
+        return error
+    wrong = f"of {len(families)} prompts, the one at index {index} failed: {error}"
+    failure = EngineError(wrong)
+    failure.__cause__ = error.__cause__ or error
+    failure.index, failure.outputs = index, outputs
+    return failure
+
+
 class Collector:
     """Sets a future's result when the last of its replies is done.
 
-    It knows the future weakly: if that is dropped, nobody can ask any more, and the
-    requests end.
+    A prompt that fails leaves the others of the call alone. It knows the future weakly:
+    if that is dropped, nobody can ask any more, and the requests end.
     """
 
     def __init__(
@@ -255,18 +271,19 @@ class Collector:
 
     def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        if part is END:
+        failed = isinstance(part, Exception)
+        if part is END or failed:
             self.left -= 1
             self.bar.update()
-        failed = isinstance(part, Exception)
-        if (self.left and not failed) or (future := self.future()) is None:
+        over = self.left <= 0 or (failed and len(self.families) == 1)
+        if not over or (future := self.future()) is None:
             return
-        readers = future.readers
+        readers, found = future.readers, self.result(self.families)
         with suppress(InvalidStateError):  # it may have been cancelled
-            if failed:
-                future.set_exception(part)
+            if (failure := failure_of(self.families, found)) is not None:
+                future.set_exception(failure)
             else:
-                future.set_result(self.result(self.families))
+                future.set_result(found)
         self.bar.close()
         self.delivery.drop(readers)
         future.release()

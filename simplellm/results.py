@@ -21,20 +21,21 @@ def usage(families: Readers) -> Usage:
     )
 
 
-def outputs(families: Readers) -> list[RequestOutput]:
-    """What `LLM.generate` gives."""
-    found: list[Any] = [
-        reader.reply.output() for family in families for reader in family
-    ]
+def outputs(families: Readers) -> list[RequestOutput | None]:
+    """What `LLM.generate` gives; None for a sample that failed."""
+    readers = [reader for family in families for reader in family]
+    found: Any = [None if r.error else r.reply.output() for r in readers]
     return found
 
 
-def turns(families: Readers) -> list[ChatOutput]:
-    """What `LLM.chat` gives for several conversations."""
+def turns(families: Readers) -> list[ChatOutput | None]:
+    """What `LLM.chat` gives for several conversations; None for one that failed."""
     return [turn([family]) for family in families]
 
 
-def turn(families: Readers) -> ChatOutput:
-    """What `LLM.chat` gives for one."""
+def turn(families: Readers) -> ChatOutput | None:
+    """What `LLM.chat` gives for one; None if it failed."""
+    if any(reader.error for reader in families[0]):
+        return None
     choices: list[Any] = [reader.reply.output() for reader in families[0]]
     return ChatOutput(choices, usage(families))

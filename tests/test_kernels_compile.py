@@ -114,7 +114,9 @@ def filter_cases(weights, first):
     ]
 
 
-PENALIZE = launcher(penalties.penalize_kernel, BLOCK=penalties.BLOCK, num_warps=8)
+PENALIZE = launcher(
+    penalties.penalize_kernel, BLOCK=penalties.PENALTY_BLOCK, num_warps=8
+)
 CASES = [
     *attention_cases(GPT_OSS),
     join_case(1, splits=64),

@@ -11,7 +11,7 @@ from simplellm import ops
 from simplellm.filters import LAST, STEPS, Filters, filter_tokens
 from simplellm.kernels.draw import draw
 from simplellm.kernels.filters import TALLY_BLOCK, bounds
-from simplellm.kernels.penalties import BLOCK, penalize
+from simplellm.kernels.penalties import PENALTY_BLOCK, penalize
 from simplellm.penalties import TokenCounts
 from simplellm.request import Request
 from simplellm.sampler import Columns
@@ -152,7 +152,7 @@ def test_nothing_kept_for_nan_is_out_of_bounds(kernel_device):
     assert 0 <= chosen[0] < 100 and chosen[1] == 7
 
 
-@pytest.mark.parametrize("vocabulary", [1, 50, BLOCK + 3])
+@pytest.mark.parametrize("vocabulary", [1, 50, PENALTY_BLOCK + 3])
 def test_penalties_are_those_of_the_plain_operation(kernel_device, vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(4, vocabulary, generator=generator).to(kernel_device) * 5

@@ -37,7 +37,7 @@ def depth_of(score):
 
 
 @triton.jit
-def weight_of(score, LIBRARY: tl.constexpr):
+def weigh(score, LIBRARY: tl.constexpr):
     """int64: e^score in fixed point, whose rounding PyTorch shares."""
     if LIBRARY:  # the exponential that PyTorch uses; tl.exp is less exact
         return (tl.extra.cuda.libdevice.exp(score) * BEST_WEIGHT).to(tl.int64)
@@ -96,7 +96,7 @@ def tally_kernel(
         if WEIGHTS:
             counted &= depth <= tl.load(deepest_ptr + row)
             counted &= score >= tl.load(floors_ptr + row)
-            amount = tl.where(counted, weight_of(score, LIBRARY), 0)
+            amount = tl.where(counted, weigh(score, LIBRARY), 0)
         if FIRST:
             place = depth >> BITS
             if WEIGHTS:

@@ -10,7 +10,7 @@ from torch import Tensor
 from simplellm.kernels.launch import follow, launcher
 from simplellm.penalties import TokenCounts
 
-BLOCK = 2048  # logits a program looks at
+PENALTY_BLOCK = 2048  # logits a program looks at
 
 
 @triton.jit
@@ -47,9 +47,9 @@ def penalize(counts: TokenCounts, logits: Tensor) -> Tensor:
     """`TokenCounts.penalize`: penalized ``logits`` float32 [B, V], contiguous."""
     vocabulary, scores = logits.shape[1], logits.clone()
     columns = counts.repetition, counts.presence, counts.frequency
-    start = launcher(penalize_kernel, BLOCK=BLOCK, num_warps=8)
+    start = launcher(penalize_kernel, BLOCK=PENALTY_BLOCK, num_warps=8)
     start(
-        (-(-vocabulary // BLOCK), len(counts.rows), 1),
+        (-(-vocabulary // PENALTY_BLOCK), len(counts.rows), 1),
         scores,
         counts.rows,
         counts.in_prompt,
