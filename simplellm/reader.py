@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from simplellm.reply import Reply
-from simplellm.request import EngineError, Event, Request
+from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
 Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
@@ -233,19 +233,6 @@ def readers_of(
     ]
 
 
-def failure_of(families: Sequence[Sequence[Reader]], outputs: Any) -> Exception | None:
-    """What a call raises if one of its prompts failed; it has the others' outputs."""
-    errors = [next((r.error for r in family if r.error), None) for family in families]
-    index, error = next((pair for pair in enumerate(errors) if pair[1]), (0, None))
-    if error is None or len(families) == 1:
-        return error
-    wrong = f"of {len(families)} prompts, the one at index {index} failed: {error}"
-    failure = EngineError(wrong)
-    failure.__cause__ = error.__cause__ or error
-    failure.index, failure.outputs = index, outputs
-    return failure
-
-
 class Collector:
     """Sets a future's result when the last of its replies is done.
 
@@ -278,12 +265,12 @@ class Collector:
         over = self.left <= 0 or (failed and len(self.families) == 1)
         if not over or (future := self.future()) is None:
             return
-        readers, found = future.readers, self.result(self.families)
+        readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
-            if (failure := failure_of(self.families, found)) is not None:
-                future.set_exception(failure)
-            else:
-                future.set_result(found)
+            try:
+                future.set_result(self.result(self.families))
+            except Exception as error:  # its frames would hold memory
+                future.set_exception(error.with_traceback(None))
         self.bar.close()
         self.delivery.drop(readers)
         future.release()
