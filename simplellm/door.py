@@ -4,7 +4,8 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -97,6 +98,17 @@ def once_for_each(constrain: Constrain) -> Constrain:
     return found
 
 
+@contextmanager
+def blaming(name: str, index: int, all_of_it: bool = False) -> Iterator[None]:
+    """Has an error name its prompt or, with ``all_of_it``, what came with that."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if all_of_it or getattr(error, "param", "").startswith(("prompt", "messages")):
+            error.args = (f"{name}[{index}]: {error}",)
+        raise
+
+
 def plain(value: Any) -> Any:
     """A NumPy or PyTorch array as a list; all else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
@@ -113,7 +125,8 @@ class Door:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
     A checked call becomes a request that never runs; `sample_of` makes those that do.
-    All of it raises TypeError or ValueError for what cannot run.
+    All of it raises TypeError or ValueError for what cannot run. A call of several
+    prompts is taken whole or not at all; the error names the first one to blame.
     """
 
     config: ModelConfig
@@ -147,6 +160,7 @@ class Door:
     ) -> list[Request]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
+        each = isinstance(sampling_params, list | tuple)
         if isinstance(sampling_params, SamplingParams | None):
             sampling_params = [sampling_params] * len(every)
         wanted = "SamplingParams or a list of them"
@@ -157,16 +171,22 @@ class Door:
         if (outputs := overrides.get("structured_outputs")) is not None:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
-        constrain = once_for_each(constrain)
-        return [
-            self.ask(prompt, params, overrides, constrain)
-            for prompt, params in zip(every, sampling_params, strict=True)
-        ]
+        constrain, asked = once_for_each(constrain), []
+        for index, prompt in enumerate(every):
+            with blaming("prompts", index, each) if len(every) > 1 else nullcontext():
+                params = sampling_params[index]
+                asked.append(self.ask(prompt, params, overrides, constrain))
+        return asked
 
     def ask_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
         """One conversation or several, with the same options."""
-        every = messages if is_several(messages) else [messages]
-        return [self.ask_chat(one, **options) for one in every]
+        if not is_several(messages):
+            return [self.ask_chat(messages, **options)]
+        asked = []
+        for index, one in enumerate(messages):
+            with blaming("messages", index):
+                asked.append(self.ask_chat(one, **options))
+        return asked
 
     def ask_chat(
         self,

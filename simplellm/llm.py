@@ -47,6 +47,8 @@ class LLM:
     "timeout"). What cannot run raises TypeError or ValueError at once; QueueFullError
     if too many requests wait. If the step of a request fails, its call raises
     EngineError, with the failure as its cause; what other calls have asked for goes on.
+    So do the other prompts of a call of many: it raises once all are done, and its
+    error has their ``outputs``, and the ``index`` of the one that failed.
     """
 
     def __init__(

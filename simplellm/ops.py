@@ -11,12 +11,14 @@ intermediate size.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from simplellm.batch import KVGroup
+from simplellm.filters import Filters, filter_tokens
 from simplellm.layers import Attention, Dense, Experts, Layer
 from simplellm.noise import gumbel_noise
 from simplellm.weights import MXFP4, Weight
@@ -323,7 +325,12 @@ def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
 
 
 def draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
+    logits: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    filters: Filters | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` float32 [S, V]: int32 [S].
 
@@ -331,8 +338,11 @@ def draw(
     likeliest token. ``seeds`` and ``steps`` int64 [S] fix the noise.
     """
     heat = temperature[:, None]
+    # The best token sits at 0, so that no temperature, however small, overflows.
     scores = logits - logits.gather(1, best[:, None].long())
     scores = scores / torch.where(heat > 0, heat, 1.0)
+    if filters is not None:
+        scores = filter_tokens(scores, filters.top_k, filters.top_p, filters.min_p)
     drawn = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()
     return torch.where(temperature > 0, drawn, best)
 
@@ -342,6 +352,7 @@ class Ops:
     """The functions that a model computes with; see this module's for what each does.
 
     ``prepare`` brings a layer's weights into the layout that the others read.
+    ``penalize`` is that of `simplellm.penalties.TokenCounts`.
     """
 
     name: str
@@ -354,6 +365,7 @@ class Ops:
     dense: Callable[[Tensor, Dense], Tensor] = dense
     head: Callable[[Tensor, Weight, Tensor], Tensor] = head
     draw: Callable[..., Tensor] = draw
+    penalize: Callable[[Any, Tensor], Tensor] = lambda counts, x: counts.penalize(x)
     prepare: Callable[[Layer], Layer] = lambda layer: layer
 
 

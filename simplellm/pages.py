@@ -65,6 +65,7 @@ class PageTable:
     first: list[int]
     computed: int  # tokens whose keys and values are in the pages
     digests: list[bytes]  # of the full pages, as far as their tokens are known
+    prompt: int  # full pages of the tokens that it began with
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -111,7 +112,9 @@ class PageManager:
         self.references = [0] * num_pages
         self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
-        self.found: set[int] = set()  # pages that some sequence was given by `add`
+        # Pages that some sequence was given by `add`, or that the next turn of a chat
+        # will ask for: those that the token behind a prompt's last full page can see.
+        self.found: set[int] = set()
         self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
         self.named: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
@@ -261,6 +264,9 @@ class PageManager:
                 if name not in self.named and pages[index] != NULL:
                     self.named[name] = pages[index]
                     self.names[pages[index]] = name
+                    near = self._first_page(table.prompt * size, self.windows[group])
+                    if near <= index < table.prompt:
+                        self.found.add(pages[index])
 
     def _cached_prefix(self, tokens: Sequence[int]) -> list[bytes]:
         """The digests of the longest prefix that can be taken from cached pages."""
@@ -288,18 +294,19 @@ class PageManager:
         At least one token is always left to compute.
         """
         assert sequence not in self.tables and 1 <= len(tokens) <= self.max_tokens
-        digests = self._cached_prefix(tokens)
+        size, digests = self.page_size, self._cached_prefix(tokens)
         groups, firsts = [], []
         for group, window in enumerate(self.windows):
-            first = self._first_page(len(digests) * self.page_size, window)
+            first = self._first_page(len(digests) * size, window)
             live = [self.named[group, digest] for digest in digests[first:]]
             for page in live:
                 self._hold(page)
             self.found.update(live)
             groups.append(array("i", [NULL] * first + live))
             firsts.append(first)
-        computed = len(digests) * self.page_size
-        self.tables[sequence] = PageTable(groups, firsts, computed, digests)
+        computed = len(digests) * size
+        table = PageTable(groups, firsts, computed, digests, len(tokens) // size)
+        self.tables[sequence] = table
         return computed
 
     def commit(self, sequence: int, tokens: Sequence[int], length: int) -> None:
@@ -332,8 +339,8 @@ class PageManager:
         for pages, first in zip(groups, table.first, strict=True):
             for page in pages[first:]:
                 self._hold(page)
-        firsts, digests = list(table.first), list(table.digests)
-        self.tables[child] = PageTable(groups, firsts, table.computed, digests)
+        copied = list(table.first), table.computed, list(table.digests), table.prompt
+        self.tables[child] = PageTable(groups, *copied)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence. What others may share stays until it is evicted."""

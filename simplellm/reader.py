@@ -36,10 +36,12 @@ class Reader:
     ) -> None:
         self.request, self.reply, self.deliver = request, reply, deliver
         self.cached_tokens = 0
+        self.error: Exception | None = None  # what went wrong
 
     def push(self, event: Event) -> bool:
         """Pass on what came; whether that was the last of it."""
         self.cached_tokens = event.cached_tokens
+        self.error = event.error
         if event.error is not None:
             with suppress(Exception):
                 self.deliver(event.error)
@@ -52,6 +54,7 @@ class Reader:
             self.deliver(END)
         except Exception as error:  # an event loop that is closed, for example
             LOGGER.exception("what a request gives cannot be delivered; it ends")
+            self.error = error
             with suppress(Exception):
                 self.deliver(error)
         return True
@@ -233,8 +236,8 @@ def readers_of(
 class Collector:
     """Sets a future's result when the last of its replies is done.
 
-    It knows the future weakly: if that is dropped, nobody can ask any more, and the
-    requests end.
+    A prompt that fails leaves the others of the call alone. It knows the future weakly:
+    if that is dropped, nobody can ask any more, and the requests end.
     """
 
     def __init__(
@@ -255,18 +258,19 @@ class Collector:
 
     def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
-        if part is END:
+        failed = isinstance(part, Exception)
+        if part is END or failed:
             self.left -= 1
             self.bar.update()
-        failed = isinstance(part, Exception)
-        if (self.left and not failed) or (future := self.future()) is None:
+        over = self.left <= 0 or (failed and len(self.families) == 1)
+        if not over or (future := self.future()) is None:
             return
         readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
-            if failed:
-                future.set_exception(part)
-            else:
+            try:
                 future.set_result(self.result(self.families))
+            except Exception as error:  # its frames would hold memory
+                future.set_exception(error.with_traceback(None))
         self.bar.close()
         self.delivery.drop(readers)
         future.release()

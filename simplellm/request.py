@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from simplellm.grammar import Grammar
 from simplellm.sampling_params import SamplingParams
@@ -14,7 +14,14 @@ UNKNOWN = -1  # stands for a token that is being computed
 
 
 class EngineError(RuntimeError):
-    """A request failed inside the engine, or the engine takes no more requests."""
+    """A request failed inside the engine, or the engine takes no more requests.
+
+    If it was one of several prompts of a call, ``index`` says which, the first such,
+    and ``outputs`` is what the call gave, with None in place of what failed.
+    """
+
+    index: int | None = None
+    outputs: Sequence[Any] | None = None
 
 
 class QueueFullError(RuntimeError):

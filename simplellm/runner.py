@@ -249,7 +249,7 @@ class Runner:
                 self.output[:count],
                 columns,
                 upload(steps, torch.int64, self.device),
-                self.model.ops.draw,
+                self.model.ops,
                 counts=self.counts if counting else None,
                 mask=mask,
             )

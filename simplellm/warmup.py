@@ -12,10 +12,16 @@ from simplellm.gpt_oss import build
 from simplellm.graphs import MIXED_SIZES, Room, bucket_sizes
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
+from simplellm.penalties import TokenCounts
+from simplellm.request import Request
 from simplellm.runner import Runner
+from simplellm.sampler import Columns
+from simplellm.sampling_params import SamplingParams
 
 # Lengths of prompts that need other kernels than those that graphs are captured of.
 PROMPTS = (2048, 8192)
+# A request with all that a kernel is compiled for.
+FILTERED = SamplingParams(top_k=1, top_p=0.5, repetition_penalty=2.0)
 
 
 @torch.inference_mode()
@@ -35,6 +41,12 @@ def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
     best = model.head(hidden[:rows], logits)
     zeros = torch.zeros(rows, dtype=torch.int64, device=runner.device)
     ops.draw(logits, best, zeros.float(), zeros, zeros)
+    # Of one row only, since counts take memory; more rows need no other kernels.
+    counts = TokenCounts(model.config.vocab_size, runner.device)
+    counts.arrange([Request([0], 1, FILTERED)])
+    columns = Columns.of([FILTERED], model.config.vocab_size, runner.device)
+    how = columns.temperature, columns.seeds, zeros[:1], columns.filters
+    ops.draw(ops.penalize(counts, logits[:1]), best[:1], *how)
 
 
 def warm_up(

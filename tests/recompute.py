@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from simplellm.filters import filter_tokens
 from simplellm.model import Model
 from simplellm.noise import gumbel_noise
 from simplellm.request import Request
-from simplellm.sampler import filter_tokens
 from simplellm.sampling_params import SamplingParams
 
 

@@ -17,7 +17,17 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.kernels import decode, draw, norm, prefill, read, rope
+from simplellm.kernels import (
+    decode,
+    draw,
+    filters,
+    norm,
+    penalties,
+    prefill,
+    read,
+    rope,
+)
+from simplellm.kernels.launch import launcher
 
 OTHERS = {"experts", "experts_one", "head", "linear", "routing"}
 
@@ -93,6 +103,20 @@ def rope_case(dim, has_norms):
 
 
 DRAW, DRAWN = draw.draw_launchers(True)
+
+
+def filter_cases(weights, first):
+    tally, pick = filters.filter_launchers(weights, first, True)
+    columns = "*fp32 *i64 *fp32"
+    return [
+        case_of(tally, f"*fp32 *i32 {columns} *fp32 *i32 *i32 *i64 i32"),
+        case_of(pick, f"{columns} *i32 *i32 *i64 *fp64 *i64 i32"),
+    ]
+
+
+PENALIZE = launcher(
+    penalties.penalize_kernel, BLOCK=penalties.PENALTY_BLOCK, num_warps=8
+)
 CASES = [
     *attention_cases(GPT_OSS),
     join_case(1, splits=64),
@@ -100,7 +124,13 @@ CASES = [
     join_case(9, splits=7),
     rope_case(64, has_norms=False),
     case_of(norm.add_norm_launcher(2880, 4), "*bf16 *bf16 *fp32 *bf16 fp32"),
-    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32"),
+    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
+    case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
+    *filter_cases(weights=False, first=True),
+    *filter_cases(weights=False, first=False),
+    *filter_cases(weights=True, first=True),
+    *filter_cases(weights=True, first=False),
+    case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32"),
     case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
     case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),
     Case(read.read_kernel, "*i32 *i32", {"BLOCK": 8192}, warps=8),

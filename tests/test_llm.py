@@ -757,7 +757,8 @@ def test_overrides_win_over_params_and_params_over_defaults(llm: LLM) -> None:
         ("", "a prompt is empty; expected at least one token"),
         ([], "the list of prompts is []"),
         ([[]], "a prompt is empty"),
-        (["fine", ""], "a prompt is empty"),
+        (["fine", ""], "prompts[1]: a prompt is empty"),
+        ([[5], [5, 1100], [5]], "prompts[1]: a token id of the prompt is 1100"),
         (None, "prompts is NoneType; expected text, a list of token ids"),
         (b"bytes", "prompts is bytes"),
         ({"prompt": "x"}, "prompts is dict"),
@@ -778,6 +779,23 @@ def test_bad_prompts_are_refused_at_once(llm: LLM, prompt: Any, message: str) ->
     with pytest.raises((TypeError, ValueError)) as error:
         llm.generate(prompt)
     assert message in str(error.value)
+
+
+def test_of_several_the_one_to_blame_is_named(llm: LLM) -> None:
+    """By its index; what was asked of all alike has none."""
+    fine, params = [{"role": "user", "content": "x"}], SamplingParams()
+    wrong = replace(params, stop_token_ids=[1100])
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: llm.generate(["x", "y"], [params, wrong]), "prompts[1]: a token id"),
+        (lambda: llm.generate(["x", "y"], wrong), "a token id of stop_token_ids"),
+        (lambda: llm.chat([fine, []]), "messages[1]: messages is []"),
+        (lambda: llm.chat([fine, [{"role": "x"}]]), "messages[1]: messages[0].role"),
+        (lambda: llm.chat([fine, fine], top_p=2), "top_p is 2"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -418,6 +418,37 @@ def test_conversations_that_take_turns_keep_their_prefixes() -> None:
             manager.remove(name)
 
 
+@pytest.mark.parametrize(("pages", "share"), [(1200, 0.5), (1600, 1.0)])
+def test_the_next_turn_of_a_chat_finds_its_prompt_in_a_full_pool(
+    pages: int, share: float
+) -> None:
+    """The window before a prompt's end isn't what a full pool gives up first.
+
+    20 chats, four at a time: a prompt of 300 tokens, a turn of 310, of which the next
+    prompt repeats none, but has 100 others. The full layers keep 39 pages of each chat.
+    """
+    manager = PageManager(pages, 16, window=128)
+    prompts = [[chat] * 300 for chat in range(20)]
+    hits = []
+    for turn in range(2):
+        for some in (range(first, first + 4) for first in range(0, 20, 4)):
+            texts = {chat: list(prompts[chat]) for chat in some}
+            for chat, text in texts.items():
+                hits.append(manager.add(chat, text))
+                compute(manager, chat, text, 300 + 100 * turn)
+            for _ in range(310):
+                for chat, text in texts.items():
+                    text.append(50 + turn)
+                    assert manager.grow(chat, len(text))
+                    manager.commit(chat, text, len(text))
+            for chat in some:
+                manager.remove(chat)
+                prompts[chat] += [90] * 100
+        assert len(manager.free) < pages / 10, "the pool is as good as full"
+    manager.check_integrity()
+    assert sum(hits[:20]) == 0 and sum(hits[20:]) >= share * 20 * 288
+
+
 def test_a_boundary_that_was_hit_outlives_other_pages_behind_the_window() -> None:
     """Pages are evicted first behind the window, but not those of a shared prefix."""
     prefix, manager = list(range(40)), PageManager(60, 4, window=8)

@@ -751,6 +751,49 @@ def test_a_failing_step_fails_its_requests_alone(start: Any) -> None:
     assert llm.stats().finished["error"] >= 6 and llm.stats().cache_usage == 0
 
 
+def test_a_failing_prompt_of_many_fails_alone(start: Any) -> None:
+    """The others are computed; the error says which one failed, and has the rest."""
+    llm = start()
+    prompts: list[list[int]] = [[1], [13, 4], [2, 3], [13]]
+    right = [results([llm.generate(p, max_tokens=3, **GREEDY)]) for p in prompts]
+    chats = [HELLO, [{"role": "user", "content": "What is 47 + 85?"}]]
+    turns = llm.chat(chats, max_tokens=2, **GREEDY)
+    before_each_step(llm, fail_at(13))
+    with pytest.raises(EngineError, match="of 4 prompts, the one at index 1") as error:
+        llm.generate(prompts, max_tokens=3, **GREEDY).result(PATIENCE)
+    assert error.value.index == 1
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    first, wrong, third, also_wrong = error.value.outputs or ()
+    assert wrong is also_wrong is None
+    assert [[first.token_ids], [third.token_ids]] == right[::2]
+
+    two = llm.generate([[13], [2, 3]], max_tokens=3, n=2, **GREEDY)
+    with pytest.raises(EngineError, match="index 0") as error:
+        two.result(PATIENCE)
+    assert [one and one.token_ids for one in error.value.outputs or ()] == [
+        *[None, None],
+        *[right[2][0]] * 2,
+    ]
+
+    lengths = [turn.usage.prompt_tokens for turn in turns]
+    assert lengths[0] != lengths[1]
+
+    def fail(works: Sequence[Work]) -> None:
+        if any(work.request.num_prompt == lengths[0] for work in works):
+            raise ZeroDivisionError("injected")
+
+    del llm.engine.runner.launch
+    before_each_step(llm, fail)
+    with pytest.raises(EngineError, match="injected") as error:
+        llm.chat(chats, max_tokens=2, **GREEDY)
+    assert error.value.index == 0
+    assert error.value.outputs is not None and error.value.outputs[0] is None
+    assert error.value.outputs[1].content == turns[1].content
+    with pytest.raises(EngineError, match="injected") as error:
+        asyncio.run(llm.chat_async(chats[0]))
+    assert error.value.index is None and error.value.outputs is None
+
+
 def test_a_dead_engine_says_so(start: Any, caplog: pytest.LogCaptureFixture) -> None:
     llm = start()
     stream = llm.stream([1], **LONG)

@@ -18,16 +18,12 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
+from simplellm.filters import filter_tokens
 from simplellm.masks import Mask, apply_mask
 from simplellm.noise import gumbel_noise, mix
+from simplellm.penalties import TokenCounts
 from simplellm.request import Request
-from simplellm.sampler import (
-    Columns,
-    Sampled,
-    TokenCounts,
-    filter_tokens,
-    sample,
-)
+from simplellm.sampler import Columns, Sampled, sample
 from simplellm.sampling_params import (
     MAX_BAD_WORDS,
     MAX_STOP_CHARACTERS,
@@ -83,7 +79,7 @@ def draw(
         logits.argmax(-1).int(),
         Columns.of(params, vocab, device),
         torch.tensor(steps or [0] * rows, device=device),
-        ops.draw,
+        ops.PLAIN,
         counts=counts if counting else None,
         mask=None if mask is None else every_row(mask),
     )
@@ -543,29 +539,30 @@ def test_the_likeliest_token_is_taken_as_it_is_given() -> None:
     greedy = SamplingParams(temperature=0)
     steps = torch.zeros(2, dtype=torch.int64)
     columns = Columns.of([greedy] * 2, V, CPU)
-    assert sample(logits, given, columns, steps, ops.draw).tokens is given
+    assert sample(logits, given, columns, steps, ops.PLAIN).tokens is given
     biased = replace(greedy, logit_bias={9: 100.0})
     columns = Columns.of([biased, greedy], V, CPU)
-    found = sample(logits, given, columns, steps, ops.draw).tokens
+    found = sample(logits, given, columns, steps, ops.PLAIN).tokens
     assert found.tolist() == [9, logits[1].argmax()]
     assert found.dtype == torch.int32
 
 
 def test_the_operation_that_draws_gets_what_it_needs() -> None:
-    """Scores whose temperature is applied come with 1, rows that are greedy with 0."""
+    """The logits as they came, each row's temperature, and filters if there are any."""
     seen = []
 
-    def spy(scores, best, temperature, seeds, steps):
-        seen.append((scores, temperature.tolist()))
-        return ops.draw(scores, best, temperature, seeds, steps)
+    def spy(scores, best, temperature, seeds, steps, filters):
+        seen.append((scores, temperature.tolist(), filters is not None))
+        return ops.draw(scores, best, temperature, seeds, steps, filters)
 
     logits, steps = logits_rows(2), torch.zeros(2, dtype=torch.int64)
     best = logits.argmax(-1).int()
     warm, cold = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
     for params in ([cold, cold], [warm, cold], [replace(warm, top_k=3), cold]):
-        sample(logits, best, Columns.of(params, V, CPU), steps, spy)
-    assert [temperature for _, temperature in seen] == [[0.5, 0.0], [1.0, 0.0]]
-    assert seen[0][0] is logits
+        columns = Columns.of(params, V, CPU)
+        sample(logits, best, columns, steps, replace(ops.PLAIN, draw=spy))
+    assert [row for _, *row in seen] == [[[0.5, 0.0], False], [[0.5, 0.0], True]]
+    assert all(scores is logits for scores, *_ in seen)
 
 
 # Parameters

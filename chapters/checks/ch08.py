@@ -332,6 +332,7 @@ def judge_commit(books, before, start, length, tokens):
             f"{told}: a full page was released before it had its name: nobody will "
             "find it again"
         )
+        left = [page for page in left if page not in books.found]
         victims = list(books.cached)[: len(left)]
         assert set(victims) == set(left), (
             f"{told}: pages that a window left, {left}, are the next victims: release "

@@ -1,7 +1,6 @@
 """Draw each row's next token from its logits, with the noise of `simplellm.noise`.
 
-S rows, V vocabulary. Rows whose logits are penalized, biased or filtered first are the
-sampler's own business.
+S rows, V vocabulary. What min_p, top_k and top_p leave, `kernels.filters` finds out.
 """
 
 from functools import cache
@@ -11,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.filters import Filters
+from simplellm.kernels.filters import COLUMNS, bounds, depth_of
 from simplellm.kernels.keys import LOWEST, index_of, largest_key, ordered
 from simplellm.kernels.launch import Launcher, follow, launcher
 
 DRAW_BLOCK = 2048  # logits a program looks at
-# These may begin anywhere in what a step came with, and are read number by number.
-COLUMNS = ["best_ptr", "temperature_ptr", "seeds_ptr", "steps_ptr"]
 
 
 @triton.jit
@@ -53,6 +52,8 @@ def draw_kernel(
     temperature_ptr,
     seeds_ptr,
     steps_ptr,
+    deepest_ptr,
+    floors_ptr,
     keys_ptr,
     vocabulary,
     BLOCK: tl.constexpr,
@@ -62,6 +63,9 @@ def draw_kernel(
     """One program for BLOCK logits of a row: keys[row, block] = their largest score.
 
     score[v] = (logit[v] - logit[best]) / temperature + gumbel(hash(seed, step, v))
+
+    What is below a row's floor or deeper than its deepest is never drawn, if these are
+    not None.
     """
     follow(PDL)
     row = tl.program_id(1)
@@ -78,6 +82,10 @@ def draw_kernel(
         second = mix_bits(first ^ 0x5BD1E995)
         bits = mix_bits(mix_bits(tokens.to(tl.uint32) ^ first) ^ second)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
+        if deepest_ptr is not None:
+            kept = depth_of(score) <= tl.load(deepest_ptr + row)
+            kept &= score >= tl.load(floors_ptr + row)
+            score = tl.where(kept, score, -float("inf"))
         score += gumbel(bits, LIBRARY)
         keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
@@ -109,7 +117,12 @@ def draw_launchers(on_gpu: bool) -> tuple[Launcher, Launcher]:
 
 
 def draw(
-    logits: Tensor, best: Tensor, temperature: Tensor, seeds: Tensor, steps: Tensor
+    logits: Tensor,
+    best: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    filters: Filters | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` float32 [S, V]: int32 [S].
 
@@ -120,10 +133,14 @@ def draw(
     logarithms come from the same library. All are contiguous.
     """
     rows, vocabulary = logits.shape
+    kept: tuple[Tensor | None, Tensor | None] = None, None
+    if filters is not None:
+        kept = bounds(logits, best, temperature, filters)
     ids = torch.empty_like(best)
     blocks = -(-vocabulary // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
     start, finish = draw_launchers(logits.is_cuda)
-    start((blocks, rows, 1), logits, best, temperature, seeds, steps, keys, vocabulary)
+    given = logits, best, temperature, seeds, steps, *kept
+    start((blocks, rows, 1), *given, keys, vocabulary)
     finish((rows, 1, 1), keys, best, temperature, ids, blocks)
     return ids

@@ -13,6 +13,7 @@ from simplellm.kernels.fragments import prepare
 from simplellm.kernels.head import head
 from simplellm.kernels.linear import project
 from simplellm.kernels.norm import add_norm, embed
+from simplellm.kernels.penalties import penalize
 from simplellm.kernels.rope import rope_and_cache
 from simplellm.ops import Ops
 
@@ -47,5 +48,6 @@ def fused(
         experts=partial(experts, batch_invariant=batch_invariant),
         head=partial(head, batch_invariant=batch_invariant),
         draw=draw,
+        penalize=penalize,
         prepare=prepare,
     )

@@ -34,7 +34,7 @@ from unittest import mock
 
 MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 EAGER = "gpt-oss-120b"  # whose step without graphs is timed
-CASES = ("decode", "prefill", "first", "load", "eager")
+CASES = ("decode", "prefill", "first", "sampling", "load", "eager")
 BATCHES = (1, 2, 4, 8, 64, 256)
 LENGTH = 128  # tokens of prompts and answers
 PREFILL = 32, 2048
@@ -43,6 +43,16 @@ TIMES = 50
 # Requests, and how many come in a second; 0: all at once.
 LOADS = ((512, 0), (30, 2), (120, 8), (240, 16))
 PROMPTS, ANSWERS = (400, 16, 4096), (200, 8, 1024)  # median, least and most tokens
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {"temperature": 1},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"top_k": 50},
+    "min_p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "logprobs": {"logprobs": 5},
+}
+SAMPLING["all together"] = dict(pair for s in SAMPLING.values() for pair in s.items())
 TURNS = ("old", "new", "new", "old")
 TOLERANCE = 0.02
 Found = dict[str, float]
@@ -74,7 +84,9 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
     torch.cuda.empty_cache()
 
 
-def generate(llm: Any, batch: int, length: int, tokens: int, seed: int = 0) -> Any:
+def generate(
+    llm: Any, batch: int, length: int, tokens: int, seed: int = 0, **options: Any
+) -> Any:
     """The outputs for some random prompts, and the seconds they took."""
     import torch
 
@@ -83,7 +95,8 @@ def generate(llm: Any, batch: int, length: int, tokens: int, seed: int = 0) -> A
     generator = torch.Generator().manual_seed(seed)
     shape = batch, length
     prompts = torch.randint(llm.config.vocab_size, shape, generator=generator).tolist()
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    options = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True} | options
+    params = SamplingParams(**options)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params).result()
     return outputs, time.perf_counter() - start
@@ -110,6 +123,15 @@ def decode(llm: Any) -> Found:
         if batch == 1:
             again, _ = generate(llm, batch, LENGTH, LENGTH)
             assert first[0].token_ids == again[0].token_ids, "other tokens"
+    return found
+
+
+def sampling(llm: Any) -> Found:
+    """Milliseconds of a step of 64 requests that sample in the same way."""
+    found = {}
+    for name, options in SAMPLING.items():
+        generate(llm, 64, LENGTH, LENGTH, **{"temperature": 1} | options)
+        found[f"step of 64, {name}, ms"] = 1e3 * median(full_steps(llm, 64))
     return found
 
 
@@ -238,6 +260,7 @@ def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
         found |= prefill(llm) if "prefill" in cases else {}
         found |= first(llm) if "first" in cases else {}
         found |= load(llm) if "load" in cases else {}
+        found |= sampling(llm) if "sampling" in cases else {}
         if preemptions := llm.stats().preemptions:
             raise RuntimeError(f"the cache was too small: {preemptions} preemptions")
         found["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
