@@ -51,7 +51,7 @@ def test_speed_follows_its_records(tmp_path):
     assert headers[1] == "batch 1"
     assert [row[:2] for row in rows[:3]] == [
         ["**gpt-oss-120b**", "**601**"],
-        ["vLLM 0.26.0", "240"],
+        ["vLLM 0.33.0", "244"],
         ["the GPU's limit", "1,000"],
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below

@@ -148,7 +148,7 @@ def told() -> list[str]:
         f"up to {100 * (apart - 1):.0f} % apart",
         f"in bursts of 40 launches, and the {bursts['us']:.0f} of the list",
         "in 100 of 100 repeats it didn't",
-        f"vLLM {vllm['versions']['vllm']} on one H200",
+        "vLLM on an H200: {} where that was run, else {}.".format(*vllm["runs"]),
         f"adds up blocks reached {vllm['read_gigabytes_per_second']:,.0f}",
         f"it takes {lost:.2f} times as long",
         f"as much as {('four', 'five', 'six')[round(prompt) - 4]} decodes",
