@@ -15,9 +15,8 @@ FILE = re.compile(r"(?:chapters|tools)/[\w/-]+\.\w+")
 
 def commands(record: Any) -> Iterator[tuple[str, str]]:
     """Each command in a record, with the commit beside it or ""."""
-    if isinstance(record, dict):
-        if "command" in record:
-            yield record["command"], record.get("commit", "")
+    if isinstance(record, dict) and "command" in record:
+        yield record["command"], record.get("commit", "")
     inner = record.values() if isinstance(record, dict) else record
     if isinstance(record, dict | list):
         for part in inner:
