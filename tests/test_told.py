@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cells
@@ -80,7 +81,14 @@ def told_04() -> list[str]:
         )
 
     speeds = h200["vllm_tokens_per_second"]
+    routing = recorded("04-routing")
+    counts = routing["glossary_counts"]
+    busiest = sorted(max(row) * len(row) / sum(row) for row in counts)
+    tokens = sum(counts[0]) // 4  # each chooses four
     return [
+        f"glossary's {tokens:,} tokens on {routing['date']}; there chance averages "
+        f"out, and what's left is the router's taste: {busiest[0]:.1f} to "
+        f"{busiest[-1]:.1f} times the mean.",
         f"{times(ours)} (one CPU thread, {here['date']}, `figures/04-dispatch.json`)",
         f"{times(theirs)} {source('gpu-ledger')}",
         f"{h200['versions'].split(',')[0]} with the 120b does {speeds['1']} tokens/s "
@@ -136,8 +144,11 @@ def told_07() -> list[str]:
     slot = cache["ms"]["slot"][1:]  # the first step takes the prompt
     late = sum(slot[-100:]) / sum(slot[:100])
     (date,) = set(here["dates"].values())
+    assert min(cache["ms"]["recompute"][-25:]) > 200  # and both caches stay below 10:
+    assert all(median(cache["ms"][name][-25:]) < 10 for name in ("slot", "concat"))
     again, kept = h200["recompute"]["1"], h200["slot"]["1"]
     return [
+        "Recomputing ends beyond 200 ms a token, and both caches stay below 10.",
         f"{here['new_tokens']:,} new tokens, recorded on one CPU thread: recomputing "
         f"takes {cache['recompute_over_slot']:.1f} times as long, concatenating "
         f"{cache['concat_over_slot']:.2f} times; the last 100 tokens took "
