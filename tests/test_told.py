@@ -429,6 +429,16 @@ def told_b() -> list[str]:
     ]
 
 
+def told_readme() -> list[str]:
+    record = recorded("12-invariance")
+    changed = sorted(run["differ"] for run in record["contrast"] if run["differ"])
+    slower = sorted(run["ratio"] for run in record["cost"].values())
+    return [
+        f"Without it, {changed[0]} to {changed[-1]} of 64 greedy answers changed",
+        f"take {slower[0]:.2f} to {slower[-1]:.2f} times as long with it",
+    ]
+
+
 TOLD: dict[str, Callable[[], list[str]]] = {
     "02": told_02,
     "03": told_03,
@@ -443,11 +453,13 @@ TOLD: dict[str, Callable[[], list[str]]] = {
     "12": told_12,
     "a": told_a,
     "b": told_b,
+    "README.md": told_readme,
 }
 
 
 def text_of(chapter: str) -> str:
-    (path,) = (ROOT / "chapters").glob(f"{chapter}-*.md")
+    """The text of a chapter by its number, or of a page beside the README."""
+    (path,) = [*ROOT.glob(f"chapters/{chapter}-*.md"), *ROOT.glob(chapter)]
     return path.read_text(encoding="utf-8")
 
 
