@@ -63,6 +63,13 @@ def test_speed_follows_its_records(tmp_path):
     assert not headline.is_old(tmp_path)
 
 
+def test_tabulated_speeds_of_a_model_are_of_one_version():
+    vllm = headline.read(ROOT / "figures", "vllm-h200")
+    for row in vllm["decode"]:
+        if row["batch"] in headline.TABULATED:
+            assert row["vllm"] == headline.version(row["model"], vllm)
+
+
 def test_linked_files_exist():
     chapters = ROOT / "chapters"
     for text, folder in ((README, ROOT), (INDEX, chapters), (TEACHING, chapters)):

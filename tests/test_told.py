@@ -488,7 +488,7 @@ def quoting() -> Iterator[tuple[str, str]]:
                 yield chapter, one_line(item)
 
 
-@pytest.mark.parametrize(("chapter", "item"), quoting())
+@pytest.mark.parametrize(("chapter", "item"), list(quoting()))
 def test_an_entry_that_cites_a_record_has_no_other_number(
     chapter: str, item: str
 ) -> None:

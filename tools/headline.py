@@ -97,12 +97,7 @@ def first_token(report: dict[str, Any], vllm: dict[str, Any]) -> tuple[float, st
 
 def version(model: str, vllm: dict[str, Any]) -> str:
     """The one of vLLM that all tabulated speeds of ``model`` are from."""
-    (found,) = {
-        row["vllm"]
-        for row in vllm["decode"] + vllm["prefill"]
-        if row["model"] == model and (row["batch"] in TABULATED or "input_len" in row)
-    }
-    return found
+    return next(row["vllm"] for row in vllm["prefill"] if row["model"] == model)
 
 
 def rows(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
