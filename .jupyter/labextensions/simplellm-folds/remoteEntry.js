@@ -8,7 +8,9 @@ const isOpen = (text) => text.lastIndexOf("<details") > text.lastIndexOf("</deta
 
 function activate(app) {
   const toggled = ({ target }) => {
-    const cells = app.shell.currentWidget?.content?.widgets ?? [];
+    const panels = [...app.shell.widgets("main")];
+    const panel = panels.find((panel) => panel.node.contains(target));
+    const cells = panel?.content?.widgets ?? [];
     const first = cells.findIndex(
       (cell) => cell.model?.type === "markdown" && cell.node.contains(target)
     );
