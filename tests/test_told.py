@@ -281,7 +281,9 @@ def told_10() -> list[str]:
 
 def told_11() -> list[str]:
     rows = recorded("11-kernels")["rows"]
-    found = {(row["kernel"], row["shape"], row["version"]): row for row in rows}
+    found: dict[tuple[str, ...], Any] = {
+        (row["kernel"], row["shape"], row["version"]): row for row in rows
+    }
 
     def us(*key: str) -> float:
         return found[key]["us"]
