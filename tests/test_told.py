@@ -209,7 +209,18 @@ def told_09() -> list[str]:
     ways = [gpu[way] for way in ("whole", "chunks of 8192", "chunks of 1024")]
     gap, first = ([way[part] for way in ways] for part in ("gap_ms", "first_token_ms"))
     memory = {case["lengths"]: case["seconds"] for case in here["memory"]}
+    steps, torch, numpy = (
+        max(case[part] for case in here["static"][backend])
+        for backend, part in (
+            ("TORCH", "steps"),
+            ("TORCH", "seconds"),
+            ("CPU", "seconds"),
+        )
+    )
+    assert round(torch, 1) == 2.0
     return [
+        f"up to {steps:.1f} times the steps where one answer in ten is long, with up "
+        f"to twice the seconds in plain PyTorch and {numpy:.1f} times in NumPy",
         f"{static('TORCH', 'one in ten long')} times faster in plain PyTorch where one "
         f"answer in ten is long and {static('TORCH', 'log-normal')} times with "
         f"log-normal lengths, {static('CPU', 'one in ten long')} and "
@@ -342,6 +353,15 @@ def told_12() -> list[str]:
     }
     lost = ablation["+ overlap"] / ablation["- continuous batching"]
     small = {row["batch"]: row for row in recorded("12-bench-20b")["decode"]}
+    shares = sorted(
+        row["share"]
+        for name in ("12-bench", "12-bench-20b", "12-bench-h100")
+        for row in recorded(name)["decode"]
+        if row["batch"] in (1, 8, 64, 256)
+    )
+    overlapped = ablation["+ overlap"] / ablation["+ CUDA graphs"]
+    kernels_bring = ablation["+ Triton kernels"] / ablation["+ pages, shared prefixes"]
+    plain = ablation["+ overlap"] / ablation["- Triton kernels"]
     prompt = small[1]["ttft_ms"] / small[8]["step_ms"]
     one = us("1", "mma, many tiles a program")
     grouped = us("1", "fragments, unroll 5")
@@ -387,6 +407,10 @@ def told_12() -> list[str]:
         "vLLM on an H200: {} where that was run, else {}.".format(*vllm["runs"]),
         f"adds up blocks reached {vllm['read_gigabytes_per_second']:,.0f}",
         f"it takes {lost:.2f} times as long",
+        f"shares are {100 * shares[0]:.0f} to {100 * shares[-1]:.0f} %, the highest",
+        f"Triton kernels another {kernels_bring:.1f}, CUDA graphs almost 5, overlap "
+        f"{100 * (overlapped - 1):.0f} percent; without the kernels it takes "
+        f"{plain:.0f} times as long",
         f"as much as {('four', 'five', 'six')[round(prompt) - 4]} decodes",
     ]
 
