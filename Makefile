@@ -44,7 +44,9 @@ test-all: test
 
 lab: $(STAMP)
 	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
-		--LabApp.default_url=/lab/tree/chapters $(OPTIONS)
+		--LabApp.default_url=/lab/tree/chapters \
+		--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" \
+		$(OPTIONS)
 
 book: $(STAMP)
 	@$(PY) tools/book.py build

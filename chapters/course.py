@@ -1,5 +1,6 @@
 """What every chapter needs besides the engine: checks, figures, numbers, timing."""
 
+import base64
 import inspect
 import io
 import json
@@ -237,7 +238,23 @@ def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
     if os.environ.get("SAVE_FIGURES"):
         FIGURES.mkdir(exist_ok=True)
         (FIGURES / f"{name}.svg").write_text(drawn.getvalue(), encoding="utf-8")
-    display({"image/svg+xml": drawn.getvalue()}, f"figure {name}", figure=name)
+    picture = drawn.getvalue()
+    data = {"image/svg+xml": picture, "text/html": in_place(picture, name)}
+    display(data, f"figure {name}", figure=name)
+
+
+def in_place(picture: str, name: str) -> str:
+    """HTML that shows an SVG, in JupyterLab in the place of its committed twin.
+
+    The twin stands in the text below, for who reads without running. It goes out of
+    sight only, because its alternative text is that of both.
+    """
+    encoded = base64.b64encode(picture.encode()).decode()
+    twin = f'.jp-Notebook:has([data-figure="{name}"]) img[src*="figures/{name}.svg"]'
+    return (
+        f"<style>{twin} {{position: absolute; width: 1px; opacity: 0}}</style>"
+        f'<img data-figure="{name}" src="data:image/svg+xml;base64,{encoded}" alt="">'
+    )
 
 
 def display(data: dict[str, str], plain: str, **metadata: str) -> bool:

@@ -102,6 +102,10 @@ def test_a_notebook_shows_a_figure(figures: Path, shown: list) -> None:
     ((data, metadata),) = shown
     assert "<svg " in data["image/svg+xml"]
     assert metadata == {"figure": "00-one"}
+    # JupyterLab takes the HTML, whose style hides the same figure in the text below.
+    style, picture = data["text/html"].split("</style>")
+    assert 'img[src*="figures/00-one.svg"]' in style
+    assert picture.startswith('<img data-figure="00-one" src="data:image/svg+xml;')
 
 
 # Checks.

@@ -51,7 +51,7 @@ def test_speed_follows_its_records(tmp_path):
     assert headers[1] == "batch 1"
     assert [row[:2] for row in rows[:3]] == [
         ["**gpt-oss-120b**", "**601**"],
-        ["vLLM 0.26.0", "240"],
+        ["vLLM 0.33.0", "244"],
         ["the GPU's limit", "1,000"],
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below
@@ -61,6 +61,13 @@ def test_speed_follows_its_records(tmp_path):
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)
     assert not headline.is_old(tmp_path)
+
+
+def test_tabulated_speeds_of_a_model_are_of_one_version():
+    vllm = headline.read(ROOT / "figures", "vllm-h200")
+    for row in vllm["decode"]:
+        if row["batch"] in headline.TABULATED:
+            assert row["vllm"] == headline.version(row["model"], vllm)
 
 
 def test_linked_files_exist():

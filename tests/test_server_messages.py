@@ -12,6 +12,7 @@ import orjson
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from babble import MOST, babble, expected
+from cut_turns import CutTurn, cut_turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import HELLO, SMALL, TOKENIZER, until
@@ -29,12 +30,10 @@ from serving import (
     slow,
 )
 from starlette.requests import Request as HTTPRequest
-from test_server_deltas import TOKENS, parts_of
 
 from simplellm import LLM, EngineConfig
 from simplellm.harmony import Delta, is_call, parse
 from simplellm.outputs import Usage, merge
-from simplellm.sampling_params import SamplingParams
 from simplellm.server import messages
 from simplellm.server.app import make_app
 from simplellm.server.bodies import read_body
@@ -149,30 +148,11 @@ def wanted(ids: Sequence[int]) -> str:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    TOKENS,
-    st.lists(st.integers(0, 100), max_size=5),
-    st.lists(st.integers(0, 100), max_size=5),
-    st.sampled_from([(), ("stop",), ("x", "é")]),
-    st.sampled_from([None, 0]),
-)
-def test_events_add_up_however_parts_are_cut(
-    ids: list[int],
-    cuts: list[int],
-    joins: list[int],
-    stop: tuple[str, ...],
-    logprobs: int | None,
-) -> None:
-    params = SamplingParams(stop=stop, logprobs=logprobs)
-    reply, parts = parts_of(ids, cuts, params)
-    borders = sorted({0, *(join % (len(parts) + 1) for join in joins)})
+@given(cut_turns())
+def test_events_add_up_however_parts_are_cut(cut_turn: CutTurn) -> None:
+    params, reply, parts, parts_read = cut_turn
     blocks = Blocks("k")
-    events = [
-        event
-        for start, end in zip(borders, [*borders[1:], None], strict=True)
-        for part in merge(parts[start:end])
-        for event in blocks.push(part)
-    ]
+    events = [event for part in parts_read for event in blocks.push(part)]
     events += blocks.close()
     read = rebuilt(events)
     assert plain(read) == plain(blocks.done)
@@ -181,7 +161,7 @@ def test_events_add_up_however_parts_are_cut(
         whole.push(part)
     whole.close()
     assert orjson.dumps(blocks.done) == orjson.dumps(whole.done)
-    if not stop:
+    if not params.stop:
         assert told(read) == wanted(reply.token_ids)
 
 

@@ -41,9 +41,9 @@ def read(figures: Path, name: str) -> Any:
     return json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def faster(row: dict[str, Any]) -> float:
-    """Of vLLM's two kernels for the experts."""
-    return max(row["triton"], row["marlin"])
+def fastest(row: dict[str, Any], vllm: dict[str, Any]) -> float:
+    """Of vLLM's kernels for the experts, those that ran."""
+    return max(row[kernel] for kernel in vllm["kernels"] if kernel in row)
 
 
 def vllm_limit(model: str, batch: int, vllm: dict[str, Any]) -> float:
@@ -60,7 +60,7 @@ def points(report: dict[str, Any], vllm: dict[str, Any]) -> list[Point]:
     """Decoding, at each batch size that both engines ran."""
     model = report["model"]
     theirs = {
-        row["batch"]: (faster(row), vllm_limit(model, row["batch"], vllm))
+        row["batch"]: (fastest(row, vllm), vllm_limit(model, row["batch"], vllm))
         for row in vllm["decode"]
         if row["model"] == model
     }
@@ -79,32 +79,39 @@ def prefill(report: dict[str, Any], vllm: dict[str, Any]) -> Point:
     size = row["batch"], row["input_len"]
     (ours,) = (r for r in report["prefill"] if (r["batch"], r["input_len"]) == size)
     speed, limit = ours["tokens_per_second"], ours["limit"]
-    return Point(row["batch"], speed, faster(row), limit, limit)
+    return Point(row["batch"], speed, fastest(row, vllm), limit, limit)
 
 
-def first_token(report: dict[str, Any], vllm: dict[str, Any]) -> tuple[float, float]:
-    """Milliseconds to the first token after one prompt: this engine's, vLLM's."""
+def first_token(report: dict[str, Any], vllm: dict[str, Any]) -> tuple[float, str]:
+    """To the first token after one prompt: this engine's milliseconds, vLLM's cell."""
     (row,) = (r for r in vllm["ttft_ms"] if r["model"] == report["model"])
+    other = row["vllm"] != version(report["model"], vllm)
+    told = f"{row['best']:.0f} ms" + f" ({row['vllm']})" * other
     (ours,) = (
         r
         for r in report["prefill"]
         if (r["batch"], r["input_len"]) == (1, row["input_len"])
     )
-    return ours["ttft_ms"], row["best"]
+    return ours["ttft_ms"], told
+
+
+def version(model: str, vllm: dict[str, Any]) -> str:
+    """The one of vLLM that all tabulated speeds of ``model`` are from."""
+    return next(row["vllm"] for row in vllm["prefill"] if row["model"] == model)
 
 
 def rows(report: dict[str, Any], vllm: dict[str, Any]) -> list[list[str]]:
     """Three lines of the table: this engine, vLLM, the limit."""
     decode = {p.batch: p for p in points(report, vllm)}
     columns = [*(decode[batch] for batch in TABULATED), prefill(report, vllm)]
-    ours_ms, vllm_ms = first_token(report, vllm)
+    ours_ms, vllm_first = first_token(report, vllm)
     ours, theirs, limit = (
         [f"{getattr(column, which):,.0f}" for column in columns]
         for which in ("ours", "vllm", "limit")
     )
     return [
         [f"**{report['model']}**", *(f"**{x}**" for x in (*ours, f"{ours_ms:.0f} ms"))],
-        [f"vLLM {vllm['versions']['vllm']}", *theirs, f"{vllm_ms:.0f} ms"],
+        [f"vLLM {version(report['model'], vllm)}", *theirs, vllm_first],
         ["the GPU's limit", *limit, ""],
     ]
 
@@ -144,13 +151,15 @@ def reach(figures: Path) -> str:
     report, vllm = read(figures, "12-bench"), read(figures, "vllm-h200")
     decode = {point.batch: point for point in points(report, vllm)}
     one, many = decode[TABULATED[0]], decode[TABULATED[-1]]
+    theirs = version(report["model"], vllm)
+    dates = dict.fromkeys([report["date"], vllm["runs"][theirs]["date"]])
     text = (
         f"On one {report['device']['name']} it writes {one.ours:,.0f} tokens a second "
         f"of {report['model']} for one request and {many.ours:,.0f} for {many.batch} "
         f"at once. That's {one.share('ours'):.0f} % and {many.share('ours'):.0f} % of "
         "what the GPU's memory and arithmetic allow; vLLM "
-        f"{vllm['versions']['vllm']} writes {one.vllm:,.0f} and {many.vllm:,.0f} "
-        f"(recorded {report['date']} and {vllm['date']})."
+        f"{theirs} writes {one.vllm:,.0f} and {many.vllm:,.0f} (recorded "
+        f"{' and '.join(dates)})."
     )
     return fill(text, 88, break_on_hyphens=False)
 
@@ -169,6 +178,10 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     run = reports[0]
     compiled, cached = (read(figures, "12-start")["starts"][i] for i in (0, 1))
     memory = read(figures, "12-memory")
+    runs = " and ".join(
+        f"{found}'s on {run['date']}" for found, run in vllm["runs"].items()
+    )
+    kernels = "{}, {} or {}".format(*map(str.capitalize, vllm["kernels"]))
     taken = memory["memory"]["process"] + memory["memory"]["context"]
     speed = (
         f"Recorded {run['date']} on one {run['device']['name']} with torch "
@@ -178,9 +191,10 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "each, greedy; batch size over the median step. The limit is the speed at "
         "which a step takes exactly as long as reading its bytes once or doing its "
         "arithmetic, whichever is longer, at the read and matmul speeds measured in "
-        f"the same run. vLLM's numbers were recorded once, on {vllm['date']}, on the "
-        "same kind of GPU, not necessarily the same card. Each is the better of its "
-        "Triton and Marlin kernels for the experts. They have "
+        f"the same run. vLLM's numbers were recorded once, {runs}, on the same kind "
+        "of GPU, not necessarily the same card; in the picture the older ones fill in "
+        "the batch sizes that the newer one didn't run. Each is of the fastest of its "
+        f"kernels for the experts that ran, {kernels}. They have "
         f"{VLLM_LENGTHS[1]} new tokens, for which the picture takes a slightly higher "
         "limit. To repeat ours: `simplellm bench`, as in [chapter "
         "12](chapters/12-full-speed.md)."
@@ -223,7 +237,7 @@ def draw(figures: Path) -> None:
         places = range(len(found))
         for side, whose, label in (
             (-0.2, "ours", "this engine"),
-            (0.2, "vllm", f"vLLM {vllm['versions']['vllm']}"),
+            (0.2, "vllm", "vLLM"),
         ):
             shares = [p.share(whose) for p in found]
             ax.bar([x + side for x in places], shares, 0.38, label=label)

@@ -228,9 +228,6 @@ class HighestBitFirst(Rows):
         )
     )
 
-    def ends(self, automaton, state):  # in the bit that the check will look at
-        return automaton.ends(state)
-
 
 KEPT: dict[int, Any] = {}
 
@@ -392,22 +389,25 @@ def ends_in_the_middle(answer, calls):
     return a_turn(answer, calls, start="(analysis | preamble)* end?")
 
 
+def chance(logprobs, bits, *, order="little", of=np.exp):
+    """The kept version, with what students change as switches."""
+    allowed = np.unpackbits(bits.view(np.uint8), bitorder=order)[: len(logprobs)]
+    return of(logprobs)[allowed == 1].sum()
+
+
 @wrong("B.1", "probabilities add up")
 def counts(logprobs, bits):
-    allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(logprobs)]
-    return allowed.mean()
+    return chance(logprobs, bits, of=lambda logs: np.full(len(logs), 1 / len(logs)))
 
 
 @wrong("B.1", "is token v's")
 def highest_bit_first(logprobs, bits):
-    allowed = np.unpackbits(bits.view(np.uint8))[: len(logprobs)]
-    return np.exp(logprobs)[allowed == 1].sum()
+    return chance(logprobs, bits, order="big")
 
 
 @wrong("B.1", "between 0 and 1")
 def logs(logprobs, bits):
-    allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(logprobs)]
-    return logprobs[allowed == 1].sum()
+    return chance(logprobs, bits, of=lambda logs: logs)
 
 
 def reached(node, most, *, nothing=False, depth=10**6, over=0):
