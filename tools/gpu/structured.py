@@ -30,13 +30,14 @@ import triton
 
 from simplellm import LLM, EngineConfig, SamplingParams
 from simplellm.masks import Masks
+from simplellm.sampling_params import StructuredOutputs
 from simplellm.tokenizer import Tokenizer
 
 BATCHES = (1, 64, 256)
 LENGTH, TOKENS = 128, 256  # of a prompt, and of an answer
 CONTROL = 1090  # the last ids, which are no text
 # Texts, numbers, names and lists, for longer than an answer lasts.
-ITEM = {
+ITEM: dict[str, Any] = {
     "name": {"type": "string", "maxLength": 30},
     "count": {"type": "integer", "minimum": 0, "maximum": 999_999},
     "kind": {"enum": ["fruit", "animal", "tool", "city"]},
@@ -55,7 +56,7 @@ SCHEMA = {
 }
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
 FREE = SamplingParams(**GREEDY, ignore_eos=True)
-FORCED = SamplingParams(**GREEDY, structured_outputs={"json": SCHEMA})
+FORCED = SamplingParams(**GREEDY, structured_outputs=StructuredOutputs(json=SCHEMA))
 MASKED = replace(FORCED, min_tokens=1)
 
 
