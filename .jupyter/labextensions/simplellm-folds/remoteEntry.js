@@ -23,12 +23,14 @@ function activate(app) {
     }
     for (const cell of cells.slice(first + 1)) {
       if (cell.model.sharedModel.getSource().includes("</details>")) {
-        return;
+        break;
       }
       if (cell.model.type === "code") {
         cell.inputHidden = !target.open;
       }
     }
+    // The notebook may have scrolled when the cells below changed their heights.
+    setTimeout(() => target.scrollIntoView({ block: "nearest" }), 200);
   };
   document.addEventListener("toggle", toggled, true); // the event does not bubble
 }
