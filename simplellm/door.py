@@ -25,13 +25,12 @@ from simplellm.config import (
     expect,
     expect_type,
 )
-from simplellm.grammar import Grammar
+from simplellm.grammar import Grammar, GrammarError
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
 from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
-from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
 from simplellm.vocabulary import Grammars
 
@@ -123,11 +122,15 @@ class Door:
     max_model_len: int  # tokens of a prompt and its output
 
     @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles them."""
+        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+        return Grammars(tokenizer, size, self.eos_token_ids)
+
+    @cached_property
     def compile(self) -> Callable[[str], Grammar]:
         """Text to a grammar. Agents send the same schema again and again."""
-        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
-        grammars = Grammars(tokenizer, size, self.eos_token_ids)
-        return lru_cache(MAX_GRAMMARS)(grammars.compile)
+        return lru_cache(MAX_GRAMMARS)(self.grammars.compile)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -267,19 +270,17 @@ class Door:
     def _grammar(self, constraint: Constraint) -> Grammar:
         """The compiled grammar. Raises ValueError that names the part to blame."""
 
-        def compiled(text: str, name: str) -> Grammar:
-            try:
-                return self.compile(text)
-            except ValueError as error:
-                raise about(ValueError(f"{name}: {error}"), name) from None
-
         parts = constraint.parts
+        name = " and ".join(parts) or "tool_choice"
         try:
-            return compiled(constraint.text, " and ".join(parts) or "tool_choice")
-        except ValueError:
-            for name, rules in parts.items() if len(parts) > 1 else ():
-                compiled(rules_text(rules), name)
-            raise
+            return self.compile(constraint.text)
+        except GrammarError as error:
+            wrong = f"{name}: {error}"
+        for part, rules in parts.items():
+            if (reason := self.grammars.refusal(rules)) is not None:
+                name, wrong = part, f"{part}: {reason}"
+                break
+        raise about(ValueError(wrong), name)
 
     def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError for a token id that the model doesn't have."""

@@ -38,6 +38,12 @@ class Grammar:
         return Walk(self.matcher.deep_copy())
 
 
+def reason_of(matcher: Any) -> str:
+    """Why llguidance has given up."""
+    error: str = matcher.get_error()
+    return error.removesuffix("<non-verbose/>").strip()
+
+
 class Walk:
     """How far one output has come in its grammar."""
 
@@ -59,7 +65,7 @@ class Walk:
     def check(self) -> None:
         """Raise GrammarError if llguidance has given up."""
         if self.matcher.is_error():
-            raise GrammarError(self.matcher.get_error())
+            raise GrammarError(reason_of(self.matcher))
 
     def forced(self) -> list[int]:
         """The tokens that have to come next, as many as are sure."""

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from simplellm.reader import future_of
 from simplellm.request import EngineError, Request
 from simplellm.results import outputs
 from simplellm.scheduler import Work
-from simplellm.vocabulary import Grammars
+from simplellm.vocabulary import MOST_FORCED, Grammars
 
 pytest.importorskip("llguidance")
 
@@ -98,6 +99,24 @@ def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -
     finally:
         del llm.engine.runner.start
     assert quick <= 6 and len(seen) - quick >= len(alone.token_ids)
+
+
+def test_a_long_text_that_has_to_come_comes_in_parts(
+    llm: LLM, grammars: Grammars
+) -> None:
+    grammar = grammars.compile("start: /[ab]b{40000}/")
+    walk = grammar.walk()
+    walk.advance(llm.tokenizer.encode("a"))
+    begin = time.process_time()
+    forced = walk.forced()
+    assert time.process_time() - begin < 1
+    assert 0 < len(forced) <= MOST_FORCED
+    most = 2 * MOST_FORCED
+    (output,) = run(llm, [ask(llm, grammar, max_tokens=most)])
+    assert output.finish_reason == "length" and len(output.token_ids) == most
+    assert output.text[1:] == "b" * (len(output.text) - 1)
+    (alone,) = run(llm, [ask(llm, grammar, max_tokens=20, logprobs=1)])
+    assert alone.token_ids == output.token_ids[:20]
 
 
 def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
