@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from simplellm.chat_options import (
@@ -126,6 +127,14 @@ class Door:
         """What compiles them."""
         tokenizer, size = self.need_tokenizer(), self.config.vocab_size
         return Grammars(tokenizer, size, self.eos_token_ids)
+
+    def prepare(self) -> None:
+        """Make what all grammars need now, if there can be any, and not for the first.
+
+        All requests that run would wait for it.
+        """
+        if self.tokenizer is not None and find_spec("llguidance"):
+            self.grammars.vocabulary  # noqa: B018  (it is kept)
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
