@@ -18,6 +18,7 @@ from simplellm.reader import future_of
 from simplellm.request import EngineError, Request
 from simplellm.results import outputs
 from simplellm.scheduler import Work
+from simplellm.structured import rules_text, schema_rules
 from simplellm.vocabulary import MOST_FORCED, Grammars
 
 pytest.importorskip("llguidance")
@@ -99,6 +100,20 @@ def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -
     finally:
         del llm.engine.runner.start
     assert quick <= 6 and len(seen) - quick >= len(alone.token_ids)
+
+
+def test_signs_and_names_of_json_have_to_come(llm: LLM, grammars: Grammars) -> None:
+    """Up to where a space may stand or a value begins."""
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"properties": {"a name": number, "b": number}, "type": "object"}
+    closed = schema | {"required": ["a name", "b"], "additionalProperties": False}
+    walk = grammars.compile(rules_text(schema_rules(closed, "schema"))).walk()
+    output: list[int] = []
+    for chosen, forced in (("", '{"a name":'), (" 7", ","), (' "', 'b":'), ("3", "}")):
+        output += llm.tokenizer.encode(chosen)
+        walk.advance(output)
+        output += (found := walk.forced())
+        assert llm.tokenizer.decode(found) == forced
 
 
 def test_a_long_text_that_has_to_come_comes_in_parts(
