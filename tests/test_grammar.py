@@ -209,6 +209,36 @@ def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> Non
     assert futures[2].result(timeout=60)[0].finish_reason in ("stop", "length")
 
 
+def test_who_fails_by_its_grammar_holds_up_nobody(
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its step are tried again together, and not one by one."""
+    broken = grammars.compile(NUMBERS)
+    broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
+    others = [ask(llm, None, ignore_eos=True) for _ in range(6)]
+    wanted = [output.token_ids for output in run(llm, others)]
+    launch, sizes, failed = llm.engine.runner.launch, list[int](), list[int]()
+
+    def counting(works: Sequence[Work]) -> Any:
+        sizes.append(len(works))
+        try:
+            return launch(works)
+        except GrammarError:
+            failed.append(len(sizes))
+            raise
+
+    monkeypatch.setattr(llm.engine.runner, "launch", counting)
+    futures = [
+        future_of(llm, llm._delivery, llm._families([one]), outputs)
+        for one in (*others, ask(llm, broken))
+    ]
+    with pytest.raises(EngineError, match="this request failed"):
+        futures.pop().result(timeout=60)
+    assert [future.result(timeout=60)[0].token_ids for future in futures] == wanted
+    (place,) = failed
+    assert sizes[place] == sizes[place - 1] - 1 > 0
+
+
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])
 def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> None:
     with pytest.raises(GrammarError, match=r"\w"):
