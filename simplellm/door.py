@@ -33,7 +33,7 @@ from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import Grammars
+from simplellm.vocabulary import Grammars, refusal
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
@@ -286,7 +286,7 @@ class Door:
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():
-            if (reason := self.grammars.refusal(rules)) is not None:
+            if (reason := refusal(rules, self.grammars.compile)) is not None:
                 name, wrong = part, f"{part}: {reason}"
                 break
         raise about(ValueError(wrong), name)

@@ -1,7 +1,7 @@
 """Grammars over the tokens of a model: what llguidance has to know of them."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -74,28 +74,33 @@ class Grammars:
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         return Grammar(matcher)
 
-    def refusal(self, rules: Mapping[str, Any]) -> str | None:
-        """Why ``rules`` are refused, and where in their schema; None if they aren't.
 
-        llguidance names no place. So the innermost schema is looked for that it
-        refuses for the same kind of reason, which stands before a colon.
-        """
-        reason = self.reason(rules)
-        if reason is None or "json_schema" not in rules:
-            return reason
-        until = time.monotonic() + SEARCH_SECONDS
+Compile = Callable[[str], Grammar]
 
-        def alike(schema: Mapping[str, Any]) -> bool:
-            other = self.reason({"json_schema": schema}) or ""
-            return other.partition(":")[0] == reason.partition(":")[0]
 
-        place = blamed(rules["json_schema"], alike, until)
-        return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
+def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused, and where in their schema; None if they aren't.
 
-    def reason(self, rules: Mapping[str, Any]) -> str | None:
-        """Why ``rules`` are refused; None if they aren't."""
-        try:
-            self.compile(rules_text(rules))
-        except GrammarError as error:
-            return str(error)
-        return None
+    llguidance names no place. So the innermost schema is looked for that it refuses
+    for the same kind of reason, which stands before a colon.
+    """
+    reason = reason_against(rules, compile)
+    if reason is None or "json_schema" not in rules:
+        return reason
+    until = time.monotonic() + SEARCH_SECONDS
+
+    def alike(schema: Mapping[str, Any]) -> bool:
+        other = reason_against({"json_schema": schema}, compile) or ""
+        return other.partition(":")[0] == reason.partition(":")[0]
+
+    place = blamed(rules["json_schema"], alike, until)
+    return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
+
+
+def reason_against(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused; None if they aren't."""
+    try:
+        compile(rules_text(rules))
+    except GrammarError as error:
+        return str(error)
+    return None

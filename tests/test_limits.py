@@ -133,7 +133,7 @@ BOUNDS = {
     "lines of the spine": (3200, 3200),
     # Without the server and what is there for structured output alone.
     "lines of the package": (13_660, 9000),
-    "lines of structured output": (975, 700),
+    "lines of structured output": (980, 700),
     "lines of the server": (4700, 4000),
     "lines of tools/": (5140, 5000),
     "lines of the longest file": (480, 480),
