@@ -160,13 +160,16 @@ def turn_constraint(
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()
-    for number, tool in enumerate(tools):
-        if tool.name in names:
-            where = f"tools[{number}].parameters"
-            parts[where] = calls[tool.name] = arguments_rules(tool, where)
-    count, wanted = len(calls), f"at most {MAX_CALLS}, where a grammar tells them apart"
+    count, wanted = len(names), f"at most {MAX_CALLS}, where a grammar tells them apart"
     expect(count <= MAX_CALLS, "the number of tools", count, wanted)
-    text = turn_grammar(final, calls)
-    length, wanted = len(text), f"at most {2 * MAX_TEXT} characters"
-    expect(length <= 2 * MAX_TEXT, "the length of schemas in tools", length, wanted)
-    return Constraint(text, parts)
+    length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
+    for number, tool in enumerate(tools):
+        if tool.name not in names:
+            continue
+        where = f"tools[{number}].parameters"
+        parts[where] = calls[tool.name] = arguments_rules(tool, where)
+        # At each of them, since to check those that are too many takes its time, too.
+        length += len(rules_text(parts[where]))
+        wanted = f"at most {most} characters"
+        expect(length <= most, "the length of schemas in tools", length, wanted)
+    return Constraint(turn_grammar(final, calls), parts)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 from simplellm.chat_options import (
@@ -26,15 +27,14 @@ from simplellm.config import (
     expect,
     expect_type,
 )
-from simplellm.grammar import Grammar
+from simplellm.grammar import Grammar, GrammarError
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
 from simplellm.masks import Choices, bad_sequences
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
-from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import Grammars
+from simplellm.vocabulary import Grammars, refusal
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any] | Message]
@@ -136,11 +136,23 @@ class Door:
     max_model_len: int  # tokens of a prompt and its output
 
     @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles them."""
+        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+        return Grammars(tokenizer, size, self.eos_token_ids)
+
+    def prepare(self) -> None:
+        """Make what all grammars need now, if there can be any, and not for the first.
+
+        All requests that run would wait for it.
+        """
+        if self.tokenizer is not None and find_spec("llguidance"):
+            self.grammars.vocabulary  # noqa: B018  (it is kept)
+
+    @cached_property
     def compile(self) -> Callable[[str], Grammar]:
         """Text to a grammar. Agents send the same schema again and again."""
-        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
-        grammars = Grammars(tokenizer, size, self.eos_token_ids)
-        return lru_cache(MAX_GRAMMARS)(grammars.compile)
+        return lru_cache(MAX_GRAMMARS)(self.grammars.compile)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -287,19 +299,17 @@ class Door:
     def _grammar(self, constraint: Constraint) -> Grammar:
         """The compiled grammar. Raises ValueError that names the part to blame."""
 
-        def compiled(text: str, name: str) -> Grammar:
-            try:
-                return self.compile(text)
-            except ValueError as error:
-                raise about(ValueError(f"{name}: {error}"), name) from None
-
         parts = constraint.parts
+        name = " and ".join(parts) or "tool_choice"
         try:
-            return compiled(constraint.text, " and ".join(parts) or "tool_choice")
-        except ValueError:
-            for name, rules in parts.items() if len(parts) > 1 else ():
-                compiled(rules_text(rules), name)
-            raise
+            return self.compile(constraint.text)
+        except GrammarError as error:
+            wrong = f"{name}: {error}"
+        for part, rules in parts.items():
+            if (reason := refusal(rules, self.grammars.compile)) is not None:
+                name, wrong = part, f"{part}: {reason}"
+                break
+        raise about(ValueError(wrong), name)
 
     def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raise ValueError for a token id that the model doesn't have."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from simplellm.grammar import GrammarError
 from simplellm.request import EngineError, Event, QueueFullError, Request
 from simplellm.runner import Flight, Runner
 from simplellm.scheduler import Scheduler, Work
@@ -115,23 +116,26 @@ class Engine:
         self.events.put(event)
 
     def launch(self, works: Sequence[Work]) -> None:
-        """Begin to compute works; should that fail, each of them by itself."""
+        """Begin to compute works; if that fails, without who is to blame, or alone."""
         try:
             flight = self.runner.launch(works)
         except Exception as error:
-            LOGGER.error("a step failed, whose requests are tried alone: %s", error)
+            LOGGER.error("a step failed, whose requests are tried again: %s", error)
             # The frames hold memory, and whoever gets the error may keep it for long.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
             self.land(0)  # what is tried again must know its last token
             self.runner.forget()
-            if len(works) == 1:
+            number = error.number if isinstance(error, GrammarError) else None
+            alone = len(works) == 1
+            blamed = [w for w in works if alone or w.request.number == number]
+            for work in blamed:
                 why = failure("the step of this request failed", error)
-                self.end(works[0].request, "error", why)
-                return
-            for work in works:
-                if work.request.finish_reason is None:  # a flight may have ended it
-                    self.launch([work])
+                self.end(work.request, "error", why)
+            for some in [works] if blamed else [[work] for work in works]:
+                # Some have ended, if not now, then with a flight.
+                if left := [w for w in some if w.request.finish_reason is None]:
+                    self.launch(left)
                     self.land(self.depth)
             return
         with self.lock:

@@ -14,7 +14,9 @@ import numpy as np
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used."""
+    """A grammar that cannot be used; ``number`` is that of the request that runs."""
+
+    number: int | None = None
 
 
 def llguidance() -> Any:
@@ -34,15 +36,22 @@ class Grammar:
 
     matcher: Any  # llguidance's, at the beginning
 
-    def walk(self) -> "Walk":
-        return Walk(self.matcher.deep_copy())
+    def walk(self, number: int | None = None) -> "Walk":
+        """A walk from the beginning, by the request of this number."""
+        return Walk(self.matcher.deep_copy(), number)
+
+
+def reason_of(matcher: Any) -> str:
+    """Why llguidance has given up."""
+    error: str = matcher.get_error()
+    return error.removesuffix("<non-verbose/>").strip()
 
 
 class Walk:
     """How far one output has come in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, number: int | None) -> None:
+        self.matcher, self.number = matcher, number
         self.length = 0  # tokens of the output that were taken
 
     def advance(self, new: Sequence[int]) -> None:
@@ -58,7 +67,9 @@ class Walk:
     def check(self) -> None:
         """Raise GrammarError if llguidance has given up."""
         if self.matcher.is_error():
-            raise GrammarError(self.matcher.get_error())
+            error = GrammarError(reason_of(self.matcher))
+            error.number = self.number
+            raise error
 
     def forced(self) -> list[int]:
         """The tokens that have to come next, as many as are sure."""

@@ -84,7 +84,8 @@ class Choices:
         self.early = without(self.always, request.stop_ids)  # before min_tokens
         self.row: Tensor | None = None  # the bits on the device, and what they are for
         self.state: object = None
-        self.walk = None if request.grammar is None else request.grammar.walk()
+        grammar = request.grammar
+        self.walk = None if grammar is None else grammar.walk(request.number)
         params = request.params
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts

@@ -5,7 +5,8 @@ llguidance takes and then does wrong; they are refused, or said in another way.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
 from math import lcm
@@ -73,6 +74,9 @@ BESIDE = ("allOf", "anyOf", "oneOf")  # of the same value
 SEVERAL = (*BESIDE, "prefixItems", "items")
 NAMED = ("properties", "patternProperties")
 
+# What a schema inside another one may need of it, to be asked for alone.
+AROUND = ("$schema", "$defs", "definitions", "x-guidance")
+
 # llguidance recurses: 1,000 levels, $refs followed, crash a process with a stack of
 # 8 MB. JSON itself it reads down to level 128.
 MAX_LEVELS = 400
@@ -116,6 +120,30 @@ def inner_schemas(schema: Mapping[str, Any], path: str) -> Iterator[Place]:
         some = schema.get(key)
         for name, one in some.items() if isinstance(some, dict) else ():
             yield f"{path}.{key}.{short(name)[1:-1]}", one
+
+
+def blamed(
+    root: Mapping[str, Any], refused: Callable[[Mapping[str, Any]], bool], until: float
+) -> str:
+    """The path of the innermost schema in ``root`` that is ``refused``; "" for itself.
+
+    Each is asked for beside the definitions of ``root``. What isn't asked for by
+    ``until``, a time.monotonic(), is left out: then the path is a shorter one.
+    """
+    around = {key: root[key] for key in AROUND if key in root}
+    path, schema, seen = "", root, {id(root)}
+    while True:
+        target = target_of(root, schema.get("$ref"))
+        inner = chain(inner_schemas(schema, path), [(f"{path}.$ref", target)])
+        for place, one in inner:
+            if not isinstance(one, dict) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            if time.monotonic() < until and refused(around | one):
+                path, schema = place, one
+                break
+        else:
+            return path
 
 
 def levels_of(schema: Any, path: str) -> list[list[Place]]:

@@ -21,15 +21,22 @@ MAX_TEXT = 2**17
 MAX_RULES = 500
 MAX_CHOICES = 10_000
 WHERE = "structured_outputs"  # where they stand, for what is said of them
-# At one place in JSON. Without an end to it a model may write spaces until its tokens
-# run out.
-SPACE = r"[ \t\n\r]{1,64}"
+# How JSON is written: as most do it, with a space or none behind a comma or a colon.
+# Where any white space may stand a model that is at a loss fills its answer with it,
+# and after every sign it has to be asked whether it wants some.
+COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "json_allowed_escapes": JSON_ESCAPES,
+}
 
 # Strings, regular expressions and comments of a Lark grammar, as llguidance reads them.
 LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
 # Control tokens by name or id, another grammar, a negation (which control tokens fit
-# too), or a directive: a schema would go unchecked, an option would loosen the rules.
-LARK_REFUSED = re.compile(r"<\S*|@|~|%(?!ignore\b|import\b)\w*")
+# too), an intersection (of eight short words it takes a GB), or a directive: a schema
+# would go unchecked, an option would loosen the rules.
+LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b)\w*")
 
 
 def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def lark_rules(grammar: str) -> dict[str, Any]:
     most = f"at most {MAX_RULES} lines and brackets"
     expect(count <= MAX_RULES, where, f"{count} of them", most)
     odd = LARK_REFUSED.search(bare)
-    wanted = "no special tokens, no '@', no '~', no '%' but %ignore and %import"
+    wanted = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
     expect(odd is None, f"what {where} has", odd and odd[0], wanted)
     return {"lark_grammar": grammar}
 
@@ -110,5 +117,4 @@ def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     if problem is not None:
         raise about(ValueError(problem), where)
     checked_text(text, where)
-    options = {"whitespace_pattern": SPACE, "json_allowed_escapes": JSON_ESCAPES}
-    return {"json_schema": found | {"x-guidance": options}}
+    return {"json_schema": found | {"x-guidance": COMPACT}}

@@ -1,22 +1,31 @@
 """Grammars over the tokens of a model: what llguidance has to know of them."""
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from simplellm.grammar import Grammar, GrammarError, llguidance
+from simplellm.grammar import Grammar, GrammarError, llguidance, reason_of
+from simplellm.schemas import blamed
+from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
 
 # What llguidance may spend, on a grammar and on a step in it. Schemas that people use
 # need a hundredth of it; what needs more would hold up the others.
 LIMITS = {
     "max_grammar_size": 500_000,
-    "initial_lexer_fuel": 1_000_000,
+    "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 200_000,
     "max_lexer_states": 50_000,
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
+    "verbose_errors": False,  # they would hold the whole grammar
 }
+# How much of a text that has to come becomes tokens at once. A pattern says 100,000
+# letters in a few, and who waits for their tokens holds up all that the engine runs.
+MOST_FORCED = 1000  # characters
+SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
 class Vocabulary:
@@ -33,7 +42,7 @@ class Vocabulary:
 
     def __call__(self, text: bytes | str) -> list[int]:
         text = text.decode() if isinstance(text, bytes) else text
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text[:MOST_FORCED])
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Grammars:
 
     @cached_property
     def vocabulary(self) -> Any:
-        """llguidance's tokenizer, which takes a second to make for 200,000 tokens."""
+        """llguidance's tokenizer; 2 s for 200,000 tokens, in which no thread runs."""
         library, ends = llguidance(), sorted(self.eos_token_ids)
         given = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
         wrapped = library.TokenizerWrapper(given)
@@ -61,6 +70,37 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            reason = first.get_error().partition("<state>")[0].strip().splitlines()
+            reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         return Grammar(matcher)
+
+
+Compile = Callable[[str], Grammar]
+
+
+def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused, and where in their schema; None if they aren't.
+
+    llguidance names no place. So the innermost schema is looked for that it refuses
+    for the same kind of reason, which stands before a colon.
+    """
+    reason = reason_against(rules, compile)
+    if reason is None or "json_schema" not in rules:
+        return reason
+    until = time.monotonic() + SEARCH_SECONDS
+
+    def alike(schema: Mapping[str, Any]) -> bool:
+        other = reason_against({"json_schema": schema}, compile) or ""
+        return other.partition(":")[0] == reason.partition(":")[0]
+
+    place = blamed(rules["json_schema"], alike, until)
+    return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
+
+
+def reason_against(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused; None if they aren't."""
+    try:
+        compile(rules_text(rules))
+    except GrammarError as error:
+        return str(error)
+    return None

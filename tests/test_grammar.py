@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,8 @@ from simplellm.reader import future_of
 from simplellm.request import EngineError, Request
 from simplellm.results import outputs
 from simplellm.scheduler import Work
-from simplellm.vocabulary import Grammars
+from simplellm.structured import rules_text, schema_rules
+from simplellm.vocabulary import MOST_FORCED, Grammars
 
 pytest.importorskip("llguidance")
 
@@ -100,6 +102,38 @@ def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -
     assert quick <= 6 and len(seen) - quick >= len(alone.token_ids)
 
 
+def test_signs_and_names_of_json_have_to_come(llm: LLM, grammars: Grammars) -> None:
+    """Up to where a space may stand or a value begins."""
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {"properties": {"a name": number, "b": number}, "type": "object"}
+    closed = schema | {"required": ["a name", "b"], "additionalProperties": False}
+    walk = grammars.compile(rules_text(schema_rules(closed, "schema"))).walk()
+    output: list[int] = []
+    for chosen, forced in (("", '{"a name":'), (" 7", ","), (' "', 'b":'), ("3", "}")):
+        output += llm.tokenizer.encode(chosen)
+        walk.advance(output)
+        output += (found := walk.forced())
+        assert llm.tokenizer.decode(found) == forced
+
+
+def test_a_long_text_that_has_to_come_comes_in_parts(
+    llm: LLM, grammars: Grammars
+) -> None:
+    grammar = grammars.compile("start: /[ab]b{40000}/")
+    walk = grammar.walk()
+    walk.advance(llm.tokenizer.encode("a"))
+    begin = time.process_time()
+    forced = walk.forced()
+    assert time.process_time() - begin < 1
+    assert 0 < len(forced) <= MOST_FORCED
+    most = 2 * MOST_FORCED
+    (output,) = run(llm, [ask(llm, grammar, max_tokens=most)])
+    assert output.finish_reason == "length" and len(output.token_ids) == most
+    assert output.text[1:] == "b" * (len(output.text) - 1)
+    (alone,) = run(llm, [ask(llm, grammar, max_tokens=20, logprobs=1)])
+    assert alone.token_ids == output.token_ids[:20]
+
+
 def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
     """With and without grammars, alone and among company: the same tokens."""
     chance = random.Random(1)
@@ -173,6 +207,36 @@ def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> Non
     with pytest.raises(EngineError, match="this request failed"):
         futures[1].result(timeout=60)
     assert futures[2].result(timeout=60)[0].finish_reason in ("stop", "length")
+
+
+def test_who_fails_by_its_grammar_holds_up_nobody(
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of its step are tried again together, and not one by one."""
+    broken = grammars.compile(NUMBERS)
+    broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
+    others = [ask(llm, None, ignore_eos=True) for _ in range(6)]
+    wanted = [output.token_ids for output in run(llm, others)]
+    launch, sizes, failed = llm.engine.runner.launch, list[int](), list[int]()
+
+    def counting(works: Sequence[Work]) -> Any:
+        sizes.append(len(works))
+        try:
+            return launch(works)
+        except GrammarError:
+            failed.append(len(sizes))
+            raise
+
+    monkeypatch.setattr(llm.engine.runner, "launch", counting)
+    futures = [
+        future_of(llm, llm._delivery, llm._families([one]), outputs)
+        for one in (*others, ask(llm, broken))
+    ]
+    with pytest.raises(EngineError, match="this request failed"):
+        futures.pop().result(timeout=60)
+    assert [future.result(timeout=60)[0].token_ids for future in futures] == wanted
+    (place,) = failed
+    assert sizes[place] == sizes[place - 1] - 1 > 0
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])

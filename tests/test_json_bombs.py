@@ -13,11 +13,11 @@ pytest.importorskip("llguidance")
 if sys.platform != "linux":
     pytest.skip("memory is measured in /proc", allow_module_level=True)
 
-from json_bombs import BOMBS, STEPS
+from json_bombs import NAMES, STEPS
 
 ROOT = Path(__file__).parents[1]
-# A busy machine takes some times as long as an idle one: 2 s, 0.3 s and 110 MiB there.
-COMPILE_SECONDS, STEP_SECONDS, MEBIBYTES = 30.0, 5.0, 500
+# Seconds are the processor's, whatever else it does: 0.8, 0.1 and 130 MiB at most.
+COMPILE_SECONDS, STEP_SECONDS, MEBIBYTES = 5.0, 2.0, 300
 # llguidance alone crashes the process, or takes more time or memory than these bounds.
 REFUSED = """
 objects 10,000 deep, anyOf 10,000 deep, brackets 100,000 deep, a chain of 1,000 refs,
@@ -39,11 +39,11 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def test_every_bomb_was_tried(results: dict[str, dict[str, Any]]) -> None:
-    assert [*results] == [*BOMBS]
+    assert [*results] == [*NAMES]
     assert STEPS >= 50
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bomb_is_refused_or_bounded(
     results: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -59,5 +59,5 @@ def test_what_ends_in_an_error_is_an_error_of_a_limit(
     results: dict[str, dict[str, Any]],
 ) -> None:
     errors = {name: found["error"] for name, found in results.items() if found["error"]}
-    limits = "items; max is", "too many expressions"
+    limits = "items; max is", "too many ", "Too many items"
     assert all(any(limit in error for limit in limits) for error in errors.values())

@@ -26,6 +26,7 @@ from simplellm.masks import (
 )
 from simplellm.model import Model
 from simplellm.request import Request
+from simplellm.sampler import Columns
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size
@@ -225,6 +226,26 @@ def test_nothing_ends_before_min_tokens(llm: LLM) -> None:
     # An end that does not count as one may come at any time.
     output = text_of(llm, logit_bias=ends, min_tokens=7, ignore_eos=True)
     assert {*output.token_ids} <= {*ends}
+
+
+def test_what_a_batch_asks_for_is_sent_once_while_it_stays(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where every step needs the last token, and tells of the whole vocabulary."""
+    made: list[Columns] = []
+    of = Columns.of
+
+    def counting(*arguments: Any) -> Columns:
+        made.append(of(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(Columns, "of", counting)
+    words = ["no such word", "nor this one"]
+    assert all(len(found) > 1 for found in bad_sequences(words, llm.tokenizer))
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "bad_words": words}
+    outputs = llm.generate([QUESTION] * 3, logprobs=-1, temperature=0, **options)
+    assert [len(output.token_ids) for output in outputs.result(60)] == [20] * 3
+    assert 1 <= len(made) <= 5, "as the three come and go"
 
 
 def test_others_in_the_batch_get_what_they_get_alone(llm: LLM) -> None:

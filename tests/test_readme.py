@@ -38,6 +38,17 @@ def test_evaluation_table():
     ]
 
 
+def test_answers_in_json_are_counted():
+    rows = {"freely": {"right": 9}, "structured_outputs": {"of": 10, "valid": 8}}
+    rows["structured_outputs"]["right"] = 7
+    run = {"date": "D", "command": "C", "efforts": {"high": rows}}
+    said = " ".join(tables.answers(run).split())
+    assert (
+        "8 valid answers to 10 questions, 7 of them right; freely it answers 9" in said
+    )
+    assert said.endswith("Recorded D with `C`.")
+
+
 def test_speed_follows_its_records(tmp_path):
     for path in (ROOT / "figures").glob("*.*"):
         shutil.copy(path, tmp_path)

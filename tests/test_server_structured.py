@@ -145,8 +145,29 @@ def test_every_way_tells_the_model_the_format(served: Served, asked: list[Any]) 
     assert wanted in TOKENIZER.decode(found.json()["prompt_token_ids"])
 
 
+def test_what_all_grammars_need_is_there_before_the_first(folder: Path) -> None:
+    with LLM(folder, SMALL) as llm:
+        assert "grammars" not in llm.door.__dict__
+        with serving(llm):
+            assert "vocabulary" in llm.door.grammars.__dict__
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"structured_outputs": {"regex": "[a-c]{7}"}}),
+        ("/v1/chat/completions", {"tools": STRICT, "tool_choice": "required"}),
+        ("/v1/responses", {"text": {"format": FORMAT}}),
+        ("/v1/messages", {"tools": [ANTHROPIC[0] | {"strict": True}]}),
+        ("/tokenize", {"messages": HELLO, "tools": STRICT}),
+    ],
+)
 def test_compiling_holds_up_nobody(
-    served: Served, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+    served: Served,
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
     """One grammar takes as long as it likes; another request is answered meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
@@ -160,10 +181,8 @@ def test_compiling_holds_up_nobody(
 
     monkeypatch.setitem(door.__dict__, "compile", slowly)
     answers = []
-    body = PATHS["/v1/completions"] | {"structured_outputs": {"regex": "[a-c]{7}"}}
-    ask = threading.Thread(
-        target=lambda: answers.append(served.post("/v1/completions", body))
-    )
+    body = PATHS.get(path, {}) | body
+    ask = threading.Thread(target=lambda: answers.append(served.post(path, body)))
     ask.start()
     assert begun.wait(60)
     try:

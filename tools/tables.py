@@ -107,6 +107,18 @@ def evaluation(recorded: dict[str, Any]) -> str:
     )
 
 
+def answers(recorded: dict[str, Any]) -> str:
+    """How many answers under a schema are valid and right, from their record."""
+    rows = recorded["efforts"]["high"]
+    free, held = rows["freely"], rows["structured_outputs"]
+    return (
+        "Its training had no answers in JSON. Held to a schema (an integer, or one of "
+        f"two\nnumbers), it gives {held['valid']} valid answers to {held['of']} "
+        f"questions, {held['right']} of them right; freely\nit answers {free['right']} "
+        f"of them rightly. Recorded {recorded['date']} with\n`{recorded['command']}`."
+    )
+
+
 def percent(right: int, of: int) -> str:
     """A share in percent, rounded down, so that 100 % means all."""
     return f"{right * 1000 // of / 10} %"
@@ -180,6 +192,8 @@ def filled() -> dict[Path, str]:
     text = readme.read_text(encoding="utf-8")
     text = replace(text, "reach", headline.reach(figures))
     text = replace(text, "evaluation", evaluation(recorded))
+    schemas = json.loads((figures / "b-answers.json").read_text(encoding="utf-8"))
+    text = replace(text, "answers", answers(schemas))
     text = replace(text, "measurements", measurements(figures))
     headers, rows, below = headline.section(figures)
     text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")

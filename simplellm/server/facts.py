@@ -46,6 +46,11 @@ class TokenizeBody:
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
     return_token_strs: bool = False
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a grammar may have to be compiled, that of strict tools."""
+        return bool(self.tools)
+
     def __post_init__(self) -> None:
         given = [self.prompt, self.messages].count(None)
         expect(given == 1, "prompt", self.prompt, "either prompt or messages")
