@@ -132,7 +132,7 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3240, 3200),
     # Without the server and what is there for structured output alone.
-    "lines of the package": (14_150, 9000),
+    "lines of the package": (14_160, 9000),
     "lines of structured output": (980, 700),
     "lines of the server": (4700, 4000),
     "lines of tools/": (5430, 5000),

@@ -119,7 +119,7 @@ def turn(llm: LLM, params: Sequence[SamplingParams]) -> dict[str, float]:
 
 
 def measure(llm: LLM, rows: list[dict[str, Any]]) -> None:
-    """All mixtures, three times in turns."""
+    """All mixtures, twice in turns."""
     for batch in BATCHES:
         half = batch // 2
         kinds = {
@@ -133,8 +133,7 @@ def measure(llm: LLM, rows: list[dict[str, Any]]) -> None:
         }
         if batch == 1:
             kinds = {name: kinds[name] for name in ("free", "masked", "forced")}
-        every = [kinds] * (3 if batch < max(BATCHES) else 2)
-        for kind, params in (pair for one in every for pair in one.items()):
+        for kind, params in [*kinds.items()] * 2:
             found = turn(llm, params)
             rows.append({"batch": batch, "kind": kind, **found})
             print(f"{batch:4} {kind:12}", end="")
