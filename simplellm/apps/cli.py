@@ -8,7 +8,6 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 """
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
+from simplellm.apps.benching import bench_model
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.options import (
     MaxTokens,
@@ -31,6 +31,7 @@ from simplellm.apps.options import (
     TopK,
     TopP,
     Where,
+    check_folder,
     given,
     load_llm,
 )
@@ -192,12 +193,6 @@ def info(
         print(text)
 
 
-def check_folder(file: Path) -> None:
-    """Raise ValueError if there is no place for a file that is to be written."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
-
-
 def check_files(source: Path, target: Path) -> None:
     """Raise ValueError unless a batch can be read, and its results kept."""
     check_folder(target)
@@ -279,74 +274,7 @@ def batch(
     return summarize(screen, done, failures)
 
 
-def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
-    """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
-    try:
-        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
-    except ValueError:
-        found = [()]
-    if any(len(entry) != width for entry in found):
-        raise ValueError(f"--{name} is {text}; expected {expected}")
-    return found
-
-
-@app.command()
-def bench(
-    ctx: typer.Context,
-    model: ModelName = None,
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Draw the weights at random; a name alone needs this.",
-        ),
-    ] = False,
-    batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    prefill: Annotated[
-        str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")
-    ] = "",
-    context: Annotated[
-        str, typer.Option(help="Tokens in the cache, as in 32768,131072.")
-    ] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw speeds and limit (.svg, .png, .pdf).", dir_okay=False),
-    ] = None,
-    device: Where = None,
-) -> None:
-    """Measure a model's speed, and what this machine allows."""
-    screen = Screen()
-    with screen.waiting("Starting PyTorch"):
-        from simplellm.apps import report
-        from simplellm.apps.bench import measure
-        from simplellm.llm import LLM
-    wanted = "prompts x tokens such as 32x2048,1x2048"
-    plan = report.Plan(
-        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
-        input_len=input_len,
-        output_len=output_len,
-        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
-        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
-    )
-    for path in filter(None, (json_file, plot)):
-        check_folder(path)
-    if plot is not None:
-        report.check_plot(plot)
-    command = shlex.join(["simplellm", *ctx.obj])
-    options: dict[str, Any] = {"random_weights": random_weights, "device": device}
-    found = measure(plan, LLM, model, command=command, **options)
-    if json_file is not None:
-        report.write_json(found, json_file)
-    if plot is not None:
-        report.plot(found, plot)
-    report.show(found, screen.out)
-
-
+app.command("bench")(bench_model)
 app.command("serve")(serve_model)
 
 

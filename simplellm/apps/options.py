@@ -1,5 +1,6 @@
 """What several commands have in common: the model, where it runs, how it samples."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -51,6 +52,12 @@ def given(**options: Any) -> dict[str, Any]:
     found = {k: v for k, v in options.items() if v is not None and v != []}
     SamplingParams(**found)
     return found
+
+
+def check_folder(file: Path) -> None:
+    """Raise ValueError if there is no place for a file that is to be written."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
 def load_llm(
