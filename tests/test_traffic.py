@@ -313,8 +313,8 @@ def test_a_turn_waits_for_the_one_before(clients):
     found = run_traffic(one_at_a_time(0.01, log), [*talk, request("z")], clients)
     assert [entry for entry in log if entry[1] != "z"] == "+a -a +b -b +c -c".split()
     assert len(found) == 4
-    by_length = sorted(found, key=lambda one: one.ended)
-    assert by_length[-1].due - by_length[0].due > 0.1
+    assert found[1].due - found[0].ended >= 0.1
+    assert found[2].due == found[1].ended
 
 
 def test_a_file_comes_out_as_it_went_in(tmp_path: Path):
@@ -354,14 +354,14 @@ def test_an_engine_says_the_same_by_both_ways(llm: LLM):
         outside = run_traffic(to_url(f"http://127.0.0.1:{served.port}"), some)
     for found in (inside, outside):
         assert [one.error for one in found] == [None] * len(some)
-        asked = sorted(one.body["max_tokens"] for one in some)
-        assert sorted(len(one.tokens) for one in found) == asked
+        assert [len(one.tokens) for one in found] == [
+            one.body["max_tokens"] for one in some
+        ]
         assert all(one.finish_reason == "length" for one in found)
         assert len({one.prompt_tokens for one in found}) > 1
-    said = [sorted(one.tokens for one in found) for found in (inside, outside)]
-    assert said[0] == said[1]
-    counts = [sorted(one.prompt_tokens for one in found) for found in (inside, outside)]
-    assert counts[0] == counts[1]
+    for name in ("tokens", "prompt_tokens"):
+        both = [[getattr(one, name) for one in found] for found in (inside, outside)]
+        assert both[0] == both[1]
     assert max(one.cached_tokens for one in outside) > 0
 
 

@@ -166,13 +166,14 @@ def run_traffic(
     clients: int = 0,
     file: IO[str] | None = None,
 ) -> list[Outcome]:
-    """Send a workload one ``way``; the outcomes, in the order of their ends.
+    """Send a workload one ``way``; its outcomes, in its order.
 
     All begin when they are due. Or ``clients`` share the conversations, whatever their
     time: each begins another when it is through with one. After an error the rest of a
     conversation has nothing to follow. ``file`` gets a line for each request.
     """
-    talks, found = conversations(arrivals), []
+    talks = conversations(arrivals)
+    found: dict[str, Outcome] = {}
 
     async def converse(send: Send, talk: Sequence[Arrival], due: float) -> None:
         error = None
@@ -182,7 +183,7 @@ def run_traffic(
                 await ask(send, arrival, outcome)
             outcome.ended = due = time.monotonic()
             error = outcome.error and FAILED
-            found.append(outcome)
+            found[arrival.custom_id] = outcome
             if file is not None:
                 line = asdict(replace(arrival, result=asdict(outcome)))
                 file.write(json.dumps(line) + "\n")
@@ -201,7 +202,7 @@ def run_traffic(
 
     with tqdm(total=len(arrivals), unit="req", disable=None, leave=False) as bar:
         asyncio.run(run())
-    return found
+    return [found[one.custom_id] for one in arrivals]
 
 
 # What is found
