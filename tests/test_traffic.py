@@ -16,7 +16,7 @@ from rich.console import Console
 from serving import serving
 
 from simplellm import LLM
-from simplellm.apps import cli, traffic
+from simplellm.apps import benching, cli, traffic
 from simplellm.apps.report import show_traffic
 from simplellm.apps.traffic import (
     Outcome,
@@ -59,7 +59,9 @@ def scripted(script: Script) -> Iterator[str]:
     The script gets a request's body and what sends: a status with an error, or events.
     Several events in a list are sent at once.
     """
-    loop, ready, ports = asyncio.new_event_loop(), threading.Event(), []
+    stop, ready = asyncio.Event(), threading.Event()
+    ports: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
 
     async def answer(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -93,17 +95,17 @@ def scripted(script: Script) -> Iterator[str]:
 
     async def serve() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=600)
+        loops.append(asyncio.get_running_loop())
         ports.append(server.sockets[0].getsockname()[1])
         ready.set()
+        await stop.wait()
 
-    loop.create_task(serve())
-    thread = threading.Thread(target=loop.run_forever)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     ready.wait()
     yield f"http://127.0.0.1:{ports[0]}"
-    loop.call_soon_threadsafe(loop.stop)
+    loops[0].call_soon_threadsafe(stop.set)
     thread.join()
-    loop.close()
 
 
 def part(*tokens: int, end: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -119,7 +121,8 @@ async def four(body: dict[str, Any], send: Any) -> None:
     await asyncio.sleep(0.3)
     await send([part(2), part(3)])
     await asyncio.sleep(0.1)
-    usage = {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 3}}
+    usage = {"prompt_tokens": 7, "completion_tokens": 4}
+    usage["prompt_tokens_details"] = {"cached_tokens": 3}
     await send([part(4, end="length"), {"choices": [], "usage": usage}])
 
 
@@ -160,7 +163,16 @@ def test_known_delays_are_found():
     ],
 )
 def test_a_gap_is_shared_by_the_tokens_that_end_it(times, gaps):
-    assert Outcome(0.0, times=times).gaps() == gaps
+    count = len(times)
+    one = Outcome(0.0, tokens=[1] * count, times=times, output_tokens=count)
+    assert one.gaps() == gaps
+
+
+def test_tokens_that_are_not_told_are_spread_over_their_parts():
+    """Ten tokens in three parts: 3.33 each, which share a gap of 1 s and one of 3."""
+    parts = [traffic.UNKNOWN] * 3
+    one = Outcome(0.0, tokens=parts, times=[5.0, 6.0, 9.0], output_tokens=10)
+    assert one.gaps() == pytest.approx([0.3] * 3 + [0.9] * 3)
 
 
 def test_percentiles_are_those_of_numpy():
@@ -169,7 +181,7 @@ def test_percentiles_are_those_of_numpy():
     for _ in range(137):
         times = 5.0 + np.cumsum(chance.exponential(size=chance.integers(1, 30)))
         done = times[-1] + chance.exponential()
-        found.append(Outcome(5.0, 5.0, done, [1] * len(times), [*times]))
+        found.append(Outcome(5.0, 5.0, done, [1] * len(times), [*times], len(times)))
     told = summarize_traffic(found)["milliseconds"]
     gaps = [np.diff(one.times) for one in found]
     expected = {
@@ -247,7 +259,7 @@ def test_without_token_ids_a_part_with_text_counts_as_one():
     with scripted(untold) as url:
         found = run_traffic(to_url(url), [request("a")])
     assert found[0].tokens == [traffic.UNKNOWN] * 2
-    assert summarize_traffic(found)["parts_counted"]
+    assert summarize_traffic(found)["output_tokens"] == 2
 
 
 # When it is sent
@@ -313,7 +325,7 @@ def test_a_turn_waits_for_the_one_before(clients):
     found = run_traffic(one_at_a_time(0.01, log), [*talk, request("z")], clients)
     assert [entry for entry in log if entry[1] != "z"] == "+a -a +b -b +c -c".split()
     assert len(found) == 4
-    assert found[1].due - found[0].ended >= 0.1
+    assert found[1].due == found[0].ended + 0.1
     assert found[2].due == found[1].ended
 
 
@@ -354,7 +366,7 @@ def test_an_engine_says_the_same_by_both_ways(llm: LLM):
         outside = run_traffic(to_url(f"http://127.0.0.1:{served.port}"), some)
     for found in (inside, outside):
         assert [one.error for one in found] == [None] * len(some)
-        assert [len(one.tokens) for one in found] == [
+        assert [one.output_tokens for one in found] == [
             one.body["max_tokens"] for one in some
         ]
         assert all(one.finish_reason == "length" for one in found)
@@ -429,11 +441,11 @@ def test_what_cannot_be_sent_is_refused(capsys, options: str, message: str):
 
 def test_the_table_fits_a_terminal():
     found = [
-        Outcome(0.0, 0.0, 99_999.9, [1] * 9, [12_345.6 + k * 999 for k in range(9)])
+        Outcome(0.0, 0.0, 99_999.9, [1] * 9, [12_345.6 + k * 999 for k in range(9)], 9)
         for _ in range(3)
     ]
     found += [Outcome(0.0, error=f"HTTP {status}: busy") for status in (429, 503)]
-    record = summarize_traffic(found) | {"output_tokens": 10**9, "parts_counted": True}
+    record = summarize_traffic(found) | {"output_tokens": 10**9}
     record |= {"prompt_tokens": 10**10, "requests": 10**7}
     console = Console(width=200, record=True, file=io.StringIO())
     show_traffic(record, console)

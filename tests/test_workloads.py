@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from simplellm.apps.workloads import (
-    WORDS,
     WORKLOADS,
     Arrival,
     arrive,
@@ -18,16 +17,8 @@ from simplellm.apps.workloads import (
     draw_workload,
     read_workload,
 )
-from simplellm.load import EMBEDDED
-from simplellm.tokenizer import Tokenizer
 
 named = pytest.mark.parametrize("name", WORKLOADS)
-
-
-def test_a_word_is_a_token():
-    tokenizer = Tokenizer.from_file(EMBEDDED / "tokenizer.json")
-    assert len(set(WORDS)) == len(WORDS)
-    assert len(tokenizer.encode(" ".join(WORDS))) == len(WORDS)
 
 
 @named

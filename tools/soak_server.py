@@ -1,4 +1,4 @@
-"""Load `simplellm serve` with clients of all kinds, then look for what they left behind.
+"""Load `simplellm serve` with clients of all kinds, then see what they left behind.
 
     python tools/soak_server.py --minutes 60 --clients 32 --json soak.json
     python tools/soak_server.py --crowds 1,8,32,128,512 --json figures/a-crowds.json

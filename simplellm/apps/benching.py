@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,6 +144,11 @@ def bench_model(
         from simplellm.llm import LLM
     if plot is not None:
         report.check_plot(plot)
+    if url and not find_spec("aiohttp"):
+        raise ValueError(
+            "aiohttp is not installed; expected what pip install 'simplellm[bench]' "
+            "brings"
+        )
     command = {"command": shlex.join(["simplellm", *ctx.obj])}
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or rate or clients or results:

@@ -196,8 +196,6 @@ def show_traffic(found: Mapping[str, Any], console: Console) -> None:
         f"{found['output_tokens']:,} new ones, {found['tokens_per_second']:,.1f} a "
         "second",
     ]
-    if found["parts_counted"]:
-        lines.append("The server tells no tokens: a part of an answer counts as one.")
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("milliseconds")
     for share in ("p50", "p90", "p99"):

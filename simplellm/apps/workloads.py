@@ -10,7 +10,7 @@ from typing import Any
 
 from simplellm.config import expect
 
-# Behind a space each is one token, for gpt-oss and for most other models.
+# So common that a large vocabulary has a token for each; servers tell the true counts.
 WORDS = (
     "time year people way day man thing woman life child world school state family "
     "student group country problem hand part place case week company system program "
@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """What requests look like; a word counts as a token.
+    """What requests look like, prompts in words and outputs in tokens.
 
     Lengths are (median, least, most) of a log-normal distribution with sigma 1.
     """
@@ -61,7 +61,7 @@ WORKLOADS = {
 
 
 def draw_length(chance: Random, median: int, least: int, most: int) -> int:
-    """A number of tokens; what is out of bounds becomes the bound."""
+    """A length; what is out of bounds becomes the bound."""
     return min(most, max(least, round(median * chance.lognormvariate(0, 1))))
 
 
