@@ -16,7 +16,7 @@ from rich.console import Console
 from serving import serving
 
 from simplellm import LLM
-from simplellm.apps import benching, cli, traffic
+from simplellm.apps import cli, traffic
 from simplellm.apps.report import show_traffic
 from simplellm.apps.traffic import (
     Outcome,

@@ -40,7 +40,8 @@ from simplellm.apps.workloads import Arrival, Workload, draw_workload
 
 LIMIT = 30  # seconds that the server gives a request
 PATIENCE = 120.0  # seconds after which a client counts as hung, and a server as busy
-KIND = Workload((60, 8, 400), (40, 8, 160))  # of requests, for the embedded model
+# Of requests that the embedded model can answer by the hundred.
+KIND = Workload((15, 4, 60), (20, 4, 60), chat=False)
 SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer"}, "sure": {"type": "boolean"}},
@@ -114,12 +115,12 @@ async def wait_until_idle(url: str) -> None:
 
 
 def crowds(counts: list[int]) -> dict[str, Any]:
-    """So many clients at once, two requests each; twice, as memory grows at first."""
+    """So many clients at once; then all again, as memory grows at first."""
     rows, wrong = [], []
     with serving() as (pid, url):
         for turn in range(2):
             for count in counts:
-                some = draw_workload(KIND, max(16, 2 * count), 1000 * turn + count)
+                some = draw_workload(KIND, max(16, count), 1000 * turn + count)
                 before = holdings(pid)
                 found = summarize_traffic(run_traffic(to_url(url), some, count))
                 asyncio.run(wait_until_idle(url))

@@ -8,10 +8,15 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 """
 
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,12 +25,26 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
-from simplellm.apps.benching import bench_model
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.options import (
+    URL,
+    Batches,
+    Clients,
+    Contexts,
+    Count,
+    InputLength,
+    JSONFile,
+    LoadName,
     MaxTokens,
     ModelFolder,
     ModelName,
+    OutputLength,
+    PlotFile,
+    Prefills,
+    RandomWeights,
+    Rate,
+    ResultsFile,
+    Seed,
     Stop,
     Temperature,
     TopK,
@@ -37,6 +56,7 @@ from simplellm.apps.options import (
 )
 from simplellm.apps.screen import Screen, respond
 from simplellm.apps.serving import serve_model
+from simplellm.apps.workloads import plan_load
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -274,7 +294,71 @@ def batch(
     return summarize(screen, done, failures)
 
 
-app.command("bench")(bench_model)
+@app.command()
+def bench(
+    ctx: typer.Context,
+    model: ModelName = None,
+    random_weights: RandomWeights = False,
+    batch: Batches = "1",
+    input_len: InputLength = 128,
+    output_len: OutputLength = 128,
+    prefill: Prefills = "",
+    context: Contexts = "",
+    load: LoadName = "",
+    url: URL = "",
+    requests: Count = 100,
+    rate: Rate = 0.0,
+    clients: Clients = 0,
+    seed: Seed = None,
+    results: ResultsFile = None,
+    json_file: JSONFile = None,
+    plot: PlotFile = None,
+    device: Where = None,
+) -> None:
+    """Measure a model's speed, and what this machine allows.
+
+    With --load or --url: how long those wait who send a workload.
+    """
+    for path in filter(None, (json_file, plot, results)):
+        check_folder(path)
+    screen = Screen()
+    with screen.waiting("Starting PyTorch"):
+        from simplellm.apps import report, traffic
+        from simplellm.apps.bench import measure, plan_steps
+        from simplellm.llm import LLM
+    if plot is not None:
+        report.check_plot(plot)
+    if url and not find_spec("aiohttp"):
+        raise ValueError(
+            "aiohttp is not installed; expected what pip install 'simplellm[bench]' "
+            "brings"
+        )
+    command = {"command": shlex.join(["simplellm", *ctx.obj])}
+    options: dict[str, Any] = {"random_weights": random_weights, "device": device}
+    if load or url or rate or clients or results:
+        drawn = time.time_ns() % 10**6 if seed is None else seed
+        arrivals = plan_load(load or "chat", requests, rate, drawn)
+        with ExitStack() as stack:
+            file = stack.enter_context(results.open("w")) if results else None
+            if url:
+                way = traffic.to_url(url, os.environ.get("SIMPLELLM_API_KEY"))
+            else:
+                way = traffic.to_engine(stack.enter_context(LLM(model, **options)))
+            outcomes = traffic.run_traffic(way, arrivals, clients, file)
+        record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
+        report.show_traffic(record, screen.out)
+        draw = partial(report.plot_traffic, traffic.latencies(outcomes))
+    else:
+        plan = plan_steps(batch, input_len, output_len, prefill, context)
+        steps = measure(plan, LLM, model, **options, **command)
+        report.show(steps, screen.out)
+        draw, record = partial(report.plot, steps), asdict(steps)
+    if json_file is not None:
+        report.write_json(record, json_file)
+    if plot is not None:
+        draw(plot)
+
+
 app.command("serve")(serve_model)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from simplellm.apps.screen import Screen
+from simplellm.apps.workloads import WORKLOADS
 from simplellm.config import EngineConfig
 from simplellm.sampling_params import SamplingParams
 
@@ -41,6 +42,51 @@ Stop = Annotated[
 Where = Annotated[
     Literal["cpu", "cuda"] | None,
     typer.Option(help="Where to run.  [cuda where there is one]"),
+]
+
+# Of the benchmark
+
+RandomWeights = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Draw the weights at random; a name alone needs this.",
+    ),
+]
+Batches = Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")]
+InputLength = Annotated[int, typer.Option(help="Tokens of a prompt.")]
+OutputLength = Annotated[int, typer.Option(help="Tokens to generate.")]
+Prefills = Annotated[str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")]
+Contexts = Annotated[str, typer.Option(help="Tokens in the cache, as in 32768,131072.")]
+JSONFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Draw what is found (.svg, .png, .pdf).", dir_okay=False),
+]
+LoadName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=f"Instead, send {', '.join(WORKLOADS)}, or a batch file in OpenAI's form.",
+    ),
+]
+URL = Annotated[
+    str, typer.Option(help="Send to this server, whose key SIMPLELLM_API_KEY is.")
+]
+Count = Annotated[int, typer.Option(help="How many, by name.", min=1)]
+Rate = Annotated[
+    float,
+    typer.Option(help="Arrivals a second, Poisson.  [all at once, or the file's]"),
+]
+Clients = Annotated[
+    int, typer.Option(help="Send when these have their answers.", min=0)
+]
+Seed = Annotated[int | None, typer.Option(help="Of the load.  [another each time]")]
+ResultsFile = Annotated[
+    Path | None,
+    typer.Option(help="Write all requests with what became of them.", dir_okay=False),
 ]
 
 

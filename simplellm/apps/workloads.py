@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from simplellm.config import expect
+from simplellm.config import MAX_SIZE, check_number, expect
 
 # So common that a large vocabulary has a token for each; servers tell the true counts.
 WORDS = (
@@ -168,3 +168,17 @@ def read_workload(path: Path) -> list[Arrival]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: line {number}: {error}") from None
     return found
+
+
+def plan_load(load: str, requests: int, rate: float, seed: int) -> list[Arrival]:
+    """What they ask to be sent. Raises ValueError."""
+    check_number("--rate", rate, float, 0, MAX_SIZE)
+    burst = 1
+    if load in WORKLOADS:
+        arrivals = draw_workload(WORKLOADS[load], requests, seed)
+        burst = WORKLOADS[load].burst
+    else:
+        wanted = f"{', '.join(WORKLOADS)} or a file"
+        expect(Path(load).is_file(), "--load", load, wanted)
+        arrivals = read_workload(Path(load))
+    return arrive(arrivals, rate, seed, burst) if rate else arrivals
