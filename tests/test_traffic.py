@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -121,7 +122,7 @@ async def four(body: dict[str, Any], send: Any) -> None:
     await asyncio.sleep(0.3)
     await send([part(2), part(3)])
     await asyncio.sleep(0.1)
-    usage = {"prompt_tokens": 7, "completion_tokens": 4}
+    usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": 4}
     usage["prompt_tokens_details"] = {"cached_tokens": 3}
     await send([part(4, end="length"), {"choices": [], "usage": usage}])
 
@@ -170,7 +171,7 @@ def test_a_gap_is_shared_by_the_tokens_that_end_it(times, gaps):
 
 def test_tokens_that_are_not_told_are_spread_over_their_parts():
     """Ten tokens in three parts: 3.33 each, which share a gap of 1 s and one of 3."""
-    parts = [traffic.UNKNOWN] * 3
+    parts = [traffic.UNTOLD] * 3
     one = Outcome(0.0, tokens=parts, times=[5.0, 6.0, 9.0], output_tokens=10)
     assert one.gaps() == pytest.approx([0.3] * 3 + [0.9] * 3)
 
@@ -184,7 +185,7 @@ def test_percentiles_are_those_of_numpy():
         found.append(Outcome(5.0, 5.0, done, [1] * len(times), [*times], len(times)))
     told = summarize_traffic(found)["milliseconds"]
     gaps = [np.diff(one.times) for one in found]
-    expected = {
+    expected: dict[str, Any] = {
         "first token": [one.times[0] - 5 for one in found],
         "between tokens": np.concatenate(gaps),
         "longest pause": [gap.max() for gap in gaps if len(gap)],
@@ -258,7 +259,7 @@ def test_without_token_ids_a_part_with_text_counts_as_one():
 
     with scripted(untold) as url:
         found = run_traffic(to_url(url), [request("a")])
-    assert found[0].tokens == [traffic.UNKNOWN] * 2
+    assert found[0].tokens == [traffic.UNTOLD] * 2
     assert summarize_traffic(found)["output_tokens"] == 2
 
 
@@ -437,6 +438,12 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
 def test_what_cannot_be_sent_is_refused(capsys, options: str, message: str):
     assert cli.main(["bench", "--device", "cpu", *options.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_server_needs_a_client(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert cli.main(["bench", "--url", "http://127.0.0.1:9"]) == 2
+    assert "pip install 'simplellm[bench]'" in capsys.readouterr().err
 
 
 def test_the_table_fits_a_terminal():

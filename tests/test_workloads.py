@@ -57,8 +57,9 @@ def test_lengths_are_within_their_bounds_and_around_their_median(name):
 @named
 def test_what_comes_together_shares_its_beginning(name):
     kind = WORKLOADS[name]
-    said = [one.body.get("messages") for one in draw_workload(kind, 12, 5)]
-    assert (said[0] is None) == (not kind.chat)
+    bodies = [one.body for one in draw_workload(kind, 12, 5)]
+    assert all(("messages" in body) == kind.chat for body in bodies)
+    said = [body.get("messages", []) for body in bodies]
     if kind.shared:
         assert len({messages[0]["content"] for messages in said}) == 1
         assert len({messages[1]["content"] for messages in said}) == 12 // kind.turns

@@ -38,7 +38,7 @@ from simplellm.apps.traffic import (
 )
 from simplellm.apps.workloads import Arrival, Workload, draw_workload
 
-LIMIT = 30  # seconds that the server gives a request
+LIMIT = 30  # seconds that the server gives a request of a soak
 PATIENCE = 120.0  # seconds after which a client counts as hung, and a server as busy
 # Of requests that the embedded model can answer by the hundred.
 KIND = Workload((15, 4, 60), (20, 4, 60), chat=False)
@@ -62,11 +62,11 @@ BAD: tuple[tuple[int, str, Any], ...] = (
 
 
 @contextmanager
-def serving() -> Iterator[tuple[int, str]]:
+def serving(timeout: int) -> Iterator[tuple[int, str]]:
     """`simplellm serve` in a process of its own: its number and its URL."""
     command = [sys.executable, "-m", "simplellm.apps.cli", "serve", "--port", "0"]
     with subprocess.Popen(
-        [*command, "--timeout", str(LIMIT)], stderr=subprocess.PIPE, text=True
+        [*command, "--timeout", str(timeout)], stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -106,9 +106,9 @@ async def wait_until_idle(url: str) -> None:
                 for value in re.findall(rf"^simplellm:{name}{{.*}} (.*)$", text, re.M)
             ]
             assert len(values) == len(names), text
+            await asyncio.sleep(1)  # so long it may take to close a connection
             if not any(values):
                 return
-            await asyncio.sleep(0.5)
 
 
 # Crowds
@@ -116,8 +116,9 @@ async def wait_until_idle(url: str) -> None:
 
 def crowds(counts: list[int]) -> dict[str, Any]:
     """So many clients at once; then all again, as memory grows at first."""
-    rows, wrong = [], []
-    with serving() as (pid, url):
+    rows: list[dict[str, Any]] = []
+    wrong = []
+    with serving(600) as (pid, url):
         for turn in range(2):
             for count in counts:
                 some = draw_workload(KIND, max(16, count), 1000 * turn + count)
@@ -279,13 +280,12 @@ async def crowd_of_all_kinds(
 
 def soak_server(seconds: float, clients: int) -> dict[str, Any]:
     """Run it; what happened, and under "wrong" whatever should not have."""
-    with serving() as (pid, url):
+    with serving(LIMIT) as (pid, url):
         some = draw_workload(KIND, 2 * clients, 0)
         run_traffic(to_url(url), some, clients)  # starts what threads there will be
         asyncio.run(wait_until_idle(url))
         before = holdings(pid)
         ends, memory = asyncio.run(crowd_of_all_kinds(pid, url, seconds, clients))
-        time.sleep(1)  # a connection takes a moment to close
         after = holdings(pid)
     flat = flatness(memory)
     wrong = [f"{count} x {end}" for end, count in ends.items() if end[:3] != "ok:"]

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -328,12 +327,7 @@ def bench(
         from simplellm.llm import LLM
     if plot is not None:
         report.check_plot(plot)
-    if url and not find_spec("aiohttp"):
-        raise ValueError(
-            "aiohttp is not installed; expected what pip install 'simplellm[bench]' "
-            "brings"
-        )
-    command = {"command": shlex.join(["simplellm", *ctx.obj])}
+    command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or rate or clients or results:
         drawn = time.time_ns() % 10**6 if seed is None else seed

@@ -21,9 +21,9 @@ from simplellm.apps.workloads import Arrival, conversations
 from simplellm.stats import quantile
 
 PATIENCE = 3600.0  # seconds for one answer
-UNKNOWN = -1  # stands for a part's tokens where their numbers are not told
+UNTOLD = -1  # stands for a part's tokens where their numbers are not told
 # What of a choice, or of its delta, says that there is a token.
-TEXTS = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
+SPOKEN = ("text", "content", "reasoning", "reasoning_content", "tool_calls")
 FAILED = "not sent: the request before it failed"
 
 
@@ -79,7 +79,7 @@ async def to_engine(llm: Any) -> AsyncIterator[Send]:
         made = jobs_openai.read_request(llm, request, {})
         async with llm.replies(made.requests, n=made.n, chat=made.chat) as replies:
             async for _, part in replies:
-                outcome.push([UNKNOWN] if made.chat else part.token_ids)
+                outcome.push([UNTOLD] if made.chat else part.token_ids)
             usage = replies.usage()
             outcome.output_tokens = usage.completion_tokens
             outcome.prompt_tokens = usage.prompt_tokens
@@ -95,7 +95,13 @@ async def to_url(url: str, key: str | None = None) -> AsyncIterator[Send]:
 
     A body that names no model asks for the first one that the server lists.
     """
-    import aiohttp
+    try:
+        import aiohttp
+    except ModuleNotFoundError:
+        raise ValueError(
+            "aiohttp is not installed; expected what pip install 'simplellm[bench]' "
+            "brings"
+        ) from None
 
     # A server may close a connection in the moment in which it is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -143,9 +149,9 @@ def take_events(lines: Iterable[bytes], outcome: Outcome) -> None:
         for choice in event.get("choices", ()):
             outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
             texts = {"text": choice.get("text")} | choice.get("delta", {})
-            told = any(texts.get(name) for name in TEXTS)
+            told = any(texts.get(name) for name in SPOKEN)
             found = choice.get("token_ids")
-            tokens += [UNKNOWN] * told if found is None else found
+            tokens += [UNTOLD] * told if found is None else found
     outcome.push(tokens)
 
 

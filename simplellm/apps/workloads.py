@@ -16,7 +16,7 @@ WORDS = (
     "student group country problem hand part place case week company system program "
     "question work government number night point home water room mother area money"
 ).split()
-TOOL = {"name": "search", "parameters": {"type": "object"}}
+LOOKUP = {"name": "search", "parameters": {"type": "object"}}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def say(chance: Random, length: int) -> str:
     return " ".join(chance.choices(WORDS, k=length))
 
 
-def converse(kind: Workload, chance: Random, name: str, system: str) -> list[Arrival]:
+def draw_conversation(
+    kind: Workload, chance: Random, name: str, system: str
+) -> list[Arrival]:
     """The requests of one conversation, each with all that was said before it.
 
     What the assistant says in it is drawn too, as long as the answer that the model is
@@ -83,7 +85,7 @@ def converse(kind: Workload, chance: Random, name: str, system: str) -> list[Arr
 
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": said()})
-    tools = {"tools": [{"type": "function", "function": TOOL}]}
+    tools = {"tools": [{"type": "function", "function": LOOKUP}]}
     found: list[Arrival] = []
     for turn in range(kind.turns):
         length = draw_length(chance, *kind.output)
@@ -93,7 +95,7 @@ def converse(kind: Workload, chance: Random, name: str, system: str) -> list[Arr
         url = "/v1/chat/completions"
         found.append(Arrival(f"{name}-{turn}", url, body, after=after))
         query = json.dumps({"query": say(chance, length)})
-        call = {"name": TOOL["name"], "arguments": query}
+        call = {"name": LOOKUP["name"], "arguments": query}
         calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
         messages += [
             {"role": "assistant", "content": None, "tool_calls": calls},
@@ -110,7 +112,7 @@ def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
     while len(found) < requests:
         name = str(len(found))
         if kind.chat:
-            found += converse(kind, chance, name, system)
+            found += draw_conversation(kind, chance, name, system)
         else:
             prompt = say(chance, draw_length(chance, *kind.prompt))
             length = draw_length(chance, *kind.output)
