@@ -129,6 +129,13 @@ def test_a_batch_file_of_openai_is_a_workload(tmp_path: Path):
     assert read_workload(file) == [Arrival("a", "/v1/completions", body)]
 
 
+def test_a_file_without_requests_is_refused(tmp_path: Path):
+    file = tmp_path / "in.jsonl"
+    file.touch()
+    with pytest.raises(ValueError, match="expected a line for each request"):
+        read_workload(file)
+
+
 @pytest.mark.parametrize("line", ["{", "[]", '{"custom_id": "a"}', '{"id": 1}', ""])
 def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path):
     file = tmp_path / "in.jsonl"

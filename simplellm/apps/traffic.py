@@ -102,7 +102,6 @@ async def to_url(url: str, key: str | None = None) -> AsyncIterator[Send]:
             "aiohttp is not installed; expected what pip install 'simplellm[bench]' "
             "brings"
         ) from None
-
     # A server may close a connection in the moment in which it is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -163,8 +162,7 @@ async def ask(send: Send, arrival: Arrival, outcome: Outcome) -> None:
     await asyncio.sleep(outcome.due - time.monotonic())
     outcome.sent = time.monotonic()
     try:
-        async with asyncio.timeout(PATIENCE):
-            await send(arrival, outcome)
+        await send(arrival, outcome)
         outcome.output_tokens = outcome.output_tokens or len(outcome.tokens)
         if outcome.error is None and outcome.finish_reason is None:
             outcome.error = "cut short"

@@ -169,6 +169,7 @@ def read_workload(path: Path) -> list[Arrival]:
             found.append(Arrival(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: line {number}: {error}") from None
+    expect(found, str(path), "empty", "a line for each request")
     return found
 
 
