@@ -319,7 +319,7 @@ def test_clients_wait_for_their_answers():
     assert max(latencies(found)["sent late"]) < 1e3 * LATE  # no time of the file counts
 
 
-@pytest.mark.parametrize("clients", [0, 1, 2])
+@pytest.mark.parametrize("clients", [None, 1, 2])
 def test_a_turn_waits_for_the_one_before(clients):
     log: list[str] = []
     talk = [request("a"), request("b", after="a", at=0.1), request("c", after="b")]
@@ -421,7 +421,9 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
     monkeypatch.setitem(WORKLOADS, "chat", SMALL)
     options = "bench --requests 4 --clients 2 --seed 7 --device cpu".split()
     assert cli.main(options) == 0
-    assert capsys.readouterr().out.startswith("4 of 4 requests answered in ")
+    out = capsys.readouterr().out
+    assert out.startswith("4 of 4 requests answered in ")
+    assert ", seed 7\n" in out
 
 
 @pytest.mark.parametrize(
@@ -431,7 +433,10 @@ def test_the_command_sends_a_named_workload_to_an_engine(capsys, monkeypatch):
             "--load chess",
             "--load is 'chess'; expected chat, agent, burst, shared, long",
         ),
-        ("--load chat --rate -1", "--rate is -1.0; expected 0 to"),
+        ("--load chat --rate -1", "--rate is -1.0; expected more than 0"),
+        ("--load chat --rate 1 --clients 2", "--rate is 1.0; expected none beside"),
+        ("--load chat --clients 0", "--clients is 0; expected 1 to"),
+        ("--load chat --requests 0", "--requests is 0; expected 1 to"),
         ("--load chat --results nowhere/x.jsonl", "there is no folder"),
         ("--load chat --plot x.jpeg", "the plot is 'x.jpeg'"),
     ],
@@ -454,7 +459,7 @@ def test_the_table_fits_a_terminal():
     ]
     found += [Outcome(0.0, error=f"HTTP {status}: busy") for status in (429, 503)]
     record = summarize_traffic(found) | {"output_tokens": 10**9}
-    record |= {"prompt_tokens": 10**10, "requests": 10**7}
+    record |= {"prompt_tokens": 10**10, "requests": 10**7, "seed": 999_999}
     console = Console(width=200, record=True, file=io.StringIO())
     show_traffic(record, console)
     lines = console.export_text().splitlines()

@@ -306,8 +306,8 @@ def bench(
     load: LoadName = "",
     url: URL = "",
     requests: Count = 100,
-    rate: Rate = 0.0,
-    clients: Clients = 0,
+    rate: Rate = None,
+    clients: Clients = None,
     seed: Seed = None,
     results: ResultsFile = None,
     json_file: JSONFile = None,
@@ -329,9 +329,9 @@ def bench(
         report.check_plot(plot)
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
-    if load or url or rate or clients or results:
+    if load or url or results or (rate, clients) != (None, None):
         drawn = time.time_ns() % 10**6 if seed is None else seed
-        arrivals = plan_load(load or "chat", requests, rate, drawn)
+        arrivals = plan_load(load or "chat", requests, rate, clients, drawn)
         with ExitStack() as stack:
             file = stack.enter_context(results.open("w")) if results else None
             if url:

@@ -69,21 +69,22 @@ LoadName = Annotated[
     str,
     typer.Option(
         metavar="NAME|FILE",
-        help=f"Instead, send {', '.join(WORKLOADS)}, or a batch file in OpenAI's form.",
+        help=f"Instead, send a workload: {', '.join(WORKLOADS)}, or a file in the "
+        "form of OpenAI's batches.",
     ),
 ]
 URL = Annotated[
     str, typer.Option(help="Send to this server, whose key SIMPLELLM_API_KEY is.")
 ]
-Count = Annotated[int, typer.Option(help="How many, by name.", min=1)]
+Count = Annotated[int, typer.Option(help="How many, of a named workload.")]
 Rate = Annotated[
-    float,
+    float | None,
     typer.Option(help="Arrivals a second, Poisson.  [all at once, or the file's]"),
 ]
 Clients = Annotated[
-    int, typer.Option(help="Send when these have their answers.", min=0)
+    int | None, typer.Option(help="Instead, so many who send when they are answered.")
 ]
-Seed = Annotated[int | None, typer.Option(help="Of the load.  [another each time]")]
+Seed = Annotated[int | None, typer.Option(help="Of the workload.  [another each time]")]
 ResultsFile = Annotated[
     Path | None,
     typer.Option(help="Write all requests with what became of them.", dir_okay=False),

@@ -194,7 +194,7 @@ def show_traffic(found: Mapping[str, Any], console: Console) -> None:
         *(f"{count:,} errors: {kind}" for kind, count in found["errors"].items()),
         f"{found['prompt_tokens']:,} tokens of prompts, {cached:.1%} of them cached",
         f"{found['output_tokens']:,} new ones, {found['tokens_per_second']:,.1f} a "
-        "second",
+        f"second, seed {found['seed']}",
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("milliseconds")

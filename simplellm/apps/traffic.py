@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from itertools import groupby, pairwise
 from typing import IO, Any
 
@@ -182,7 +183,7 @@ def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def run_traffic(
     way: AbstractAsyncContextManager[Send],
     arrivals: Sequence[Arrival],
-    clients: int = 0,
+    clients: int | None = None,
     file: IO[str] | None = None,
 ) -> list[Outcome]:
     """Send a workload one ``way``; its outcomes, in its order.
@@ -216,8 +217,10 @@ def run_traffic(
                 for talk in waiting:
                     await converse(send, talk, time.monotonic() - talk[0].at)
 
-            some = [work() for _ in range(clients)]
-            await asyncio.gather(*some or (converse(send, one, now) for one in talks))
+            if clients is None:
+                await asyncio.gather(*(converse(send, talk, now) for talk in talks))
+            else:
+                await asyncio.gather(*(work() for _ in range(clients)))
 
     with (
         tqdm(total=len(arrivals), unit="req", disable=None, leave=False) as bar,
@@ -251,6 +254,7 @@ def summarize_traffic(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     seconds = max(one.ended for one in outcomes) - min(one.due for one in outcomes)
     tokens = sum(one.output_tokens for one in good)
     return {
+        "date": date.today().isoformat(),
         "requests": len(outcomes),
         "answered": len(good),
         "errors": dict(errors.most_common()),  # requests by kind

@@ -173,9 +173,14 @@ def read_workload(path: Path) -> list[Arrival]:
     return found
 
 
-def plan_load(load: str, requests: int, rate: float, seed: int) -> list[Arrival]:
-    """What they ask to be sent. Raises ValueError."""
-    check_number("--rate", rate, float, 0, MAX_SIZE)
+def plan_load(
+    load: str, requests: int, rate: float | None, clients: int | None, seed: int
+) -> list[Arrival]:
+    """What the options ask to be sent. Raises ValueError."""
+    check_number("--requests", requests, int, 1, MAX_SIZE)
+    expect(None in (rate, clients), "--rate", rate, "none beside --clients")
+    if clients is not None:
+        check_number("--clients", clients, int, 1, MAX_SIZE)
     burst = 1
     if load in WORKLOADS:
         arrivals = draw_workload(WORKLOADS[load], requests, seed)
@@ -184,4 +189,7 @@ def plan_load(load: str, requests: int, rate: float, seed: int) -> list[Arrival]
         wanted = f"{', '.join(WORKLOADS)} or a file"
         expect(Path(load).is_file(), "--load", load, wanted)
         arrivals = read_workload(Path(load))
-    return arrive(arrivals, rate, seed, burst) if rate else arrivals
+    if rate is None:
+        return arrivals
+    check_number("--rate", rate, float, 0, MAX_SIZE, above=0)
+    return arrive(arrivals, rate, seed, burst)
