@@ -13,6 +13,8 @@ memory must not have grown.
 import argparse
 import asyncio
 import json
+import os
+import platform
 import random
 import re
 import subprocess
@@ -29,6 +31,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from soak import FLAT, flatness
 
+from simplellm.apps.report import versions
 from simplellm.apps.traffic import (
     Outcome,
     Send,
@@ -317,6 +320,8 @@ def main() -> int:
     options = parser.parse_args()
     found = {
         "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
         "command": " ".join(["python tools/soak_server.py", *sys.argv[1:]]),
     }
     if options.crowds:
