@@ -135,7 +135,7 @@ BOUNDS = {
     "lines of the package": (14_230, 9000),
     "lines of structured output": (900, 700),
     "lines of the server": (4700, 4000),
-    "lines of tools/": (5320, 5000),
+    "lines of tools/": (5330, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
