@@ -214,7 +214,7 @@ def test_switches_of_the_engine_reach_it(known_machine):
 
 def test_json_holds_the_report(report, tmp_path):
     file = tmp_path / "bench.json"
-    write_json(report, file)
+    write_json(asdict(report), file)
     found = json.loads(file.read_text())
     assert found == json.loads(json.dumps(asdict(report)))
     assert set(found) >= {"date", "command", "model", "device", "versions", "machine"}

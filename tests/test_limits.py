@@ -132,10 +132,10 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3240, 3200),
     # Without the server and what is there for structured output alone.
-    "lines of the package": (14_160, 9000),
+    "lines of the package": (14_740, 9000),
     "lines of structured output": (980, 700),
     "lines of the server": (4700, 4000),
-    "lines of tools/": (5430, 5000),
+    "lines of tools/": (5760, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

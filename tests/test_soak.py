@@ -1,10 +1,11 @@
-"""A short soak; `python tools/soak.py` runs the long one."""
+"""Short soaks; `tools/soak.py` and `tools/soak_server.py` run the long ones."""
 
 import threading
 from typing import Any
 
 import pytest
 import soak
+import soak_server
 
 from simplellm import LLM
 from simplellm.engine import Engine
@@ -79,3 +80,25 @@ def test_a_fault_that_spreads_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "end", spreading)
     found = soak.soak(seconds=2, threads=6, fault_every=4, least=60)
     assert any("requests that others made fail" in line for line in found["wrong"])
+
+
+@pytest.mark.slow
+def test_nothing_is_left_in_a_server_after_clients_of_all_kinds(monkeypatch):
+    monkeypatch.setattr(soak_server, "LIMIT", 6)  # what asks for too much ends sooner
+    found = soak_server.soak_server(seconds=8, clients=8)
+    # So short a run says nothing of memory.
+    wrong = [line for line in found["wrong"] if not line.startswith("memory")]
+    assert wrong == []
+    assert {"ok: answered", "ok: left", "ok: bad"} <= set(found["ends"])
+
+
+def test_what_a_server_keeps_is_found():
+    before = {"mib": 100.0, "files": 14, "threads": 4}
+    assert soak_server.compare(before, before, growth=0.01) == []
+    after = {"mib": 120.0, "files": 15, "threads": 6}
+    found = soak_server.compare(before, after, growth=0.2)
+    assert found == [
+        "files: 15, and 14 before",
+        "threads: 6, and 4 before",
+        "memory grew by 20.0%",
+    ]

@@ -15,7 +15,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -28,7 +27,9 @@ import transformers
 from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.generation import ContinuousBatchingConfig
 
-from simplellm import LLM, EngineConfig, SamplingParams
+from simplellm import LLM, EngineConfig
+from simplellm.apps.traffic import run_traffic, to_engine
+from simplellm.apps.workloads import Arrival, draw_length
 from simplellm.load import EMBEDDED
 from simplellm.tokenizer import Tokenizer
 
@@ -79,14 +80,11 @@ def mixed_jobs(count: int, seed: int = 0, lengths: str = "short") -> list[Job]:
     text = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
     source = tokenizer.encode(text)
 
-    def length() -> int:
-        return min(longest, max(4, round(median * rng.lognormvariate(0, 1))))
-
     jobs = []
     for _ in range(count):
         start = rng.randrange(len(source) - longest)
-        prompt = source[start : start + length()]
-        jobs.append(Job(prompt, length()))
+        prompt = source[start : start + draw_length(rng, median, 4, longest)]
+        jobs.append(Job(prompt, draw_length(rng, median, 4, longest)))
     return jobs
 
 
@@ -147,8 +145,8 @@ def transformers_continuous(model: Any, jobs: Sequence[Job], batch: int) -> Serv
 # Ours
 
 
-def params(job: Job) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=job.new_tokens, ignore_eos=True)
+def asked(job: Job) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_tokens": job.new_tokens, "ignore_eos": True}
 
 
 def opened(**options: Any) -> LLM:
@@ -160,23 +158,22 @@ def opened(**options: Any) -> LLM:
 
 def serve(jobs: Sequence[Job], **options: Any) -> Served:
     """Every request a client that reads its own stream, all submitted at once."""
-    with opened(**options) as llm, ThreadPoolExecutor(len(jobs)) as pool:
-        before, begin = llm.stats(), time.perf_counter()
-
-        def read(job: Job) -> tuple[list[int], list[float]]:
-            tokens, times = [], []
-            for output in llm.stream(job.prompt, params(job)):
-                tokens += output.token_ids
-                times.append(time.perf_counter() - begin)
-            return tokens, times
-
-        tokens, times = zip(*pool.map(read, jobs), strict=True)
+    arrivals = [
+        Arrival(str(number), "/v1/completions", {"prompt": job.prompt} | asked(job))
+        for number, job in enumerate(jobs)
+    ]
+    with opened(**options) as llm:
+        before = llm.stats()
+        found = run_traffic(to_engine(llm), arrivals)
         after = llm.stats()
+    if errors := [one.error for one in found if one.error]:
+        raise RuntimeError(f"ours: {errors[0]}")
     counts = {
         "steps": after.steps - before.steps,
         "preemptions": after.preemptions - before.preemptions,
     }
-    return Served(list(tokens), list(times), counts)
+    times = [[when - one.due for when in one.times] for one in found]
+    return Served([one.tokens for one in found], times, counts)
 
 
 # The parts
@@ -212,7 +209,7 @@ def alone(rounds: int) -> dict[str, Any]:
     ways: dict[str, Callable[[], list[int]]] = {
         "transformers float32": generate(torch.float32),
         "transformers bfloat16": generate(torch.bfloat16),
-        "ours": lambda: llm.generate([prompt], params(job)).result()[0].token_ids,
+        "ours": lambda: llm.generate([prompt], **asked(job)).result()[0].token_ids,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     said = {}

@@ -72,6 +72,31 @@ class Case:
         return f"{self.kind} {self.batch} x {self.input_len:,} + {self.output_len}"
 
 
+def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
+    """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
+    try:
+        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
+    except ValueError:
+        found = [()]
+    if any(len(entry) != width for entry in found):
+        raise ValueError(f"--{name} is {text}; expected {expected}")
+    return found
+
+
+def plan_steps(
+    batch: str, input_len: int, output_len: int, prefill: str, context: str
+) -> Plan:
+    """What the options ask to be measured of an engine."""
+    wanted = "prompts x tokens such as 32x2048,1x2048"
+    return Plan(
+        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
+        input_len=input_len,
+        output_len=output_len,
+        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
+        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
+    )
+
+
 def plan_cases(plan: Plan, budget: int, limit: int) -> list[Case]:
     """The rows of a plan, with steps of at least ``budget`` tokens.
 

@@ -10,9 +10,12 @@ Exit status: 0 done, 1 failed, 2 bad input, 130 stopped with Ctrl-C.
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,19 +26,36 @@ from typer.core import TyperCommand, TyperGroup
 from simplellm import __version__
 from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.options import (
+    URL,
+    Batches,
+    Clients,
+    Contexts,
+    Count,
+    InputLength,
+    JSONFile,
+    LoadName,
     MaxTokens,
     ModelFolder,
     ModelName,
+    OutputLength,
+    PlotFile,
+    Prefills,
+    RandomWeights,
+    Rate,
+    ResultsFile,
+    Seed,
     Stop,
     Temperature,
     TopK,
     TopP,
     Where,
+    check_folder,
     given,
     load_llm,
 )
 from simplellm.apps.screen import Screen, respond
 from simplellm.apps.serving import serve_model
+from simplellm.apps.workloads import plan_load
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -192,12 +212,6 @@ def info(
         print(text)
 
 
-def check_folder(file: Path) -> None:
-    """Raise ValueError if there is no place for a file that is to be written."""
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
-
-
 def check_files(source: Path, target: Path) -> None:
     """Raise ValueError unless a batch can be read, and its results kept."""
     check_folder(target)
@@ -279,72 +293,64 @@ def batch(
     return summarize(screen, done, failures)
 
 
-def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
-    """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
-    try:
-        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
-    except ValueError:
-        found = [()]
-    if any(len(entry) != width for entry in found):
-        raise ValueError(f"--{name} is {text}; expected {expected}")
-    return found
-
-
 @app.command()
 def bench(
     ctx: typer.Context,
     model: ModelName = None,
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Draw the weights at random; a name alone needs this.",
-        ),
-    ] = False,
-    batch: Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")] = "1",
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    prefill: Annotated[
-        str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")
-    ] = "",
-    context: Annotated[
-        str, typer.Option(help="Tokens in the cache, as in 32768,131072.")
-    ] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw speeds and limit (.svg, .png, .pdf).", dir_okay=False),
-    ] = None,
+    random_weights: RandomWeights = False,
+    batch: Batches = "1",
+    input_len: InputLength = 128,
+    output_len: OutputLength = 128,
+    prefill: Prefills = "",
+    context: Contexts = "",
+    load: LoadName = "",
+    url: URL = "",
+    requests: Count = 100,
+    rate: Rate = None,
+    clients: Clients = None,
+    seed: Seed = None,
+    results: ResultsFile = None,
+    json_file: JSONFile = None,
+    plot: PlotFile = None,
     device: Where = None,
 ) -> None:
-    """Measure a model's speed, and what this machine allows."""
+    """Measure a model's speed, and what this machine allows.
+
+    With --load or --url: how long those wait who send a workload.
+    """
+    for path in filter(None, (json_file, plot, results)):
+        check_folder(path)
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
-        from simplellm.apps import report
-        from simplellm.apps.bench import measure
+        from simplellm.apps import report, traffic
+        from simplellm.apps.bench import measure, plan_steps
         from simplellm.llm import LLM
-    wanted = "prompts x tokens such as 32x2048,1x2048"
-    plan = report.Plan(
-        batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
-        input_len=input_len,
-        output_len=output_len,
-        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
-        contexts=[n for (n,) in numbers("context", context, 1, "integers")],
-    )
-    for path in filter(None, (json_file, plot)):
-        check_folder(path)
     if plot is not None:
         report.check_plot(plot)
-    command = shlex.join(["simplellm", *ctx.obj])
+    command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
-    found = measure(plan, LLM, model, command=command, **options)
+    if load or url or results or (rate, clients) != (None, None):
+        drawn = time.time_ns() % 10**6 if seed is None else seed
+        arrivals = plan_load(load or "chat", requests, rate, clients, drawn)
+        with ExitStack() as stack:
+            file = stack.enter_context(results.open("w")) if results else None
+            if url:
+                way = traffic.to_url(url, os.environ.get("SIMPLELLM_API_KEY"))
+            else:
+                way = traffic.to_engine(stack.enter_context(LLM(model, **options)))
+            outcomes = traffic.run_traffic(way, arrivals, clients, file)
+        record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
+        report.show_traffic(record, screen.out)
+        draw = partial(report.plot_traffic, traffic.latencies(outcomes))
+    else:
+        plan = plan_steps(batch, input_len, output_len, prefill, context)
+        steps = measure(plan, LLM, model, **options, **command)
+        report.show(steps, screen.out)
+        draw, record = partial(report.plot, steps), asdict(steps)
     if json_file is not None:
-        report.write_json(found, json_file)
+        report.write_json(record, json_file)
     if plot is not None:
-        report.plot(found, plot)
-    report.show(found, screen.out)
+        draw(plot)
 
 
 app.command("serve")(serve_model)

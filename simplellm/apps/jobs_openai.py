@@ -31,16 +31,19 @@ def result_of(digest: str, custom_id: str | int, status: int, body: Any) -> Any:
     return {"id": name, "custom_id": custom_id, "response": response, "error": None}
 
 
-async def answer_body(
+def read_request(
     llm: Any, request: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[int, dict[str, Any]]:
-    """Status and body of the response to a line's ``request``."""
+) -> Any:
+    """The `Generation` that the server would make of a line's ``request``.
+
+    Raises APIError for what it would refuse.
+    """
     # Most batch files do without it, and the extra may not be installed.
     from simplellm.server.bodies import known_names, read_body
     from simplellm.server.chat import CHATS
     from simplellm.server.completions import COMPLETIONS
     from simplellm.server.endpoint import Call
-    from simplellm.server.errors import APIError, as_api_error, openai_form
+    from simplellm.server.errors import as_api_error
 
     endpoints = {endpoint.path: endpoint for endpoint in (*COMPLETIONS, *CHATS)}
     kind: Any = None
@@ -55,11 +58,23 @@ async def answer_body(
         expect(not given.get("stream"), "stream", True, "false in a batch")
         body = read_body(kind, with_defaults(given, defaults))
         call = Call(service=Desk(llm), request=None, id="", body=body)  # type: ignore[arg-type]
-        made = endpoint.answer(call)
+        return endpoint.answer(call)
     except Exception as error:
         refused = as_api_error(error, known_names(kind) if kind else LINE_FIELDS)
-        if not isinstance(refused, APIError):
+        if refused is None:
             raise
+        raise refused from None
+
+
+async def answer_body(
+    llm: Any, request: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Status and body of the response to a line's ``request``."""
+    from simplellm.server.errors import APIError, openai_form
+
+    try:
+        made = read_request(llm, request, defaults)
+    except APIError as refused:
         return refused.status, openai_form(refused)
     replies = llm.replies(made.requests, n=made.n, chat=made.chat)
     outputs = await replies.finish()

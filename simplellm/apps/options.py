@@ -1,10 +1,12 @@
 """What several commands have in common: the model, where it runs, how it samples."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from simplellm.apps.screen import Screen
+from simplellm.apps.workloads import WORKLOADS
 from simplellm.config import EngineConfig
 from simplellm.sampling_params import SamplingParams
 
@@ -42,6 +44,52 @@ Where = Annotated[
     typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
+# Of the benchmark
+
+RandomWeights = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Draw the weights at random; a name alone needs this.",
+    ),
+]
+Batches = Annotated[str, typer.Option(help="Requests at once, as in 1,8,64.")]
+InputLength = Annotated[int, typer.Option(help="Tokens of a prompt.")]
+OutputLength = Annotated[int, typer.Option(help="Tokens to generate.")]
+Prefills = Annotated[str, typer.Option(help="Prompts x tokens, as in 32x2048,1x2048.")]
+Contexts = Annotated[str, typer.Option(help="Tokens in the cache, as in 32768,131072.")]
+JSONFile = Annotated[
+    Path | None, typer.Option("--json", help="Write all numbers.", dir_okay=False)
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Draw what is found (.svg, .png, .pdf).", dir_okay=False),
+]
+LoadName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME|FILE",
+        help=f"Instead, send a workload: {', '.join(WORKLOADS)}, or a file in the "
+        "form of OpenAI's batches.",
+    ),
+]
+URL = Annotated[
+    str, typer.Option(help="Send to this server, whose key SIMPLELLM_API_KEY is.")
+]
+Count = Annotated[int, typer.Option(help="How many, of a named workload.")]
+Rate = Annotated[
+    float | None,
+    typer.Option(help="Arrivals a second, Poisson.  [all at once, or the file's]"),
+]
+Clients = Annotated[
+    int | None, typer.Option(help="Instead, so many who send when they are answered.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of the workload.  [another each time]")]
+ResultsFile = Annotated[
+    Path | None,
+    typer.Option(help="Write all requests with what became of them.", dir_okay=False),
+]
+
 
 def given(**options: Any) -> dict[str, Any]:
     """Sampling parameters that were given, and are not None or an empty list.
@@ -51,6 +99,12 @@ def given(**options: Any) -> dict[str, Any]:
     found = {k: v for k, v in options.items() if v is not None and v != []}
     SamplingParams(**found)
     return found
+
+
+def check_folder(file: Path) -> None:
+    """Raise ValueError if there is no place for a file that is to be written."""
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
 
 
 def load_llm(

@@ -2,9 +2,9 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -145,9 +145,9 @@ def describe_memory(model: Model, cache: int, packed: bool) -> dict[str, int | N
 # What the command says
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write a report as JSON, the names those of its fields."""
-    text = json.dumps(asdict(report), indent=1)
+def write_json(found: Mapping[str, Any], path: Path) -> None:
+    """Write what was found as JSON."""
+    text = json.dumps(found, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -185,6 +185,30 @@ def tabulate(rows: Sequence[Decode | Prefill]) -> Table:
     return table
 
 
+def show_traffic(found: Mapping[str, Any], console: Console) -> None:
+    """Print what became of a workload, at most 80 columns wide."""
+    cached = found["cached_tokens"] / max(1, found["prompt_tokens"])
+    lines = [
+        f"{found['answered']:,} of {found['requests']:,} requests answered in "
+        f"{found['seconds']:,.1f} s, {found['requests_per_second']:,.2f} a second",
+        *(f"{count:,} errors: {kind}" for kind, count in found["errors"].items()),
+        f"{found['prompt_tokens']:,} tokens of prompts, {cached:.1%} of them cached",
+        f"{found['output_tokens']:,} new ones, {found['tokens_per_second']:,.1f} a "
+        f"second, seed {found['seed']}",
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("milliseconds")
+    for share in ("p50", "p90", "p99"):
+        table.add_column(share, justify="right", min_width=9)
+    for name, times in found["milliseconds"].items():
+        cells = ("" if ms is None else f"{ms:,.1f}" for ms in times.values())
+        table.add_row(name, *cells)
+    for line in lines:
+        console.out(line, highlight=False)
+    console.print()
+    console.print(table)
+
+
 def check_plot(path: Path) -> None:
     """Raise ValueError unless `plot` can write to ``path``."""
     if path.suffix not in FORMATS or not find_spec("matplotlib"):
@@ -216,6 +240,21 @@ def plot(report: Report, path: Path) -> None:
         ylabel="tokens a second",
         title=f"{report.model} on {report.device['name']}",
     )
+    axes.grid(which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def plot_traffic(milliseconds: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw which share of each kind of latency takes how long at most."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, times in milliseconds.items():
+        if times:
+            axes.ecdf(times, label=name)
+    axes.set(xscale="log", xlabel="milliseconds", ylabel="share that takes no longer")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path)

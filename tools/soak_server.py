@@ -1,0 +1,339 @@
+"""Load `simplellm serve` with clients of all kinds, then see what they left behind.
+
+    python tools/soak_server.py --minutes 60 --clients 32 --json soak.json
+    python tools/soak_server.py --crowds 1,8,32,128,512 --json figures/a-crowds.json
+
+In a soak clients stay to the end or leave in the middle, before the first token or with
+half a request sent; they ask for too much, for what cannot be, and for answers that fit
+a schema. Every one must end as it should. Crowds only ask, so many at once. Afterwards
+the server must run nothing, hold no page, file or thread more than before, and its
+memory must not have grown.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from soak import FLAT, flatness
+
+from simplellm.apps.report import versions
+from simplellm.apps.traffic import (
+    Outcome,
+    Send,
+    run_traffic,
+    summarize_traffic,
+    to_url,
+)
+from simplellm.apps.workloads import Arrival, Workload, draw_workload
+
+LIMIT = 30  # seconds that the server gives a request of a soak
+PATIENCE = 120.0  # seconds after which a client counts as hung, and a server as busy
+# Of requests that the embedded model can answer by the hundred.
+KIND = Workload((15, 4, 60), (20, 4, 60), chat=False)
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}, "sure": {"type": "boolean"}},
+    "required": ["sum", "sure"],
+    "additionalProperties": False,
+}
+BAD: tuple[tuple[int, str, Any], ...] = (
+    (400, "/v1/completions", {"prompt": []}),
+    (400, "/v1/completions", {"prompt": "x", "max_tokens": 0}),
+    (400, "/v1/completions", {"prompt": "x", "temperature": "hot"}),
+    (400, "/v1/completions", {"prompt": "x", "no_such_thing": 1}),
+    (400, "/v1/completions", b"{"),
+    (400, "/v1/chat/completions", {"messages": [{"role": "nobody"}]}),
+    (404, "/v1/completions", {"prompt": "x", "model": "another"}),
+    (404, "/v1/nothing", {}),
+    (413, "/v1/completions", b"x" * (17 * 2**20)),
+)
+
+
+@contextmanager
+def serving(timeout: int) -> Iterator[tuple[int, str]]:
+    """`simplellm serve` in a process of its own: its number and its URL."""
+    command = [sys.executable, "-m", "simplellm.apps.cli", "serve", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--timeout", str(timeout)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.search(r"served at (http://\S+)", line):
+                break
+        else:
+            raise RuntimeError(f"no server: {line}")
+        try:
+            yield process.pid, found[1]
+        finally:
+            process.terminate()
+    if process.returncode:
+        raise RuntimeError(f"the server ended with {process.returncode}")
+
+
+def holdings(pid: int) -> dict[str, float]:
+    """What a process holds, as Linux counts it."""
+    folder = Path("/proc", str(pid))
+    pages = int((folder / "statm").read_text().split()[1])
+    return {
+        "mib": pages * 4096 / 2**20,
+        "files": len([*(folder / "fd").iterdir()]),
+        "threads": len([*(folder / "task").iterdir()]),
+    }
+
+
+async def wait_until_idle(url: str) -> None:
+    """Wait until the server runs nothing and holds no page. Raises TimeoutError."""
+    names = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
+    async with asyncio.timeout(PATIENCE), aiohttp.ClientSession(url) as session:
+        while True:
+            async with session.get("/metrics") as response:
+                text = await response.text()
+            values = [
+                float(value)
+                for name in names
+                for value in re.findall(rf"^simplellm:{name}{{.*}} (.*)$", text, re.M)
+            ]
+            assert len(values) == len(names), text
+            await asyncio.sleep(1)  # so long it may take to close a connection
+            if not any(values):
+                return
+
+
+# Crowds
+
+
+def crowds(counts: list[int]) -> dict[str, Any]:
+    """So many clients at once; then all again, as memory grows at first."""
+    rows: list[dict[str, Any]] = []
+    wrong = []
+    with serving(600) as (pid, url):
+        for turn in range(2):
+            for count in counts:
+                some = draw_workload(KIND, max(16, count), 1000 * turn + count)
+                before = holdings(pid)
+                found = summarize_traffic(run_traffic(to_url(url), some, count))
+                asyncio.run(wait_until_idle(url))
+                after = holdings(pid)
+                rows.append(
+                    {"clients": count, "before": before, "after": after} | found
+                )
+                lost = len(some) - found["answered"]
+                lost -= found["errors"].get("HTTP 503", 0)
+                lost -= found["errors"].get("HTTP 429", 0)
+                if lost:
+                    wrong.append(f"{count} clients: {lost} lost, {found['errors']}")
+    early, late = rows[len(counts) - 1]["after"], rows[-1]["after"]
+    wrong += compare(early, late, late["mib"] / early["mib"] - 1)
+    return {"workload": repr(KIND), "rows": rows, "wrong": wrong}
+
+
+def compare(
+    before: dict[str, float], after: dict[str, float], growth: float
+) -> list[str]:
+    """What a server holds that it should not."""
+    found = [
+        f"{name}: {after[name]}, and {before[name]} before"
+        for name in ("files", "threads")
+        if after[name] > before[name]
+    ]
+    return found + [f"memory grew by {growth:.1%}"] * (growth > FLAT)
+
+
+# A soak
+
+
+class Client:
+    """Asks one thing after the other; an action returns how it ended."""
+
+    def __init__(
+        self, url: str, send: Send, session: aiohttp.ClientSession, seed: int
+    ) -> None:
+        self.url, self.send, self.session = url, send, session
+        self.chance = random.Random(seed)
+        self.actions: list[Callable[[], Awaitable[str]]] = [
+            *[self.stay] * 4,
+            *[self.leave] * 3,
+            self.schema,
+            self.bad,
+            self.too_long,
+            self.half,
+        ]
+
+    def request(self) -> Arrival:
+        (one,) = draw_workload(KIND, 1, self.chance.randrange(10**9))
+        return one
+
+    async def stay(self) -> str:
+        """Read a stream to its end."""
+        one, outcome = self.request(), Outcome(time.monotonic())
+        await self.send(one, outcome)
+        if outcome.error is not None:
+            return "ok: no time" if "timeout" in outcome.error else outcome.error
+        short = one.body["max_tokens"] - len(outcome.tokens)
+        return f"{short} tokens are missing" if short else "ok: answered"
+
+    async def leave(self) -> str:
+        """Leave somewhere on the way, most often in the middle of a stream."""
+        try:
+            async with asyncio.timeout(self.chance.expovariate(1.0)):
+                return await self.stay()
+        except TimeoutError:
+            return "ok: left"
+
+    async def too_long(self) -> str:
+        """Ask for more than there is time for."""
+        body = {"prompt": "time", "max_tokens": 50_000, "ignore_eos": True}
+        async with self.session.post("/v1/completions", json=body) as response:
+            return "ok: too long" if response.status == 504 else str(response.status)
+
+    async def schema(self) -> str:
+        """Ask for an answer that fits a schema; a new one each time is compiled."""
+        name = f"answer_{self.chance.randrange(10**6)}"
+        schema = SCHEMA | {"title": name}
+        body = {
+            "messages": [{"role": "user", "content": "What is 47 + 85?"}],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": name, "schema": schema, "strict": True},
+            },
+            "reasoning_effort": "low",
+            "max_tokens": 400,
+        }
+        async with self.session.post("/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                late = response.status == 504
+                return "ok: no time" if late else await response.text()
+            choice = (await response.json())["choices"][0]
+        if choice["finish_reason"] == "length":
+            return "ok: schema, cut off"
+        value = json.loads(choice["message"]["content"])
+        fits = type(value.pop("sum")) is int and type(value.pop("sure")) is bool
+        return "ok: schema" if fits and not value else f"not in the schema: {value}"
+
+    async def bad(self) -> str:
+        """Send what cannot be answered."""
+        status, path, body = self.chance.choice(BAD)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        try:
+            async with self.session.post(path, data=data, headers=headers) as response:
+                found = response.status
+        except aiohttp.ClientOSError:  # it was refused before all of it was sent
+            found = 413 if status == 413 else 0
+        return "ok: bad" if found == status else f"{path}: {found}, not {status}"
+
+    async def half(self) -> str:
+        """Send half a request and leave."""
+        address = urlsplit(self.url)
+        _, writer = await asyncio.open_connection(address.hostname, address.port)
+        text = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n"
+        text += b"content-type: application/json\r\n\r\n{"
+        writer.write(text[: self.chance.randrange(len(text))])
+        await writer.drain()
+        writer.close()
+        return "ok: half"
+
+    async def run(self, until: float, ends: Counter[str]) -> None:
+        while time.monotonic() < until:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    ends[await self.chance.choice(self.actions)()] += 1
+            except Exception as error:
+                ends[f"{type(error).__name__}: {error}"] += 1
+
+
+async def warm_up(url: str, clients: int) -> None:
+    """Let the server start the threads that it will have, those for grammars too."""
+    async with to_url(url) as send, aiohttp.ClientSession(url) as session:
+        some = [Client(url, send, session, -seed) for seed in range(1, clients + 1)]
+        await asyncio.gather(*(one.schema() for one in some))
+        await asyncio.gather(*(one.stay() for one in some))
+    await wait_until_idle(url)
+
+
+async def crowd_of_all_kinds(
+    pid: int, url: str, seconds: float, clients: int
+) -> tuple[Counter[str], list[float]]:
+    """How their requests ended, and the server's memory every few seconds."""
+    until, ends = time.monotonic() + seconds, Counter[str]()
+    memory: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            memory.append(holdings(pid)["mib"])
+            await asyncio.sleep(min(5.0, seconds / 50))
+
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with (
+        to_url(url) as send,
+        aiohttp.ClientSession(url, connector=connector) as session,
+    ):
+        watching = asyncio.create_task(watch())
+        some = [Client(url, send, session, seed) for seed in range(clients)]
+        await asyncio.gather(*(client.run(until, ends) for client in some))
+        watching.cancel()
+    await wait_until_idle(url)
+    return ends, memory
+
+
+def soak_server(seconds: float, clients: int) -> dict[str, Any]:
+    """Run it; what happened, and under "wrong" whatever should not have."""
+    with serving(LIMIT) as (pid, url):
+        asyncio.run(warm_up(url, max(8, clients)))
+        before = holdings(pid)
+        ends, memory = asyncio.run(crowd_of_all_kinds(pid, url, seconds, clients))
+        after = holdings(pid)
+    flat = flatness(memory)
+    wrong = [f"{count} x {end}" for end, count in ends.items() if end[:3] != "ok:"]
+    return {
+        "seconds": seconds,
+        "clients": clients,
+        "ends": dict(ends.most_common()),
+        "before": before,
+        "after": after,
+        "memory": flat,
+        "wrong": wrong + compare(before, after, flat["growth"]),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--crowds", help="sizes, as in 1,8,32, instead of a soak")
+    parser.add_argument("--json", type=Path, help="where to write what happened")
+    options = parser.parse_args()
+    found = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
+        "command": " ".join(["python tools/soak_server.py", *sys.argv[1:]]),
+    }
+    if options.crowds:
+        found |= crowds([int(count) for count in options.crowds.split(",")])
+    else:
+        found |= soak_server(60 * options.minutes, options.clients)
+    text = json.dumps(found, indent=1)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    print(text)
+    return int(bool(found["wrong"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
