@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from simplellm.chat_options import (
@@ -25,6 +26,7 @@ from simplellm.config import (
     expect,
     expect_type,
 )
+from simplellm.folder import open_tokenizer, read_generation_config, turn_ends
 from simplellm.grammar import Grammar
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
@@ -121,13 +123,25 @@ class Door:
     default_params: SamplingParams  # for whoever gives none
     eos_token_ids: frozenset[int]  # what ends a turn
     max_model_len: int  # tokens of a prompt and its output
+    compiler: Callable[[str], Grammar] | None = None  # of text; None: its own
+
+    @classmethod
+    def open(cls, folder: Path, config: ModelConfig) -> "Door":
+        """The door of a checkpoint folder, with room for all that the model has."""
+        tokenizer = open_tokenizer(folder, config)
+        default_params, generation_ends = read_generation_config(folder)
+        ends = turn_ends(config, tokenizer, generation_ends)
+        limit = config.max_position_embeddings
+        return cls(config, tokenizer, default_params, ends, limit)
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
         """Text to a grammar. Agents send the same schema again and again."""
-        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
-        grammars = Grammars(tokenizer, size, self.eos_token_ids)
-        return lru_cache(MAX_GRAMMARS)(grammars.compile)
+        compiler = self.compiler
+        if compiler is None:
+            tokenizer, size = self.need_tokenizer(), self.config.vocab_size
+            compiler = Grammars(tokenizer, size, self.eos_token_ids).compile
+        return lru_cache(MAX_GRAMMARS)(compiler)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""

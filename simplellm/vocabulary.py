@@ -63,4 +63,4 @@ class Grammars:
         if first.is_error():
             reason = first.get_error().partition("<state>")[0].strip().splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
-        return Grammar(matcher)
+        return Grammar(text, matcher)

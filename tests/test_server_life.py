@@ -208,21 +208,6 @@ def test_the_engine_dies(folder: Path) -> None:
         until(lambda: not served.server.servers[0].is_serving())
 
 
-@pytest.fixture
-def processes() -> Iterator[Callable[..., Process]]:
-    found: list[Process] = []
-
-    def start(*arguments: str, before: str = "") -> Process:
-        found.append(Process(*arguments, before=before))
-        return found[-1]
-
-    yield start
-    for one in found:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.finish()
-
-
 def test_a_process_from_start_to_end(folder: Path, processes: Any) -> None:
     process = processes(
         str(folder), "--api-key", "k", "--access-log", "requests", "--max-num-seqs", "4"
@@ -263,31 +248,6 @@ def test_a_process_keeps_python_out_of_the_way_of_steps(
     line = next(line for line in process.lines if line.startswith("told"))
     _, interval, frozen = line.split()
     assert float(interval) < 0.005 and int(frozen) > 50_000
-
-
-def test_a_second_signal_ends_a_process(folder: Path, processes: Any) -> None:
-    before = "import time; from simplellm.runner import Runner; start = Runner.start; "
-    before += "Runner.start = lambda *a: (time.sleep(0.05), start(*a))[1]"
-    process = processes(str(folder), before=before)
-    client = connect(process.port, COMPLETE, LONG | {"stream": True})
-    assert client.recv(20).startswith(b"HTTP/1.1 200")
-    process.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    assert process.process.poll() is None
-    process.process.send_signal(signal.SIGTERM)
-    assert process.finish() == 0
-    assert b"shutting_down" in everything(client)
-
-
-def test_a_process_whose_engine_dies(folder: Path, processes: Any) -> None:
-    before = "from simplellm.scheduler import Scheduler; old = Scheduler.schedule; "
-    before += "Scheduler.schedule = lambda s: old(s) if s.steps_left() else 1 / 0; "
-    before += "Scheduler.count = 0; Scheduler.steps_left = lambda s: ("
-    before += "setattr(s, 'count', s.count + 1), s.count < 20)[1]"
-    process = processes(str(folder), before=before)
-    client = connect(process.port, COMPLETE, LONG | {"stream": True})
-    assert b"ZeroDivisionError" in everything(client)
-    assert process.finish() == 1
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,17 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from simplellm.config import expect
 from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
 from simplellm.server.endpoint import LOGGER, Service
+from simplellm.server.start import Options
 
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
@@ -29,21 +28,6 @@ HEAD_SECONDS = 30
 # How long a thread that has Python's lock may keep it from another, in seconds. The
 # engine needs it several times in a step of some milliseconds; Python's own 5 are more.
 TURN = 1e-3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says of a server."""
-
-    names: Sequence[str]  # that clients call the model
-    key: str | None = None  # that clients must send
-    timeout: float = 600.0
-    grace: float = 30.0  # seconds for running requests once it is to end
-    log_level: str = "warning"
-    access_log: str = "off"  # or "requests" or "prompts"
-
-    def __post_init__(self) -> None:
-        expect(self.key != "", "the API key", self.key, "one that is not empty")
 
 
 class TimelyConnection(HttpToolsProtocol):
@@ -136,27 +120,6 @@ def write_access_log() -> None:
     ACCESS.addHandler(handler)
     ACCESS.setLevel(logging.INFO)
     ACCESS.propagate = False
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address; nobody can connect before it listens.
-
-    So that a port which is taken is known before a model is loaded. Raises ValueError.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"host is {host!r}, which has no address: {error}") from None
-    family, kind, protocol, _, address = found[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        wrong = f"port is {port}, which {host} cannot give: {error.strerror}"
-        raise ValueError(f"{wrong}; expected a free one") from None
-    return bound
 
 
 def share_the_process() -> None:

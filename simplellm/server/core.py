@@ -1,0 +1,205 @@
+"""The engine in a process of its own, as `simplellm serve` runs it: `spawn` starts it.
+
+Whoever answers clients wants Python's lock all the time, and a step needs it several
+times in its few milliseconds. Here nobody else wants it for long: one thread runs the
+steps, one sends what became of them, and one does what the server asks.
+"""
+
+import gc
+import logging
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from simplellm.config import EngineConfig
+from simplellm.door import Door
+from simplellm.engine import Engine
+from simplellm.folder import EMBEDDED
+from simplellm.grammar import Grammar
+from simplellm.load import load_engine, open_weights
+from simplellm.machine import find_device, find_dtype
+from simplellm.request import EngineError, Event, QueueFullError
+from simplellm.server.wire import as_frame, frames, joined, request_of
+
+LOGGER = logging.getLogger("simplellm")
+LOOK = 0.1  # seconds between two looks at what else there is, while nobody reads
+
+
+class Core:
+    """The engine of a server, at the other end of ``link``.
+
+    It waits for nobody: what a server that is slow has not read yet is joined, so that
+    it takes no more memory than the tokens themselves.
+    """
+
+    engine: Engine
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        # Events, answers, and None behind the last event.
+        self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.events: dict[int, Event] = {}  # that wait, by their request's number
+        self.told: list[Any] = []  # answers that wait
+        self.over = False  # nothing more will come
+        self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
+
+    def load(
+        self,
+        path: str | None,
+        config: dict[str, Any],
+        device: str | None,
+        dtype: str | None,
+        random_weights: bool,
+        seed: int | None,
+    ) -> dict[str, Any]:
+        """Load the engine; what the server has to know of it."""
+        found = find_device(device)
+        resolved = EngineConfig(**config).resolved(found.type)
+        kind = find_dtype(dtype, found)
+        source = open_weights(path, kind, found, random_weights, seed)
+        self.folder = EMBEDDED if path is None else Path(path)
+        self.config = source.config
+        self.engine, how, seconds = load_engine(source, resolved, kind, found)
+        self.engine.events = self.outgoing
+        limit = self.engine.max_model_len
+        return {"how": how, "weights_seconds": seconds, "max_model_len": limit}
+
+    # What the server asks
+
+    def listen(self, asked: Iterator[Any]) -> None:
+        """Do what is asked for as long as the server is there."""
+        known = {f.__name__: f for f in (self.submit, self.abort, self.ask, self.close)}
+        try:
+            for name, *arguments in asked:
+                known[name](*arguments)
+        except BaseException:
+            LOGGER.exception("the engine's process failed")
+        os._exit(1)  # there is nobody left to compute for
+
+    def submit(self, families: list[dict[str, Any]]) -> None:
+        """Queue requests; that they are refused is an event of each."""
+        requests = [request_of(family, self.compile) for family in families]
+        every = [one for first in requests for one in (first, *first.siblings)]
+        try:
+            self.engine.submit(requests)
+        except (EngineError, QueueFullError) as error:
+            for one in every:
+                event = Event(one.number, finish_reason="error", error=error)
+                self.outgoing.put(event)
+
+    def abort(self, number: int, reason: str) -> None:
+        self.engine.abort(number, reason)
+
+    def ask(self, number: int, name: str, *arguments: Any) -> None:
+        """Answer question ``number``, when it takes no time from anybody else."""
+        self.pool.submit(self.answer, number, name, *arguments)
+
+    def answer(self, number: int, name: str, *arguments: Any) -> None:
+        known = {f.__name__: f for f in (self.stats, self.snapshot, self.check_grammar)}
+        found = error = None
+        try:
+            found = known[name](*arguments)
+        except Exception as raised:
+            error = raised
+        self.outgoing.put((number, found, error))
+
+    def stats(self) -> Any:
+        return self.engine.stats()
+
+    def snapshot(self) -> Any:
+        return self.engine.snapshot()
+
+    def check_grammar(self, text: str) -> None:
+        """Compile a grammar, which is kept. Raises GrammarError."""
+        self.compile(text)
+
+    def close(self) -> None:
+        """Take no more requests, finish those there are, and end."""
+        self.engine.shutdown(cancel=False, timeout=0)
+
+    @cached_property
+    def door(self) -> Door:
+        """Who compiles grammars: nobody else here needs the tokenizer."""
+        return Door.open(self.folder, self.config)
+
+    def compile(self, text: str) -> Grammar:
+        return self.door.compile(text)
+
+    # What it is told
+
+    def run(self) -> None:
+        """Run steps and send what comes of them, until the engine ends."""
+        self.engine.start()
+        while not self.over:
+            self.collect(wait=not (self.events or self.told))
+            self.send({})
+        self.send({"dead": self.engine.dead and repr(self.engine.dead)})
+
+    def collect(self, wait: bool) -> None:
+        """Take in all that there is to tell; what a request has got becomes one."""
+        with suppress(queue.Empty):
+            while True:
+                found = self.outgoing.get(block=wait)
+                wait = False
+                if found is None:
+                    self.over = True
+                elif isinstance(found, Event):
+                    before = self.events.get(found.number)
+                    event = found if before is None else joined(before, found)
+                    self.events[found.number] = event
+                else:
+                    self.told.append(found)
+
+    def send(self, more: dict[str, Any]) -> None:
+        """Send what waits, and ``more``. What comes meanwhile waits for the next."""
+        frame = {"events": [*self.events.values()], "told": self.told, **more}
+        self.events, self.told = {}, []
+        data = memoryview(as_frame(frame))
+        while data:
+            _, ready, _ = select.select([], [self.link], [], LOOK)
+            if ready:
+                data = data[self.link.send(data, socket.MSG_DONTWAIT) :]
+            else:
+                self.collect(wait=False)
+
+
+def main(link: socket.socket) -> int:
+    """Load what the server asks for, then run it; the exit status."""
+    asked = frames(link)
+    if (wanted := next(asked, None)) is None:
+        return 1
+    logging.basicConfig(level=wanted.pop("log_level").upper())
+    core = Core(link)
+    threading.Thread(target=core.listen, args=[asked], daemon=True).start()
+    try:
+        told = core.load(**wanted)
+    except Exception as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        told = {"failed": (names, str(error))}
+    # Looking for garbage among all the objects that make up the model and the libraries
+    # stops every thread for tenths of a second, and these stay anyway.
+    gc.collect()
+    gc.freeze()
+    link.sendall(as_frame(told))
+    if "failed" in told:
+        return 1
+    core.run()
+    return int(core.engine.dead is not None)
+
+
+if __name__ == "__main__":
+    try:
+        status = main(socket.socket(fileno=int(sys.argv[1])))
+    except OSError:  # the server is gone
+        status = 1
+    # Everything is told: to take CUDA and Python apart would only take time.
+    os._exit(status)
