@@ -211,7 +211,8 @@ class Engine(Access):
     def snapshot(self) -> dict[str, Any]:
         """Who waits, who runs and who holds which pages, between two steps.
 
-        And what the live view counts. Plain data that nobody changes later. Raises EngineError if the engine is dead.
+        And counts of tokens. Plain data that nobody changes later. Raises EngineError
+        if the engine is dead.
         """
         self.check()
 

@@ -5,19 +5,18 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from models import CONFIG, GREEDY, HELLO, PATIENCE, SMALL, until
-from serving import Process, Served, serving
+from models import GREEDY, HELLO, PATIENCE, SMALL, until
+from serving import serving
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, SamplingParams
 from simplellm.door import sample_of
@@ -459,9 +458,11 @@ def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
         process, link = spawn()
         with closing(link), pytest.raises(Exception) as ours:
             load_remote(process, link, str(path), device="cpu", **options)
-        kinds = [kind for kind in (ValueError, MemoryError) if isinstance(theirs.value, kind)]
-        assert kinds and isinstance(ours.value, kinds[0])
-        assert str(ours.value) == str(theirs.value)
+        kind = ValueError if isinstance(theirs.value, ValueError) else MemoryError
+        assert isinstance(ours.value, kind) and isinstance(theirs.value, kind)
+        # What is free changes all the time.
+        said = [str(error.value).partition(" less); ")[0] for error in (ours, theirs)]
+        assert said[0] == said[1]
         assert process.poll() is not None
 
 
@@ -475,7 +476,9 @@ def test_a_process_that_ends_while_it_loads(folder: Path) -> None:
 def test_the_server_leaves_the_device_alone(processes: Any, folder: Path) -> None:
     """Nothing of CUDA is started in the process that answers, nor a model built."""
     before = "import atexit, sys\n"
-    before += "def told():\n    import torch, gc\n    from simplellm.model import Model\n"
+    before += (
+        "def told():\n    import torch, gc\n    from simplellm.model import Model\n"
+    )
     before += "    found = any(isinstance(o, Model) for o in gc.get_objects())\n"
     before += "    print('told', torch.cuda.is_initialized(), found, file=sys.stderr)\n"
     before += "atexit.register(told)"

@@ -5,7 +5,6 @@ times in its few milliseconds. Here nobody else wants it for long: one thread ru
 steps, one sends what became of them, and one does what the server asks.
 """
 
-import gc
 import logging
 import os
 import queue
@@ -13,7 +12,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
@@ -24,10 +23,10 @@ from simplellm.config import EngineConfig
 from simplellm.door import Door
 from simplellm.engine import Engine
 from simplellm.folder import EMBEDDED
-from simplellm.grammar import Grammar
 from simplellm.load import load_engine, open_weights
 from simplellm.machine import find_device, find_dtype
-from simplellm.request import EngineError, Event, QueueFullError
+from simplellm.request import Event
+from simplellm.server.start import freeze_objects
 from simplellm.server.wire import as_frame, frames, joined, request_of
 
 LOGGER = logging.getLogger("simplellm")
@@ -52,23 +51,16 @@ class Core:
         self.over = False  # nothing more will come
         self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
 
-    def load(
-        self,
-        path: str | None,
-        config: dict[str, Any],
-        device: str | None,
-        dtype: str | None,
-        random_weights: bool,
-        seed: int | None,
-    ) -> dict[str, Any]:
+    def load(self, path: str | None, config: dict[str, Any], **wanted: Any) -> Any:
         """Load the engine; what the server has to know of it."""
-        found = find_device(device)
-        resolved = EngineConfig(**config).resolved(found.type)
-        kind = find_dtype(dtype, found)
-        source = open_weights(path, kind, found, random_weights, seed)
+        device = find_device(wanted["device"])
+        resolved = EngineConfig(**config).resolved(device.type)
+        dtype = find_dtype(wanted["dtype"], device)
+        random = wanted["random_weights"], wanted["seed"]
+        source = open_weights(path, dtype, device, *random)
         self.folder = EMBEDDED if path is None else Path(path)
         self.config = source.config
-        self.engine, how, seconds = load_engine(source, resolved, kind, found)
+        self.engine, how, seconds = load_engine(source, resolved, dtype, device)
         self.engine.events = self.outgoing
         limit = self.engine.max_model_len
         return {"how": how, "weights_seconds": seconds, "max_model_len": limit}
@@ -87,52 +79,45 @@ class Core:
 
     def submit(self, families: list[dict[str, Any]]) -> None:
         """Queue requests; that they are refused is an event of each."""
-        requests = [request_of(family, self.compile) for family in families]
-        every = [one for first in requests for one in (first, *first.siblings)]
+        every = [family["number"] for family in families]
+        every += [number for family in families for _, number in family["siblings"]]
         try:
-            self.engine.submit(requests)
-        except (EngineError, QueueFullError) as error:
-            for one in every:
-                event = Event(one.number, finish_reason="error", error=error)
+            self.engine.submit([request_of(f, self.door.compile) for f in families])
+        except Exception as error:
+            for number in every:
+                event = Event(number, finish_reason="error", error=error)
                 self.outgoing.put(event)
 
     def abort(self, number: int, reason: str) -> None:
+        """End a request soon."""
         self.engine.abort(number, reason)
-
-    def ask(self, number: int, name: str, *arguments: Any) -> None:
-        """Answer question ``number``, when it takes no time from anybody else."""
-        self.pool.submit(self.answer, number, name, *arguments)
-
-    def answer(self, number: int, name: str, *arguments: Any) -> None:
-        known = {f.__name__: f for f in (self.stats, self.snapshot, self.check_grammar)}
-        found = error = None
-        try:
-            found = known[name](*arguments)
-        except Exception as raised:
-            error = raised
-        self.outgoing.put((number, found, error))
-
-    def stats(self) -> Any:
-        return self.engine.stats()
-
-    def snapshot(self) -> Any:
-        return self.engine.snapshot()
-
-    def check_grammar(self, text: str) -> None:
-        """Compile a grammar, which is kept. Raises GrammarError."""
-        self.compile(text)
 
     def close(self) -> None:
         """Take no more requests, finish those there are, and end."""
         self.engine.shutdown(cancel=False, timeout=0)
 
+    def ask(self, number: int, name: str, *arguments: Any) -> None:
+        """Answer a question: stats, snapshot, or whether a grammar compiles."""
+        known: dict[str, Callable[..., Any]] = {
+            "stats": self.engine.stats,
+            "snapshot": self.engine.snapshot,
+            "compile": lambda text: self.door.compile(text).text,
+        }
+
+        def answer() -> None:
+            found = error = None
+            try:
+                found = known[name](*arguments)
+            except Exception as raised:
+                error = raised
+            self.outgoing.put((number, found, error))
+
+        self.pool.submit(answer)
+
     @cached_property
     def door(self) -> Door:
         """Who compiles grammars: nobody else here needs the tokenizer."""
         return Door.open(self.folder, self.config)
-
-    def compile(self, text: str) -> Grammar:
-        return self.door.compile(text)
 
     # What it is told
 
@@ -185,10 +170,7 @@ def main(link: socket.socket) -> int:
     except Exception as error:
         names = [kind.__name__ for kind in type(error).__mro__]
         told = {"failed": (names, str(error))}
-    # Looking for garbage among all the objects that make up the model and the libraries
-    # stops every thread for tenths of a second, and these stay anyway.
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
     link.sendall(as_frame(told))
     if "failed" in told:
         return 1

@@ -114,8 +114,7 @@ class RemoteEngine(Access):
 
     def compile(self, text: str) -> Grammar:
         """A grammar that the engine's process keeps. Raises GrammarError."""
-        self._ask("check_grammar", text)
-        return Grammar(text, None)
+        return Grammar(self._ask("compile", text), None)
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
@@ -125,6 +124,8 @@ class RemoteEngine(Access):
         if cancel:
             self.cancelling = True
             self.process.kill()
+            with suppress(OSError):  # nobody waits until it has given everything back
+                self.link.shutdown(socket.SHUT_RDWR)
         else:
             self.outgoing.put(["close"])
         with suppress(subprocess.TimeoutExpired):
@@ -171,7 +172,7 @@ class RemoteEngine(Access):
             if "dead" in frame:
                 orderly, cause = True, frame["dead"]
                 self.dead = DistantError(cause) if cause else None
-        ended = self._end()
+        ended = "was ended" if self.cancelling else self._end()
         with self.lock:
             if not (orderly or self.cancelling):
                 self.dead = DistantError(f"its process {ended}")

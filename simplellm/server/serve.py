@@ -1,13 +1,12 @@
 """`simplellm serve`: uvicorn, its signals, and the line that says it is ready.
 
-The event loop runs in the main thread, the engine and its text in threads of their own.
+The event loop runs in the main thread, and text is made in a thread of its own. The
+engine is in another process, or also in a thread, as tests have it.
 """
 
 import asyncio
-import gc
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -19,15 +18,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
 from simplellm.server.endpoint import LOGGER, Service
-from simplellm.server.start import Options
+from simplellm.server.start import Options, freeze_objects
 
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
 # Seconds that a connection has to bring a request's line and headers.
 HEAD_SECONDS = 30
-# How long a thread that has Python's lock may keep it from another, in seconds. The
-# engine needs it several times in a step of some milliseconds; Python's own 5 are more.
-TURN = 1e-3
 
 
 class TimelyConnection(HttpToolsProtocol):
@@ -122,15 +118,6 @@ def write_access_log() -> None:
     ACCESS.propagate = False
 
 
-def share_the_process() -> None:
-    """Set what Python has one of for all threads to what the engine's steps need."""
-    sys.setswitchinterval(TURN)
-    # Looking for garbage among all the objects that make up the model, the libraries
-    # and the server stops every thread for tenths of a second, and these stay anyway.
-    gc.collect()
-    gc.freeze()
-
-
 def serve(
     llm: LLM, options: Options, bound: socket.socket, tell: Callable[[str], object]
 ) -> int:
@@ -158,7 +145,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    share_the_process()
+    freeze_objects()
     DrainingServer(config, service, options.grace, tell).run([bound])
     if llm.engine.dead is not None:
         LOGGER.error("the engine died: %r", llm.engine.dead)

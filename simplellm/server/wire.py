@@ -9,7 +9,7 @@ they come back as they were, but for infinity, for which it has null.
 import math
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
