@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_what_is_told_of_it(near: LLM, far: LLM) -> None:
     far.generate("x", max_tokens=3, **GREEDY).result(PATIENCE)
     stats, snapshot = far.stats(), far.engine.snapshot()
     assert type(stats) is type(near.stats()) and stats.generated_tokens >= 3
-    assert stats.finished["length"] >= 1 and stats.ttft > 0
+    assert stats.finished["length"] >= 1 and stats.ttft
     assert snapshot.keys() == near.engine.snapshot().keys()
     assert snapshot["counts"]["tokens"] == stats.generated_tokens
     assert far.how == near.how and far.config == near.config
@@ -396,7 +397,7 @@ def test_the_end_of_an_llm(folder: Path) -> None:
             assert len(output.token_ids) == 60
         assert output.finish_reason == ("abort" if cancel else "length")
         assert llm.engine.process.poll() is not None and llm.engine.dead is None
-        for call in (lambda: llm.generate([1]), llm.stats):
+        for call in (partial(llm.generate, [1]), llm.stats):
             with pytest.raises(EngineError, match="closed"):
                 call()
 
@@ -473,16 +474,23 @@ def test_a_process_that_ends_while_it_loads(folder: Path) -> None:
         load_remote(process, link, str(folder))
 
 
+TELL = """
+import atexit, gc, sys
+
+def told():
+    import torch
+    from simplellm.model import Model
+
+    built = any(isinstance(one, Model) for one in gc.get_objects())
+    print('told', torch.cuda.is_initialized(), built, file=sys.stderr)
+
+atexit.register(told)
+"""
+
+
 def test_the_server_leaves_the_device_alone(processes: Any, folder: Path) -> None:
     """Nothing of CUDA is started in the process that answers, nor a model built."""
-    before = "import atexit, sys\n"
-    before += (
-        "def told():\n    import torch, gc\n    from simplellm.model import Model\n"
-    )
-    before += "    found = any(isinstance(o, Model) for o in gc.get_objects())\n"
-    before += "    print('told', torch.cuda.is_initialized(), found, file=sys.stderr)\n"
-    before += "atexit.register(told)"
-    process = processes(str(folder), before=before)
+    process = processes(str(folder), before=TELL)
     process.process.send_signal(signal.SIGTERM)
     assert process.finish() == 0
     assert "told False False\n" in process.lines
