@@ -179,9 +179,12 @@ def main(link: socket.socket) -> int:
 
 
 if __name__ == "__main__":
+    status = 1
     try:
         status = main(socket.socket(fileno=int(sys.argv[1])))
-    except OSError:  # the server is gone
-        status = 1
+    except ConnectionError:
+        pass  # the server is gone
+    except BaseException:
+        LOGGER.exception("the engine's process failed")
     # Everything is told: to take CUDA and Python apart would only take time.
     os._exit(status)

@@ -61,7 +61,7 @@ class RemoteEngine(Access):
         self.frames = frames(link)
         self.events = SimpleNamespace(get=partial(next, self._events(), None))
         # A SimpleQueue may be put to from a finalizer, which may run in any thread.
-        self.outgoing: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
+        self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # guards what follows
         self.open: set[int] = set()  # requests that haven't ended
         self.asked: dict[int, Future[Any]] = {}  # questions, until they are answered
@@ -93,7 +93,7 @@ class RemoteEngine(Access):
         """
         self.check_process()
         every = [one.number for first in requests for one in (first, *first.siblings)]
-        frame = ["submit", [*map(as_family, requests)]]
+        frame = as_frame(["submit", [*map(as_family, requests)]])
         with self.lock:
             self.check_open()
             self.open.update(every)
@@ -101,7 +101,7 @@ class RemoteEngine(Access):
 
     def abort(self, number: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
-        self.outgoing.put(["abort", number, reason])
+        self.outgoing.put(as_frame(["abort", number, reason]))
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it can't say."""
@@ -127,7 +127,7 @@ class RemoteEngine(Access):
             with suppress(OSError):  # nobody waits until it has given everything back
                 self.link.shutdown(socket.SHUT_RDWR)
         else:
-            self.outgoing.put(["close"])
+            self.outgoing.put(as_frame(["close"]))
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
 
@@ -140,8 +140,9 @@ class RemoteEngine(Access):
             if self.over:
                 raise EngineError("this LLM is closed; expected one that is open")
             number = next(self.numbers)
+            frame = as_frame(["ask", number, *question])
             self.asked[number] = answer
-            self.outgoing.put(["ask", number, *question])
+            self.outgoing.put(frame)
         try:
             return answer.result(ANSWER_SECONDS)
         except TimeoutError:
@@ -152,7 +153,7 @@ class RemoteEngine(Access):
         """Send what is asked: nobody waits for a process that does not read."""
         with suppress(OSError):
             while (frame := self.outgoing.get()) is not None:
-                self.link.sendall(as_frame(frame))
+                self.link.sendall(frame)
 
     def _events(self) -> Iterator[Event]:
         """What becomes of requests, until the process ends: then all of them do."""
