@@ -484,13 +484,24 @@ def told():
     built = any(isinstance(one, Model) for one in gc.get_objects())
     print('told', torch.cuda.is_initialized(), built, file=sys.stderr)
 
+def opening(path):
+    print('tokenizer', 'simplellm.server.core' in sys.orig_argv, file=sys.stderr)
+    return opened(path)
+
+from simplellm.tokenizer import Tokenizer
+opened, Tokenizer.from_file = Tokenizer.from_file, opening
 atexit.register(told)
 """
 
 
-def test_the_server_leaves_the_device_alone(processes: Any, folder: Path) -> None:
-    """Nothing of CUDA is started in the process that answers, nor a model built."""
+def test_each_process_has_its_own(processes: Any, folder: Path) -> None:
+    """Nothing of CUDA is started where clients are answered, nor a model built.
+
+    And nothing is known of text where steps are computed, but for grammars.
+    """
     process = processes(str(folder), before=TELL)
+    assert b"200 OK" in rest_of(ask(process.port, max_tokens=3))
     process.process.send_signal(signal.SIGTERM)
     assert process.finish() == 0
-    assert "told False False\n" in process.lines
+    assert {"told False False\n", "tokenizer False\n"} <= {*process.lines}
+    assert "tokenizer True\n" not in process.lines

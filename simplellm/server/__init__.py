@@ -1,7 +1,7 @@
 """The server: the HTTP face of one `LLM`, for clients of OpenAI's interface and
 Anthropic's. Needs the extra [serve].
 
-A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
+The engine is in another process, as core.py and remote.py have it. A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
 whether the server drains, the log) and turns whatever is raised into an error of
 OpenAI's form. `Endpoint.respond` in endpoint.py reads the body, has it checked and,
 where the endpoint answers with a `Generation`, runs its requests and writes what it

@@ -23,6 +23,7 @@ from simplellm.config import EngineConfig
 from simplellm.door import Door
 from simplellm.engine import Engine
 from simplellm.folder import EMBEDDED
+from simplellm.grammar import Grammar
 from simplellm.load import load_engine, open_weights
 from simplellm.machine import find_device, find_dtype
 from simplellm.request import Event
@@ -82,7 +83,7 @@ class Core:
         every = [family["number"] for family in families]
         every += [number for family in families for _, number in family["siblings"]]
         try:
-            self.engine.submit([request_of(f, self.door.compile) for f in families])
+            self.engine.submit([request_of(f, self.compile) for f in families])
         except Exception as error:
             for number in every:
                 event = Event(number, finish_reason="error", error=error)
@@ -101,7 +102,7 @@ class Core:
         known: dict[str, Callable[..., Any]] = {
             "stats": self.engine.stats,
             "snapshot": self.engine.snapshot,
-            "compile": lambda text: self.door.compile(text).text,
+            "compile": lambda text: self.compile(text).text,
         }
 
         def answer() -> None:
@@ -114,9 +115,12 @@ class Core:
 
         self.pool.submit(answer)
 
+    def compile(self, text: str) -> Grammar:
+        """A grammar; only these need the tokenizer here. Raises GrammarError."""
+        return self.door.compile(text)
+
     @cached_property
     def door(self) -> Door:
-        """Who compiles grammars: nobody else here needs the tokenizer."""
         return Door.open(self.folder, self.config)
 
     # What it is told
