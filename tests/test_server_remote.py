@@ -16,10 +16,18 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from models import GREEDY, HELLO, PATIENCE, SMALL, until
 from serving import serving
 
-from simplellm import LLM, EngineConfig, EngineError, QueueFullError, SamplingParams
+from simplellm import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    EngineError,
+    QueueFullError,
+    SamplingParams,
+)
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
 from simplellm.request import Event, Request, TokenLogprobs
@@ -121,6 +129,15 @@ def test_an_event_arrives_as_it_was(error: Exception | None) -> None:
     found = wire.event_of(crossed({"events": [event]})["events"][0])
     assert type(found.error) is type(error) and str(found.error) == str(error)
     assert found._replace(error=None) == event._replace(error=None)
+
+
+def test_errors_stay_what_they_are_where_somebody_asks() -> None:
+    kinds = {ConfigError: ValueError, torch.OutOfMemoryError: torch.OutOfMemoryError}
+    for ours, theirs in kinds.items():
+        found = wire.as_error(crossed(ours("so")))
+        assert type(found) is theirs and str(found) == "so"
+    found = wire.as_error(crossed(ZeroDivisionError("so")))
+    assert type(found) is EngineError and str(found) == "ZeroDivisionError('so')"
 
 
 def test_events_that_wait_are_one() -> None:

@@ -172,8 +172,7 @@ def main(link: socket.socket) -> int:
     try:
         told = core.load(**wanted)
     except Exception as error:
-        names = [kind.__name__ for kind in type(error).__mro__]
-        told = {"failed": (names, str(error))}
+        told = {"failed": error}
     freeze_objects()
     link.sendall(as_frame(told))
     if "failed" in told:

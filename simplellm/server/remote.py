@@ -35,8 +35,6 @@ from simplellm.stats import Stats
 
 ANSWER_SECONDS = 60.0  # that an answer may take: a first grammar needs some
 END_SECONDS = 5.0  # between the end of a link and that of its process
-# What loading may raise; the first that fits is raised here.
-FAILURES = (TypeError, ValueError, MemoryError, torch.OutOfMemoryError)
 
 
 class DistantError(Exception):
@@ -74,11 +72,7 @@ class RemoteEngine(Access):
         if told is None:
             raise EngineError(f"the engine's process {self._end()} while it loaded")
         if "failed" in told:
-            names, message = told["failed"]
-            kinds = [kind for kind in FAILURES if kind.__name__ in names]
-            if not kinds:
-                raise EngineError(f"{names[0]}: {message}")
-            raise kinds[0](message)
+            raise as_error(told["failed"])
         return told
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
+import torch
 
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
@@ -31,7 +32,10 @@ CHUNK = 2**18  # bytes that are read at a time
 # Fields of a request as they cross, and parameters that only the server reads.
 SENT = "tokens max_tokens bad_sequences priority deadline submitted number".split()
 UNSENT = ("stop", "structured_outputs")
-ERRORS = {kind.__name__: kind for kind in (EngineError, GrammarError, QueueFullError)}
+# Errors that stay what they are, the more special first.
+SPECIAL = EngineError, QueueFullError, GrammarError, torch.OutOfMemoryError
+GENERAL = TypeError, ValueError, MemoryError
+ERRORS = {kind.__name__: kind for kind in (*SPECIAL, *GENERAL)}
 
 
 def as_frame(content: Any) -> bytes:
@@ -46,7 +50,8 @@ def as_plain(value: Any) -> Any:
         case Event() | frozenset():
             return list(value)
         case Exception():
-            return type(value).__name__, str(value)
+            names = [n for n, kind in ERRORS.items() if isinstance(value, kind)]
+            return (names[0], str(value)) if names else ("EngineError", repr(value))
     raise TypeError  # which orjson makes one that says of what
 
 
@@ -62,7 +67,7 @@ def frames(link: socket.socket) -> Iterator[Any]:
 def as_error(told: Sequence[str]) -> Exception:
     """An error as `as_plain` wrote it."""
     name, message = told
-    return ERRORS.get(name, EngineError)(message)
+    return ERRORS[name](message)
 
 
 # Requests
