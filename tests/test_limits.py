@@ -134,7 +134,7 @@ BOUNDS = {
     # Without the server and what is there for structured output alone.
     "lines of the package": (13_690, 9000),
     "lines of structured output": (900, 700),
-    "lines of the server": (5280, 4000),
+    "lines of the server": (5300, 4000),
     "lines of tools/": (5000, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),

@@ -145,10 +145,10 @@ def test_events_that_wait_are_one() -> None:
     first = Event(3, [0], entries[:1], None, None, 1.0, 4, [None], 0, 0.5)
     second = Event(3, [1, 2], entries[1:], "length", None, 2.0, 4, None, 1, 0.5)
     wanted = Event(3, [0, 1, 2], entries, "length", None, 2.0, 4, [None], 1, 0.5)
-    assert wire.joined(first, second) == wanted
-    assert wire.joined(Event(3, [0]), Event(3, [1])).logprobs is None
+    assert wire.as_one(first, second) == wanted
+    assert wire.as_one(Event(3, [0]), Event(3, [1])).logprobs is None
     # An end without tokens, as at a time limit, has no log-probabilities of its own.
-    assert wire.joined(first, Event(3, finish_reason="abort")).logprobs == entries[:1]
+    assert wire.as_one(first, Event(3, finish_reason="abort")).logprobs == entries[:1]
 
 
 def test_half_a_frame_is_none() -> None:

@@ -28,7 +28,7 @@ from simplellm.load import load_engine, open_weights
 from simplellm.machine import find_device, find_dtype
 from simplellm.request import Event
 from simplellm.server.start import freeze_objects
-from simplellm.server.wire import as_frame, frames, joined, request_of
+from simplellm.server.wire import as_frame, as_one, frames, request_of
 
 LOGGER = logging.getLogger("simplellm")
 LOOK = 0.1  # seconds between two looks at what else there is, while nobody reads
@@ -143,7 +143,7 @@ class Core:
                     self.over = True
                 elif isinstance(found, Event):
                     before = self.events.get(found.number)
-                    event = found if before is None else joined(before, found)
+                    event = found if before is None else as_one(before, found)
                     self.events[found.number] = event
                 else:
                     self.told.append(found)
@@ -161,7 +161,7 @@ class Core:
                 self.collect(wait=False)
 
 
-def main(link: socket.socket) -> int:
+def run_core(link: socket.socket) -> int:
     """Load what the server asks for, then run it; the exit status."""
     asked = frames(link)
     if (wanted := next(asked, None)) is None:
@@ -184,7 +184,7 @@ def main(link: socket.socket) -> int:
 if __name__ == "__main__":
     status = 1
     try:
-        status = main(socket.socket(fileno=int(sys.argv[1])))
+        status = run_core(socket.socket(fileno=int(sys.argv[1])))
     except ConnectionError:
         pass  # the server is gone
     except BaseException:

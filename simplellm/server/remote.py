@@ -28,6 +28,7 @@ from simplellm.server.wire import (
     as_error,
     as_family,
     as_frame,
+    as_plain,
     event_of,
     frames,
 )
@@ -70,7 +71,8 @@ class RemoteEngine(Access):
         """Wait for what it says of its engine. Raises what loading has raised."""
         told: dict[str, Any] | None = next(self.frames, None)
         if told is None:
-            raise EngineError(f"the engine's process {self._end()} while it loaded")
+            wrong = f"the engine's process {self._end()} while it loaded"
+            told = {"failed": as_plain(EngineError(wrong))}
         if "failed" in told:
             raise as_error(told["failed"])
         return told
@@ -132,7 +134,7 @@ class RemoteEngine(Access):
         with self.lock:
             self.check()
             if self.over:
-                raise EngineError("this LLM is closed; expected one that is open")
+                self.check_open()
             number = next(self.numbers)
             frame = as_frame(["ask", number, *question])
             self.asked[number] = answer

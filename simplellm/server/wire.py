@@ -28,14 +28,23 @@ from simplellm.request import (
 from simplellm.sampling_params import SamplingParams
 
 LENGTH = struct.Struct("!I")
-CHUNK = 2**18  # bytes that are read at a time
+READ_BYTES = 2**18  # bytes that are read at a time
 # Fields of a request as they cross, and parameters that only the server reads.
 SENT = "tokens max_tokens bad_sequences priority deadline submitted number".split()
 UNSENT = ("stop", "structured_outputs")
 # Errors that stay what they are, the more special first.
-SPECIAL = EngineError, QueueFullError, GrammarError, torch.OutOfMemoryError
-GENERAL = TypeError, ValueError, MemoryError
-ERRORS = {kind.__name__: kind for kind in (*SPECIAL, *GENERAL)}
+ERROR_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        EngineError,
+        QueueFullError,
+        GrammarError,
+        torch.OutOfMemoryError,
+        TypeError,
+        ValueError,
+        MemoryError,
+    )
+}
 
 
 def as_frame(content: Any) -> bytes:
@@ -50,14 +59,14 @@ def as_plain(value: Any) -> Any:
         case Event() | frozenset():
             return list(value)
         case Exception():
-            names = [n for n, kind in ERRORS.items() if isinstance(value, kind)]
+            names = [n for n, kind in ERROR_KINDS.items() if isinstance(value, kind)]
             return (names[0], str(value)) if names else ("EngineError", repr(value))
     raise TypeError  # which orjson makes one that says of what
 
 
 def frames(link: socket.socket) -> Iterator[Any]:
     """What the other process sends, until it closes its end or is gone."""
-    with suppress(OSError), link.makefile("rb", buffering=CHUNK) as file:
+    with suppress(OSError), link.makefile("rb", buffering=READ_BYTES) as file:
         while len(head := file.read(LENGTH.size)) == LENGTH.size:
             (length,) = LENGTH.unpack(head)
             if len(data := file.read(length)) == length:
@@ -67,7 +76,7 @@ def frames(link: socket.socket) -> Iterator[Any]:
 def as_error(told: Sequence[str]) -> Exception:
     """An error as `as_plain` wrote it."""
     name, message = told
-    return ERRORS[name](message)
+    return ERROR_KINDS[name](message)
 
 
 # Requests
@@ -107,7 +116,7 @@ def request_of(family: dict[str, Any], compile: Callable[[str], Grammar]) -> Req
 # Events
 
 
-def joined(first: Event, second: Event) -> Event:
+def as_one(first: Event, second: Event) -> Event:
     """Two events of one request, in this order, as one."""
     logprobs = second.logprobs
     if first.logprobs is not None:
