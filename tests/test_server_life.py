@@ -183,6 +183,7 @@ def test_the_end_of_a_drain(folder: Path, again: bool) -> None:
         served.server.handle_exit(signal.SIGTERM, None)
         if again:
             served.server.handle_exit(signal.SIGTERM, None)
+        assert served.server.force_exit is again
         events = unchunked(everything(streamed)).split("\n\n")
         error = json.loads(events[-2].removeprefix("data: "))["error"]
         assert error["code"] == "shutting_down" and events[-1] == ""

@@ -388,7 +388,7 @@ def test_an_engine_whose_server_is_killed(processes: Any, folder: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ctrl_c_is_for_the_server(processes: Any, folder: Path) -> None:
     """It drains; a second one doesn't wait, not even for a step."""
-    process = processes(str(folder), before=SLOW)
+    process = processes(str(folder), before=SLOW.replace("0.05", "4"))
     clients = [ask(process.port, stream=True), ask(process.port)]
     assert clients[0].recv(12) == b"HTTP/1.1 200"
     engine = process.engine
@@ -400,7 +400,7 @@ def test_ctrl_c_is_for_the_server(processes: Any, folder: Path) -> None:
     streamed, whole = map(rest_of, clients)
     assert b"shutting_down" in streamed and whole.startswith(b"HTTP/1.1 503")
     assert process.finish() == 0 and gone(engine)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 3
 
 
 def test_the_end_of_an_llm(folder: Path) -> None:

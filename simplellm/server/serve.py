@@ -83,8 +83,8 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Uvicorn would raise it again at its end; this is ours."""
-        now = time.monotonic()
-        self.deadline = now if self.service.draining else now + self.grace
+        self.force_exit = self.service.draining  # then nobody waits for who doesn't read
+        self.deadline = time.monotonic() + (0 if self.force_exit else self.grace)
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
