@@ -83,7 +83,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Uvicorn would raise it again at its end; this is ours."""
-        self.force_exit = self.service.draining  # then nobody waits for who doesn't read
+        self.force_exit = self.service.draining  # waits for no slow reader
         self.deadline = time.monotonic() + (0 if self.force_exit else self.grace)
         self.service.draining = True
 
