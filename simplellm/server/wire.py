@@ -3,7 +3,8 @@
 A frame is the length of its data in four bytes, and the data: nothing in it is code, so
 reading it can do no harm. The server sends lists, the name of what is to be done with
 its arguments; the engine sends dicts, of all that is new. JSON writes numbers so that
-they come back as they were, but for infinity, for which it has null.
+they come back as they were, but for infinity, for which it has null. Times are those of
+time.monotonic(), which all processes of a machine share.
 """
 
 import math
