@@ -211,8 +211,7 @@ class Engine(Access):
     def snapshot(self) -> dict[str, Any]:
         """Who waits, who runs and who holds which pages, between two steps.
 
-        And counts of tokens. Plain data that nobody changes later. Raises EngineError
-        if the engine is dead.
+        Plain data that nobody changes later. Raises EngineError if the engine is dead.
         """
         self.check()
 
@@ -230,11 +229,6 @@ class Engine(Access):
                 "running": [describe(r) for r in self.scheduler.running],
                 "waiting": [describe(r) for r in self.scheduler.waiting],
                 "pages": self.scheduler.manager.snapshot(),
-                "counts": {
-                    "tokens": self.meter.tokens,
-                    "found": self.meter.cached_tokens,
-                    "preemptions": self.scheduler.preemptions,
-                },
             }
 
     def start(self) -> None:

@@ -201,7 +201,6 @@ def book(requests: int, pages: int) -> dict[str, Any]:
         for n in range(2 * requests)
     ]
     return {
-        "counts": {"tokens": 9 * requests, "found": 3, "preemptions": 1},
         "running": described[:requests],
         "waiting": described[requests:],
         "pages": {
@@ -232,9 +231,6 @@ def test_a_large_engine_fits_a_screen(requests: int, pages: int) -> None:
         "held": pages,
         "shared": pages if requests > 1 else 0,
         "kept": pages,
-        "tokens": 9 * requests,
-        "found": 3,
-        "preemptions": 1,
     }
     full, sliding = found["pages"]["tables"]["0"]
     most = live.MAX_PAGES // (2 * rows)

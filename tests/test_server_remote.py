@@ -242,7 +242,6 @@ def test_what_is_told_of_it(near: LLM, far: LLM) -> None:
     assert type(stats) is type(near.stats()) and stats.generated_tokens >= 3
     assert stats.finished["length"] >= 1 and stats.ttft
     assert snapshot.keys() == near.engine.snapshot().keys()
-    assert snapshot["counts"]["tokens"] == stats.generated_tokens
     assert far.how == near.how and far.config == near.config
     assert far.door.max_model_len == near.door.max_model_len
 

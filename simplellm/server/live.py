@@ -68,7 +68,6 @@ def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
             "held": sum(count > 0 for count in references),
             "shared": sum(count > 1 for count in references),
             "kept": len(kept),
-            **snapshot["counts"],
         },
     }
 
@@ -99,8 +98,14 @@ class Lookout:
         with self.lock:
             now = time.monotonic()
             if now - self.looked >= EVERY:
-                self.seen = cut(self.service.llm.engine.snapshot())
-                self.looked = now
+                engine = self.service.llm.engine
+                found, stats = cut(engine.snapshot()), engine.stats()
+                found["totals"] |= {
+                    "tokens": stats.generated_tokens,
+                    "found": stats.cached_tokens,
+                    "preemptions": stats.preemptions,
+                }
+                self.seen, self.looked = found, now
             return self.seen
 
     def answer(self, call: Call) -> Response:
