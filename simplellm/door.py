@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from simplellm.chat_options import (
@@ -27,6 +28,7 @@ from simplellm.config import (
     expect,
     expect_type,
 )
+from simplellm.folder import open_tokenizer, read_generation_config, turn_ends
 from simplellm.grammar import Grammar, GrammarError
 from simplellm.harmony import Message, Tool, from_openai, render
 from simplellm.harmony.schema import as_tools
@@ -134,6 +136,16 @@ class Door:
     default_params: SamplingParams  # for whoever gives none
     eos_token_ids: frozenset[int]  # what ends a turn
     max_model_len: int  # tokens of a prompt and its output
+    compiler: Callable[[str], Grammar] | None = None  # of text; None: its own
+
+    @classmethod
+    def open(cls, folder: Path, config: ModelConfig) -> "Door":
+        """The door of a checkpoint folder, with room for all that the model has."""
+        tokenizer = open_tokenizer(folder, config)
+        default_params, generation_ends = read_generation_config(folder)
+        ends = turn_ends(config, tokenizer, generation_ends)
+        limit = config.max_position_embeddings
+        return cls(config, tokenizer, default_params, ends, limit)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -152,7 +164,7 @@ class Door:
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
         """Text to a grammar. Agents send the same schema again and again."""
-        return lru_cache(MAX_GRAMMARS)(self.grammars.compile)
+        return lru_cache(MAX_GRAMMARS)(self.compiler or self.grammars.compile)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -306,7 +318,7 @@ class Door:
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():
-            if (reason := refusal(rules, self.grammars.compile)) is not None:
+            if (reason := refusal(rules, self.compiler or self.grammars.compile)) is not None:
                 name, wrong = part, f"{part}: {reason}"
                 break
         raise about(ValueError(wrong), name)

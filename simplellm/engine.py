@@ -33,7 +33,37 @@ def failure(what: str, cause: BaseException) -> EngineError:
     return error
 
 
-class Engine:
+class Access:
+    """Who may ask an engine: its own process, while it is alive and open."""
+
+    def __init__(self) -> None:
+        self.dead: BaseException | None = None  # what it died of
+        self.closing = self.cancelling = False
+        self.pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise EngineError in a fork of the engine's process."""
+        if os.getpid() != self.pid:
+            raise EngineError(
+                f"this LLM belongs to process {self.pid} and does not work in "
+                f"{os.getpid()}, a fork of it; expected processes that are spawned, "
+                "not forked, each with its own LLM"
+            )
+
+    def check(self) -> None:
+        """Raise EngineError if the engine cannot answer any more."""
+        self.check_process()
+        if self.dead is not None:
+            raise failure("the engine died", self.dead)
+
+    def check_open(self) -> None:
+        """Raise EngineError if the engine takes no more requests."""
+        self.check()
+        if self.closing:
+            raise EngineError("this LLM is closed; expected one that is open")
+
+
+class Engine(Access):
     """Runs many requests at once, a step at a time.
 
     With ``overlap`` a step is scheduled while the one before is still computed. Without
@@ -43,6 +73,7 @@ class Engine:
     def __init__(
         self, scheduler: Scheduler, runner: Runner, max_model_len: int, overlap: bool
     ) -> None:
+        super().__init__()
         self.scheduler, self.runner = scheduler, runner
         runner.settle = partial(self.land, 0)
         self.max_model_len = max_model_len
@@ -51,9 +82,6 @@ class Engine:
         # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
         # thread that holds it.
         self.lock = threading.RLock()
-        self.closing = self.cancelling = False
-        self.dead: BaseException | None = None  # what it died of
-        self.pid = os.getpid()
         # A SimpleQueue may be put to from a finalizer, which may run in any thread.
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -161,9 +189,7 @@ class Engine:
         """
         self.check_process()  # first: a fork may have copied the lock as it was, taken
         with self.lock:
-            self.check()
-            if self.closing:
-                raise EngineError("this LLM is closed; expected one that is open")
+            self.check_open()
             if not self.scheduler.requests:
                 self.meter.begin()
             try:
@@ -179,21 +205,6 @@ class Engine:
     def abort(self, number: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
         self.inbox.put((number, reason))
-
-    def check_process(self) -> None:
-        """Raise EngineError in a fork of the engine's process."""
-        if os.getpid() != self.pid:
-            raise EngineError(
-                f"this LLM belongs to process {self.pid} and does not work in "
-                f"{os.getpid()}, a fork of it; expected processes that are spawned, "
-                "not forked, each with its own LLM"
-            )
-
-    def check(self) -> None:
-        """Raise EngineError if the engine cannot answer any more."""
-        self.check_process()
-        if self.dead is not None:
-            raise failure("the engine died", self.dead)
 
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it is dead."""

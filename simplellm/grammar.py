@@ -34,7 +34,8 @@ def llguidance() -> Any:
 class Grammar:
     """A compiled grammar, which any number of requests may walk."""
 
-    matcher: Any  # llguidance's, at the beginning
+    text: str  # as llguidance takes it
+    matcher: Any  # llguidance's, at the beginning; None if another process has it
 
     def walk(self, number: int | None = None) -> "Walk":
         """A walk from the beginning, by the request of this number."""

@@ -10,7 +10,8 @@ import torch
 from simplellm.config import EngineConfig, check_number, expect
 from simplellm.door import MAX_SAMPLES, Messages, Prompt, is_several, sample_of
 from simplellm.harmony import Delta
-from simplellm.load import load
+from simplellm.load import Loaded, load
+from simplellm.model import Model
 from simplellm.outputs import ChatOutput, RequestOutput
 from simplellm.reader import (
     Delivery,
@@ -62,9 +63,17 @@ class LLM:
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        loaded = load(model, config, dtype, device, random_weights, seed, options)
-        self.model, self.engine = loaded.model, loaded.engine
-        self.config = loaded.model.config
+        self._begin(load(model, config, dtype, device, random_weights, seed, options))
+
+    @classmethod
+    def of(cls, loaded: Loaded) -> Self:
+        """An LLM of what is loaded, wherever its engine is."""
+        llm = cls.__new__(cls)
+        llm._begin(loaded)
+        return llm
+
+    def _begin(self, loaded: Loaded) -> None:
+        self.engine, self.config = loaded.engine, loaded.door.config
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
         self.door = loaded.door
@@ -72,6 +81,12 @@ class LLM:
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
         self._delivery.start()
+
+    @property
+    def model(self) -> Model:
+        """What computes, if the engine is in this process."""
+        found: Model = self.engine.runner.model
+        return found
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -6,7 +6,7 @@ Every choice that depends on the machine is made here, once.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,13 +20,7 @@ from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
 from simplellm.config import MODELS, ConfigError, EngineConfig, ModelConfig, expect
 from simplellm.door import Door
 from simplellm.engine import Engine
-from simplellm.folder import (
-    EMBEDDED,
-    check_downloaded,
-    open_tokenizer,
-    read_generation_config,
-    turn_ends,
-)
+from simplellm.folder import EMBEDDED, check_downloaded
 from simplellm.gpt_oss import build
 from simplellm.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
@@ -50,8 +44,7 @@ Source = Checkpoint | RandomCheckpoint
 class Loaded:
     """All that an LLM is made of."""
 
-    model: Model
-    engine: Engine
+    engine: Any  # an `Engine`, or whatever has its events and methods
     door: Door
     how: str  # which operations compute, and why
     weights_seconds: float  # that it took to read the weights
@@ -72,13 +65,26 @@ def load(
     expect(ok, "config", config, "an EngineConfig", TypeError)
     config = (config or EngineConfig()).changed(options).resolved(device.type)
     dtype = find_dtype(dtype, device)
-    folder = EMBEDDED if path is None else Path(path)
     source = open_weights(path, dtype, device, random_weights, seed)
-    tokenizer = open_tokenizer(folder, source.config)
-    default_params, generation_ends = read_generation_config(folder)
+    door = Door.open(EMBEDDED if path is None else Path(path), source.config)
+    engine, how, seconds = load_engine(source, config, dtype, device)
+    door = replace(door, max_model_len=engine.max_model_len)
+    return Loaded(engine, door, how, seconds)
+
+
+def load_engine(
+    source: Source,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Engine, str, float]:
+    """The engine; how it computes, and why; how many seconds the weights took.
+
+    ``config`` has been resolved.
+    """
     operations, how = choose_operations(config, source, dtype, device)
     LOGGER.info("computing on %s with %s", name_of(device), how)
-    mapped = device.type == "cpu" and not random_weights
+    mapped = device.type == "cpu" and isinstance(source, Checkpoint)
     need = Need.of(
         source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
     )
@@ -94,10 +100,7 @@ def load(
         if config.cuda_graphs and operations == "fused":
             sizes = bucket_sizes(engine.scheduler.max_num_seqs)
             engine.runner.capture(sizes, MIXED_SIZES)
-    ends = turn_ends(source.config, tokenizer, generation_ends)
-    limit = engine.max_model_len
-    door = Door(source.config, tokenizer, default_params, ends, limit)
-    return Loaded(model, engine, door, how, weights_seconds)
+    return engine, how, weights_seconds
 
 
 def load_model(

@@ -22,6 +22,8 @@ class Stats:
     finished: dict[str, int]  # requests by finish_reason, failed ones as "error"
     refused: int  # because the queue was full
     steps: int
+    prompt_tokens: int  # of requests that have begun
+    cached_tokens: int  # of these, those that the cache held
     generated_tokens: int
     tokens_per_second: float  # generated, in the last 256 steps without a pause
     cache_usage: float  # 0 to 1
@@ -80,6 +82,8 @@ class Meter:
             finished=dict(scheduler.finished),
             refused=self.refused,
             steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             generated_tokens=self.tokens,
             tokens_per_second=generated / seconds if seconds else 0.0,
             cache_usage=scheduler.manager.usage,

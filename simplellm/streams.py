@@ -19,8 +19,6 @@ from simplellm.results import usage
 Part = TypeVar("Part")
 MANY = 64  # parts of a reply that wait as they came
 LONG = 4096  # characters and tokens of a part that takes in no more
-# Seconds without wake-ups for each reader that was woken, several times what it needs.
-REST = 0.2e-3
 
 
 def is_end(part: object) -> bool:
@@ -64,12 +62,7 @@ class Inbox:
 
 
 class Bell:
-    """Wakes an event loop from another thread, once for all that rings meanwhile.
-
-    Readers that are awake hold Python's lock, which the engine needs for its steps. So
-    the loop is left alone afterwards, the longer the more readers it has woken. What
-    comes meanwhile merges, and a reader needs no longer for it than for one part.
-    """
+    """Wakes an event loop from another thread, once for all that rings meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -87,14 +80,11 @@ class Bell:
         self.loop.call_soon_threadsafe(self.answer)
 
     def answer(self) -> None:
-        """In the loop: set what was rung, and look again after a rest."""
+        """In the loop: set what was rung."""
         with self.lock:
-            rung, self.rung = self.rung, {}
-            self.pending = bool(rung)
+            rung, self.rung, self.pending = self.rung, {}, False
         for event in rung:
             event.set()
-        if rung:
-            self.loop.call_later(REST * len(rung), self.answer)
 
 
 class Parts:

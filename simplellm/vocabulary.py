@@ -72,7 +72,7 @@ class Grammars:
         if first.is_error():
             reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
-        return Grammar(matcher)
+        return Grammar(text, matcher)
 
 
 Compile = Callable[[str], Grammar]

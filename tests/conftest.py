@@ -1,9 +1,10 @@
 """What tests share: the device that kernels are tested on."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import write_model
 
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[..., Any]]:
+    from serving import Process
+
+    found: list[Process] = []
+
+    def start(*arguments: str, before: str = "") -> Process:
+        found.append(Process(*arguments, before=before))
+        return found[-1]
+
+    yield start
+    for one in found:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.finish()
 
 
 @pytest.fixture(scope="module")

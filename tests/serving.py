@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -211,18 +212,24 @@ def run(coroutine: Any) -> Any:
 
 
 class Process:
-    """`simplellm serve` in a process of its own."""
+    """`simplellm serve` in a group of processes of its own.
+
+    Each of them runs ``before`` at its start.
+    """
 
     def __init__(self, *arguments: str, before: str = "") -> None:
-        code = "import sys; from simplellm.apps import cli; "
-        code += f"{before}\nsys.exit(cli.main(['serve', *sys.argv[1:], '--port', '0']))"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.folder = TemporaryDirectory()
+        Path(self.folder.name, "sitecustomize.py").write_text(before)
+        path = os.pathsep.join([self.folder.name, str(ROOT)])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [sys.executable, "-m", "simplellm.apps.cli", "serve", "--port", "0"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
+            [*command, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            process_group=0,
         )
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self.read)
@@ -236,6 +243,13 @@ class Process:
         self.lines += self.process.stderr
 
     @property
+    def engine(self) -> int:
+        """The process that computes."""
+        pid = self.process.pid
+        (found,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(found)
+
+    @property
     def ready(self) -> re.Match[str] | None:
         return re.search(r"served at http://127\.0\.0\.1:(\d+)", "".join(self.lines))
 
@@ -246,4 +260,5 @@ class Process:
         assert self.process.stdout is not None
         assert self.process.stdout.read() == ""
         self.process.stdout.close()
+        self.folder.cleanup()
         return status

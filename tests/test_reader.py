@@ -433,33 +433,6 @@ def test_a_loop_is_woken_once_for_all_that_comes_meanwhile(start: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_loop_rests_for_each_reader_that_it_has_woken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(streams, "REST", 0.03)
-
-    async def main() -> None:
-        bell = streams.Bell(asyncio.get_running_loop())
-
-        async def ring(count: int) -> float:
-            """Seconds until all of ``count`` readers are awake."""
-            events = [asyncio.Event() for _ in range(count)]
-            begin = time.monotonic()
-            for event in events:
-                bell.ring(event)
-            for event in events:
-                await event.wait()
-            return time.monotonic() - begin
-
-        assert await ring(10) < 0.1  # nobody has been woken before
-        assert await ring(1) > 0.25
-        await asyncio.sleep(0.1)  # the rest for one, after which nothing is left to do
-        assert not bell.pending
-        assert await ring(1) < 0.1
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("how", ["aclose", "with", "drop", "cancel", "error"])
 def test_whoever_leaves_replies_ends_them(start: Any, how: str) -> None:
     llm = start()

@@ -290,7 +290,7 @@ def inject_faults(llm: LLM, every: int) -> set[int]:
                 raise StepFault("one of the faults of the soak")
         return launch(works)
 
-    runner.launch = faulty  # type: ignore[method-assign]
+    runner.launch = faulty
     return failed
 
 

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from simplellm.apps.options import Where, load_llm
+from simplellm.apps.options import Where
 from simplellm.apps.screen import Screen
 from simplellm.config import MAX_SIZE, EngineConfig, check_number
+from simplellm.server.start import Options, bind, spawn
 
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 
@@ -76,14 +77,6 @@ def serve_model(
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     screen = Screen()
-    try:
-        with screen.waiting("Starting PyTorch"):
-            from simplellm.server.serve import Options, bind, serve
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{error.name} is not installed; expected what "
-            "pip install 'simplellm[serve]' brings"
-        ) from None
     options = Options(
         names=served_model_name or [served_name(model)],
         key=api_key,
@@ -92,8 +85,22 @@ def serve_model(
         log_level=log_level,
         access_log=access_log,
     )
-    bound = bind(host, port)
-    with closing(bound), load_llm(model, device, screen, config) as llm:
-        return serve(
-            llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
-        )
+    with closing(bind(host, port)) as bound:
+        try:
+            with screen.waiting("Starting PyTorch"):
+                import orjson  # noqa: F401  (which the engine's process needs too)
+
+                process, link = spawn()  # it imports meanwhile
+                from simplellm.llm import LLM
+                from simplellm.server.remote import load_remote
+                from simplellm.server.serve import serve
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{error.name} is not installed; expected what "
+                "pip install 'simplellm[serve]' brings"
+            ) from None
+        where: Any = {"device": device, "log_level": log_level}
+        with LLM.of(load_remote(process, link, model, config, **where)) as llm:
+            return serve(
+                llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
+            )

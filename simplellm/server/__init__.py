@@ -5,7 +5,8 @@ A request's way: `Gate` in app.py looks at what any request needs (its id, the k
 whether the server drains, the log) and turns whatever is raised into an error of
 OpenAI's form. `Endpoint.respond` in endpoint.py reads the body, has it checked and,
 where the endpoint answers with a `Generation`, runs its requests and writes what it
-says of them: one JSON object, or server-sent events.
+says of them: one JSON object, or server-sent events. The engine that runs them is in
+another process, as core.py and remote.py have it.
 
 To add an endpoint, write one file:
 

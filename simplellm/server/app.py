@@ -184,7 +184,6 @@ class PlainASGI:
 
 def make_app(service: Service) -> Gate:
     """The whole server as an ASGI application."""
-    service.llm.door.prepare()
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
     endpoints += [*live_endpoints(service), *page.FILES]  # which aren't documented

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from simplellm.config import expect
@@ -110,8 +111,8 @@ def health(call: Call) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-def metrics(call: Call) -> Response:
-    text = call.service.metrics.text()
+async def metrics(call: Call) -> Response:
+    text = await run_in_threadpool(call.service.metrics.text)
     return Response(text, headers={"content-type": PROMETHEUS})
 
 

@@ -5,11 +5,13 @@ text: who may look isn't who may read other people's conversations.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -89,20 +91,22 @@ class Lookout:
         self.viewers = 0
         self.seen: dict[str, Any] = {}
         self.looked = float("-inf")  # when, by time.monotonic()
+        self.lock = threading.Lock()
 
     def look(self) -> dict[str, Any]:
         """The engine as it was at most `EVERY` seconds ago. Raises EngineError."""
-        now = time.monotonic()
-        if now - self.looked >= EVERY:
-            engine = self.service.llm.engine
-            found = cut(engine.snapshot())
-            found["totals"] |= {
-                "tokens": engine.meter.tokens,
-                "found": engine.meter.cached_tokens,
-                "preemptions": engine.scheduler.preemptions,
-            }
-            self.seen, self.looked = found, now
-        return self.seen
+        with self.lock:
+            now = time.monotonic()
+            if now - self.looked >= EVERY:
+                engine = self.service.llm.engine
+                found, stats = cut(engine.snapshot()), engine.stats()
+                found["totals"] |= {
+                    "tokens": stats.generated_tokens,
+                    "found": stats.cached_tokens,
+                    "preemptions": stats.preemptions,
+                }
+                self.seen, self.looked = found, now
+            return self.seen
 
     def answer(self, call: Call) -> Response:
         if self.viewers >= MAX_VIEWERS:
@@ -136,7 +140,7 @@ class View(Response):
         sent = time.monotonic()
         while not service.draining and service.llm.engine.dead is None:
             with suppress(EngineError):
-                told = self.told()
+                told = await run_in_threadpool(self.told)  # the engine may be far
                 data = sse.event(told) if told != latest else b""
                 if not data and time.monotonic() - sent >= QUIET:
                     data = ALIVE

@@ -121,7 +121,6 @@ class ServerMetrics:
             stats = self.llm.stats()
         except EngineError:
             return
-        meter = self.llm.engine.meter
         gauges = {
             "num_requests_running": ("Requests that run.", stats.running),
             "num_requests_waiting": ("Requests that wait.", stats.waiting),
@@ -137,9 +136,9 @@ class ServerMetrics:
         counts = {
             "num_preemptions": ("Requests put back in line.", stats.preemptions),
             "generation_tokens": ("Generated tokens.", stats.generated_tokens),
-            "prompt_tokens": ("Tokens of prompts.", meter.prompt_tokens),
-            "prefix_cache_queries": ("Tokens looked up.", meter.prompt_tokens),
-            "prefix_cache_hits": ("Tokens found in the cache.", meter.cached_tokens),
+            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "prefix_cache_queries": ("Tokens looked up.", stats.prompt_tokens),
+            "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
             "request_refused": ("Requests that found the queue full.", stats.refused),
         }
         for name, (about, value) in counts.items():

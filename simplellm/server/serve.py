@@ -1,49 +1,29 @@
 """`simplellm serve`: uvicorn, its signals, and the line that says it is ready.
 
-The event loop runs in the main thread, the engine and its text in threads of their own.
+The event loop runs in the main thread, and text is made in a thread of its own. The
+engine is in another process, or also in a thread, as tests have it.
 """
 
 import asyncio
-import gc
 import logging
 import socket
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from simplellm.config import expect
 from simplellm.llm import LLM
 from simplellm.server.app import ACCESS, make_app
 from simplellm.server.endpoint import LOGGER, Service
+from simplellm.server.start import Options, freeze_objects
 
 # Seconds that answers have to leave once the server ends: streams get their last event.
 FLUSH_SECONDS = 2
 # Seconds that a connection has to bring a request's line and headers.
 HEAD_SECONDS = 30
-# How long a thread that has Python's lock may keep it from another, in seconds. The
-# engine needs it several times in a step of some milliseconds; Python's own 5 are more.
-TURN = 1e-3
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line says of a server."""
-
-    names: Sequence[str]  # that clients call the model
-    key: str | None = None  # that clients must send
-    timeout: float = 600.0
-    grace: float = 30.0  # seconds for running requests once it is to end
-    log_level: str = "warning"
-    access_log: str = "off"  # or "requests" or "prompts"
-
-    def __post_init__(self) -> None:
-        expect(self.key != "", "the API key", self.key, "one that is not empty")
 
 
 class TimelyConnection(HttpToolsProtocol):
@@ -103,8 +83,8 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came. Uvicorn would raise it again at its end; this is ours."""
-        now = time.monotonic()
-        self.deadline = now if self.service.draining else now + self.grace
+        self.force_exit = self.service.draining  # waits for no slow reader
+        self.deadline = time.monotonic() + (0 if self.force_exit else self.grace)
         self.service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -138,36 +118,6 @@ def write_access_log() -> None:
     ACCESS.propagate = False
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address; nobody can connect before it listens.
-
-    So that a port which is taken is known before a model is loaded. Raises ValueError.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"host is {host!r}, which has no address: {error}") from None
-    family, kind, protocol, _, address = found[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        wrong = f"port is {port}, which {host} cannot give: {error.strerror}"
-        raise ValueError(f"{wrong}; expected a free one") from None
-    return bound
-
-
-def share_the_process() -> None:
-    """Set what Python has one of for all threads to what the engine's steps need."""
-    sys.setswitchinterval(TURN)
-    # Looking for garbage among all the objects that make up the model, the libraries
-    # and the server stops every thread for tenths of a second, and these stay anyway.
-    gc.collect()
-    gc.freeze()
-
-
 def serve(
     llm: LLM, options: Options, bound: socket.socket, tell: Callable[[str], object]
 ) -> int:
@@ -195,7 +145,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    share_the_process()
+    freeze_objects()
     DrainingServer(config, service, options.grace, tell).run([bound])
     if llm.engine.dead is not None:
         LOGGER.error("the engine died: %r", llm.engine.dead)

@@ -1,0 +1,70 @@
+"""What a server has before anything heavy is imported: options, socket, a process."""
+
+import gc
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from simplellm.config import expect
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says of a server."""
+
+    names: Sequence[str]  # that clients call the model
+    key: str | None = None  # that clients must send
+    timeout: float = 600.0
+    grace: float = 30.0  # seconds for running requests once it is to end
+    log_level: str = "warning"
+    access_log: str = "off"  # or "requests" or "prompts"
+
+    def __post_init__(self) -> None:
+        expect(self.key != "", "the API key", self.key, "one that is not empty")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address; nobody can connect before it listens.
+
+    So that a port which is taken is known before a model is loaded. Raises ValueError.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host is {host!r}, which has no address: {error}") from None
+    family, kind, protocol, _, address = found[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        wrong = f"port is {port}, which {host} cannot give: {error.strerror}"
+        raise ValueError(f"{wrong}; expected a free one") from None
+    return bound
+
+
+def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that will run an engine, `core.py`, and the link to it.
+
+    It ends once the link is closed. It is in a group of its own: Ctrl-C in a terminal
+    is for the server, which then ends it or lets it finish.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = theirs.fileno()
+        command = [sys.executable, "-m", "simplellm.server.core", str(number)]
+        process = subprocess.Popen(command, pass_fds=[number], process_group=0)
+    return process, ours
+
+
+def freeze_objects() -> None:
+    """Take what is there for what stays.
+
+    Looking for garbage among all the objects that make up the model, the libraries and
+    the server would stop every thread for tenths of a second.
+    """
+    gc.collect()
+    gc.freeze()
