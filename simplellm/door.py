@@ -318,7 +318,9 @@ class Door:
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():
-            if (reason := refusal(rules, self.compiler or self.grammars.compile)) is not None:
+            if (
+                reason := refusal(rules, self.compiler or self.grammars.compile)
+            ) is not None:
                 name, wrong = part, f"{part}: {reason}"
                 break
         raise about(ValueError(wrong), name)

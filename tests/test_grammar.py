@@ -108,12 +108,11 @@ def test_signs_and_names_of_json_have_to_come(llm: LLM, grammars: Grammars) -> N
     schema = {"properties": {"a name": number, "b": number}, "type": "object"}
     closed = schema | {"required": ["a name", "b"], "additionalProperties": False}
     walk = grammars.compile(rules_text(schema_rules(closed, "schema"))).walk()
-    output: list[int] = []
     for chosen, forced in (("", '{"a name":'), (" 7", ","), (' "', 'b":'), ("3", "}")):
-        output += llm.tokenizer.encode(chosen)
-        walk.advance(output)
-        output += (found := walk.forced())
+        walk.advance(llm.tokenizer.encode(chosen))
+        found = walk.forced()
         assert llm.tokenizer.decode(found) == forced
+        walk.advance(found)
 
 
 def test_a_long_text_that_has_to_come_comes_in_parts(

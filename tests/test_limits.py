@@ -139,7 +139,7 @@ BOUNDS = {
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
-    "raise statements": (116, 120),
+    "raise statements": (120, 120),
     "import circles": (0, 0),
     "floors": (11, 9),  # the server is a house of its own, upon it
 }

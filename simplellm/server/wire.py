@@ -55,14 +55,12 @@ def as_frame(content: Any) -> bytes:
 
 
 def as_plain(value: Any) -> Any:
-    """What JSON has no form for, as plain data. Raises TypeError."""
-    match value:
-        case Event() | frozenset():
-            return list(value)
-        case Exception():
-            names = [n for n, kind in ERROR_KINDS.items() if isinstance(value, kind)]
-            return (names[0], str(value)) if names else ("EngineError", repr(value))
-    raise TypeError  # which orjson makes one that says of what
+    """What JSON has no form for, as plain data."""
+    if isinstance(value, Event | frozenset):
+        return list(value)
+    assert isinstance(value, Exception), value
+    names = [name for name, kind in ERROR_KINDS.items() if isinstance(value, kind)]
+    return (names[0], str(value)) if names else ("EngineError", repr(value))
 
 
 def frames(link: socket.socket) -> Iterator[Any]:
