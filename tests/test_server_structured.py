@@ -145,13 +145,6 @@ def test_every_way_tells_the_model_the_format(served: Served, asked: list[Any]) 
     assert wanted in TOKENIZER.decode(found.json()["prompt_token_ids"])
 
 
-def test_what_all_grammars_need_is_there_before_the_first(folder: Path) -> None:
-    with LLM(folder, SMALL) as llm:
-        assert "grammars" not in llm.door.__dict__
-        with serving(llm):
-            assert "vocabulary" in llm.door.grammars.__dict__
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
