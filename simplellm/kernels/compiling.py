@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,7 +42,11 @@ NOT_LOADED = (
 
 
 class Compiled(Exception):
-    """Another thread has compiled the kernel that was to be launched."""
+    """Another thread compiles the kernel that was to be launched, and holds ``lock``."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__("another thread compiles this kernel")
+        self.lock = lock
 
 
 def hash_kernels() -> None:
@@ -62,38 +67,55 @@ def compile_in_threads(
 ) -> None:
     """Do ``jobs``, which launch kernels, in threads that compile them side by side.
 
-    Triton would compile a kernel in every thread that comes to it. Here others wait for
-    the first one, and begin their job again. ``start`` is called in every thread. A job
-    ends early if the GPU has no memory for it; other errors are raised.
+    Triton would compile a kernel in every thread that comes to it. Here the first one
+    does; others put their job back, to be begun again once the kernel is there, and
+    take another. ``start`` is called in every thread. A job ends early if the GPU has
+    no memory for it; other errors are raised.
     """
     locks: dict[tuple[triton.JITFunction, str], threading.Lock] = {}
     held = threading.local()  # lock: of the kernel that this thread compiles, if any
+    # Jobs, each with the lock of the kernel that it waits for, if any.
+    todo: list[tuple[Callable[[], object], threading.Lock | None]]
+    todo = [(job, None) for job in jobs]
+    changed = threading.Condition()
 
     def release(**_: Any) -> None:
         lock = getattr(held, "lock", None)
         if lock is not None:
             held.lock = None
             lock.release()
+            with changed:
+                changed.notify_all()
 
     def acquire(*, fn: Any, key: str, **_: Any) -> bool:
         if hasattr(held, "lock"):  # else this is not one of these threads
             release()  # that of a kernel which does not compile
             lock = locks.setdefault((fn.jit_function, key), threading.Lock())
             if not lock.acquire(blocking=False):
-                with lock:
-                    raise Compiled
+                raise Compiled(lock)
             held.lock = lock
         return False  # go on and compile
 
-    def do(job: Callable[[], object]) -> None:
+    def take() -> Callable[[], object] | None:
+        """The first job that can go on, or None if there is no job left."""
+        with changed:
+            while todo:
+                for place, (job, lock) in enumerate(todo):
+                    if lock is None or not lock.locked():
+                        del todo[place]
+                        return job
+                changed.wait()
+        return None
+
+    def work(_: int) -> None:
         held.lock = None
-        while True:
+        while (job := take()) is not None:
             try:
                 with suppress(torch.OutOfMemoryError):
                     job()
-                return
-            except Compiled:
-                continue
+            except Compiled as error:
+                with changed:
+                    todo.append((job, error.lock))
             finally:
                 release()
 
@@ -101,11 +123,14 @@ def compile_in_threads(
     with HOOKS:
         before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
+        began = time.monotonic()
         try:
             with ThreadPoolExecutor(THREADS, initializer=start) as threads:
-                list(threads.map(do, jobs))
+                list(threads.map(work, range(THREADS)))
         finally:
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
+        seconds = time.monotonic() - began
+        LOGGER.info("%d kernels were made ready in %.1f s", len(locks), seconds)
 
 
 def raise_others(error: Exception) -> None:
