@@ -42,7 +42,7 @@ NOT_LOADED = (
 
 
 class Compiled(Exception):
-    """Another thread compiles the kernel that was to be launched, and holds ``lock``."""
+    """Another thread, which holds ``lock``, compiles the kernel that is needed."""
 
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__("another thread compiles this kernel")
@@ -62,6 +62,37 @@ def hash_kernels() -> None:
                     value.cache_key  # noqa: B018 (computes and keeps it)
 
 
+class Jobs:
+    """What threads have to do; a job may wait for somebody else's kernel."""
+
+    def __init__(self, jobs: Iterable[Callable[[], object]]) -> None:
+        # Each with the lock of the kernel that it waits for, if any.
+        self.todo: list[tuple[Callable[[], object], threading.Lock | None]]
+        self.todo = [(job, None) for job in jobs]
+        self.changed = threading.Condition()
+
+    def take(self) -> Callable[[], object] | None:
+        """The first job that can go on, or None if there is no job left."""
+        with self.changed:
+            while self.todo:
+                for place, (job, lock) in enumerate(self.todo):
+                    if lock is None or not lock.locked():
+                        del self.todo[place]
+                        return job
+                self.changed.wait()
+        return None
+
+    def put_back(self, job: Callable[[], object], lock: threading.Lock) -> None:
+        """``job`` can go on once ``lock`` is free."""
+        with self.changed:
+            self.todo.append((job, lock))
+
+    def look_again(self) -> None:
+        """A lock is free."""
+        with self.changed:
+            self.changed.notify_all()
+
+
 def compile_in_threads(
     jobs: Iterable[Callable[[], object]], start: Callable[[], object] | None = None
 ) -> None:
@@ -74,18 +105,14 @@ def compile_in_threads(
     """
     locks: dict[tuple[triton.JITFunction, str], threading.Lock] = {}
     held = threading.local()  # lock: of the kernel that this thread compiles, if any
-    # Jobs, each with the lock of the kernel that it waits for, if any.
-    todo: list[tuple[Callable[[], object], threading.Lock | None]]
-    todo = [(job, None) for job in jobs]
-    changed = threading.Condition()
+    todo = Jobs(jobs)
 
     def release(**_: Any) -> None:
         lock = getattr(held, "lock", None)
         if lock is not None:
             held.lock = None
             lock.release()
-            with changed:
-                changed.notify_all()
+            todo.look_again()
 
     def acquire(*, fn: Any, key: str, **_: Any) -> bool:
         if hasattr(held, "lock"):  # else this is not one of these threads
@@ -96,26 +123,14 @@ def compile_in_threads(
             held.lock = lock
         return False  # go on and compile
 
-    def take() -> Callable[[], object] | None:
-        """The first job that can go on, or None if there is no job left."""
-        with changed:
-            while todo:
-                for place, (job, lock) in enumerate(todo):
-                    if lock is None or not lock.locked():
-                        del todo[place]
-                        return job
-                changed.wait()
-        return None
-
     def work(_: int) -> None:
         held.lock = None
-        while (job := take()) is not None:
+        while (job := todo.take()) is not None:
             try:
                 with suppress(torch.OutOfMemoryError):
                     job()
             except Compiled as error:
-                with changed:
-                    todo.append((job, error.lock))
+                todo.put_back(job, error.lock)
             finally:
                 release()
 
