@@ -15,13 +15,18 @@ from simplellm.pages import KVPool, PageManager
 from simplellm.penalties import TokenCounts
 from simplellm.request import Request
 from simplellm.runner import Runner
-from simplellm.sampler import Columns
+from simplellm.sampler import Columns, sample
 from simplellm.sampling_params import SamplingParams
 
 # Lengths of prompts that need other kernels than those that graphs are captured of.
 PROMPTS = (2048, 8192)
-# A request with all that a kernel is compiled for.
-FILTERED = SamplingParams(top_k=1, top_p=0.5, repetition_penalty=2.0)
+# Requests whose tokens need other kernels. One with all of it would have these compiled
+# one after another.
+DRAWS = (
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_k=1),
+    SamplingParams(repetition_penalty=2.0),
+)
 
 
 @torch.inference_mode()
@@ -38,15 +43,19 @@ def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
     rows = decodes or 1
     model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
     hidden = model.forward(batch, runner.pool, runner.output)
-    best = model.head(hidden[:rows], logits)
-    zeros = torch.zeros(rows, dtype=torch.int64, device=runner.device)
-    ops.draw(logits, best, zeros.float(), zeros, zeros)
-    # Of one row only, since counts take memory; more rows need no other kernels.
-    counts = TokenCounts(model.config.vocab_size, runner.device)
-    counts.arrange([Request([0], 1, FILTERED)])
-    columns = Columns.of([FILTERED], model.config.vocab_size, runner.device)
-    how = columns.temperature, columns.seeds, zeros[:1], columns.filters
-    ops.draw(ops.penalize(counts, logits[:1]), best[:1], *how)
+    model.head(hidden[:rows], logits)
+
+
+@torch.inference_mode()
+def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
+    """A token drawn with ``params``, for one row: more need no other kernels."""
+    model, device = runner.model.config, runner.device
+    counts = TokenCounts(model.vocab_size, device)
+    some = counts.arrange([Request([0], 1, params)])
+    columns = Columns.of([params], model.vocab_size, device)
+    steps = torch.zeros(1, dtype=torch.int64, device=device)
+    rows = runner.logits[:1], runner.output[:1], columns, steps, ops
+    sample(*rows, counts=counts if some else None)
 
 
 def warm_up(
@@ -78,6 +87,7 @@ def warm_up(
     shapes += [Room.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [Room(size, size) for size in bucket_sizes(seqs)]
     steps: list[Callable[[Ops], object]] = [
-        partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)
+        *(partial(rehearse_draw, runner, params) for params in DRAWS),
+        *(partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)),
     ]
     return compile_kernels(ops, steps, device, config.batch_invariant)

@@ -25,7 +25,6 @@ EARLY = {
     "gemv_kernel": "weight_ptr bias_ptr",
     "dot_kernel": "weight_ptr",
     "experts_one_kernel": "ids_ptr scores_ptr words_ptr scales_ptr bias_ptr live_ptr",
-    "route_kernel": "live_ptr",
     "sort_small_kernel": "live_ptr",
     "count_kernel": "live_ptr",
     "place_kernel": "live_ptr",
@@ -67,12 +66,6 @@ def product_cases(every=False):
         yield product_case(config, tokens, 201088, 2880, best=True)
 
 
-def route_case(tokens):
-    tiling, _ = experts.tilings(tokens, 128, 4)
-    start, _ = routing.route_launcher(tokens, 1, 128, 4, tiling.tokens)
-    return case_of(start, "*fp32 *bf16 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32")
-
-
 def expert_cases():
     """Both halves in every tiling that is used."""
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
@@ -102,7 +95,6 @@ CASES = [
     product_case(linear.MANY_TOKENS, 128, 128, 2880),
     product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True),
     case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
-    *(route_case(tokens) for tokens in (1, 2, routing.AT_ONCE // 4)),
     case_of(SMALL.placer, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
     case_of(LARGE.counter, "*i32 *i32 *i32 i32"),
     case_of(LARGE.placer, "*i32 *i32 *i32 *i32 *i32 *i32 i32 i32"),

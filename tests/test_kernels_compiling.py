@@ -127,6 +127,20 @@ def test_who_has_waited_finds_the_kernel_in_memory(compiled: Counter[Any]) -> No
     assert len(set(loaded)) < THREADS / 2
 
 
+def test_who_would_wait_takes_another_job(
+    compiled: Counter[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that all want is there only after a job that comes last."""
+    other = threading.Event()
+
+    def slow(**_: Any) -> None:
+        assert other.wait(10)
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", slow)
+    same = [partial(warm_up, add_kernel, 64)] * THREADS
+    compile_in_threads([*same, other.set])
+
+
 def test_two_engines_may_start_at_once(compiled: Counter[Any]) -> None:
     before = hooks()
 

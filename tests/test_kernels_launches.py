@@ -21,7 +21,7 @@ from simplellm.kernels.fused import fused
 from simplellm.kernels.launch import Launcher
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
-from simplellm.warmup import rehearse
+from simplellm.warmup import DRAWS, rehearse, rehearse_draw
 
 CPU = torch.device("cpu")
 CONFIG = replace(
@@ -72,6 +72,9 @@ def test_kernels_get_what_they_ask_for(
         rehearse(runner, Room(tokens, 0, 1), ops)
     for tokens in MIXED_SIZES:
         rehearse(runner, Room.mixed(tokens, 64), ops)
+    for params in DRAWS:
+        rehearse_draw(runner, params, ops)
     seen = set(launched)
     assert {"experts_kernel", "prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
+    assert {"tally_kernel", "pick_kernel", "penalize_kernel"} <= seen
     assert batch_invariant or {"experts_one_kernel", "decode_kernel"} <= seen

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from simplellm.pages import PageManager
 from simplellm.request import UNKNOWN, QueueFullError, Request
-from simplellm.scheduler import Scheduler, Work
+from simplellm.scheduler import MOST_BESIDE, Scheduler, Work
 
 REASONS = {"stop", "length", "abort", "timeout", "error"}
 
@@ -816,3 +816,24 @@ def test_who_shares_a_prompt_starts_once_it_is_computed() -> None:
     for _ in range(12):
         run.step()
     assert [first_steps(run)[request] for request in requests] == [0, 10, 10]
+
+
+@pytest.mark.parametrize("decodes", [1, MOST_BESIDE + 9])
+@pytest.mark.parametrize("waiting", [1, 4])
+def test_prompts_beside_decodes_share_what_the_line_allows(
+    decodes: int, waiting: int
+) -> None:
+    """Not less, however many decode; not more, however long the prompts are."""
+    scheduler = Scheduler(
+        PageManager(60_000, 1, share=False),
+        max_num_seqs=2000,
+        max_num_batched_tokens=8192,
+        prefill_chunk=8192,
+    )
+    scheduler.add([Request([1], 9, number=number) for number in range(decodes)])
+    scheduler.begin(scheduler.schedule())
+    late = range(decodes, decodes + waiting)
+    scheduler.add([Request([1] * 5000, 9, number=number) for number in late])
+    lengths = [work.length for work in scheduler.schedule()]
+    assert lengths[:decodes] == [1] * decodes
+    assert lengths[decodes:] == [MOST_BESIDE * (1 + waiting // 2)]

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,7 +42,11 @@ NOT_LOADED = (
 
 
 class Compiled(Exception):
-    """Another thread has compiled the kernel that was to be launched."""
+    """Another thread, which holds ``lock``, compiles the kernel that is needed."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__("another thread compiles this kernel")
+        self.lock = lock
 
 
 def hash_kernels() -> None:
@@ -57,43 +62,75 @@ def hash_kernels() -> None:
                     value.cache_key  # noqa: B018 (computes and keeps it)
 
 
+class Jobs:
+    """What threads have to do; a job may wait for somebody else's kernel."""
+
+    def __init__(self, jobs: Iterable[Callable[[], object]]) -> None:
+        # Each with the lock of the kernel that it waits for, if any.
+        self.todo: list[tuple[Callable[[], object], threading.Lock | None]]
+        self.todo = [(job, None) for job in jobs]
+        self.changed = threading.Condition()
+
+    def take(self) -> Callable[[], object] | None:
+        """The first job that can go on, or None if there is no job left."""
+        with self.changed:
+            while self.todo:
+                for place, (job, lock) in enumerate(self.todo):
+                    if lock is None or not lock.locked():
+                        del self.todo[place]
+                        return job
+                self.changed.wait()
+        return None
+
+    def put_back(self, job: Callable[[], object], lock: threading.Lock) -> None:
+        """``job`` can go on once ``lock`` is free."""
+        with self.changed:
+            self.todo.append((job, lock))
+
+    def look_again(self) -> None:
+        """A lock is free."""
+        with self.changed:
+            self.changed.notify_all()
+
+
 def compile_in_threads(
     jobs: Iterable[Callable[[], object]], start: Callable[[], object] | None = None
 ) -> None:
     """Do ``jobs``, which launch kernels, in threads that compile them side by side.
 
-    Triton would compile a kernel in every thread that comes to it. Here others wait for
-    the first one, and begin their job again. ``start`` is called in every thread. A job
-    ends early if the GPU has no memory for it; other errors are raised.
+    Triton would compile a kernel in every thread that comes to it. Here the first one
+    does; others put their job back, to be begun again once the kernel is there, and
+    take another. ``start`` is called in every thread. A job ends early if the GPU has
+    no memory for it; other errors are raised.
     """
     locks: dict[tuple[triton.JITFunction, str], threading.Lock] = {}
     held = threading.local()  # lock: of the kernel that this thread compiles, if any
+    todo = Jobs(jobs)
 
     def release(**_: Any) -> None:
         lock = getattr(held, "lock", None)
         if lock is not None:
             held.lock = None
             lock.release()
+            todo.look_again()
 
     def acquire(*, fn: Any, key: str, **_: Any) -> bool:
         if hasattr(held, "lock"):  # else this is not one of these threads
             release()  # that of a kernel which does not compile
             lock = locks.setdefault((fn.jit_function, key), threading.Lock())
             if not lock.acquire(blocking=False):
-                with lock:
-                    raise Compiled
+                raise Compiled(lock)
             held.lock = lock
         return False  # go on and compile
 
-    def do(job: Callable[[], object]) -> None:
+    def work(_: int) -> None:
         held.lock = None
-        while True:
+        while (job := todo.take()) is not None:
             try:
                 with suppress(torch.OutOfMemoryError):
                     job()
-                return
-            except Compiled:
-                continue
+            except Compiled as error:
+                todo.put_back(job, error.lock)
             finally:
                 release()
 
@@ -101,11 +138,14 @@ def compile_in_threads(
     with HOOKS:
         before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
         runtime.jit_cache_hook, runtime.jit_post_compile_hook = acquire, release
+        began = time.monotonic()
         try:
             with ThreadPoolExecutor(THREADS, initializer=start) as threads:
-                list(threads.map(do, jobs))
+                list(threads.map(work, range(THREADS)))
         finally:
             runtime.jit_cache_hook, runtime.jit_post_compile_hook = before
+        seconds = time.monotonic() - began
+        LOGGER.info("%d kernels were made ready in %.1f s", len(locks), seconds)
 
 
 def raise_others(error: Exception) -> None:

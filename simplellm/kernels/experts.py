@@ -21,7 +21,7 @@ from torch import Tensor
 from simplellm.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.kernels.fragments import UNSHIFT, Fragments, activate, decode_weights
 from simplellm.kernels.launch import Launcher, follow, launcher
-from simplellm.kernels.routing import Dispatch, route_and_dispatch
+from simplellm.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.layers import Experts
 
 
@@ -238,17 +238,14 @@ class Tiling(NamedTuple):
 
 
 NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
-NARROWEST = Tiling(rows=64, tokens=16, unroll=3, stages=3)
 LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
 MIDDLE = Tiling(rows=128, tokens=64, widths=3)
 WIDE = Tiling(rows=128, tokens=128, widths=3)
 # The tilings of gate_up and down for at most so many experts in use, with at most so
 # many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest
-# on an H200 on 2026-11-21, at its power limit; those for fewer were timed in bursts.
-# Few experts need more warps, to have some for all processors; 16 tokens have up to 64.
+# on an H200 on 2026-11-21, at its power limit. Few experts need more warps, to have
+# some for all processors; 16 tokens have up to 64. Fewer than 5 go another way.
 TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
-    (8, 1, NARROW._replace(stages=4), NARROWEST._replace(unroll=5, stages=4)),
-    (16, 1, NARROWEST, NARROW._replace(stages=4)),
     (76, 12, NARROW, NARROW),
     (math.inf, 6, LEAN, LEAN),
     (math.inf, 12, NARROW, NARROW),
@@ -362,8 +359,7 @@ def experts(
     if not batch_invariant:
         first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
     router = mlp.router, mlp.router_bias, mlp.top_k
-    _, scores, pairs = route_and_dispatch(
-        x, *router, first.tokens, live, batch_invariant
-    )
+    ids, scores = route_tokens(x, *router, batch_invariant)
+    pairs = dispatch(ids, len(mlp.router), first.tokens, live)
     hidden = gate_up(x, mlp, pairs, first)
     return down(hidden, mlp, scores, pairs, second)

@@ -15,7 +15,6 @@ from simplellm.kernels.keys import LOWEST, index_of, ordered
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.linear import project_exactly
 
-AT_ONCE = 16  # pairs that are chosen and sorted in one program
 COMPARED = 4096  # pairs of which each is compared with each
 PLACED = 512  # pairs that a program counts and then places when there are more
 # What changes from step to step. Triton would compile a kernel again for numbers that
@@ -174,41 +173,6 @@ def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
     return ids, odds / tl.sum(odds, 1, keep_dims=True)
 
 
-@triton.jit
-def store_top_k(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    scores_ptr,
-    rows,
-    tokens,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The choices of ``rows`` [rows, 1], by the sum of the parts [T, PARTS, E] and the
-    bias. Returns their ids, their places and which are real, [rows, BLOCK_K].
-    """
-    experts = tl.arange(0, BLOCK_E)[None, :]
-    choices = tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < tokens) & (experts < E)
-    logits = tl.zeros([rows.shape[0], BLOCK_E], tl.float32)
-    if bias_ptr is not None:
-        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        where = (rows.to(tl.int64) * PARTS + part) * E + experts
-        logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
-    logits = tl.where(experts < E, logits, -float("inf"))
-    ids, scores = top_k_of(logits, experts, choices, TOP_K)
-    places = rows * TOP_K + choices
-    real = (rows < tokens) & (choices < TOP_K)
-    tl.store(ids_ptr + places, ids, real)
-    tl.store(scores_ptr + places, scores, real)
-    return ids, places, real
-
-
 @triton.jit(do_not_specialize=VARYING)
 def top_k_kernel(
     logits_ptr,
@@ -224,58 +188,27 @@ def top_k_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for ROWS tokens: ids = the k largest; scores = their softmax."""
+    """One program for ROWS tokens: ids = the k largest; scores = their softmax.
+
+    Logits are the sum of the parts [T, PARTS, E] and the bias.
+    """
     follow(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    store_top_k(
-        *(logits_ptr, bias_ptr, ids_ptr, scores_ptr, rows, tokens),
-        *(E, PARTS, TOP_K, BLOCK_E, BLOCK_K),
-    )
-
-
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
-def route_kernel(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    scores_ptr,
-    pairs_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    live_ptr,
-    tokens,
-    num_blocks,
-    E: tl.constexpr,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program for all tokens: what `top_k_kernel` and `sort_small_kernel` do.
-
-    position[i] = #{j: (id[j], j) < (id[i], i)}
-    """
-    live = count_live(live_ptr, tokens)
-    follow(PDL)
-    rows = tl.arange(0, ROWS)[:, None]
-    ids, where, inside = store_top_k(
-        *(logits_ptr, bias_ptr, ids_ptr, scores_ptr, rows, tokens),
-        *(E, PARTS, TOP_K, BLOCK_E, BLOCK_K),
-    )
-    SIZE: tl.constexpr = ROWS * BLOCK_K
-    # After every expert come the pairs of padding, and then what is no pair.
-    ids = tl.where(rows < live, ids, E)
-    keys = tl.where(inside, ids, E + 1) * SIZE + where
-    keys = tl.reshape(keys, [SIZE])
-    position = tl.sum((keys[None, :] < keys[:, None]).to(tl.int32), 1)
-    expert, pair = keys // SIZE, keys % SIZE
-    tl.store(pairs_ptr + position, pair, expert <= E)
-    count = tl.histogram(expert, BLOCK_E, expert < E)
-    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    choices = tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < tokens) & (experts < E)
+    logits = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        where = (rows.to(tl.int64) * PARTS + part) * E + experts
+        logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
+    logits = tl.where(experts < E, logits, -float("inf"))
+    ids, scores = top_k_of(logits, experts, choices, TOP_K)
+    places = rows * TOP_K + choices
+    real = (rows < tokens) & (choices < TOP_K)
+    tl.store(ids_ptr + places, ids, real)
+    tl.store(scores_ptr + places, scores, real)
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
@@ -330,22 +263,19 @@ def place_kernel(
     tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
 
 
-def choice_options(experts: int, parts: int, top_k: int) -> dict[str, Any]:
-    """What both kernels that choose experts are told about their logits."""
-    return {
-        "E": experts,
-        "PARTS": parts,
-        "TOP_K": top_k,
-        "BLOCK_E": power_of_two(experts),
-        "BLOCK_K": power_of_two(top_k),
-    }
-
-
 @cache
 def top_k_launcher(experts: int, parts: int, top_k: int, rows: int) -> Launcher:
     """For logits in so many parts, ``rows`` tokens a program."""
-    options = choice_options(experts, parts, top_k)
-    return launcher(top_k_kernel, ROWS=rows, num_warps=rows, **options)
+    return launcher(
+        top_k_kernel,
+        E=experts,
+        PARTS=parts,
+        TOP_K=top_k,
+        ROWS=rows,
+        BLOCK_E=power_of_two(experts),
+        BLOCK_K=power_of_two(top_k),
+        num_warps=rows,
+    )
 
 
 def choose_experts(
@@ -381,51 +311,6 @@ def route_tokens(
     logits = project_exactly(x, weight, batch_invariant)
     rows = 1 if batch_invariant or x.shape[0] <= 512 else 4
     return choose_experts(logits, bias, top_k, rows)
-
-
-@lru_cache(1024)
-def route_launcher(
-    tokens: int, parts: int, experts: int, top_k: int, block: int
-) -> tuple[Launcher, int]:
-    """For so few tokens; and how many blocks their pairs may fill."""
-    num_blocks = max_blocks(tokens * top_k, experts, block)
-    rows = power_of_two(tokens)
-    start = launcher(
-        route_kernel,
-        ROWS=rows,
-        BLOCK=block,
-        STEP=power_of_two(num_blocks),
-        num_warps=max(1, rows // 2),
-        **choice_options(experts, parts, top_k),
-    )
-    return start, num_blocks
-
-
-def route_and_dispatch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    block: int,
-    live: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor, Dispatch]:
-    """`route_tokens`, and `dispatch` of its ids.
-
-    Few tokens take one kernel after the router's product.
-    """
-    if batch_invariant or x.shape[0] * top_k > AT_ONCE:
-        ids, scores = route_tokens(x, weight, bias, top_k, batch_invariant)
-        return ids, scores, dispatch(ids, weight.shape[0], block, live)
-    logits = project_exactly(x, weight)
-    tokens, parts, experts = logits.shape
-    ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
-    scores = logits.new_empty(tokens, top_k)
-    start, num_blocks = route_launcher(tokens, parts, experts, top_k, block)
-    result = Dispatch.empty(ids, experts, num_blocks)
-    outputs = *result, live, tokens, num_blocks
-    start((1, 1, 1), logits, bias, ids, scores, *outputs)
-    return ids, scores, result
 
 
 class SortPlan(NamedTuple):
