@@ -105,15 +105,12 @@ def rope_case(dim, has_norms):
 DRAW, DRAWN = draw.draw_launchers(True)
 
 
-def filter_cases(weights):
-    count, start, tally, pick = filters.filter_launchers(weights, True)
+def filter_cases(weights, first):
+    tally, pick = filters.filter_launchers(weights, first, True)
     columns = "*fp32 *i64 *fp32"
-    given = f"*fp32 *i32 {columns} *fp32 *i32"
     return [
-        case_of(count, f"{given} *i64 i32"),
-        case_of(start, f"{columns} *i32 *i32 *i32 *i64 i32"),
-        case_of(tally, f"{given} *i32 *i32 *i64 i32"),
-        case_of(pick, f"{columns} *i32 *i32 *i64 i32"),
+        case_of(tally, f"*fp32 *i32 {columns} *fp32 *i32 *i32 *i32 *i64 i32"),
+        case_of(pick, f"{columns} *i32 *i32 *i32 *i64 i32"),
     ]
 
 
@@ -129,8 +126,10 @@ CASES = [
     case_of(norm.add_norm_launcher(2880, 4), "*bf16 *bf16 *fp32 *bf16 fp32"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
-    *filter_cases(weights=False),
-    *filter_cases(weights=True),
+    *filter_cases(weights=False, first=True),
+    *filter_cases(weights=False, first=False),
+    *filter_cases(weights=True, first=True),
+    *filter_cases(weights=True, first=False),
     case_of(PENALIZE, "*fp32 *i64 *i1 *i32 *fp32 *fp32 *fp32 i32"),
     case_of(DRAWN, "*i64 *i32 *fp32 *i32 i32"),
     case_of(norm.embed_launcher(2880), "*i32 *i32 *bf16 *bf16"),

@@ -132,7 +132,7 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3240, 3200),
     # Without the server and what is there for structured output alone.
-    "lines of the package": (14_140, 9000),
+    "lines of the package": (14_180, 9000),
     "lines of structured output": (900, 700),
     "lines of the server": (4700, 4000),
     "lines of tools/": (5280, 5000),

@@ -62,38 +62,8 @@ def is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS: tl.constexpr):
         return tl.load(top_k_ptr + row) < vocabulary
 
 
-@triton.jit
-def look_at(
-    logits_ptr,
-    best_ptr,
-    temperature,
-    floors_ptr,
-    deepest_ptr,
-    vocabulary,
-    WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A program's BLOCK scores, their depths, and which of them are to be added up.
-
-    With WEIGHTS that is what is left by min_p, which is from the row's floor on, and by
-    top_k, down to its deepest.
-    """
-    row = tl.program_id(1)
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    logits = logits_ptr + row.to(tl.int64) * vocabulary
-    score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
-    score -= tl.load(logits + tl.load(best_ptr + row))
-    score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
-    depth = depth_of(score)
-    counted = tokens < vocabulary
-    if WEIGHTS:
-        counted &= depth <= tl.load(deepest_ptr + row)
-        counted &= score >= tl.load(floors_ptr + row)
-    return score, depth, counted
-
-
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def count_kernel(
+def tally_kernel(
     logits_ptr,
     best_ptr,
     temperature_ptr,
@@ -101,34 +71,52 @@ def count_kernel(
     top_p_ptr,
     floors_ptr,
     deepest_ptr,
+    starts_ptr,
+    shifts_ptr,
     tallies_ptr,
     vocabulary,
     WEIGHTS: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
+    LIBRARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program counts BLOCK logits of a row by ranges: tallies int64 [S, TOTAL + 1],
+    """One program adds BLOCK logits of a row to its tallies, int64 [S, TOTAL + 1].
 
-    of which these are the first RANGES.
+    The FIRST pass counts tokens by ranges. In the others each token adds 1 to its bin
+    or, with WEIGHTS, its weight. With WEIGHTS these are only the tokens that are left
+    by min_p, from the row's floor on, and by top_k, down to its deepest.
     """
     follow(PDL)
     row = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
     if limited & (temperature > 0):
-        _, depth, counted = look_at(
-            logits_ptr,
-            best_ptr,
-            temperature,
-            floors_ptr,
-            deepest_ptr,
-            vocabulary,
-            WEIGHTS,
-            BLOCK,
-        )
-        counts = tl.histogram(depth >> RANGE_BITS, RANGES, counted)
-        places = tallies_ptr + row * (TOTAL + 1) + tl.arange(0, RANGES)
-        tl.atomic_add(places, counts.to(tl.int64), counts > 0, sem="relaxed")
+        tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        logits = logits_ptr + row.to(tl.int64) * vocabulary
+        tallies = tallies_ptr + row * (TOTAL + 1)
+        score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
+        score -= tl.load(logits + tl.load(best_ptr + row))
+        score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
+        depth = depth_of(score)
+        counted = tokens < vocabulary
+        if WEIGHTS:
+            counted &= depth <= tl.load(deepest_ptr + row)
+            counted &= score >= tl.load(floors_ptr + row)
+        if FIRST:
+            counts = tl.histogram(depth >> RANGE_BITS, RANGES, counted).to(tl.int64)
+            ranges = tl.arange(0, RANGES)
+            tl.atomic_add(tallies + ranges, counts, counts > 0, sem="relaxed")
+        else:
+            amount = counted.to(tl.int64)
+            if WEIGHTS:
+                amount = tl.where(counted, weigh(score, LIBRARY), 0)
+                tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
+            place = (depth - tl.load(starts_ptr + row)) >> tl.load(shifts_ptr + row)
+            above = tl.sum(tl.where(place < 0, amount, 0), 0)
+            tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
+            counted &= (place >= 0) & (place < BINS)
+            tl.atomic_add(tallies + place, amount, counted, sem="relaxed")
 
 
 @triton.jit
@@ -155,136 +143,69 @@ def bracket(counts, top_p):
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def bracket_kernel(
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    deepest_ptr,
-    starts_ptr,
-    shifts_ptr,
-    tallies_ptr,
-    vocabulary,
-    WEIGHTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program a row: the depth where its bins start, and the bits of one's width.
-
-    The last kept token is in one of them. A row without a limit gets its deepest.
-    """
-    follow(PDL)
-    row = tl.program_id(0)
-    limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
-    if limited & (tl.load(temperature_ptr + row) > 0):
-        counts = tl.load(tallies_ptr + row * (TOTAL + 1) + tl.arange(0, RANGES))
-        if WEIGHTS:
-            first, last = bracket(counts, tl.load(top_p_ptr + row).to(tl.float64))
-        else:
-            short = tl.cumsum(counts, 0) < tl.load(top_k_ptr + row)
-            first = tl.sum(short.to(tl.int32), 0)
-            last = first
-        # So many bits number the ranges from the first to the last.
-        bits = tl.sum((last - first >= (1 << tl.arange(0, 8))).to(tl.int32), 0)
-        tl.store(starts_ptr + row, first << RANGE_BITS)
-        tl.store(shifts_ptr + row, bits + LEAST_SHIFT)
-    else:
-        tl.store(starts_ptr + row, tl.load(deepest_ptr + row))
-
-
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
-def tally_kernel(
-    logits_ptr,
-    best_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    floors_ptr,
-    deepest_ptr,
-    starts_ptr,
-    shifts_ptr,
-    tallies_ptr,
-    vocabulary,
-    WEIGHTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LIBRARY: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One program adds BLOCK logits of a row to its tallies, int64 [S, TOTAL + 1].
-
-    Each token counts 1 or, with WEIGHTS, its weight.
-    """
-    follow(PDL)
-    row = tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
-    if limited & (temperature > 0):
-        score, depth, counted = look_at(
-            logits_ptr,
-            best_ptr,
-            temperature,
-            floors_ptr,
-            deepest_ptr,
-            vocabulary,
-            WEIGHTS,
-            BLOCK,
-        )
-        amount = counted.to(tl.int64)
-        tallies = tallies_ptr + row * (TOTAL + 1)
-        if WEIGHTS:
-            amount = tl.where(counted, weigh(score, LIBRARY), 0)
-            tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
-        place = (depth - tl.load(starts_ptr + row)) >> tl.load(shifts_ptr + row)
-        above = tl.sum(tl.where(place < 0, amount, 0), 0)
-        tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
-        counted &= (place >= 0) & (place < BINS)
-        tl.atomic_add(tallies + place, amount, counted, sem="relaxed")
-
-
-@triton.jit(do_not_specialize_on_alignment=COLUMNS)
 def pick_kernel(
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
+    deepest_ptr,
     starts_ptr,
     shifts_ptr,
     tallies_ptr,
     vocabulary,
     WEIGHTS: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: its start becomes that of the bin that reaches its limit.
+    """One program a row: where the bins of the next pass start, and how wide they are.
 
-    The bins of the next pass are that bin's depths.
+    Starts are depths, and shifts the bits of a bin's width. After the FIRST pass the
+    bins are those of the ranges that may have the last kept token. After the second
+    they are the depths of the bin with it, and after the third they start at its depth.
+    A row without a limit keeps its deepest.
     """
     follow(PDL)
     row = tl.program_id(0)
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
+    start = tl.load((deepest_ptr if FIRST else starts_ptr) + row)
+    shift = 0
     if limited & (tl.load(temperature_ptr + row) > 0):
         tallies = tallies_ptr + row * (TOTAL + 1)
-        sums = tl.cumsum(tl.load(tallies + tl.arange(0, BINS)), 0)
-        sums += tl.load(tallies + ABOVE)
-        if WEIGHTS:
-            limit = tl.load(top_p_ptr + row).to(tl.float64)
-            limit *= tl.load(tallies + TOTAL).to(tl.float64)
+        if FIRST:
+            counts = tl.load(tallies + tl.arange(0, RANGES))
+            if WEIGHTS:
+                first, last = bracket(counts, tl.load(top_p_ptr + row).to(tl.float64))
+            else:
+                short = tl.cumsum(counts, 0) < tl.load(top_k_ptr + row)
+                first = tl.sum(short.to(tl.int32), 0)
+                last = first
+            start = first << RANGE_BITS
+            # So many bits more number the ranges from the first to the last.
+            more = last - first >= (1 << tl.arange(0, 8))
+            shift = tl.sum(more.to(tl.int32), 0) + LEAST_SHIFT
         else:
-            limit = tl.load(top_k_ptr + row).to(tl.float64)
-        short = sums.to(tl.float64) < limit
-        place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
-        start = tl.load(starts_ptr + row)
-        tl.store(starts_ptr + row, start + (place << tl.load(shifts_ptr + row)))
-        tl.store(shifts_ptr + row, 0)
+            sums = tl.cumsum(tl.load(tallies + tl.arange(0, BINS)), 0)
+            sums += tl.load(tallies + ABOVE)
+            if WEIGHTS:
+                limit = tl.load(top_p_ptr + row).to(tl.float64)
+                limit *= tl.load(tallies + TOTAL).to(tl.float64)
+            else:
+                limit = tl.load(top_k_ptr + row).to(tl.float64)
+            short = sums.to(tl.float64) < limit
+            place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
+            start += place << tl.load(shifts_ptr + row)
+    tl.store(starts_ptr + row, start)
+    tl.store(shifts_ptr + row, shift)
 
 
 @cache
 def filter_launchers(
-    weights: bool, on_gpu: bool
-) -> tuple[Launcher, Launcher, Launcher, Launcher]:
-    """For the counts, the bracket, the tallies, and what is picked from these."""
-    kind = {"WEIGHTS": weights}
-    options = {"BLOCK": TALLY_BLOCK, "num_warps": 8}
-    count = launcher(count_kernel, **kind, **options)
-    start = launcher(bracket_kernel, **kind, num_warps=4)
-    tally = launcher(tally_kernel, **kind, LIBRARY=on_gpu, **options)
-    return count, start, tally, launcher(pick_kernel, **kind, num_warps=8)
+    weights: bool, first: bool, on_gpu: bool
+) -> tuple[Launcher, Launcher]:
+    """For the tallies, and for what is picked from them."""
+    kind = {"WEIGHTS": weights, "FIRST": first}
+    options = {"BLOCK": TALLY_BLOCK, "LIBRARY": on_gpu, "num_warps": 8}
+    tally = launcher(tally_kernel, **kind, **options)
+    return tally, launcher(pick_kernel, **kind, num_warps=8)
 
 
 def bounds(
@@ -305,14 +226,11 @@ def bounds(
     tallies = logits.new_zeros(shape, dtype=torch.int64)
     floors, grid = filters.min_p.log(), (-(-vocabulary // TALLY_BLOCK), rows, 1)
     columns = temperature, filters.top_k, filters.top_p
-    for weights, (counts, *passes) in zip(searches, tallies, strict=True):
-        count, start, tally, pick = filter_launchers(weights, logits.is_cuda)
+    for weights, passes in zip(searches, tallies, strict=True):
         bins = torch.empty_like(best), shifts
-        given = logits, best, *columns, floors, found
-        count(grid, *given, counts, vocabulary)
-        start((rows, 1, 1), *columns, found, *bins, counts, vocabulary)
-        for sums in passes:
-            tally(grid, *given, *bins, sums, vocabulary)
-            pick((rows, 1, 1), *columns, *bins, sums, vocabulary)
+        for number, sums in enumerate(passes):
+            tally, pick = filter_launchers(weights, number == 0, logits.is_cuda)
+            tally(grid, logits, best, *columns, floors, found, *bins, sums, vocabulary)
+            pick((rows, 1, 1), *columns, found, *bins, sums, vocabulary)
         found = bins[0]
     return found, floors
