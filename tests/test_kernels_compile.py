@@ -109,8 +109,8 @@ def filter_cases(weights, first):
     tally, pick = filters.filter_launchers(weights, first, True)
     columns = "*fp32 *i64 *fp32"
     return [
-        case_of(tally, f"*fp32 *i32 {columns} *fp32 *i32 *i32 *i64 i32"),
-        case_of(pick, f"{columns} *i32 *i32 *i64 *fp64 *i64 i32"),
+        case_of(tally, f"*fp32 *i32 {columns} *fp32 *i32 *i32 *i32 *i64 i32"),
+        case_of(pick, f"{columns} *i32 *i32 *i32 *i64 i32"),
     ]
 
 

@@ -1,11 +1,13 @@
 """How deep top_k and top_p reach into each row of logits, without sorting any.
 
 S rows, V vocabulary. A token's depth is an integer: how many steps its score, the
-logit over the temperature, lies below the best one (`simplellm.filters`). A first pass
-over the logits adds up, for each of 4,096 ranges of depths, how many tokens are in it,
-or how much they weigh. That tells in which range the last kept token is, and a second
-pass does the same with the 4,096 depths in there. The sums are integers, so that it
-does not matter in which order programs add to them.
+logit over the temperature, lies below the best one (`simplellm.filters`). Three passes
+over the logits find the depth of the last kept token. The first counts how many tokens
+are in each of 256 ranges of depths, which a program does by itself before it adds to
+what the others found. For top_p the counts only bound what the tokens weigh, but so
+closely that few ranges are left. The second divides those into 4,096 bins and adds up
+what is in each, token by token; the third does the same with the depths of one bin. The
+sums are integers, so that it does not matter in which order programs add to them.
 """
 
 from functools import cache
@@ -18,9 +20,15 @@ from torch import Tensor
 from simplellm.filters import LAST, STEPS, WEIGHT, Filters
 from simplellm.kernels.launch import Launcher, follow, launcher
 
-TALLY_BLOCK = 2048  # logits a program looks at
-BITS = tl.constexpr(12)  # of a depth's 24, which a pass finds out
-BINS = tl.constexpr(1 << 12)
+TALLY_BLOCK = 4096  # logits a program looks at
+RANGES = tl.constexpr(256)
+RANGE_BITS = tl.constexpr(16)  # of a depth's 24, which are the place in a range
+RANGE_WIDTH = tl.constexpr(2**16 / STEPS)  # as a difference of scores
+BINS = tl.constexpr(4096)
+LEAST_SHIFT = tl.constexpr(4)  # BINS that are 2^4 depths wide make up a range
+# A row's tallies are those of its bins and two more:
+ABOVE = tl.constexpr(BINS.value)  # what is less deep than the bins
+TOTAL = tl.constexpr(BINS.value + 1)  # what is anywhere
 STEPS_A_UNIT = tl.constexpr(STEPS)
 FARTHEST = tl.constexpr(LAST / STEPS)
 BEST_WEIGHT = tl.constexpr(WEIGHT)
@@ -63,7 +71,8 @@ def tally_kernel(
     top_p_ptr,
     floors_ptr,
     deepest_ptr,
-    ranges_ptr,
+    starts_ptr,
+    shifts_ptr,
     tallies_ptr,
     vocabulary,
     WEIGHTS: tl.constexpr,
@@ -72,12 +81,11 @@ def tally_kernel(
     LIBRARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program adds BLOCK logits of a row to its tallies, int64 [S, BINS].
+    """One program adds BLOCK logits of a row to its tallies, int64 [S, TOTAL + 1].
 
-    The tallies of the FIRST pass are those of ranges of depths, by the depths' upper
-    bits; those of the second are of the depths in the row's range, by the lower ones.
-    Each token counts 1 or, with WEIGHTS, its weight. These are the weights of what is
-    left by min_p, which is from the row's floor on, and by top_k, down to its deepest.
+    The FIRST pass counts tokens by ranges. In the others each token adds 1 to its bin
+    or, with WEIGHTS, its weight. With WEIGHTS these are only the tokens that are left
+    by min_p, from the row's floor on, and by top_k, down to its deepest.
     """
     follow(PDL)
     row = tl.program_id(1)
@@ -86,31 +94,52 @@ def tally_kernel(
     if limited & (temperature > 0):
         tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         logits = logits_ptr + row.to(tl.int64) * vocabulary
-        tallies = tallies_ptr + row * BINS
+        tallies = tallies_ptr + row * (TOTAL + 1)
         score = tl.load(logits + tokens, tokens < vocabulary, -float("inf"))
         score -= tl.load(logits + tl.load(best_ptr + row))
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         depth = depth_of(score)
         counted = tokens < vocabulary
-        amount = tl.full([BLOCK], 1, tl.int64)
         if WEIGHTS:
             counted &= depth <= tl.load(deepest_ptr + row)
             counted &= score >= tl.load(floors_ptr + row)
-            amount = tl.where(counted, weigh(score, LIBRARY), 0)
         if FIRST:
-            place = depth >> BITS
-            if WEIGHTS:
-                # A vocabulary of such tokens would not weigh half of what top_p drops:
-                # they are behind the last kept one, wherever, and are added up at once.
-                rest = 1 - tl.load(top_p_ptr + row)
-                rare = amount.to(tl.float32) * vocabulary < rest * (BEST_WEIGHT / 2)
-                together = tl.sum(tl.where(rare, amount, 0), 0)
-                tl.atomic_add(tallies + BINS - 1, together, sem="relaxed")
-                counted &= ~rare
+            counts = tl.histogram(depth >> RANGE_BITS, RANGES, counted).to(tl.int64)
+            ranges = tl.arange(0, RANGES)
+            tl.atomic_add(tallies + ranges, counts, counts > 0, sem="relaxed")
         else:
-            counted &= (depth >> BITS) == tl.load(ranges_ptr + row)
-            place = depth & (BINS - 1)
-        tl.atomic_add(tallies + place, amount, counted, sem="relaxed")
+            amount = counted.to(tl.int64)
+            if WEIGHTS:
+                amount = tl.where(counted, weigh(score, LIBRARY), 0)
+                tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
+            place = (depth - tl.load(starts_ptr + row)) >> tl.load(shifts_ptr + row)
+            above = tl.sum(tl.where(place < 0, amount, 0), 0)
+            tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
+            counted &= (place >= 0) & (place < BINS)
+            tl.atomic_add(tallies + place, amount, counted, sem="relaxed")
+
+
+@triton.jit
+def bracket(counts, top_p):
+    """The first and the last range that the last kept token of top_p may be in.
+
+    ``counts`` are those of the ranges. A token weighs at least what one at the far end
+    of its range does, and at most what one at the near end does.
+    """
+    ranges = tl.arange(0, RANGES).to(tl.float32)
+    # A thousandth is more than all the rounding here, but for that to a whole weight.
+    near = tl.exp(-ranges * RANGE_WIDTH) * 1.001
+    far = tl.exp(-(ranges + 1) * RANGE_WIDTH) * 0.999 - 1 / BEST_WEIGHT
+    most = counts.to(tl.float64) * near
+    least = counts.to(tl.float64) * tl.maximum(far, 0.0)
+    most_kept, least_kept = tl.cumsum(most, 0), tl.cumsum(least, 0)
+    most_dropped = tl.sum(most, 0) - most_kept
+    least_dropped = tl.sum(least, 0) - least_kept
+    # Enough is kept if kept >= top_p * (kept + dropped).
+    rest = 1 - top_p
+    too_few = most_kept * rest < least_dropped * top_p
+    maybe_too_few = least_kept * rest < most_dropped * top_p
+    return tl.sum(too_few.to(tl.int32), 0), tl.sum(maybe_too_few.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize_on_alignment=COLUMNS)
@@ -119,43 +148,53 @@ def pick_kernel(
     top_k_ptr,
     top_p_ptr,
     deepest_ptr,
-    ranges_ptr,
-    above_ptr,
-    limits_ptr,
+    starts_ptr,
+    shifts_ptr,
     tallies_ptr,
     vocabulary,
     WEIGHTS: tl.constexpr,
     FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: where its tallies, added up, first reach its limit.
+    """One program a row: where the bins of the next pass start, and how wide they are.
 
-    After the FIRST pass, that range, what the ranges above it come to, and the limit;
-    after the second, the deepest depth that is kept.
+    Starts are depths, and shifts the bits of a bin's width. After the FIRST pass the
+    bins are those of the ranges that may have the last kept token. After the second
+    they are the depths of the bin with it, and after the third they start at its depth.
+    A row without a limit keeps its deepest.
     """
     follow(PDL)
     row = tl.program_id(0)
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
+    start = tl.load((deepest_ptr if FIRST else starts_ptr) + row)
+    shift = 0
     if limited & (tl.load(temperature_ptr + row) > 0):
-        bins = tl.arange(0, BINS)
-        tallies = tl.load(tallies_ptr + row * BINS + bins)
-        sums = tl.cumsum(tallies, 0)
-        if not FIRST:
-            sums += tl.load(above_ptr + row)
-            limit = tl.load(limits_ptr + row)
-        elif WEIGHTS:
-            limit = tl.load(top_p_ptr + row).to(tl.float64)
-            limit *= tl.sum(tallies, 0).to(tl.float64)
-        else:
-            limit = tl.load(top_k_ptr + row).to(tl.float64)
-        short = sums.to(tl.float64) < limit
-        place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
+        tallies = tallies_ptr + row * (TOTAL + 1)
         if FIRST:
-            tl.store(ranges_ptr + row, place)
-            tl.store(above_ptr + row, tl.max(tl.where(short, sums, 0), 0))
-            tl.store(limits_ptr + row, limit)
+            counts = tl.load(tallies + tl.arange(0, RANGES))
+            if WEIGHTS:
+                first, last = bracket(counts, tl.load(top_p_ptr + row).to(tl.float64))
+            else:
+                short = tl.cumsum(counts, 0) < tl.load(top_k_ptr + row)
+                first = tl.sum(short.to(tl.int32), 0)
+                last = first
+            start = first << RANGE_BITS
+            # So many bits more number the ranges from the first to the last.
+            more = last - first >= (1 << tl.arange(0, 8))
+            shift = tl.sum(more.to(tl.int32), 0) + LEAST_SHIFT
         else:
-            tl.store(deepest_ptr + row, tl.load(ranges_ptr + row) * BINS + place)
+            sums = tl.cumsum(tl.load(tallies + tl.arange(0, BINS)), 0)
+            sums += tl.load(tallies + ABOVE)
+            if WEIGHTS:
+                limit = tl.load(top_p_ptr + row).to(tl.float64)
+                limit *= tl.load(tallies + TOTAL).to(tl.float64)
+            else:
+                limit = tl.load(top_k_ptr + row).to(tl.float64)
+            short = sums.to(tl.float64) < limit
+            place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
+            start += place << tl.load(shifts_ptr + row)
+    tl.store(starts_ptr + row, start)
+    tl.store(shifts_ptr + row, shift)
 
 
 @cache
@@ -182,17 +221,16 @@ def bounds(
     """
     rows, vocabulary = logits.shape
     searches = [False] * filters.some_top_k + [True] * filters.some_top_p
-    found = best.new_full([rows], LAST)
-    tallies = logits.new_zeros(len(searches), 2, rows, BINS.value, dtype=torch.int64)
-    ranges, above = torch.empty_like(best), tallies.new_empty(rows)
-    limits = logits.new_empty(rows, dtype=torch.float64)
-    floors, blocks = filters.min_p.log(), -(-vocabulary // TALLY_BLOCK)
+    found, shifts = best.new_full([rows], LAST), torch.empty_like(best)
+    shape = len(searches), 3, rows, TOTAL.value + 1
+    tallies = logits.new_zeros(shape, dtype=torch.int64)
+    floors, grid = filters.min_p.log(), (-(-vocabulary // TALLY_BLOCK), rows, 1)
     columns = temperature, filters.top_k, filters.top_p
     for weights, passes in zip(searches, tallies, strict=True):
-        for first, sums in zip((True, False), passes, strict=True):
-            tally, pick = filter_launchers(weights, first, logits.is_cuda)
-            given = logits, best, *columns, floors, found
-            tally((blocks, rows, 1), *given, ranges, sums, vocabulary)
-            places = found, ranges, above, limits
-            pick((rows, 1, 1), *columns, *places, sums, vocabulary)
+        bins = torch.empty_like(best), shifts
+        for number, sums in enumerate(passes):
+            tally, pick = filter_launchers(weights, number == 0, logits.is_cuda)
+            tally(grid, logits, best, *columns, floors, found, *bins, sums, vocabulary)
+            pick((rows, 1, 1), *columns, found, *bins, sums, vocabulary)
+        found = bins[0]
     return found, floors
