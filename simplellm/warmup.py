@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -10,16 +11,17 @@ from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MAX_SIZE, EngineConfig, ModelConfig
 from simplellm.gpt_oss import build
 from simplellm.graphs import MIXED_SIZES, Room, bucket_sizes
+from simplellm.layers import Experts
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.penalties import TokenCounts
 from simplellm.request import Request
 from simplellm.runner import Runner
-from simplellm.sampler import Columns, sample
+from simplellm.sampler import Columns, change
 from simplellm.sampling_params import SamplingParams
 
 # Lengths of prompts that need other kernels than those that graphs are captured of.
-PROMPTS = (2048, 8192)
+PROMPTS = (8192, 2048)
 # Requests whose tokens need other kernels. One with all of it would have these compiled
 # one after another.
 DRAWS = (
@@ -47,6 +49,14 @@ def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
 
 
 @torch.inference_mode()
+def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
+    """The experts of so many tokens of padding: no other kernels take as long."""
+    model, zero = runner.model, torch.zeros(1, dtype=torch.int32, device=runner.device)
+    x = runner.hidden.new_zeros(tokens, model.config.hidden_size)
+    ops.experts(x, cast(Experts, model.layers[0].mlp), zero)
+
+
+@torch.inference_mode()
 def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     """A token drawn with ``params``, for one row: more need no other kernels."""
     model, device = runner.model.config, runner.device
@@ -54,8 +64,9 @@ def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     some = counts.arrange([Request([0], 1, params)])
     columns = Columns.of([params], model.vocab_size, device)
     steps = torch.zeros(1, dtype=torch.int64, device=device)
-    rows = runner.logits[:1], runner.output[:1], columns, steps, ops
-    sample(*rows, counts=counts if some else None)
+    logits = change(runner.logits[:1], columns, ops, counts if some else None, None)
+    how = columns.temperature, columns.seeds, steps, columns.filters
+    ops.draw(logits, runner.output[:1], *how)
 
 
 def warm_up(
@@ -82,11 +93,14 @@ def warm_up(
     longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
     runner = Runner(stand_in, pool, manager, config, longest)
     budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    # Prompts first: their kernels take the longest.
-    shapes = [Room(min(size, budget), 0, 1) for size in PROMPTS]
+    # Prompts first: their kernels take the longest. And what takes the longest of all
+    # begins at once, by itself.
+    prompts = [min(size, budget) for size in PROMPTS]
+    shapes = [Room(size, 0, 1) for size in prompts]
     shapes += [Room.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
     shapes += [Room(size, size) for size in bucket_sizes(seqs)]
     steps: list[Callable[[Ops], object]] = [
+        *(partial(rehearse_experts, runner, size) for size in dict.fromkeys(prompts)),
         *(partial(rehearse_draw, runner, params) for params in DRAWS),
         *(partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)),
     ]

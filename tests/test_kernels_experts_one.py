@@ -114,7 +114,7 @@ def test_few_tokens_in_bfloat16_take_this_way(
         raise Taken(False)
 
     monkeypatch.setattr(module, "experts_one", one)
-    monkeypatch.setattr(module, "dispatch", many)
+    monkeypatch.setattr(module, "route_tokens", many)
     mlp = random_experts("cpu", HIDDEN, INTERMEDIATE, dtype=dtype)
     x, live = torch.zeros(tokens, HIDDEN, dtype=dtype), torch.ones(1).int()
     with pytest.raises(Taken) as raised:

@@ -21,7 +21,7 @@ from simplellm.kernels.fused import fused
 from simplellm.kernels.launch import Launcher
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
-from simplellm.warmup import DRAWS, rehearse, rehearse_draw
+from simplellm.warmup import DRAWS, rehearse, rehearse_draw, rehearse_experts
 
 CPU = torch.device("cpu")
 CONFIG = replace(
@@ -72,6 +72,8 @@ def test_kernels_get_what_they_ask_for(
         rehearse(runner, Room(tokens, 0, 1), ops)
     for tokens in MIXED_SIZES:
         rehearse(runner, Room.mixed(tokens, 64), ops)
+    for tokens in (64, 2048):
+        rehearse_experts(runner, tokens, ops)
     for params in DRAWS:
         rehearse_draw(runner, params, ops)
     seen = set(launched)
