@@ -197,18 +197,16 @@ def measured(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     except ValueError as error:
         found["refused"] = str(error)[:200]
     found["compile"] = time.process_time() - start
-    output: list[int] = []
+    new: list[int] = []
     for _ in range(0 if found["refused"] else STEPS):
         start = time.process_time()
         try:
-            walk.advance(output)
-            output += (forced := walk.forced())
-            if not forced:
-                output.append(chosen(walk, end))
+            walk.advance(new)
+            new = walk.forced() or [chosen(walk, end)]
         except GrammarError as error:
             found["error"] = str(error)
         found["step"] = max(found["step"], time.process_time() - start)
-        if found["error"] or output[-1] == end:
+        if found["error"] or new[-1] == end:
             break
     found["memory"] = most_memory()
     return found
