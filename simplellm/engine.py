@@ -237,10 +237,11 @@ class Engine(Access):
 
     def start(self) -> None:
         """Run steps in a thread of its own until `shutdown`."""
-        self.thread = threading.Thread(
+        thread = threading.Thread(
             target=self._loop, name="simplellm-engine", daemon=True
         )
-        self.thread.start()
+        thread.start()
+        self.thread = thread  # now others may wait for its end
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
