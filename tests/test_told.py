@@ -427,6 +427,51 @@ def told_a() -> list[str]:
         f"take {record['box'] / 1e6:.1f} MB instead of {record['pile'] / 1e6:.1f}",
         f"no more tokens after the client has left, and naively "
         f"{record['wasted naive']}",
+        *told_a_lock(),
+    ]
+
+
+def told_a_lock() -> list[str]:
+    """What clients get of `generate` alone, on a GPU."""
+    rows = recorded("a-lock")["h200"]["rows"]
+
+    def of(how: str, streams: int, what: str) -> list[float]:
+        return [r[what] for r in rows if (r["how"], r["streams"]) == (how, streams)]
+
+    ways = "process", "thread"
+    two, one = (of(how, 256, "share") for how in ways)
+    gaps = [1e3 * min(of(how, 64, "gap_p50")) for how in ways]
+    (same,) = {round(share, 2) for how in ways for share in of(how, 64, "share")}
+    return [
+        f"with 256 streams {min(two):.2f} and {max(two):.2f} in two runs, in one "
+        f"process {max(one):.2f} and {min(one):.2f}; with 64 it is {same:.2f} both "
+        f"ways, but pieces come every {gaps[0]:.0f} ms instead of {gaps[1]:.0f}"
+    ]
+
+
+def told_b_h200() -> list[str]:
+    """What schemas cost on a GPU."""
+    rows = recorded("b-structured-h200")["rows"]
+
+    def of(batch: int, kind: str, what: str) -> float:
+        found = [r[what] for r in rows if (r["batch"], r["kind"]) == (batch, kind)]
+        return sum(found) / len(found)
+
+    speed = "tokens_per_second"
+    masks = [of(batch, "masked", "masks_ms") for batch in (1, 64, 256)]
+    shares = [of(b, "masked", speed) / of(b, "free", speed) for b in (1, 64, 256)]
+    free = of(64, "free", "itl_free_ms")
+    waits = [of(64, f"{n} masked", "itl_free_ms") / free - 1 for n in ("1", "half")]
+    forced = of(1, "forced", speed) / of(1, "free", speed)
+    return [
+        f"masks take {masks[0]:.1f}, {masks[1]:.0f} and {masks[2]:.0f} ms in the median "
+        f"step, and all together get {shares[0]:.2f}, {shares[1]:.2f} and "
+        f"{shares[2]:.2f} of the tokens a second that free ones get. Of 64 requests, "
+        f"the free ones wait {100 * waits[0]:.1f} % longer for a token beside one with "
+        f"a schema, and {100 * waits[1]:.1f} % beside 32",
+        f"{of(1, 'forced', 'steps'):.0f} steps instead of "
+        f"{of(1, 'masked', 'steps'):.0f} for an answer of 256 tokens, which is "
+        f"{forced:.2f} of a free one's speed instead of {shares[0]:.2f}",
     ]
 
 
@@ -452,6 +497,7 @@ def told_b() -> list[str]:
         f"256 requests a median of {median}",
         f"and {worst} in the worst step",
         f"{record['steps forced']} steps instead of {record['steps chosen']}",
+        *told_b_h200(),
     ]
 
 
