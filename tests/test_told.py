@@ -464,8 +464,8 @@ def told_b_h200() -> list[str]:
     waits = [of(64, f"{n} masked", "itl_free_ms") / free - 1 for n in ("1", "half")]
     forced = of(1, "forced", speed) / of(1, "free", speed)
     return [
-        f"masks take {masks[0]:.1f}, {masks[1]:.0f} and {masks[2]:.0f} ms in the median "
-        f"step, and all together get {shares[0]:.2f}, {shares[1]:.2f} and "
+        f"masks take {masks[0]:.1f}, {masks[1]:.0f} and {masks[2]:.0f} ms in the "
+        f"median step, and all together get {shares[0]:.2f}, {shares[1]:.2f} and "
         f"{shares[2]:.2f} of the tokens a second that free ones get. Of 64 requests, "
         f"the free ones wait {100 * waits[0]:.1f} % longer for a token beside one with "
         f"a schema, and {100 * waits[1]:.1f} % beside 32",
