@@ -141,6 +141,10 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
     return draw(schemas()) | {"$defs": {"d": draw(schemas(1))}}
 
 
+class TooMuchAtOnce(Exception):
+    """Text that has to come is longer than a step may take: a limit of llguidance."""
+
+
 class Walker:
     """Draws texts under masks: tokens that close something are more likely."""
 
@@ -174,7 +178,10 @@ class Walker:
             likely = len(closing) and chance.random() < hurry
             token = int(chance.choice(closing if likely else np.flatnonzero(allowed)))
             assert not self.tokenizer.is_special(token)
-            assert matcher.consume_token(token), matcher.get_error()
+            taken = matcher.consume_token(token)
+            if not taken and "Too many items" in matcher.get_error():
+                raise TooMuchAtOnce(matcher.get_error())
+            assert taken, matcher.get_error()
             ids.append(token)
         return None
 

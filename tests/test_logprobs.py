@@ -246,14 +246,14 @@ def test_a_step_that_fails_is_scored_when_it_is_tried_again(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(model, EngineConfig(num_pages=100, page_size=4))
-    compute = engine.runner._compute
+    head = engine.runner._head
 
-    def fail_together(batch: Any, count: int) -> Any:
+    def fail_together(batch: Any, hidden: Any, count: int) -> None:
         if count > 1:
             raise RuntimeError("no two at once")
-        return compute(batch, count)
+        head(batch, hidden, count)
 
-    monkeypatch.setattr(engine.runner, "_compute", fail_together)
+    monkeypatch.setattr(engine.runner, "_head", fail_together)
     prompts = [[*range(20)], [*range(50, 70)]]
     engine.submit([ask(ids, number, 2) for number, ids in enumerate(prompts)])
     events = finish(engine)
