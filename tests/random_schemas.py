@@ -5,7 +5,7 @@ Values are judged as numbers are written: a double would round 0.999999999999999
 
 import json
 import random
-from decimal import Decimal, localcontext
+from decimal import Decimal, InvalidOperation, localcontext
 from typing import Any
 
 import numpy as np
@@ -217,10 +217,20 @@ def large_tokenizer(size: int) -> Tokenizer:
     return Tokenizer(known, {"<|return|>": size - 1}, encode)
 
 
+def number(text: str) -> Decimal:
+    """A number as it is written, or what is beside it where an exponent is too long."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        mantissa, _, exponent = text.lower().partition("e")
+        least = exponent.startswith("-") or not Decimal(mantissa)
+        return Decimal(0 if least else "Infinity").copy_sign(Decimal(mantissa))
+
+
 def errors(schema: Any, text: str) -> list[str]:
     """What jsonschema finds wrong with a text, its numbers read as they are written."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
-    value = json.loads(text, parse_float=Decimal)
+    value = json.loads(text, parse_float=number)
     checker = Draft202012Validator.FORMAT_CHECKER
     with localcontext() as context:
         context.prec = 5000
