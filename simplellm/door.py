@@ -164,7 +164,11 @@ class Door:
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
         """Text to a grammar. Agents send the same schema again and again."""
-        return lru_cache(MAX_GRAMMARS)(self.compiler or self.grammars.compile)
+        return lru_cache(MAX_GRAMMARS)(self._compile)
+
+    def _compile(self, text: str) -> Grammar:
+        """The same, of which nothing is kept."""
+        return (self.compiler or self.grammars.compile)(text)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -318,9 +322,7 @@ class Door:
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():
-            if (
-                reason := refusal(rules, self.compiler or self.grammars.compile)
-            ) is not None:
+            if (reason := refusal(rules, self._compile)) is not None:
                 name, wrong = part, f"{part}: {reason}"
                 break
         raise about(ValueError(wrong), name)
