@@ -1,13 +1,13 @@
 """What the options of a chat ask of its turn: the answer's format, and which calls."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
 from simplellm.config import expect, expect_type, one_of
-from simplellm.harmony import Message, Tool, developer_text
+from simplellm.harmony import Tool
 from simplellm.harmony.schema import format_text
 from simplellm.harmony.turn import FREE, Rules, turn_grammar
 from simplellm.sampling_params import StructuredOutputs
@@ -61,25 +61,6 @@ def as_format(given: Any, where: str = "response_format") -> Format:
     return Format(rules, format_text(str(name), about, schema or {}))
 
 
-def with_format(
-    messages: Sequence[Message], tools: Sequence[Tool], text: str
-) -> list[Message]:
-    """``messages`` with a format's ``text`` at the end of the first developer message.
-
-    If there is none in front, it is one of its own, which describes ``tools`` as
-    `render` would in its place.
-    """
-    first = int(messages[0].role == "system") if messages else 0
-    system, rest = [*messages[:first]], [*messages[first:]]
-    if rest and rest[0].role == "developer":
-        content = rest.pop(0).content
-    else:
-        described = any(message.role == "developer" for message in rest)
-        content = developer_text(None, () if described else tools)
-    lead = "\n\n".join(filter(None, [content, text]))
-    return [*system, Message("developer", lead), *rest]
-
-
 def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
     """The tools that ``tool_choice`` lets the model call, and whether it has to.
 
@@ -109,7 +90,7 @@ def arguments_rules(tool: Tool, where: str) -> Rules:
     if not tool.strict:
         return schema_rules(OBJECT, where)
     schema = tool.parameters or OBJECT | {"additionalProperties": False}
-    kind = schema.get("type")
+    kind = schema.get("type") if isinstance(schema, dict) else schema
     expect(kind == "object", f"{where}.type", kind, "'object' of a strict tool")
     return schema_rules(schema, where)
 
@@ -149,10 +130,12 @@ def turn_constraint(
     tools: Sequence[Tool],
     choice: Any,
     outputs: StructuredOutputs | None,
+    grammar: Callable[[Rules | None, Mapping[str, Rules]], str] = turn_grammar,
 ) -> Constraint | None:
     """What a turn has to fit; None where nothing is asked: the model writes freely.
 
-    ``answer`` are the rules of a response_format. Raises TypeError or ValueError.
+    ``answer`` are the rules of a response_format; ``grammar`` makes one of the rules of
+    an answer and of calls. Raises TypeError or ValueError.
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
@@ -172,4 +155,4 @@ def turn_constraint(
         length += len(rules_text(parts[where]))
         wanted = f"at most {most} characters"
         expect(length <= most, "the length of schemas in tools", length, wanted)
-    return Constraint(turn_grammar(final, calls), parts)
+    return Constraint(grammar(final, calls), parts)

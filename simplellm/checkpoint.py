@@ -6,8 +6,9 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -16,14 +17,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from simplellm.config import ModelConfig, expect, raising, read_json
+from simplellm.config import CheckpointError, ModelConfig, expect, raising, read_json
+from simplellm.families import FAMILIES, read_config
+from simplellm.formats import FLOATS, NumberFormat
 from simplellm.names import (
+    Name,
     Shape,
+    axes,
     is_expert_weight,
     packed_shapes,
     stored_shapes,
+    tensor_names,
     tensor_shapes,
 )
+from simplellm.stored import decoded, encoded, in_one
 from simplellm.weights import MXFP4, Weight
 
 
@@ -44,6 +51,11 @@ DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "U8": torch.uint8,
+    # What follows is for other models than gpt-oss.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 
@@ -67,10 +79,6 @@ def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
     dtype, count = DTYPES[info.dtype], math.prod(info.shape)
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
     return flat.view(info.shape)
-
-
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint we can read; the message says why."""
 
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
@@ -117,26 +125,29 @@ def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
 
 
 class Checkpoint:
-    """A gpt-oss checkpoint folder as a mapping from our names to its tensors.
+    """A checkpoint folder as a mapping from our names to its tensors.
 
     Opening reads config.json and the headers and checks all that they can tell;
     the data stays on disk until a tensor is touched. Raises CheckpointError or
     ConfigError.
 
     ``path``, ``config``; ``layout``: "huggingface" or "original"; ``packed``: whether
-    the experts are MXFP4.
+    the experts are MXFP4 as gpt-oss's are.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         files, index = find_shards(self.path)
-        self.config = ModelConfig.from_file(self.path / "config.json")
+        self.config = read_config(self.path / "config.json")
         self._shards = {file: map_shard(file) for file in files}
-        self._infos = read_headers(self._shards)
+        self._spelled = partial(FAMILIES[self.config.model_type].spelled, self.config)
+        self._infos = read_headers(self._shards, self._spelled)
         original = "embedding.weight" in self._infos
         self.layout = "original" if original else "huggingface"
-        self.packed = any(info.dtype == "U8" for info in self._infos.values())
+        some_packed = any(info.dtype == "U8" for info in self._infos.values())
+        self.packed = some_packed and not self.config.names
         with raising(CheckpointError, self.path):
+            self._ours = tensor_names(self.config)
             self._stored = stored_shapes(self.config, self.layout, self.packed)
             self._check_names(index)
             self._check_headers()
@@ -150,6 +161,9 @@ class Checkpoint:
         """
         infos = [self._infos[name] for name in self._stored[ours]]
         parts = [tensor_view(self._shards[info.file], info) for info in infos]
+        if self.config.names:  # not gpt-oss
+            form = self.config.formats.get(ours)
+            return put_together(parts, self._ours[ours], axes(self.config), form)
         return assembled(parts, ours, self.layout)
 
     def _check_names(self, index: Mapping[str, str]) -> None:
@@ -169,25 +183,33 @@ class Checkpoint:
                 f"{wrong}; expected the {len(expected)} tensors that config.json "
                 f"implies in the {self.layout} layout"
             )
-        for name, file in index.items():
-            if name not in found or self._infos[name].file.name != file:
+        for stored, file in index.items():
+            name = self._spelled(stored)
+            if name and (name not in found or self._infos[name].file.name != file):
                 raise ValueError(
-                    f"{INDEX} places {name!r} in {file!r}, which lacks it; expected "
+                    f"{INDEX} places {stored!r} in {file!r}, which lacks it; expected "
                     "the file that holds it"
                 )
 
     def _check_headers(self) -> None:
         """Raise ValueError for a tensor stored in another way than it should be."""
-        for parts in self._stored.values():
-            for name, shape in parts.items():
+        size = axes(self.config)
+        for ours, parts in self._stored.items():
+            form = self.config.formats.get(ours)
+            for number, (name, shape) in enumerate(parts.items()):
                 info = self._infos[name]
                 found, wanted = short(list(info.shape)), list(shape)
                 if info.shape != shape:
                     raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
-                mxfp4 = name.endswith(("blocks", "scales"))
-                if (info.dtype == "U8") != mxfp4:
-                    kinds = "U8" if mxfp4 else "BF16, F16 or F32"
-                    raise ValueError(f"{name!r} is {info.dtype}; expected {kinds}")
+                kinds = ("U8",) if name.endswith(("blocks", "scales")) else FLOATS
+                kinds = form.kinds[number % len(form.kinds)] if form else kinds
+                if info.dtype not in kinds:
+                    known = ", ".join(kinds)
+                    raise ValueError(f"{name!r} is {info.dtype}; expected {known}")
+                if name.endswith("_shape"):  # that of numbers packed into words
+                    said = tensor_view(self._shards[info.file], info).tolist()
+                    columns = size[self._ours[ours].shape.split()[-1]]
+                    expect(said[-1] == columns, repr(name), said, f"{columns} columns")
 
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""
@@ -202,12 +224,40 @@ class Checkpoint:
         return sum(self._infos[name].nbytes for name in self._stored[ours])
 
 
-def read_headers(shards: Mapping[Path, mmap.mmap]) -> dict[str, TensorInfo]:
-    """What all the shards hold, by name on disk."""
+def put_together(
+    parts: list[Tensor],
+    name: Name,
+    size: Mapping[str, int],
+    form: NumberFormat | None = None,
+) -> Weight:
+    """`assembled` for other families: experts, gate and up may lie apart, too.
+
+    ``size`` are the `axes`; of a ``form``, each part is several tensors. What is stored
+    [in, out] is turned by a view; what has parts is copied once.
+    """
+    shape = [size[axis] for axis in name.shape.split()]
+    if form is not None:
+        count = len(form.suffixes)
+        starts = range(0, len(parts), count)
+        weights = [decoded(form, parts[start : start + count]) for start in starts]
+        return in_one(weights, shape)
+    parts = [part.mT for part in parts] if name.turned else parts
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
+
+
+def read_headers(
+    shards: Mapping[Path, mmap.mmap], spelled: Callable[[str], str | None] = str
+) -> dict[str, TensorInfo]:
+    """What all the shards hold, by name; ``spelled`` gives the one that we expect.
+
+    For a tensor that nobody needs it gives None.
+    """
     infos: dict[str, TensorInfo] = {}
     for file, shard in shards.items():
         header, start = read_header(shard)
-        for name, entry in header.items():
+        for stored, entry in header.items():
+            if (name := spelled(stored)) is None:
+                continue
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             begin, end = entry["data_offsets"]
             wrong = ""
@@ -316,12 +366,11 @@ RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
 class RandomCheckpoint:
     """Random weights in the shapes of ``config``, each made when it is asked for.
 
-    Same mapping as Checkpoint, experts packed. Nibbles are uniform, scales 2^-8,
-    norms 1, biases 0, embeddings and sinks N(0, 1), other weights N(0, 0.02). A
-    tensor depends on the seed, its name, shape and dtype, and the kind of device alone.
+    Same mapping as Checkpoint, gpt-oss's experts packed. Nibbles are uniform, scales
+    2^-8, norms 1, biases 0, embeddings and sinks N(0, 1), other weights N(0, 0.02) and
+    rounded to their format. A tensor depends on the seed, its name, shape, dtype and
+    format, and the kind of device alone.
     """
-
-    packed = True
 
     def __init__(
         self,
@@ -332,7 +381,7 @@ class RandomCheckpoint:
         seed: int = 0,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.seed = seed
+        self.seed, self.packed = seed, not config.names
         self._shapes = tensor_shapes(config)
 
     def names(self) -> list[str]:
@@ -347,19 +396,21 @@ class RandomCheckpoint:
         digest = hashlib.sha256(f"{self.seed} {ours}".encode()).digest()
         generator = torch.Generator(self.device)
         generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
-        if is_expert_weight(ours):
+        if self.packed and is_expert_weight(ours):
             blocks, scales = packed_shapes(shape)
             return MXFP4(
                 self._empty(blocks, torch.uint8).random_(256, generator=generator),
                 self._empty(scales, torch.uint8).fill_(RANDOM_SCALE),
             )
         tensor = self._empty(shape, self.dtype)
-        if "norm" in ours:
-            return tensor.fill_(1)
         if "bias" in ours:
             return tensor.zero_()
+        if "norm" in ours:
+            return tensor.fill_(1)
         std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.02
-        return tensor.normal_(std=std, generator=generator)
+        tensor.normal_(std=std, generator=generator)
+        form = self.config.formats.get(ours)
+        return encoded(form, tensor) if form else tensor
 
     def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

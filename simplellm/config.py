@@ -14,9 +14,9 @@ from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-MODEL_TYPES = ("gpt_oss",)
 LAYER_TYPES = ("sliding_attention", "full_attention")
-ROPE_TYPES = ("default", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+BLOCK = 32  # elements of an MXFP4 weight that share a scale; packed, they are 16 bytes
 MAX_LAYERS = 1024
 MAX_SIZE = 2**31 - 1
 HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
@@ -24,6 +24,10 @@ HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
 
 class ConfigError(ValueError):
     """A config that cannot be read or that describes no model we know."""
+
+
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint we can read; the message says why."""
 
 
 @contextmanager
@@ -229,19 +233,29 @@ def end_token_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN's numbers (arXiv:2309.00071); lengths in tokens, betas in rotations."""
+    """How RoPE is stretched; lengths in tokens, betas in rotations.
+
+    By YaRN (arXiv:2309.00071), or as the entry of config.json says. Betas are YaRN's,
+    the factors of low and high frequencies llama3's.
+    """
 
     factor: float = declared(above=0, high=1e9, keys="rope_scaling_factor")
     original_max_position_embeddings: int = declared(keys="initial_context_length")
     beta_fast: float = declared(32.0, above=0, high=1e9, keys="rope_ntk_beta")
     beta_slow: float = declared(1.0, above=0, high=1e9, keys="rope_ntk_alpha")
     truncate: bool = declared(True)
+    rope_type: Literal["yarn", "llama3", "linear"] = "yarn"
+    low_freq_factor: float = declared(1.0, above=0, high=1e9)
+    high_freq_factor: float = declared(4.0, above=0, high=1e9)
 
     @raising(ConfigError)
     def __post_init__(self) -> None:
         check(self)
         fast, slow = self.beta_fast, self.beta_slow
         expect(fast > slow, "beta_fast", fast, f"more than beta_slow, {slow}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        wanted = f"more than low_freq_factor, {low}"
+        expect(high > low, "high_freq_factor", high, wanted)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RopeScaling | None":
@@ -249,7 +263,7 @@ class RopeScaling:
 
         `truncate` is true when absent and false when null, as in transformers.
         """
-        kind = data.get("rope_type") or data.get("type")
+        kind: Any = data.get("rope_type") or data.get("type")
         one_of("rope_type", kind, ROPE_TYPES)
         if kind == "default":
             return None
@@ -258,7 +272,7 @@ class RopeScaling:
             expect(value is None, name, value, "none in a YaRN entry")
         if data.get("truncate", True) is None:
             data = {**data, "truncate": False}
-        return cls(**read(cls, data))
+        return cls(**read(cls, data), rope_type=kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,15 +280,21 @@ class ModelConfig:
     """What a model is made of; the names are those of Hugging Face's config.json.
 
     A dense model has no experts: num_local_experts and num_experts_per_tok are 0, and
-    intermediate_size is that of the one feed-forward network. Raises ConfigError for
-    values that describe no model.
+    intermediate_size is that of the one feed-forward network. Where only some layers
+    have experts, the others are ``dense_layers``. Defaults are gpt-oss's. Raises
+    ConfigError for values that describe no model.
     """
 
+    model_type: str = "gpt_oss"  # a key of `simplellm.families.FAMILIES`
+    # Our tensors and theirs, each a `simplellm.names.Name`; (): those of gpt-oss.
+    names: tuple[Any, ...] = field(default=(), repr=False)
+    # By our name, each a `simplellm.formats.NumberFormat`; the rest is as gpt-oss's.
+    formats: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     vocab_size: int = declared()
     hidden_size: int = declared()
     intermediate_size: int = declared()
     num_hidden_layers: int = declared(high=MAX_LAYERS)
-    num_local_experts: int = declared(low=0, keys="num_experts")
+    num_local_experts: int = declared(low=0, high=4096, keys="num_experts")
     num_experts_per_tok: int = declared(low=0, keys="experts_per_token")
     num_attention_heads: int = declared()
     num_key_value_heads: int = declared()
@@ -288,7 +308,18 @@ class ModelConfig:
     swiglu_limit: float = declared(7.0, above=0, high=1e18)
     swiglu_alpha: float = declared(1.702, above=0, high=1e18)
     attention_bias: bool = True  # of the projections of attention
-    qk_norm: bool = False  # an RMSNorm of each head of q and k, before RoPE
+    mlp_bias: bool = True  # of those of a dense feed-forward network
+    activation: Literal["clamped_swiglu", "swiglu", "geglu", "gelu"] = "clamped_swiglu"
+    norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate_size: int | None = declared(None)  # None: intermediate_size
+    norm_offset: float = declared(0.0, low=0)  # added to the weights of all norms
+    # Scores are divided by its root; None: head_dim. Needs norms of q and k.
+    query_pre_attn_scalar: float | None = declared(None, above=0, high=1e9)
+    embedding_scale: float = declared(1.0, above=0, high=1e9)  # of a token's row
+    learned_positions: bool = False  # are added to it, in place of RoPE
+    # Of the sliding layers, which are not stretched then; None: as the others.
+    local_rope_theta: float | None = declared(None, above=1, high=1e18)
     tie_word_embeddings: bool = declared(False)
     eos_token_ids: tuple[int, ...] = ()
 
@@ -322,60 +353,6 @@ class ModelConfig:
         """The windows of the groups that layers form by them: None, for all, first."""
         sliding = "sliding_attention" in self.layer_types
         return (None, self.sliding_window) if sliding else (None,)
-
-    @classmethod
-    @raising(ConfigError)
-    def from_dict(cls, data: Mapping[str, Any]) -> "ModelConfig":
-        """Read gpt-oss's parsed config.json, Hugging Face's (old, new) or OpenAI's."""
-        original = "num_experts" in data and "num_local_experts" not in data
-        model_type = data.get("model_type", "gpt_oss" if original else None)
-        one_of("model_type", model_type, MODEL_TYPES)
-        method = data.get("quantization_config")
-        if isinstance(method, dict):
-            method = method.get("quant_method")
-        one_of("quant_method", method, (None, "mxfp4"))
-        one_of("attention_bias", data.get("attention_bias", True), (True,))
-        one_of("hidden_act", data.get("hidden_act", "silu"), ("silu",))
-        scaling, found = _rope(data, original)
-        found = read(cls, {**data, **found})
-        experts = found["num_local_experts"]
-        expect(experts, "num_local_experts", experts, f"1 to {MAX_SIZE}")
-        layer_types = data.get("layer_types")
-        if layer_types is None:
-            count = found["num_hidden_layers"]
-            layer_types = [LAYER_TYPES[n % 2] for n in range(count)]
-        ok = isinstance(layer_types, list)
-        expect(ok, "layer_types", layer_types, "a list")
-        eos = end_token_ids(data)
-        if original and not eos:  # its tokenizer knows
-            eos = tuple(i for i in HARMONY_EOS if i < found["vocab_size"])
-        return cls(
-            **found,
-            layer_types=tuple(layer_types),
-            rope_scaling=scaling,
-            eos_token_ids=eos,
-        )
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "ModelConfig":
-        """Read a config.json; every ConfigError names the file."""
-        with raising(ConfigError, path):
-            return cls.from_dict(read_json(path))
-
-
-def _rope(
-    data: Mapping[str, Any], original: bool
-) -> tuple[RopeScaling | None, dict[str, Any]]:
-    """The scaling, and the fields of the model that its spelling puts elsewhere."""
-    if original:
-        yarn = RopeScaling(**read(RopeScaling, {**data, "truncate": False}))
-        context = int(yarn.original_max_position_embeddings * yarn.factor)
-        return yarn, {"max_position_embeddings": context}
-    entry: Any = data.get("rope_parameters") or data.get("rope_scaling")
-    name = "rope_parameters (rope_scaling in older files)"
-    expect(isinstance(entry, dict), name, entry, "an object with rope_type")
-    theta = entry.get("rope_theta")
-    return RopeScaling.from_dict(entry), {} if theta is None else {"rope_theta": theta}
 
 
 GPT_OSS_120B = ModelConfig(

@@ -3,9 +3,11 @@
 import math
 import re
 import secrets
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
@@ -19,8 +21,8 @@ from simplellm.chat_options import (
     as_format,
     text_constraint,
     turn_constraint,
-    with_format,
 )
+from simplellm.choices import Choices, bad_sequences
 from simplellm.config import (
     ModelConfig,
     about,
@@ -28,11 +30,12 @@ from simplellm.config import (
     expect,
     expect_type,
 )
-from simplellm.folder import open_tokenizer, read_generation_config, turn_ends
+from simplellm.dialects.dialect import HARMONY, Dialect, open_text
+from simplellm.folder import read_generation_config, turn_ends
 from simplellm.grammar import Grammar, GrammarError
-from simplellm.harmony import Message, Tool, from_openai, render
+from simplellm.harmony import Message, Tool, from_openai
 from simplellm.harmony.schema import as_tools
-from simplellm.masks import Choices, bad_sequences
+from simplellm.outputs import TurnParser
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.tokenizer import Tokenizer
@@ -47,6 +50,8 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 MAX_GRAMMARS = 64  # that are kept
+LARGE_VOCABULARY = 50_000  # whose vocabulary takes llguidance more than 0.1 s
+IDLE_SECONDS = 1.0  # without a request, after which there is time for that
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -137,15 +142,16 @@ class Door:
     eos_token_ids: frozenset[int]  # what ends a turn
     max_model_len: int  # tokens of a prompt and its output
     compiler: Callable[[str], Grammar] | None = None  # of text; None: its own
+    dialect: Dialect = HARMONY  # of chats
 
     @classmethod
     def open(cls, folder: Path, config: ModelConfig) -> "Door":
         """The door of a checkpoint folder, with room for all that the model has."""
-        tokenizer = open_tokenizer(folder, config)
+        tokenizer, dialect = open_text(folder, config)
         default_params, generation_ends = read_generation_config(folder)
-        ends = turn_ends(config, tokenizer, generation_ends)
+        ends = turn_ends(config, tokenizer, generation_ends, dialect.ends)
         limit = config.max_position_embeddings
-        return cls(config, tokenizer, default_params, ends, limit)
+        return cls(config, tokenizer, default_params, ends, limit, dialect=dialect)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -160,6 +166,29 @@ class Door:
         """
         if self.tokenizer is not None and find_spec("llguidance"):
             self.grammars.vocabulary  # noqa: B018  (it is kept)
+
+    def prepare_when_idle(self, engine: Any) -> None:
+        """`prepare` in a thread, once ``engine`` has been idle for a while.
+
+        No other thread runs meanwhile. So it would be too long beside requests, and at
+        the start for all who want no grammar; one that comes sooner has to wait.
+        """
+        known = weakref.ref(engine)  # its memory shouldn't wait for this
+
+        def wait() -> None:
+            before = -1
+            while (it := known()) is not None and not it.closing:
+                steps, busy = it.meter.steps, bool(it.scheduler.requests)
+                if steps == before and not busy:
+                    with suppress(Exception):  # a first grammar will tell of it
+                        self.prepare()
+                    return
+                before = steps
+                del it
+                time.sleep(IDLE_SECONDS)
+
+        if self.config.vocab_size >= LARGE_VOCABULARY:
+            threading.Thread(target=wait, name="grammars", daemon=True).start()
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
@@ -178,6 +207,14 @@ class Door:
                 "no stop strings"
             )
         return self.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text that is no chat, with what has to stand in front."""
+        return [*self.dialect.begin, *self.need_tokenizer().encode(text)]
+
+    def parser(self, asked: Request) -> TurnParser:
+        """What reads the turn that a chat's request asks for."""
+        return self.dialect.parser(self.need_tokenizer(), asked.tokens, asked.grammar)
 
     def ask_all(
         self,
@@ -225,6 +262,7 @@ class Door:
         response_format: Format | Mapping[str, Any] | None = None,
         reasoning_effort: str = "medium",
         current_date: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
     ) -> Request:
@@ -234,24 +272,31 @@ class Door:
         most = self.max_model_len
         count, wanted = len(messages), f"at most {most}, the tokens there is room for"
         expect(count <= most, "the number of messages", count, wanted)
+        wanted = "an object"
+        given: Any = chat_template_kwargs
+        expect_type("chat_template_kwargs", given, Mapping | None, wanted)
         functions = [] if tool_choice == "none" else as_tools(tools or ())
         wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
         if len(harmony) < len(messages):
-            harmony = from_openai(messages, functions)
-        if wanted_format.text:
-            harmony = with_format(harmony, functions, wanted_format.text)
-        ids = render(
+            harmony = from_openai(messages, functions, self.dialect.lead)
+        if text := wanted_format.text:
+            harmony = [*self.dialect.with_format(harmony, functions, text)]
+        tokenizer = self.need_tokenizer()
+        ids = self.dialect.render(
             harmony,
-            self.need_tokenizer(),
+            tokenizer,
             reasoning_effort=reasoning_effort,
             tools=functions,
             current_date=current_date,
+            variables=chat_template_kwargs,
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
         rules = wanted_format.rules
-        constrain = partial(turn_constraint, rules, functions, tool_choice)
+        grammar = partial(self.dialect.grammar, tokenizer, ids)
+        asked = rules, functions, tool_choice
+        constrain = partial(turn_constraint, *asked, grammar=grammar)
         return self.ask(ids, sampling_params, overrides, constrain)
 
     def ask(
@@ -314,7 +359,6 @@ class Door:
 
     def _grammar(self, constraint: Constraint) -> Grammar:
         """The compiled grammar. Raises ValueError that names the part to blame."""
-
         parts = constraint.parts
         name = " and ".join(parts) or "tool_choice"
         try:
@@ -360,7 +404,7 @@ class Door:
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self.need_tokenizer().encode(prompt)
+            prompt = self.encode(prompt)
         prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
         if not prompt:
@@ -371,3 +415,13 @@ class Door:
         odd = next((token for token in ids if type(token) is not int), 0)
         expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
         return ids
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that an LLM is made of."""
+
+    engine: Any  # an `Engine`, or whatever has its events and methods
+    door: Door
+    how: str  # which operations compute, and why
+    weights_seconds: float  # that it took to read the weights

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from simplellm.access import Access, failure
 from simplellm.grammar import GrammarError
 from simplellm.request import EngineError, Event, QueueFullError, Request
 from simplellm.runner import Flight, Runner
@@ -24,43 +25,7 @@ from simplellm.scheduler import Scheduler, Work
 from simplellm.stats import Meter, Stats
 
 LOGGER = logging.getLogger("simplellm")
-
-
-def failure(what: str, cause: BaseException) -> EngineError:
-    """The error for whoever waits, with what went wrong as its cause."""
-    error = EngineError(f"{what}: {cause!r}")
-    error.__cause__ = cause
-    return error
-
-
-class Access:
-    """Who may ask an engine: its own process, while it is alive and open."""
-
-    def __init__(self) -> None:
-        self.dead: BaseException | None = None  # what it died of
-        self.closing = self.cancelling = False
-        self.pid = os.getpid()
-
-    def check_process(self) -> None:
-        """Raise EngineError in a fork of the engine's process."""
-        if os.getpid() != self.pid:
-            raise EngineError(
-                f"this LLM belongs to process {self.pid} and does not work in "
-                f"{os.getpid()}, a fork of it; expected processes that are spawned, "
-                "not forked, each with its own LLM"
-            )
-
-    def check(self) -> None:
-        """Raise EngineError if the engine cannot answer any more."""
-        self.check_process()
-        if self.dead is not None:
-            raise failure("the engine died", self.dead)
-
-    def check_open(self) -> None:
-        """Raise EngineError if the engine takes no more requests."""
-        self.check()
-        if self.closing:
-            raise EngineError("this LLM is closed; expected one that is open")
+SLACK = 0.002  # seconds to be left when a step is launched during one of decodes
 
 
 class Engine(Access):
@@ -87,6 +52,9 @@ class Engine(Access):
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.flights: deque[tuple[Sequence[Work], Flight]] = deque()  # oldest first
+        self.rest = 0.0  # seconds in a step of decodes
+        self.until = 0.0  # when this step's rest is over
+        self.rested: float | None = None  # seconds in this step, if it is of decodes
 
     def step(self) -> None:
         """Begin the next forward pass, and book those that are over."""
@@ -102,9 +70,11 @@ class Engine(Access):
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
             works, flight = self.flights[0]
+            asked = time.monotonic()
             landed = flight()  # waits for the device, and without the lock
             self.flights.popleft()
             now = time.monotonic()
+            self.plan_rest(landed.late, now - asked)
             with self.lock:
                 new = self.scheduler.commit(works, landed.tokens)
                 self.meter.step(new, now)
@@ -142,6 +112,21 @@ class Engine(Access):
             begun=request.begun,
         )
         self.events.put(event)
+
+    def plan_rest(self, late: bool, waited: float) -> None:
+        """A step lands: how long to rest in the next, for prompts that may still come.
+
+        If both are decodes alone, it takes about as long as the one that lands. For
+        that one the host ``waited`` after it had rested, or it came too ``late``.
+        """
+        works = self.flights[0][0] if self.flights else []
+        decodes = bool(works) and all(work.length == 1 for work in works)
+        if decodes and self.rested is not None:
+            # Up slowly, as it may have waited for Python, too.
+            up = (self.rested + waited - SLACK - self.rest) / 8
+            self.rest += -self.rest / 2 if late else up
+        self.rested = max(0.0, self.rest) if decodes else None
+        self.until = time.monotonic() + (self.rested or 0.0)
 
     def launch(self, works: Sequence[Work]) -> None:
         """Begin to compute works; if that fails, without who is to blame, or alone."""
@@ -271,7 +256,7 @@ class Engine(Access):
         self.events.put(None)
 
     def _obey(self) -> bool:
-        """Carry out what other threads asked for; wait if there is nothing to run."""
+        """Carry out what other threads asked for; wait while no step is due."""
         while True:
             with self.lock:  # whoever came before the closing is among the requests
                 idle = not (self.scheduler.requests or self.flights)
@@ -281,8 +266,9 @@ class Engine(Access):
                 for request in requests.values():
                     self.end(request, "abort")
                 return False
+            left = None if idle else max(0.0, self.until - time.monotonic())
             try:
-                asked = self.inbox.get(block=idle)
+                asked = self.inbox.get(timeout=left)
             except queue.Empty:
                 return True
             if asked is not None:

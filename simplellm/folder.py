@@ -1,14 +1,14 @@
 """The small files of a checkpoint folder: tokenizer and generation config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from simplellm.checkpoint import CheckpointError
 from simplellm.config import (
     MODELS,
+    CheckpointError,
     ConfigError,
     ModelConfig,
     check_kind,
@@ -16,6 +16,7 @@ from simplellm.config import (
     raising,
     read_json,
 )
+from simplellm.families import read_config
 from simplellm.sampling_params import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
@@ -40,6 +41,21 @@ def check_downloaded(path: str | Path) -> Path:
     return folder
 
 
+def open_config(path: str | Path | None, random_weights: bool) -> ModelConfig:
+    """The config of a checkpoint folder or, for random weights, of a known model.
+
+    Raises ConfigError.
+    """
+    folder = EMBEDDED if path is None else Path(path)
+    config = MODELS.get(str(path)) if random_weights else None
+    if random_weights and config is None and not folder.is_dir():
+        raise ConfigError(
+            f"{path} is neither a checkpoint folder nor a known model; expected "
+            f"one of {', '.join(MODELS)}"
+        )
+    return config or read_config(folder / "config.json")
+
+
 def find_file(folder: Path, name: str) -> Path | None:
     """``name`` in a checkpoint folder, or beside it if it is a hub's `original/`."""
     places = [folder]
@@ -48,24 +64,6 @@ def find_file(folder: Path, name: str) -> Path | None:
         places += [path.parent for path in names if path.name == "original"]
     found = [place / name for place in places if (place / name).is_file()]
     return found[0] if found else None
-
-
-def open_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, if it has one.
-
-    It may have fewer ids than the embedding has rows: checkpoints pad the vocabulary,
-    gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more.
-    """
-    file = find_file(folder, "tokenizer.json")
-    if file is None:
-        return None
-    tokenizer = Tokenizer.from_file(file)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
-            f"most the model's vocab_size, {config.vocab_size}"
-        )
-    return tokenizer
 
 
 def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
@@ -96,9 +94,15 @@ def recommended(generation: Mapping[str, Any]) -> SamplingParams:
 
 
 def turn_ends(
-    config: ModelConfig, tokenizer: Tokenizer | None, recommended: tuple[int, ...]
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    recommended: tuple[int, ...],
+    names: Sequence[str] = TURN_ENDS,
 ) -> frozenset[int]:
-    """The tokens that end a turn, by the config, generation_config.json and harmony."""
+    """The tokens that end a turn, by the config, generation_config.json and ``names``.
+
+    Those are of control tokens; the tokenizer need not have all.
+    """
     special = tokenizer.special if tokenizer else {}
-    named = (special[name] for name in TURN_ENDS if name in special)
+    named = (special[name] for name in names if name in special)
     return frozenset([*config.eos_token_ids, *recommended, *named])

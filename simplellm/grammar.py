@@ -36,10 +36,14 @@ class Grammar:
 
     text: str  # as llguidance takes it
     matcher: Any  # llguidance's, at the beginning; None if another process has it
+    # The same compiled again. Copies of one share its lexer, behind a lock: the masks
+    # of their walks are made one after another, however many threads there are.
+    others: Sequence[Any] = ()
 
     def walk(self, number: int | None = None) -> "Walk":
         """A walk from the beginning, by the request of this number."""
-        return Walk(self.matcher.deep_copy(), number)
+        every = self.matcher, *self.others
+        return Walk(every[(number or 0) % len(every)].deep_copy(), number)
 
 
 def reason_of(matcher: Any) -> str:

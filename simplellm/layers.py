@@ -31,7 +31,11 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """A mixture of experts with its router. Rows of ``gate_up`` alternate the two."""
+    """A mixture of experts with its router.
+
+    Rows of ``gate_up`` alternate the two for a "clamped_swiglu"; else one follows the
+    other.
+    """
 
     router: Tensor  # [E, hidden]
     router_bias: Tensor | None  # [E]
@@ -42,6 +46,8 @@ class Experts:
     top_k: int  # experts a token
     limit: float  # of the SwiGLU's inputs
     alpha: float  # slope of the SwiGLU's sigmoid
+    activation: str = "clamped_swiglu"  # a key of `simplellm.ops.ACTIVATIONS`
+    normalized: bool = True  # the weights of a token's experts add up to 1
 
     def feed(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
@@ -52,10 +58,11 @@ class Experts:
 class Dense:
     """A feed-forward network that every token goes through. Gate and up follow."""
 
-    gate_up: Weight  # [2I, hidden], all of gate, then all of up
-    gate_up_bias: Tensor | None  # [2I]
+    gate_up: Weight  # [2I, hidden], all of gate, then all of up; "gelu": [I, hidden]
+    gate_up_bias: Tensor | None  # [2I] or [I]
     down: Weight  # [hidden, I]
     down_bias: Tensor | None  # [hidden]
+    activation: str = "swiglu"  # a key of `simplellm.ops.ACTIVATIONS`
 
     def feed(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
@@ -63,10 +70,29 @@ class Dense:
 
 
 @dataclass(frozen=True, eq=False)
+class LayerNorm:
+    """Where a family takes off the mean, too."""
+
+    weight: Tensor  # [hidden]
+    bias: Tensor  # [hidden]
+
+
+@dataclass(frozen=True, eq=False)
+class SandwichNorm:
+    """Where an update is normed by itself before it is added."""
+
+    update: Tensor  # [hidden], of its RMSNorm
+    weight: Tensor  # [hidden], of the sum's
+
+
+Norm = Tensor | LayerNorm | SandwichNorm  # a Tensor is an RMSNorm's weight
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer: attention and a feed-forward part, each behind its norm."""
 
-    attn_norm: Tensor  # [hidden]
+    attn_norm: Norm
     attn: Attention
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Norm
     mlp: Experts | Dense

@@ -3,22 +3,13 @@
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from simplellm.config import EngineConfig, check_number, expect
-from simplellm.door import MAX_SAMPLES, Messages, Prompt, is_several, sample_of
+from simplellm.door import MAX_SAMPLES, Loaded, Messages, Prompt, is_several, sample_of
 from simplellm.harmony import Delta
-from simplellm.load import Loaded, load
-from simplellm.model import Model
 from simplellm.outputs import ChatOutput, RequestOutput
-from simplellm.reader import (
-    Delivery,
-    Families,
-    RequestFuture,
-    future_of,
-)
+from simplellm.reader import Delivery, Families, RequestFuture, future_of
 from simplellm.reply import ChatReply, Reply, TextReply
 from simplellm.request import Request
 from simplellm.results import outputs, turn, turns
@@ -26,6 +17,11 @@ from simplellm.sampling_params import SamplingParams
 from simplellm.stats import Stats
 from simplellm.streams import AsyncStream, Replies, Stream
 from simplellm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # an engine may be in another process, and PyTorch there alone
+    import torch
+
+    from simplellm.model import Model
 
 
 class LLM:
@@ -57,12 +53,14 @@ class LLM:
         model: str | Path | None = None,
         config: EngineConfig | None = None,
         *,
-        dtype: torch.dtype | str | None = None,
-        device: str | torch.device | None = None,
+        dtype: "torch.dtype | str | None" = None,
+        device: "str | torch.device | None" = None,
         random_weights: bool = False,
         seed: int | None = None,
         **options: Any,
     ) -> None:
+        from simplellm.load import load
+
         self._begin(load(model, config, dtype, device, random_weights, seed, options))
 
     @classmethod
@@ -83,7 +81,7 @@ class LLM:
         self._delivery.start()
 
     @property
-    def model(self) -> Model:
+    def model(self) -> "Model":
         """What computes, if the engine is in this process."""
         found: Model = self.engine.runner.model
         return found
@@ -164,9 +162,10 @@ class LLM:
         a list of conversations, the result is a list. ``options`` are ``tools``,
         ``tool_choice`` and ``response_format`` (both as in OpenAI's),
         ``reasoning_effort`` ("medium"), ``current_date`` (a line of the system
-        message), ``sampling_params`` and keywords. Stop strings count in the final
-        answer only, each message of it by itself; ``structured_outputs`` are for that
-        too. The default max_tokens is 1024.
+        message), ``chat_template_kwargs`` (what a template looks at, if the model has
+        one: `{"enable_thinking": False}`), ``sampling_params`` and keywords. Stop
+        strings count in the final answer only, each message of it by itself;
+        ``structured_outputs`` are for that too. The default max_tokens is 1024.
         """
         return self.chat_future(messages, **options).result()
 
@@ -242,7 +241,7 @@ class LLM:
 
         def reply_to(one: Request) -> Reply:
             if chat:
-                return ChatReply(one, self.tokenizer)
+                return ChatReply(one, self.tokenizer, self.door.parser(one))
             return TextReply(one, self.door.tokenizer)
 
         families = (

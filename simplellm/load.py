@@ -6,7 +6,7 @@ Every choice that depends on the machine is made here, once.
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from simplellm.build import build, plain_norm
 from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
-from simplellm.config import MODELS, ConfigError, EngineConfig, ModelConfig, expect
-from simplellm.door import Door
+from simplellm.config import EngineConfig, ModelConfig, expect
+from simplellm.door import Door, Loaded
 from simplellm.engine import Engine
-from simplellm.folder import EMBEDDED, check_downloaded
-from simplellm.gpt_oss import build
+from simplellm.families import title
+from simplellm.folder import EMBEDDED, check_downloaded, open_config
 from simplellm.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
 from simplellm.model import Model
@@ -29,6 +30,7 @@ from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import NUMPY, is_small
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
+from simplellm.scaled import Scaled
 from simplellm.scheduler import Scheduler
 from simplellm.sizes import Need, count_parameters, enough, num_pages
 from simplellm.warmup import warm_up
@@ -38,16 +40,6 @@ LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar
 
 Source = Checkpoint | RandomCheckpoint
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """All that an LLM is made of."""
-
-    engine: Any  # an `Engine`, or whatever has its events and methods
-    door: Door
-    how: str  # which operations compute, and why
-    weights_seconds: float  # that it took to read the weights
 
 
 def load(
@@ -69,6 +61,7 @@ def load(
     door = Door.open(EMBEDDED if path is None else Path(path), source.config)
     engine, how, seconds = load_engine(source, config, dtype, device)
     door = replace(door, max_model_len=engine.max_model_len)
+    door.prepare_when_idle(engine)
     return Loaded(engine, door, how, seconds)
 
 
@@ -83,8 +76,10 @@ def load_engine(
     ``config`` has been resolved.
     """
     operations, how = choose_operations(config, source, dtype, device)
-    LOGGER.info("computing on %s with %s", name_of(device), how)
-    mapped = device.type == "cpu" and isinstance(source, Checkpoint)
+    LOGGER.info(
+        "computing %s on %s with %s", title(source.config), name_of(device), how
+    )
+    mapped = device.type == "cpu" and isinstance(source, Checkpoint) and source.packed
     need = Need.of(
         source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
     )
@@ -140,19 +135,12 @@ def open_weights(
     seed: int | None,
 ) -> Source:
     """The headers of a checkpoint, or the shapes of one with random weights."""
-    folder = EMBEDDED if path is None else Path(path)
-    if not random_weights:
-        wanted = "None without random_weights. The seed for drawing tokens is one of "
-        expect(seed is None, "seed", seed, wanted + "SamplingParams")
-        return Checkpoint(folder if path is None else check_downloaded(path))
-    config = MODELS.get(str(path))
-    if config is None and not folder.is_dir():
-        raise ConfigError(
-            f"{path} is neither a checkpoint folder nor a known model; expected "
-            f"one of {', '.join(MODELS)}"
-        )
-    config = config or ModelConfig.from_file(folder / "config.json")
-    return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
+    if random_weights:
+        config = open_config(path, random_weights)
+        return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
+    wanted = "None without random_weights. The seed for drawing tokens is one of "
+    expect(seed is None, "seed", seed, wanted + "SamplingParams")
+    return Checkpoint(EMBEDDED if path is None else check_downloaded(path))
 
 
 def read_weights(
@@ -171,8 +159,12 @@ def read_weights(
             progress.update()
             if isinstance(weight, MXFP4):
                 return MXFP4(send(weight.blocks), send(weight.scales))
-            exact = name.endswith("norm.weight")
-            return send(weight.to(torch.float32 if exact else dtype))
+            if isinstance(weight, Scaled):
+                values, scales = send(weight.values), send(weight.scales)
+                return replace(weight, values=values, scales=scales)
+            exact = "norm." in name
+            weight = weight.to(torch.float32 if exact else dtype)
+            return send(plain_norm(weight, name, config) if exact else weight)
 
         return build(config, take, ops)
 
@@ -187,11 +179,15 @@ def choose_operations(
 
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
-    reason = why_not_triton(device, dtype)
+    reason, model = why_not_triton(device, dtype), source.config
+    other = bool(model.names)  # than gpt-oss
+    packed = any(form.is_mxfp4 for form in model.formats.values())
     if config.operations == "plain":
         reason = "operations is 'plain'"
-    elif reason is None and not source.packed:
+    elif reason is None and not (source.packed or other):
         reason = "the experts are not packed, and the kernels read MXFP4"
+    elif reason is None and other and packed:
+        reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
     if reason is None:
         return "fused", "Triton kernels"
     asked, wanted = config.operations, f"'auto', since {reason}"
@@ -199,7 +195,7 @@ def choose_operations(
     wanted = "False, since PyTorch computes and promises no order of sums "
     invariant = config.batch_invariant
     expect(not invariant, "batch_invariant", invariant, f"{wanted}({reason})")
-    few = device.type == "cpu" and dtype == torch.float32 and is_small(source.config)
+    few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"
     return "plain", f"PyTorch, since {reason}"

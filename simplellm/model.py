@@ -3,7 +3,7 @@
 T packed tokens, S of them sampling, V vocabulary, D head_dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from simplellm.batch import Batch
 from simplellm.config import ModelConfig, expect
-from simplellm.layers import Layer
+from simplellm.layers import Layer, Norm
 from simplellm.ops import Ops
 from simplellm.pages import KVPool
 from simplellm.sizes import check_room, page_bytes
@@ -30,8 +30,10 @@ class Model:
     _: KW_ONLY
     embed_tokens: Tensor  # [V, hidden]
     layers: Sequence[Layer]
-    norm: Tensor  # [hidden]
+    norm: Norm
     lm_head: Weight  # [V, hidden]
+    # What a family does with the embedded tokens [T, hidden], given their positions.
+    placed: Callable[[Tensor, Tensor], Tensor] = lambda x, positions: x
 
     def __post_init__(self) -> None:
         self.device, self.dtype = self.embed_tokens.device, self.embed_tokens.dtype
@@ -44,7 +46,7 @@ class Model:
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(batch.tokens, previous, self.embed_tokens)
-        update = None
+        x, update = self.placed(x, batch.positions), None
         for index, layer in enumerate(self.layers):
             attn, group = layer.attn, batch.groups[pool.groups[index]]
             keys, values = pool.keys[index], pool.values[index]

@@ -18,17 +18,30 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm.batch import KVGroup
+from simplellm.families.variants import ACTIVATIONS, layer_norm, route_among_all
 from simplellm.filters import Filters, filter_tokens
-from simplellm.layers import Attention, Dense, Experts, Layer
+from simplellm.layers import (
+    Attention,
+    Dense,
+    Experts,
+    Layer,
+    LayerNorm,
+    Norm,
+    SandwichNorm,
+)
 from simplellm.noise import gumbel_noise
+from simplellm.scaled import Scaled
 from simplellm.weights import MXFP4, Weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times ``weight`` [out, in], transposed, plus ``bias`` [out].
 
-    A packed weight is dequantized to x's dtype for this call only.
+    A packed weight is dequantized to x's dtype for this call only. One of 8 bits may
+    round x first, as its format says.
     """
+    if isinstance(weight, Scaled):
+        return weight.product(x, bias)
     if isinstance(weight, MXFP4):
         weight = weight.dequantize(x.dtype)
     return functional.linear(x, weight, bias)
@@ -60,6 +73,13 @@ def swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
+def activated(first: Tensor, mlp: Experts | Dense) -> Tensor:
+    """What the second product of a feed-forward network gets of the first one's."""
+    if isinstance(mlp, Experts) and mlp.activation == "clamped_swiglu":
+        return swiglu(first, mlp.limit, mlp.alpha)
+    return ACTIVATIONS[mlp.activation](first)
+
+
 def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
     """The weighted sum of what each token's experts say: x [T, hidden] -> the same.
 
@@ -69,7 +89,8 @@ def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
     [1], tokens are no padding; other tables skip the rest, and may return [T, k,
     hidden].
     """
-    ids, scores = route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    rule = route if mlp.normalized else route_among_all
+    ids, scores = rule(x, mlp.router, mlp.router_bias, mlp.top_k)
     out = torch.zeros_like(x)
     # The T*k (token, choice) pairs, sorted by expert; a pair's token is pair // k.
     pairs = ids.flatten().argsort(stable=True)
@@ -83,7 +104,7 @@ def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
             for bias in (mlp.gate_up_bias, mlp.down_bias)
         )
         gate_up = linear(x[tokens], mlp.gate_up[expert], first_bias)
-        hidden = swiglu(gate_up, mlp.limit, mlp.alpha)  # [n, I]
+        hidden = activated(gate_up, mlp)  # [n, I]
         y = linear(hidden, mlp.down[expert], second_bias)
         out.index_add_(0, tokens, y * scores.flatten()[chosen, None])
     return out
@@ -91,8 +112,8 @@ def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
 
 def dense(x: Tensor, mlp: Dense) -> Tensor:
     """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
-    gate, up = linear(x, mlp.gate_up, mlp.gate_up_bias).chunk(2, dim=-1)
-    return linear(functional.silu(gate) * up, mlp.down, mlp.down_bias)
+    first = linear(x, mlp.gate_up, mlp.gate_up_bias)
+    return linear(activated(first, mlp), mlp.down, mlp.down_bias)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -201,15 +222,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    residual: Tensor, update: Tensor | None, norm: Norm, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add ``update`` to ``residual`` [T, N] in place; return it and its RMSNorm.
+    """Add ``update`` to ``residual`` [T, N] in place; return it and its norm.
 
     ``update`` is [T, N] or, in parts that are summed in float32, [T, parts, N]; None
     adds nothing. The sum is rounded to residual's dtype before it is normalized.
+    ``norm`` is an RMSNorm's weight [N], or what other families have in its place.
     """
     if update is not None:
-        residual += update if update.ndim == 2 else update.float().sum(1)
+        update = update if update.ndim == 2 else update.float().sum(1)
+        if isinstance(norm, SandwichNorm):
+            update = rms_norm(update, norm.update, eps)
+        residual += update
+    if isinstance(norm, LayerNorm):
+        return residual, layer_norm(residual, norm.weight, norm.bias, eps)
+    weight = norm.weight if isinstance(norm, SandwichNorm) else norm
     return residual, rms_norm(residual, weight, eps)
 
 

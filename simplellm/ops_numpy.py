@@ -8,7 +8,9 @@ T tokens, H query heads, K kv heads, G = H / K heads a group, D head_dim, S posi
 experts, k experts a token, I intermediate size.
 """
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +20,10 @@ from torch import Tensor
 from simplellm import ops
 from simplellm.batch import KVGroup
 from simplellm.config import ModelConfig
-from simplellm.layers import Attention, Experts, Layer
+from simplellm.layers import Attention, Experts, Layer, Norm
+from simplellm.names import is_expert_weight, tensor_shapes
 from simplellm.ops import Ops
+from simplellm.scaled import Scaled
 from simplellm.weights import MXFP4, Weight
 
 FEW = 64  # tokens up to which NumPy computes
@@ -28,14 +32,20 @@ UNPACKED_BYTES = 2**30  # of experts in float32, up to which a model is small
 
 
 def is_small(config: ModelConfig) -> bool:
-    """Whether a model's experts may be unpacked to float32."""
-    experts = config.num_hidden_layers * (config.num_local_experts or 0)
-    unpacked = 4 * experts * 3 * config.intermediate_size * config.hidden_size
-    return unpacked <= UNPACKED_BYTES
+    """Whether what is packed of a model, its experts, may be unpacked to float32."""
+    unpacked = sum(
+        math.prod(shape)
+        for ours, shape in tensor_shapes(config).items()
+        if is_expert_weight(ours)
+        or (ours in config.formats and config.formats[ours].is_mxfp4)
+    )
+    return 4 * unpacked <= UNPACKED_BYTES
 
 
-def by_column(weight: Weight) -> Tensor:
+def by_column(weight: Weight) -> Any:
     """The same numbers in the order in which a product of few rows reads them."""
+    if isinstance(weight, Scaled):  # which PyTorch multiplies
+        return weight
     if isinstance(weight, MXFP4):
         weight = weight.dequantize(torch.float32)
     return weight.mT.contiguous().mT
@@ -80,21 +90,21 @@ def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
 
 
 def add_norm(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
+    residual: Tensor, update: Tensor | None, norm: Norm, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if len(residual) > FEW:
-        return ops.add_norm(residual, update, weight, eps)
+    if len(residual) > FEW or not isinstance(norm, Tensor):
+        return ops.add_norm(residual, update, norm, eps)
     x = residual.numpy()
     if update is not None:
         x += update.numpy()
     squares = np.add.reduce(x * x, axis=1, keepdims=True)
     normed = x * (squares / x.shape[1] + eps) ** -0.5
-    normed *= weight.numpy()
+    normed *= norm.numpy()
     return residual, torch.from_numpy(normed)
 
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    if len(x) > FEW or isinstance(weight, MXFP4):
+    if len(x) > FEW or not isinstance(weight, Tensor):
         return ops.project(x, weight, bias)
     return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
@@ -197,9 +207,10 @@ def each(x: ndarray, weight: Tensor, bias: Tensor | None, counts: list[int]) -> 
 
 
 def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
-    if len(x) > FEW:
+    if not isinstance(mlp.gate_up, Tensor) or not isinstance(mlp.down, Tensor):
         return ops.experts(x, mlp, live)
-    assert isinstance(mlp.gate_up, Tensor) and isinstance(mlp.down, Tensor)
+    if len(x) > FEW or mlp.activation != "clamped_swiglu":
+        return ops.experts(x, mlp, live)
     rows, top_k = x.numpy(), mlp.top_k
     logits = matmul(rows, mlp.router, mlp.router_bias)
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]  # [T, k]
@@ -217,7 +228,7 @@ def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
 
 
 def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
-    if len(hidden) > FEW or isinstance(weight, MXFP4):
+    if len(hidden) > FEW or not isinstance(weight, Tensor):
         return ops.head(hidden, weight, logits)
     scores = logits.numpy()
     product(hidden.numpy(), weight.mT.numpy(), scores)

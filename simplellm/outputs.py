@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Protocol
 
 from simplellm.harmony import Delta, Message, ToolCall, is_call, to_openai
 from simplellm.request import Event, Request, TokenLogprobs
@@ -215,6 +215,18 @@ class Progress:
 # Parts of a reply
 
 
+class TurnParser(Protocol):
+    """What reads a turn, token by token, as `HarmonyParser` tells."""
+
+    messages: list[Message]
+    message: Message | None
+    num_calls: int
+
+    def push(self, token_id: int) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
 def kind_of(part: RequestOutput | Delta) -> object:
     """What parts must have in common to be merged: a delta, its message."""
     if isinstance(part, RequestOutput):
@@ -223,7 +235,7 @@ def kind_of(part: RequestOutput | Delta) -> object:
 
 
 def merge(parts: Iterable[Any]) -> list[Any]:
-    """Parts of one reply, in order: neighbours that can be one part are one."""
+    """Parts of one reply, in order: neighbors that can be one part are one."""
     groups = (list(group) for _, group in groupby(parts, key=kind_of))
     return [merged(group) if len(group) > 1 else group[0] for group in groups]
 

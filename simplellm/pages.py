@@ -51,7 +51,7 @@ class KVPool:
             self.memory[:, :, target] = self.memory[:, :, source]
 
 
-NULL = -1  # stands in a table where a page fell behind the window
+NULL = -1  # in a table, in place of a page that fell behind the window
 
 
 @dataclass

@@ -12,6 +12,7 @@ from simplellm.outputs import (
     ChatChoice,
     Progress,
     RequestOutput,
+    TurnParser,
     is_reasoning,
     with_token,
 )
@@ -103,11 +104,13 @@ class ChatReply:
 
     Stop strings count in the final channel only, each message of it by itself. Where
     log-probabilities are asked for, each token is in one delta: of its message, or in
-    one without text and channel if it is part of a header or ends a message. The rest
-    is as in `TextReply`.
+    one without text and channel if it is part of a header or ends a message. Without a
+    ``parser`` it is harmony's. The rest is as in `TextReply`.
     """
 
-    def __init__(self, asked: Request, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, asked: Request, tokenizer: Tokenizer, parser: TurnParser | None = None
+    ) -> None:
         self.prompt_token_ids = list(asked.tokens)
         self.finish_reason: str | None = None
         self.token_ids: list[int] = []
@@ -116,7 +119,7 @@ class ChatReply:
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
         self.progress = Progress(asked, tokenizer)
         self._min_tokens = asked.params.min_tokens
-        self._parser = HarmonyParser(tokenizer)
+        self._parser = parser or HarmonyParser(tokenizer)
         self._ended = 0  # messages
         self._stops = StopStrings.of(asked.params)
         self._reasoning: list[str] = []

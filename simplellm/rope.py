@@ -4,6 +4,7 @@ D head_dim.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,9 +42,25 @@ def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return frequencies, concentration
 
 
+def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """`yarn_frequencies`, or what the model has in their place."""
+    scaling, dim = config.rope_scaling, config.head_dim
+    if config.learned_positions:
+        return torch.zeros(dim // 2), 1.0
+    if scaling is None or scaling.rope_type == "yarn":
+        return yarn_frequencies(config)
+    plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
+    keep = torch.zeros_like(plain)  # as in `yarn_frequencies`
+    if scaling.rope_type == "llama3":
+        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * (1 - keep) + plain * keep, 1.0
+
+
 def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, float32 [positions, D/2] each."""
-    frequencies, concentration = yarn_frequencies(config)
+    frequencies, concentration = stretched_frequencies(config)
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angles = positions.to(device)[:, None] * frequencies.to(device)
     return angles.cos() * concentration, angles.sin() * concentration

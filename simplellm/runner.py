@@ -38,6 +38,7 @@ class Landed(NamedTuple):
     logprobs: list[list[TokenLogprobs] | None]
     # Prompts that are scored, in parts: where one begins, and each token's logprobs.
     prompts: Sequence[tuple[Request, int, list[TokenLogprobs]]] = ()
+    late: bool = False  # the device was done before the host came for it
 
 
 Flight = Callable[[], Landed]  # waits for what a step has sampled
@@ -284,12 +285,13 @@ class Runner:
         forced = [request.forced for request in requests]
 
         def wait() -> Landed:
+            late = arrived is not None and arrived.query()
             if arrived:
                 arrived.synchronize()
             tokens = landing.tolist()
             found = token_logprobs(wanted, tokens, logprobs, whole)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-            return Landed(new, found, prompts)
+            return Landed(new, found, prompts, late)
 
         return wait

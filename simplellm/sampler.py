@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from simplellm.filters import Filters
+from simplellm.filters import Filters, Mask, apply_mask
 from simplellm.logprobs import score
-from simplellm.masks import Mask, apply_mask
 from simplellm.ops import Ops
 from simplellm.penalties import TokenCounts
 from simplellm.sampling_params import SamplingParams

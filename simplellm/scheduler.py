@@ -83,8 +83,8 @@ class Scheduler:
             return wanted if wanted <= budget else 0
         most = self.prefill_chunk
         if self.running and self.running[0].missing == 1:
-            # Who decodes waits for the prompts. But the longer the line, the more of
-            # them: they cost less a token.
+            # Decodes wait for the prompts. But the longer the line, the more of them:
+            # they cost less a token.
             room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
             most = min(most, room - (self.max_num_batched_tokens - budget))
         return max(0, min(wanted, most, budget))

@@ -6,7 +6,7 @@ llguidance takes and then does wrong; they are refused, or said in another way.
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
 from math import lcm
@@ -174,20 +174,26 @@ def target_of(root: Any, pointer: Any) -> Any:
     return found if isinstance(found, dict) else None
 
 
-def circle_of(schemas: Sequence[Mapping[str, Any]], root: Any) -> str | None:
-    """A $ref that leads back to itself without going inside of what it describes."""
+def circle_of(
+    schemas: Sequence[Mapping[str, Any]], root: Any
+) -> Mapping[str, Any] | None:
+    """One whose $ref leads back to it without going inside of what it describes."""
     beside = {}
     for schema in schemas:
-        some = [
-            one for key in ("allOf", "anyOf", "oneOf") for one in schema.get(key, ())
-        ]
+        some = [one for key in BESIDE for one in schema.get(key, ())]
         some.append(target_of(root, schema.get("$ref")))
         beside[id(schema)] = {id(one) for one in some}
     while ends := [own for own, some in beside.items() if not some & beside.keys()]:
         for own in ends:
             del beside[own]
-    left = (schema for schema in schemas if id(schema) in beside)
-    return next((schema["$ref"] for schema in left if "$ref" in schema), None)
+    if not beside:
+        return None
+    own, way = next(iter(beside)), dict[int, int]()
+    while own not in way:  # it may lead to a circle only
+        way[own] = len(way)
+        own = next(iter(beside[own] & beside.keys()))
+    inside = {one for one, number in way.items() if number >= way[own]}
+    return next(s for s in schemas if id(s) in inside and "$ref" in s)
 
 
 def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
@@ -342,39 +348,52 @@ def required_of(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in listed(schema, "required") if isinstance(name, str)}
 
 
-def ends(
-    root: Any, every: Sequence[Mapping[str, Any]], targets: Mapping[str, Any]
-) -> bool:
-    """Whether a text that fits ``root`` can end, as far as its $refs go.
+def wants(schema: Mapping[str, Any], targets: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Lists of schemas: a text that fits one of each has to end before it can."""
+    if "$ref" in schema:
+        yield [targets[schema["$ref"]]]
+    yield from ([one] for one in listed(schema, "allOf"))
+    yield from (some for key in ("anyOf", "oneOf") if (some := listed(schema, key)))
+    properties, least = schema.get("properties"), schema.get("minItems")
+    if schema.get("type") == "object" and isinstance(properties, dict):
+        yield from ([properties[n]] for n in properties.keys() & required_of(schema))
+    if schema.get("type") == "array" and isinstance(least, int):
+        first = listed(schema, "prefixItems")[: max(least, 0)]
+        yield from ([one] for one in first)
+        if least > len(first):
+            yield [schema.get("items")]
+
+
+def endless(
+    every: Sequence[Mapping[str, Any]], targets: Mapping[str, Any]
+) -> frozenset[int]:
+    """The ids of those that no text which ends can fit, as far as $refs go.
 
     ``every`` schema that they lead to is asked again until no more of them can.
     """
-    ending: set[int] = set()
-
-    def can(schema: Any) -> bool:
-        return id(schema) in ending or not isinstance(schema, dict)
-
-    def parts(schema: Mapping[str, Any]) -> Iterator[Any]:
-        """What has to end before it can."""
-        if "$ref" in schema:
-            yield targets[schema["$ref"]]
-        yield from listed(schema, "allOf")
-        properties = schema.get("properties")
-        if schema.get("type") == "object" and isinstance(properties, dict):
-            yield from (properties[n] for n in properties.keys() & required_of(schema))
-        if schema.get("type") == "array" and schema.get("minItems"):
-            yield schema.get("items")
-
-    left, count = every[::-1], -1  # what lies inside comes first
-    while len(ending) > count:
-        count = len(ending)
+    waiting, count = {*map(id, every)}, -1
+    left = every[::-1]  # what lies inside comes first
+    while len(waiting) != count:
+        count = len(waiting)
         for schema in left:
-            ways = [listed(schema, "anyOf"), listed(schema, "oneOf")]
-            some = all(any(map(can, way)) for way in ways if way)
-            if some and all(map(can, parts(schema))):
-                ending.add(id(schema))
-        left = [schema for schema in left if not can(schema)]
-    return can(root)
+            if all(
+                any(id(o) not in waiting for o in s) for s in wants(schema, targets)
+            ):
+                waiting.discard(id(schema))
+        left = [schema for schema in left if id(schema) in waiting]
+    return frozenset(waiting)
+
+
+def needing_itself(
+    schema: Mapping[str, Any], without_end: Collection[int], targets: Mapping[str, Any]
+) -> int:
+    """The id of one that needs itself, of what ``schema`` needs to end."""
+    seen = set[int]()
+    while id(schema) not in seen:
+        seen.add(id(schema))
+        every = wants(schema, targets)
+        schema = next(s[0] for s in every if all(id(one) in without_end for one in s))
+    return id(schema)
 
 
 def problem_of(root: Any, where: str) -> str | None:
@@ -390,6 +409,7 @@ def problem_of(root: Any, where: str) -> str | None:
     pointers = {"#": root}  # as they are spelled
     seen: dict[int, int] = {}  # the levels of what they lead to
     every: list[dict[str, Any]] = []
+    paths = dict[int, str]()
     waiting = ["#"] if sizes["levels of JSON"] <= MAX_NESTING else []
     while waiting and sizes["levels of schemas"] <= MAX_LEVELS:
         pointer = waiting.pop()
@@ -401,6 +421,7 @@ def problem_of(root: Any, where: str) -> str | None:
                 if (problem := keyword_problem(schema, path, root)) is not None:
                     return problem
                 every.append(schema)
+                paths.setdefault(id(schema), path)
                 reference = schema.get("$ref", "#")
                 if reference not in pointers:
                     pointers[reference] = target_of(root, reference)
@@ -414,10 +435,15 @@ def problem_of(root: Any, where: str) -> str | None:
     for name, most in MOST_IN_SCHEMA.items():
         if sizes[name] > most:
             return f"{where} has {short(sizes[name])} {name}; expected at most {most}"
-    if not ends(root, every, pointers):
-        return f"{where}: nothing that fits it ends; expected a way out of its $refs"
-    if (reference := circle_of(every, root)) is not None:
-        return f"{where}: $ref {short(reference)} leads back to itself, never inside"
+    if (circle := circle_of(every, root)) is not None:
+        to = f"$ref {short(circle['$ref'])} leads back to it"
+        return f"{paths[id(circle)]}: {to}, never inside"
+    if id(root) in (without_end := endless(every, pointers)):
+        path = paths[needing_itself(root, without_end, pointers)]
+        return f"{path}: nothing that fits it ends; expected a way out of its $refs"
     for schema in every:
+        if id(schema) in without_end:  # an alternative, or what may be left out
+            schema.pop("$ref", None)
+            schema["allOf"] = [*listed(schema, "allOf"), False]
         say_exactly(schema)
     return None

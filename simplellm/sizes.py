@@ -62,6 +62,8 @@ def weight_bytes(
     """The loaded weights by kind: norms are float32, ``packed`` experts are MXFP4."""
 
     def size(ours: str, shape: Shape) -> int:
+        if form := config.formats.get(ours):
+            return int(form.nbytes(shape))
         if packed and is_expert_weight(ours):
             return sum(map(math.prod, packed_shapes(shape)))
         return math.prod(shape) * (4 if kind(ours) == "norms" else itemsize)
@@ -96,8 +98,8 @@ def activation_bytes(
     config: ModelConfig, tokens: int, samples: int, itemsize: int
 ) -> int:
     """About what a step of ``tokens`` tokens has to hold, float32 logits included."""
-    rows = config.intermediate_size + config.hidden_size
-    rows *= max(config.num_experts_per_tok, 1)
+    inner = max(config.intermediate_size, config.dense_intermediate_size or 0)
+    rows = (inner + config.hidden_size) * max(config.num_experts_per_tok, 1)
     rows += 3 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
     return tokens * rows * itemsize + 4 * samples * config.vocab_size
 

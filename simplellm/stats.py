@@ -5,9 +5,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from simplellm.request import Request
-from simplellm.scheduler import Scheduler
+
+if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack that
+    from simplellm.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Meter:
                 self.itl.append((now - request.latest) / len(tokens))
             request.latest = now
 
-    def stats(self, scheduler: Scheduler) -> Stats:
+    def stats(self, scheduler: "Scheduler") -> Stats:
         """All of it, with what the scheduler counts."""
         recent = list(self.recent)
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0

@@ -29,8 +29,8 @@ def is_end(part: object) -> bool:
 class Inbox:
     """Parts that wait for their reader, by the index of their reply.
 
-    ``wake`` is called for each of them, in the thread that puts; whoever reads sets it
-    before anything comes. Once it is ``quiet`` only ends are kept.
+    ``wake`` is called for each of them, in the thread that puts; whoever reads
+    sets it before anything comes. Once it is ``quiet`` only ends are kept.
     """
 
     wake: Callable[[], object]

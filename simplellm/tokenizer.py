@@ -184,7 +184,7 @@ def printed_bytes() -> dict[str, int]:
 
 
 class StreamDecoder:
-    """Decodes one token at a time and only ever gives out complete characters.
+    """Decodes one token at a time and only ever returns complete characters.
 
     A character's UTF-8 bytes may be spread over several tokens: `push` returns "" until
     the last of them is there. Bytes that can no longer become a character turn into

@@ -1,5 +1,6 @@
 """Grammars over the tokens of a model: what llguidance has to know of them."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ LIMITS = {
 # How much of a text that has to come becomes tokens at once. A pattern says 100,000
 # letters in a few, and who waits for their tokens holds up all that the engine runs.
 MOST_FORCED = 1000  # characters
+# Lexers of a grammar, so that as many threads can make masks of its walks at once. What
+# takes longer to compile has one only.
+MOST_LEXERS, QUICK = min(4, os.cpu_count() or 1), 0.005
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
@@ -41,8 +45,25 @@ class Vocabulary:
         ]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        text = text.decode() if isinstance(text, bytes) else text
-        return self.tokenizer.encode(text[:MOST_FORCED])
+        """The tokens of a text, which spell it to the byte.
+
+        Some tokenizers change a text, and some put a space in front of it, though not
+        behind a line break. What they would change is spelled in bytes.
+        """
+        text = (text.decode() if isinstance(text, bytes) else text)[:MOST_FORCED]
+        bytes_, ids = text.encode(), self.tokenizer.encode(text)
+        if ids and not bytes_.startswith(self.tokens[ids[0]]):
+            ids = self.tokenizer.encode("\n" + text)
+            lines = [n for n, id in enumerate(ids, 1) if self.tokens[id] == b"\n"]
+            ids = ids[lines[0] :] if lines else []
+        found, place = [], 0
+        for id in ids:
+            if not bytes_.startswith(self.tokens[id], place):
+                break
+            found.append(id)
+            place += len(self.tokens[id])
+        rest = (bytes([byte]) for byte in bytes_[place:])
+        return found + [self.tokens.index(byte) for byte in rest]
 
 
 @dataclass(frozen=True)
@@ -55,7 +76,7 @@ class Grammars:
 
     @cached_property
     def vocabulary(self) -> Any:
-        """llguidance's tokenizer; 2 s for 200,000 tokens, in which no thread runs."""
+        """llguidance's tokenizer; 0.5 s for 200,000 tokens, in which no thread runs."""
         library, ends = llguidance(), sorted(self.eos_token_ids)
         given = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
         wrapped = library.TokenizerWrapper(given)
@@ -63,16 +84,20 @@ class Grammars:
 
     def compile(self, text: str) -> "Grammar":
         """``text`` is Lark or JSON, as llguidance takes it. Raises GrammarError."""
-        library = llguidance()
-        limits = library.LLParserLimits(**LIMITS)
-        matcher = library.LLMatcher(self.vocabulary, text, log_level=0, limits=limits)
+        library, known = llguidance(), (self.vocabulary, text)
+        limits, begin = library.LLParserLimits(**LIMITS), time.perf_counter()
+        matcher = library.LLMatcher(*known, log_level=0, limits=limits)
         # Some that allow no text at all, or too much at once, show it with a mask only.
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
             reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
-        return Grammar(text, matcher)
+        more = MOST_LEXERS - 1 if time.perf_counter() - begin < QUICK else 0
+        others = [
+            library.LLMatcher(*known, log_level=0, limits=limits) for _ in range(more)
+        ]
+        return Grammar(text, matcher, others)
 
 
 Compile = Callable[[str], Grammar]

@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 
+from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MAX_SIZE, EngineConfig, ModelConfig
-from simplellm.gpt_oss import build
 from simplellm.graphs import MIXED_SIZES, Room, bucket_sizes
-from simplellm.layers import Experts
 from simplellm.ops import Ops
 from simplellm.pages import KVPool, PageManager
 from simplellm.penalties import TokenCounts
@@ -53,7 +52,8 @@ def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
     """The experts of so many tokens of padding: no other kernels take as long."""
     model, zero = runner.model, torch.zeros(1, dtype=torch.int32, device=runner.device)
     x = runner.hidden.new_zeros(tokens, model.config.hidden_size)
-    ops.experts(x, cast(Experts, model.layers[0].mlp), zero)
+    for layer in model.layers:
+        layer.mlp.feed(ops, x, zero)
 
 
 @torch.inference_mode()
@@ -67,6 +67,29 @@ def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     logits = change(runner.logits[:1], columns, ops, counts if some else None, None)
     how = columns.temperature, columns.seeds, steps, columns.filters
     ops.draw(logits, runner.output[:1], *how)
+
+
+def one_of_each(model: ModelConfig) -> ModelConfig:
+    """A model that has one layer of each kind that ``model`` has.
+
+    Kinds differ in what they see, in having experts, and in their weights' formats.
+    """
+    kinds: dict[Any, None] = {}
+    stored = model.formats.items()
+    for layer, layer_type in enumerate(model.layer_types):
+        begin = f"layers.{layer}."
+        forms = [(n.removeprefix(begin), f) for n, f in stored if n.startswith(begin)]
+        kinds[layer_type, layer in model.dense_layers, *forms] = None
+    formats = {n: form for n, form in stored if not n.startswith("layers.")}
+    for place, (_, _, *forms) in enumerate(kinds):
+        formats |= {f"layers.{place}.{name}": form for name, form in forms}
+    return replace(
+        model,
+        num_hidden_layers=len(kinds),
+        layer_types=tuple(kind for kind, *_ in kinds),
+        dense_layers=tuple(n for n, (_, dense, *_) in enumerate(kinds) if dense),
+        formats=formats,
+    )
 
 
 def warm_up(
@@ -84,8 +107,7 @@ def warm_up(
     """
     from simplellm.kernels.compiling import compile_kernels
 
-    kinds = tuple(dict.fromkeys(model.layer_types))
-    small = replace(model, layer_types=kinds, num_hidden_layers=len(kinds))
+    small = one_of_each(model)
     source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
     stand_in = build(small, source.__getitem__, ops)
     pool = KVPool(small, 2, config.page_size, dtype, device)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 32  # elements that share a scale; packed, they are 16 bytes
+from simplellm.config import BLOCK
+from simplellm.scaled import Scaled
+
 EMAX = 2  # exponent of the largest e2m1 value, 6 = 1.5 * 2^2
 BIAS = 127  # a scale byte minus this is the exponent
 
@@ -136,4 +138,4 @@ def quantize(weight: Tensor) -> MXFP4:
     return MXFP4(codes[..., 0::2] | (codes[..., 1::2] << 4), scales)
 
 
-Weight = Tensor | MXFP4
+Weight = Tensor | MXFP4 | Scaled

@@ -33,7 +33,10 @@ ALL = list(itertools.product(["huggingface", "original"], [True, False], [1, 3])
 
 
 def parts(value: Weight) -> tuple[torch.Tensor, ...]:
-    return (value.blocks, value.scales) if isinstance(value, MXFP4) else (value,)
+    if isinstance(value, MXFP4):
+        return value.blocks, value.scales
+    assert isinstance(value, torch.Tensor)
+    return (value,)
 
 
 def same(a: Weight, b: Weight) -> bool:
@@ -363,7 +366,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "float tensor stored as bytes": (
         tensors(integer_norm),
-        "'model.norm.weight' is U8; expected BF16, F16 or F32",
+        "'model.norm.weight' is U8; expected BF16, F16, F32",
     ),
     "scales stored as floats": (tensors(float_scales), "is F16; expected U8"),
     "missing": (
@@ -394,7 +397,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         config(hidden_size=97),
         "input columns of an MXFP4 weight is 97; expected a multiple of 32",
     ),
-    "another model": (config(model_type="llama"), "expected one of 'gpt_oss'"),
+    "another model": (config(model_type="mamba"), "expected one of 'gpt_oss'"),
     "index that is no index": (file(INDEX, b"[]"), f"{INDEX}: holds a JSON list"),
     "index without a map": (file(INDEX, b"{}"), "has no weight_map"),
     "index with a number": (

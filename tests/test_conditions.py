@@ -4,6 +4,7 @@
 test_runner.py, that kernels may not compile in test_kernels_compiling.py.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -16,9 +17,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from families import CASES, write
 
 from simplellm import LLM, EngineConfig, load
-from simplellm.config import MODELS, ModelConfig
+from simplellm.apps.quantize import quantize_checkpoint
+from simplellm.config import MODELS
+from simplellm.families import read_config
 from simplellm.load import EMBEDDED
 from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
@@ -80,7 +84,7 @@ def open_llm(
 
 
 def test_a_card_computes_with_kernels(open_llm: Any, card: SimpleNamespace) -> None:
-    assert open_llm() == "computing on a card with Triton kernels"
+    assert open_llm() == "computing gpt-oss on a card with Triton kernels"
     assert card.asked["dtype"] == torch.bfloat16
     assert card.asked["ops"].name == "Triton"
     assert "'plain'" in open_llm(config=EngineConfig(operations="plain"))
@@ -142,6 +146,46 @@ def test_unpacked_experts_are_left_to_pytorch(open_llm: Any, tmp_path: Path) -> 
     assert "Triton kernels" in open_llm(write_checkpoint(tmp_path / "packed"))
 
 
+SPARSE = {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 100}
+
+
+@pytest.mark.parametrize("form", ["", "FP8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_other_experts_have_kernels(
+    open_llm: Any, tmp_path: Path, family: str, form: str
+) -> None:
+    """Ordinary numbers, or 8 bits."""
+    config: dict[str, Any] = {"model_type": family, **SPARSE}
+    if form:
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "gate"],
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = open_llm(tmp_path, random_weights=True)
+    assert "Triton kernels" in line and form in line
+
+
+def test_others_in_mxfp4_are_left_to_pytorch(open_llm: Any, tmp_path: Path) -> None:
+    config = {"model_type": "mixtral", **SPARSE}
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = open_llm(tmp_path, random_weights=True)
+    assert "PyTorch, since of MXFP4 the kernels read gpt-oss alone, not Mixtral" in line
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3", "GPT2"])
+def test_dense_families_compute_with_kernels(
+    open_llm: Any, tmp_path: Path, name: str
+) -> None:
+    folder = write(tmp_path / name, CASES[name]().build())
+    assert "with Triton kernels" in open_llm(folder)
+    if name != "GPT2":
+        quantize_checkpoint(folder, tmp_path / "small", "int8")
+        assert "(INT8) on a card with Triton kernels" in open_llm(tmp_path / "small")
+
+
 def test_a_config_that_kernels_have_no_room_for_is_refused_before_the_load(
     card: SimpleNamespace,
 ) -> None:
@@ -162,7 +206,7 @@ def test_the_need_for_weights_is_that_of_the_shapes(name: str, packed: bool) -> 
 
 
 def test_the_need_for_the_cache_is_that_of_its_pages() -> None:
-    config = ModelConfig.from_file(EMBEDDED / "config.json")
+    config = read_config(EMBEDDED / "config.json")
     pool = KVPool(config, 3, 8, torch.bfloat16, torch.device("cpu"))
     need = Need.of(config, EngineConfig(num_pages=3, page_size=8).resolved("cuda"))
     assert need.cache == pool.memory.nbytes

@@ -15,15 +15,9 @@ from recompute import Recompute, forbidden
 from stepping import drain, make_engine
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
-from simplellm.masks import (
-    Choices,
-    Mask,
-    Masks,
-    apply_mask,
-    bad_sequences,
-    pack,
-    without,
-)
+from simplellm.choices import Choices, bad_sequences, pack, without
+from simplellm.filters import Mask, apply_mask
+from simplellm.masks import Masks, on_device
 from simplellm.model import Model
 from simplellm.request import Request
 from simplellm.sampler import Columns
@@ -87,7 +81,7 @@ def test_choices_are_what_the_rules_say(
     request = Request([*prompt], 9, params, stops, bad_sequences=bad)
     request.tokens += output
     choices = Choices(request, SMALL)
-    row = choices.on_device(request, CPU)
+    row = on_device(choices, request, CPU)
     wanted = {*range(SMALL)} - forbidden(request.tokens, len(prompt), request, SMALL)
     assert allowed_by(row.numpy(), SMALL) == wanted
 
@@ -296,5 +290,6 @@ def test_a_bad_word_may_come_where_nothing_else_can(llm: LLM) -> None:
         bad_sequences=[(a, a), (a, b), (b, a), (b, b)],
     )
     request.tokens.append(a)
-    row = Choices(request, llm.config.vocab_size).on_device(request, CPU)
+    choices = Choices(request, llm.config.vocab_size)
+    row = on_device(choices, request, CPU)
     assert allowed_by(row.numpy(), llm.config.vocab_size) == {a, b}

@@ -172,7 +172,7 @@ PLAIN_DECODING = {
 NUMPY_MUTATIONS = {
     "epsilon too large": Mutation(ops_numpy.add_norm, "+ eps", "+ 0.1"),
     "norm's weight dropped": Mutation(
-        ops_numpy.add_norm, "normed *= weight.numpy()", "pass"
+        ops_numpy.add_norm, "normed *= norm.numpy()", "pass"
     ),
     "not normed": Mutation(ops_numpy.add_norm, "** -0.5", "** 0"),
     "update dropped": Mutation(ops_numpy.add_norm, "x += update.numpy()", "pass"),
@@ -298,7 +298,8 @@ def test_passes_with_products_of_either_library(worst_error, small, monkeypatch)
     ("mutation", "how"),
     [pytest.param(mutation, how, id=name) for name, mutation, how in CASES],
 )
-def test_fails_with_a_mistake(mutation, how, worst_error, monkeypatch):
+def test_fails_with_a_mistake(mutation, how, worst_error, monkeypatch, record_property):
+    record_property("family", "gpt-oss")
     monkeypatch.setattr(mutation.function, "__code__", mutation.code())
     error = worst_error(how)
     print(f"{error:.1e}")  # the table: pytest -rP

@@ -90,8 +90,11 @@ def check(
     length: int,
     new: int = 4,
     ops: Ops = PLAIN,
-) -> None:
-    """Logits and a greedy continuation of a prompt of ``length`` tokens agree."""
+) -> float:
+    """Logits and a greedy continuation of a prompt of ``length`` tokens agree.
+
+    The largest relative error of the logits.
+    """
     model = load_model(path, dtype=torch.float32, device="cpu", ops=ops)
     ids = prompt(oracle.config, length)
     expected = their_logits(oracle, ids)
@@ -99,8 +102,10 @@ def check(
     assert logits.dtype == torch.float32
     assert logits.shape == (length, oracle.config.vocab_size)
     assert 1 < expected.std() < 10  # logits that a wrong model would not share
-    assert relative_errors(logits, expected).max() < FP32_TOLERANCE
+    error = relative_errors(logits, expected).max().item()
+    assert error < FP32_TOLERANCE
     assert our_greedy(model, ids, new) == their_greedy(oracle, ids, new)
+    return error
 
 
 def yarn(**changes: object) -> dict[str, object]:
@@ -186,9 +191,10 @@ CONFIGS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("length", "changes"), CONFIGS.values(), ids=CONFIGS.keys())
-def test_dense(tmp_path, length, changes):
+def test_dense(tmp_path, length, changes, record_property):
     oracle = save_dense(tmp_path / "model", oracle_config(**changes), seed=0)
-    check(tmp_path / "model", oracle, length)
+    record_property("family", "gpt-oss")
+    record_property("error", check(tmp_path / "model", oracle, length))
 
 
 @pytest.mark.parametrize(
@@ -211,9 +217,11 @@ def test_dense(tmp_path, length, changes):
     ],
     ids=["as in gpt-oss", "odd sizes"],
 )
-def test_mxfp4(tmp_path, length, changes):
+def test_mxfp4(tmp_path, length, changes, record_property):
     oracle = save_mxfp4(tmp_path / "model", oracle_config(**changes), seed=1)
-    check(tmp_path / "model", oracle, length)
+    record_property("family", "gpt-oss")
+    record_property("error", check(tmp_path / "model", oracle, length))
+    record_property("format", "MXFP4")
 
 
 def random_config(seed: int) -> tuple[GptOssConfig, int, bool]:

@@ -18,8 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from simplellm import ops
-from simplellm.filters import filter_tokens
-from simplellm.masks import Mask, apply_mask
+from simplellm.filters import Mask, apply_mask, filter_tokens
 from simplellm.noise import gumbel_noise, mix
 from simplellm.penalties import TokenCounts
 from simplellm.request import Request

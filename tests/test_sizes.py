@@ -18,6 +18,7 @@ from simplellm.config import (
     EngineConfig,
     ModelConfig,
 )
+from simplellm.families.gpt_oss import read_gpt_oss
 from simplellm.names import NAMES, kind, tensor_names, tensor_shapes
 from simplellm.sizes import (
     Counts,
@@ -254,7 +255,7 @@ def test_a_cache_too_large_is_refused(card: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("options", [{"num_pages": 2**33}, {"cache_bytes": 2**45}])
 def test_absurd_caches_are_refused_on_a_cpu(options: dict[str, int]) -> None:
-    model = ModelConfig.from_dict(config_json(TINY))
+    model = read_gpt_oss(config_json(TINY))
     with (
         pytest.raises(MemoryError, match=r"the CPU has not enough .*num_pages"),
         enough(need(model, CPU, **options), CPU),

@@ -1,0 +1,135 @@
+"""What each number format makes of a model: its size, its speed, its answers.
+
+The weights of the layers are rounded as they are loaded; nothing is written.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+from tqdm import tqdm
+
+from simplellm.apps.bench import Bench, Case
+from simplellm.apps.quantize import TARGETS
+from simplellm.apps.report import describe_device, versions
+from simplellm.config import BLOCK, EngineConfig, ModelConfig
+from simplellm.door import Door, Loaded
+from simplellm.folder import EMBEDDED
+from simplellm.formats import NumberFormat, is_matrix
+from simplellm.load import Source, load_engine, open_weights
+from simplellm.machine import find_device, find_dtype
+from simplellm.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.sizes import weight_bytes
+from simplellm.stored import encoded
+from simplellm.weights import Weight
+
+BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
+PROBLEMS = EMBEDDED / "problems.json"  # held out, made by tools/embedded/problems.py
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """A model in one format."""
+
+    format: Annotated[str, "layers' weights", "s"]
+    weights: Annotated[int, "bytes", ",d"]
+    one: Annotated[float, "tok/s\nbatch 1", ",.1f"]  # of the median step
+    eight: Annotated[float, "tok/s\nbatch 8", ",.1f"]
+    right: Annotated[str, "right\nanswers", "s"]  # to the letter, and of how many
+    backend: str
+
+
+class Recoded:
+    """The mapping of a checkpoint, its layers' weights rounded to a ``form``."""
+
+    def __init__(self, source: Source, form: NumberFormat) -> None:
+        self.source, self.packed = source, False
+        forms = dict.fromkeys(wanted(source.config, form), form)
+        self.config = replace(source.config, formats=forms)
+        self.names = source.names
+
+    def __getitem__(self, ours: str) -> Weight:
+        weight, form = self.source[ours], self.config.formats.get(ours)
+        if not isinstance(weight, torch.Tensor):
+            weight = weight.dequantize(torch.float32)
+        return encoded(form, weight) if form else weight
+
+
+def wanted(config: ModelConfig, form: NumberFormat) -> Iterator[str]:
+    """The weights that are rounded; rows that MXFP4's blocks do not fill are not."""
+    shapes = tensor_shapes(config)
+    for ours, name in tensor_names(config).items():
+        matrix = is_expert_weight(ours) or is_matrix(name)
+        fits = not form.is_mxfp4 or shapes[ours][-1] % BLOCK == 0
+        if ours.startswith("layers.") and matrix and fits:
+            yield ours
+
+
+def count_right(llm: Any) -> str:
+    """How many of the embedded model's held-out problems it answers, and of how many.
+
+    Greedily, at medium effort; an answer counts if it is right to the letter.
+    """
+    problems = json.loads(PROBLEMS.read_text(encoding="utf-8"))
+    chats = [[{"role": "user", "content": one["question"]}] for one in problems]
+    found = llm.chat(chats, temperature=0, max_tokens=300)
+    pairs = zip(found, problems, strict=True)
+    right = sum(one.content == known["answer"] for one, known in pairs)
+    return f"{right} of {len(chats)}"
+
+
+def measure_row(llm: Any, name: str, nbytes: int, asked: bool) -> FormatRow:
+    """One format, on an LLM that does nothing else."""
+    bench = Bench(llm, torch.Generator().manual_seed(0))
+    cases = [Case("decode", batch, INPUT_LEN, OUTPUT_LEN) for batch in BATCHES]
+    steps = [bench.case(case)[0].full_steps(case.batch) for case in cases]
+    one, eight = (x / median(y) for x, y in zip(BATCHES, steps, strict=True))
+    right = count_right(llm) if asked else "not asked"
+    return FormatRow(name, nbytes, one, eight, right, llm.how)
+
+
+def measure_formats(
+    start: Any,
+    model: str | None = None,
+    *,
+    random_weights: bool = False,
+    device: str | None = None,
+    command: str = "",
+) -> tuple[list[FormatRow], dict[str, Any]]:
+    """A row for a checkpoint as it is stored, one for each format, and their record.
+
+    ``start`` is the class `LLM`. The embedded model's answers are counted, too.
+    """
+    place = find_device(device)
+    dtype, folder = find_dtype(None, place), EMBEDDED if model is None else Path(model)
+    source = open_weights(model, dtype, place, random_weights, None)
+    config = EngineConfig(max_num_seqs=32).resolved(place.type)
+    door = Door.open(folder, source.config)
+    load = os.getloadavg()[0]
+    rows, asked = [], model is None and not random_weights
+    all_forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
+    for name, form in tqdm(all_forms.items(), disable=None, leave=False):
+        one: Any = Recoded(source, form) if form else source
+        size = weight_bytes(one.config, dtype.itemsize, one.packed)
+        engine, how, seconds = load_engine(one, config, dtype, place)
+        limited = replace(door, max_model_len=engine.max_model_len)
+        with start.of(Loaded(engine, limited, how, seconds)) as llm:
+            rows.append(measure_row(llm, name, sum(size.values()), asked))
+    return rows, {
+        "date": date.today().isoformat(),
+        "command": command,
+        "model": model or "embedded",
+        "device": describe_device(place),
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": versions(),
+        "load_average": load,  # of the machine, before
+        "input_len": INPUT_LEN,
+        "output_len": OUTPUT_LEN,
+        "rows": [asdict(row) for row in rows],
+    }

@@ -1,0 +1,234 @@
+"""Rewrite a checkpoint's weights in a smaller number format, tensor by tensor."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from simplellm.checkpoint import (
+    DTYPES,
+    INDEX,
+    Checkpoint,
+    CheckpointError,
+    TensorInfo,
+    find_shards,
+    map_shard,
+    read_headers,
+    tensor_view,
+)
+from simplellm.config import BLOCK, expect, raising, read_json
+from simplellm.families import FAMILIES
+from simplellm.formats import (
+    MXFP4_EXPERTS,
+    SCHEMES,
+    SQUARES,
+    NumberFormat,
+    is_linear,
+    is_matrix,
+)
+from simplellm.names import is_expert_weight, stored_names, tensor_names
+from simplellm.stored import encoded, in_one, tensors
+from simplellm.weights import quantize
+
+Forms = Mapping[str, NumberFormat | None]  # of each tensor, by name
+TARGETS = {
+    "fp8": SQUARES,
+    "int8": SCHEMES["int", 8, "channel"],
+    "mxfp4": SCHEMES["float", 4, "group"],
+}
+STORED = {value: key for key, value in DTYPES.items()}
+ALIGNED = 16  # bytes of a row, so that what follows begins at a multiple of 4
+ROWS_AT_ONCE = 4096  # of a weight that are rounded at once
+# What is copied beside the weights: a tokenizer, a chat template, a license.
+COPIED = "", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"
+
+
+def suits(info: TensorInfo, form: NumberFormat) -> bool:
+    """Whether a tensor [out, in] has whole tiles, from which others compute sizes."""
+    columns = BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
+    return info.shape[0] % form.tile[0] == 0 and info.shape[1] % columns == 0
+
+
+def chosen(
+    source: Checkpoint, infos: Mapping[str, TensorInfo], form: NumberFormat
+) -> Forms:
+    """The format of each tensor: of those that engines join, all have it or none.
+
+    Embeddings, heads and routers decide too much for the little that they weigh.
+    """
+    config = source.config
+    spelled = partial(FAMILIES[config.model_type].spelled, config)
+    found = {spelled(name): info for name, info in infos.items()}
+    forms: dict[str, NumberFormat | None] = dict.fromkeys(infos)
+    for ours, name in tensor_names(config).items():
+        names = stored_names(name, "huggingface", False, config.num_local_experts)
+        parts = [found[part] for part in names if part in found]
+        if form is MXFP4_EXPERTS:
+            ok = is_expert_weight(ours)
+        else:
+            ok = ours.startswith("layers.") and is_matrix(name)
+            ok = ok and all(suits(part, form) for part in parts)
+        forms |= {part.name: form for part in parts if ok}
+    return forms
+
+
+def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, Tensor]:
+    """What becomes of a tensor ``name``, by name. Raises ValueError for no numbers."""
+    if form is None:
+        return {name: tensor}
+    if form is MXFP4_EXPERTS:  # [E, in, out], as the hub has gpt-oss's experts
+        pairs = [tensors(quantize(expert.T)) for expert in tensor]
+        first, second = map(torch.stack, zip(*pairs, strict=True))
+    else:
+        pieces = [encoded(form, rows) for rows in tensor.split(ROWS_AT_ONCE)]
+        first, second = tensors(in_one(pieces, tensor.shape))
+        if form.is_mxfp4:
+            first = first.flatten(-2)
+        else:
+            largest = second.max().item()
+            expect(isfinite(largest), "its largest scale", largest, "a finite number")
+    return {
+        name + suffix: part
+        for suffix, part in zip(form.suffixes, (first, second), strict=True)
+    }
+
+
+def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
+    """The quantization_config of a format; the modules ``left`` stay as they are."""
+    if form is MXFP4_EXPERTS:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    if form is SQUARES:
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [*SQUARES.tile],
+            "modules_to_not_convert": left,
+        }
+    kind, bits, strategy = next(key for key, known in SCHEMES.items() if known is form)
+    numbers = {"num_bits": bits, "type": kind, "symmetric": True}
+    weights = {**numbers, "strategy": strategy, "dynamic": False}
+    inputs = {**numbers, "strategy": "token", "dynamic": True} if form.inputs else None
+    if form.is_mxfp4:
+        weights |= {"group_size": BLOCK, "scale_dtype": "torch.uint8"}
+    scheme = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized" if form.is_mxfp4 else f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": left,
+    }
+
+
+def place(forms: Forms, info: TensorInfo) -> tuple[bool, int]:
+    """Where to store a tensor, so that all begin at multiples of their numbers' size.
+
+    What is rounded comes first, the rest by size.
+    """
+    return forms[info.name] is None, -DTYPES[info.dtype].itemsize
+
+
+def write_shard(
+    path: Path, infos: list[TensorInfo], data: Any, forms: Forms, progress: Any
+) -> tuple[list[str], int]:
+    """Write one file, a tensor at a time; the names in it, and how many bytes they are.
+
+    ``data`` is the old file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # The header comes first, is written last, and may end in spaces.
+    room = sum(2 * len(json.dumps(info.name)) + 500 for info in infos) // 8 * 8 + 64
+    end = 0
+    with path.open("xb") as file:
+        file.seek(8 + room)
+        for info in sorted(infos, key=partial(place, forms)):
+            with raising(CheckpointError, info.name):
+                parts = rounded(tensor_view(data, info), info.name, forms[info.name])
+            for name, part in parts.items():
+                header[name] = {
+                    "dtype": STORED[part.dtype],
+                    "shape": [*part.shape],
+                    "data_offsets": [end, end + part.nbytes],
+                }
+                file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+                end += part.nbytes
+            progress.update(info.nbytes)
+        file.seek(0)
+        file.write(struct.pack("<Q", room) + json.dumps(header).encode().ljust(room))
+    return [name for name in header if name != "__metadata__"], end
+
+
+def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, int]:
+    """Write the checkpoint ``source`` to the folder ``target`` in a format of TARGETS.
+
+    How many bytes the weights were, and are. Needs memory for one tensor at a time.
+    ``target`` is there once it is complete, and not before. Raises ValueError if it is
+    there already, or if ``source`` is no checkpoint that can be rewritten.
+    """
+    expect(not target.exists(), "OUT", str(target), "a folder that does not exist yet")
+    config = read_json(source / "config.json")
+    known = config.get("quantization_config")
+    expect(known is None, "quantization_config", known, "none: weights as trained")
+    kind = config.get("model_type")
+    expect(kind != "gpt2", "model_type", kind, "a model of linear layers")
+    checkpoint, form = Checkpoint(source), TARGETS[format]
+    if not checkpoint.config.names:
+        expect(form.is_mxfp4, "format", format, "mxfp4, that of gpt-oss's experts")
+        form = MXFP4_EXPERTS
+    files, index = find_shards(source)
+    shards = {file: map_shard(file) for file in files}
+    infos = read_headers(shards)
+    forms = chosen(checkpoint, infos, form)
+    before = sum(info.nbytes for info in infos.values())
+    some = any(forms.values())
+    expect(some, "IN", str(source), f"a checkpoint with weights that {format} is for")
+    left = [
+        name.removesuffix(".weight")
+        for name, info in infos.items()
+        if is_linear(name) and len(info.shape) == 2 and forms[name] is None
+    ]
+    config["quantization_config"] = described(form, sorted({*left, "lm_head"}))
+    weight_map: dict[str, str] = {}
+    after = 0
+    options: dict[str, Any] = {"total": before, "unit": "B", "unit_scale": True}
+    with (
+        TemporaryDirectory(
+            prefix=f".{target.name}-", dir=target.absolute().parent
+        ) as t,
+        tqdm(desc="Quantizing", disable=before < 2**26, **options) as progress,
+    ):
+        folder = Path(t) / target.name
+        folder.mkdir()
+        for file, data in shards.items():
+            here = [info for info in infos.values() if info.file == file]
+            names, size = write_shard(folder / file.name, here, data, forms, progress)
+            weight_map |= dict.fromkeys(names, file.name)
+            after += size
+        written: dict[str, Any] = {"config.json": config}
+        if index:
+            metadata = {"total_size": after}
+            written[INDEX] = {"metadata": metadata, "weight_map": weight_map}
+        for file in source.iterdir():
+            if file.is_file() and file.suffix in COPIED and file.name not in written:
+                shutil.copy(file, folder)
+        for name, data in written.items():
+            (folder / name).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+        Checkpoint(folder)  # says what it should, or nothing is kept
+        os.rename(folder, target)
+    return before, after

@@ -1,0 +1,501 @@
+"""Every family against transformers, on small random checkpoints that it wrote itself.
+
+All parameters are drawn at random, norms and biases too, and no size is the square of
+another: a mistake with any of them is seen.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import CASES, SIZES, Case, change, older, rewrite, write
+from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+from simplellm import LLM, EngineConfig
+from simplellm.apps.info import describe
+from simplellm.build import placement
+from simplellm.checkpoint import Checkpoint, CheckpointError, RandomCheckpoint
+from simplellm.config import GPT_OSS_20B, ConfigError
+from simplellm.families import ALL, FAMILIES, read_config
+from simplellm.load import load_model
+from simplellm.names import tensor_names
+from simplellm.ops import PLAIN
+from simplellm.ops_numpy import NUMPY
+
+TOLERANCE = 1e-4  # worst relative error of a position's logits in float32
+MAIN = {  # one of each family
+    "Llama llama3", "Qwen2 YaRN", "Qwen3", "Mistral windows", "Mixtral",
+    "Qwen3-MoE unnormed", "Gemma3", "GPT2",
+}  # fmt: skip
+IDS = torch.randint(101, (150,), generator=torch.Generator().manual_seed(1))
+ENGINE = EngineConfig(
+    page_size=4,
+    num_pages=200,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    prefill_chunk=16,
+)
+
+
+class Theirs:
+    """transformers' model of a case, its folder, and the logits of IDS."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.model, self.folder = case.build(), folder
+        write(folder, self.model)
+        with torch.inference_mode():
+            self.logits = self.model(IDS[None]).logits[0]
+
+    @torch.inference_mode()
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        for _ in range(count):
+            logits = self.model(torch.tensor([ids]), use_cache=False).logits
+            ids = [*ids, int(logits[0, -1].argmax())]
+        return ids[-count:]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Theirs]:
+    """Models of transformers by the names of their cases; do not change the folders."""
+    made: dict[str, Theirs] = {}
+
+    def of(name: str) -> Theirs:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            made[name] = Theirs(CASES[name](), folder)
+        return made[name]
+
+    return of
+
+
+def worst(found: Tensor, expected: Tensor) -> float:
+    """The largest relative error of a position's logits; NaN if one is."""
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return errors.max().item()
+
+
+def logits(folder: Path, **options: Any) -> Tensor:
+    return load_model(folder, device="cpu", **options).logits(IDS)
+
+
+# The same numbers.
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, theirs, tmp_path: Path, record_property) -> None:
+    """With both tables of operations, and config.json in old and new words."""
+    oracle = theirs(name)
+    assert oracle.logits.std() > 1, "every part is felt in the logits"
+    record_property("family", CASES[name]().family)
+    errors = [
+        worst(logits(oracle.folder, ops=ops), oracle.logits) for ops in (PLAIN, NUMPY)
+    ]
+    assert all(error < TOLERANCE for error in errors)
+    record_property("error", max(errors))
+    data = json.loads((oracle.folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(older(data)))
+    old, new = (read_config(at / "config.json") for at in (tmp_path, oracle.folder))
+    assert old == new
+    assert older(data) != data
+
+
+@pytest.mark.parametrize("name", sorted(MAIN))
+def test_the_engine_continues_as_they_do(name: str, theirs) -> None:
+    """Prompts of mixed lengths, in chunks and pages, beside each other."""
+    oracle = theirs(name)
+    prompts = [IDS[start : start + n].tolist() for start, n in ((0, 1), (9, 70))]
+    prompts += [prompts[1], IDS[50:53].tolist(), IDS[100:133].tolist()]
+    expected = [oracle.greedy(prompt, 12) for prompt in prompts]
+    for operations in ("auto", "plain"):
+        with LLM(oracle.folder, ENGINE, device="cpu", operations=operations) as llm:
+            done = llm.generate(prompts, temperature=0, max_tokens=12, ignore_eos=True)
+            assert [one.token_ids for one in done.result()] == expected
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE unnormed", "Gemma3"])
+def test_several_shards(name: str, theirs, tmp_path: Path) -> None:
+    oracle = theirs(name)
+    write(tmp_path, oracle.model, shards=3)
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype: torch.dtype, theirs) -> None:
+    """As near to float32 as transformers is in that dtype, or nearer."""
+    oracle = theirs("Qwen3")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        oracle.folder, dtype=dtype, attn_implementation="eager"
+    )
+    with torch.inference_mode():
+        their_error = worst(again(IDS[None]).logits[0].float(), oracle.logits)
+    found = load_model(oracle.folder, device="cpu", dtype=dtype).logits(IDS)
+    assert worst(found, oracle.logits) < 1.2 * their_error
+
+
+def test_gemmas_scale_is_rounded_to_the_models_dtype(tmp_path: Path) -> None:
+    """The root of 2304 is a number of bfloat16, that of 1152 is not."""
+    table = torch.randn(11, 1152).bfloat16()
+    module = Gemma3TextScaledWordEmbedding(11, 1152, 0, embed_scale=1152**0.5)
+    module.weight.data = table
+    config = CASES["Gemma3"]().build().config.to_dict()
+    ours = FAMILIES["gemma3_text"].config({**config, "hidden_size": 1152})
+    place = placement(ours, torch.bfloat16, None)
+    positions = torch.arange(11)
+    expected = module.to(torch.bfloat16)(positions)
+    assert torch.equal(place(table.clone(), positions), expected)
+    assert not torch.equal(expected, (table.float() * 1152**0.5).bfloat16())
+
+
+def nested(data: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a Gemma that sees images, without what is a default."""
+    defaults = json.loads(transformers.Gemma3TextConfig().to_json_string())
+    text = {key: value for key, value in data.items() if value != defaults.get(key)}
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 7],
+        "text_config": {"model_type": "gemma3_text", **text},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 3},
+    }
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_sees(prefix: str, theirs, tmp_path) -> None:
+    oracle = theirs("Gemma3")
+    write(tmp_path, oracle.model)
+    change(tmp_path, nested)
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        seen = {"vision_tower.vision_model.embeddings.weight": torch.zeros(3)}
+        tensors = {k.replace("model.", prefix, 1): v for k, v in tensors.items()}
+        return tensors | seen | {"multi_modal_projector.weight": torch.zeros(2)}
+
+    rewrite(tmp_path, renamed)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+    assert read_config(tmp_path / "config.json").eos_token_ids == (1, 7)
+
+
+def test_gpt2_as_the_hub_has_it(theirs, tmp_path: Path) -> None:
+    """Without a prefix, and with the masks of its attention."""
+    oracle = theirs("GPT2")
+    write(tmp_path, oracle.model)
+
+    def bare(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {k.removeprefix("transformer."): v for k, v in tensors.items()}
+        mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8).tril()
+        return tensors | {"h.0.attn.bias": mask}
+
+    rewrite(tmp_path, bare)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+def test_a_head_that_is_stored_though_tied(theirs, tmp_path: Path) -> None:
+    oracle = theirs("Llama tied")
+    write(tmp_path, oracle.model)
+
+    def twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**tensors, "lm_head.weight": torch.zeros(101, 48)}
+
+    rewrite(tmp_path, twice)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+# What config.json leaves out.
+
+
+@pytest.mark.parametrize("name", sorted(MAIN))
+def test_defaults_are_those_of_transformers(name: str) -> None:
+    """What they write for a config without arguments describes an empty config.json."""
+    settings = getattr(transformers, CASES[name]().config)()
+    family = FAMILIES[settings.model_type]
+    whole = family.config(json.loads(settings.to_json_string()))
+    empty = family.config({"model_type": settings.model_type})
+    assert {**vars(empty), "eos_token_ids": whole.eos_token_ids} == vars(whole)
+
+
+@pytest.mark.parametrize("gone", ["head_dim", "num_key_value_heads"])
+def test_sizes_that_follow_from_others(gone: str) -> None:
+    data: dict[str, Any] = {**SIZES, "model_type": "llama", gone: None}
+    config = FAMILIES["llama"].config(data)
+    expected = {"head_dim": 8, "num_key_value_heads": 6}
+    assert getattr(config, gone) == expected[gone]
+
+
+def test_gemmas_local_layers() -> None:
+    data = {"model_type": "gemma3_text", "num_hidden_layers": 7}
+    config = FAMILIES["gemma3_text"].config(data)
+    kinds = [kind.partition("_")[0] for kind in config.layer_types]
+    assert kinds == ["sliding"] * 5 + ["full", "sliding"]
+    config = FAMILIES["gemma3_text"].config({**data, "sliding_window_pattern": 2})
+    kinds = [kind.partition("_")[0] for kind in config.layer_types]
+    assert kinds == ["sliding", "full"] * 3 + ["sliding"]
+
+
+# What people are told, and random weights.
+
+
+@pytest.mark.parametrize("name", sorted(MAIN))
+def test_info_names_the_family_and_the_format(name: str, theirs) -> None:
+    oracle = theirs(name)
+    family = FAMILIES[oracle.model.config.model_type].name
+    lines = [*describe(str(oracle.folder))]
+    assert f"family       {family}" in lines
+    total = sum(parameter.numel() for parameter in oracle.model.parameters())
+    (row,) = (line for line in lines if line.startswith("total"))
+    assert row.split()[1:3] == [f"{total:,}", f"{4 * total:,}"]
+    assert any("F32" in line for line in lines)
+    assert max(map(len, lines[1:])) <= 80
+
+
+def test_the_start_line_names_the_family(theirs, caplog) -> None:
+    with caplog.at_level("INFO", logger="simplellm"):
+        LLM(theirs("Qwen3").folder, ENGINE, device="cpu").close()
+    assert any("computing Qwen3 on" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("name", sorted(MAIN))
+def test_random_weights_have_the_shapes(name: str, theirs) -> None:
+    checkpoint = Checkpoint(theirs(name).folder)
+    random = RandomCheckpoint(checkpoint.config, dtype=torch.float32)
+    assert random.names() == checkpoint.names()
+    for ours in random.names():
+        assert random[ours].shape == checkpoint[ours].shape
+    found = load_model(theirs(name).folder, device="cpu", random_weights=True)
+    assert found.logits(IDS).isfinite().all()
+
+
+def test_a_weight_is_the_file_unless_it_has_parts(theirs) -> None:
+    """One write to a view shows in another; what has parts was copied, once."""
+    checkpoint = Checkpoint(theirs("GPT2").folder)
+    for ours in checkpoint.names():
+        again = [checkpoint[ours].data_ptr() for _ in range(2)]
+        assert again[0] == again[1]
+    checkpoint = Checkpoint(theirs("Llama").folder)
+    copies = {name for name in checkpoint.names() if is_copy(checkpoint, name)}
+    assert {name.split(".", 2)[-1] for name in copies} == {
+        "attn.qkv.weight",
+        "mlp.gate_up.weight",
+    }
+
+
+def is_copy(checkpoint: Checkpoint, ours: str) -> bool:
+    one, two = checkpoint[ours], checkpoint[ours]  # both live, so that none is reused
+    return one.data_ptr() != two.data_ptr()
+
+
+def test_tables_of_names() -> None:
+    """Each family's model types, architectures and names are its own."""
+    assert len({family.name for family in ALL}) == len(ALL)
+    for family in ALL:
+        names = [name.ours for name in family.names]
+        assert len(set(names)) == len(names)
+    assert "embed_tokens.weight" in tensor_names(GPT_OSS_20B)
+    assert PLAIN.name != NUMPY.name
+
+
+# What is refused, by its name and before anything is loaded.
+
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def given(**changes: Any) -> Edit:
+    return lambda data: data | changes
+
+
+CONFIGS: dict[str, tuple[str, Edit, str]] = {
+    "family": ("Llama", given(model_type="mamba"), "model_type is 'mamba'; expected"),
+    "vision family": ("Llama", given(model_type="llava"), "model_type is 'llava'"),
+    "code": ("Llama", given(auto_map={"AutoModel": "x.Y"}), "auto_map is {'AutoModel'"),
+    "AWQ": (
+        "Llama", given(quantization_config={"quant_method": "awq"}),
+        "quantization_config.quant_method is 'awq'",
+    ),
+    "GPTQ": (
+        "Qwen3", given(quantization_config={"quant_method": "gptq"}),
+        "quantization_config.quant_method is 'gptq'",
+    ),
+    "no format": (
+        "Llama", given(quantization_config=3), "quantization_config is 3; expected an",
+    ),
+    "a classifier": (
+        "Llama", given(architectures=["LlamaForSequenceClassification"]),
+        "an entry of architectures is 'LlamaForSequ",
+    ),
+    "architectures": ("Llama", given(architectures=3), "architectures is 3"),
+    "softcap": (
+        "Gemma3", given(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0",
+    ),
+    "last softcap": (
+        "Gemma3", given(final_logit_softcapping=30), "final_logit_softcapping is 30",
+    ),
+    "bidirectional": (
+        "Gemma3", given(use_bidirectional_attention=True), "use_bidirectional_att",
+    ),
+    "activation": ("Llama", given(hidden_act="gelu"), "hidden_act is 'gelu'"),
+    "another GELU": (
+        "GPT2", given(activation_function="relu"), "activation_function is 'relu'",
+    ),
+    "scale of scores": (
+        "GPT2", given(scale_attn_by_inverse_layer_idx=True),
+        "scale_attn_by_inverse_layer_idx is True",
+    ),
+    "rope": (
+        "Llama", given(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
+        "rope_type is 'longrope'",
+    ),
+    "rope's kind": ("Llama", given(rope_parameters=[1]), "rope_parameters (rope_scal"),
+    "rope's layers": (
+        "Gemma3", given(rope_parameters={"full_attention": 3}), "full_attention of",
+    ),
+    "local rope": (
+        "Gemma3",
+        given(rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+        "rope_type of sliding_attention is 'yarn'",
+    ),
+    "part of a head turns": (
+        "Llama", given(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5",
+    ),
+    "theta": ("Llama", given(rope_parameters={"rope_theta": "x"}), "rope_theta is 'x'"),
+    "thresholds": (
+        "Llama llama3",
+        lambda data: data | {
+            "rope_parameters": {**data["rope_parameters"], "high_freq_factor": 1.0}
+        },
+        "high_freq_factor is 1.0; expected more than low_freq_factor, 1.0",
+    ),
+    "heads": (
+        "Llama", given(hidden_size=50, head_dim=None),
+        "hidden_size is 50; expected a multiple of num_attention_heads, 6",
+    ),
+    "a text for a size": ("Llama", given(hidden_size="48"), "hidden_size is '48'"),
+    "odd head_dim": ("Llama", given(head_dim=9), "head_dim is 9; expected an even"),
+    "bias": ("Qwen3", given(attention_bias="yes"), "attention_bias is 'yes'"),
+    "tied": ("Qwen3", given(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
+    "layer types": ("Qwen3", given(layer_types="full"), "layer_types is 'full'"),
+    "a layer type": (
+        "Qwen3", given(layer_types=["chunked_attention"] * 3), "entry of layer_types",
+    ),
+    "windows": (
+        "Qwen2 windows", given(layer_types=None, max_window_layers=-1),
+        "max_window_layers is -1",
+    ),
+    "no window": (
+        "Qwen2 windows", given(sliding_window=None), "sliding_window is None",
+    ),
+    "pattern": (
+        "Gemma3", given(layer_types=None, sliding_window_pattern="6"),
+        "sliding_window_pattern is '6'",
+    ),
+    "text part": ("Gemma3", given(text_config=[1]), "text_config is [1]"),
+    "shares": ("Qwen3-MoE", given(norm_topk_prob="yes"), "norm_topk_prob is 'yes'"),
+    "every other layer": (
+        "Qwen3-MoE", given(decoder_sparse_step=0), "decoder_sparse_step is 0",
+    ),
+    "layers without": (
+        "Qwen3-MoE", given(mlp_only_layers="1"), "mlp_only_layers is '1'",
+    ),
+    "experts": (
+        "Mixtral", given(num_experts_per_tok=9), "num_experts_per_tok is 9; expected 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CONFIGS)
+def test_configs_that_are_refused(fault: str, theirs, tmp_path: Path) -> None:
+    name, edit, message = CONFIGS[fault]
+    oracle = theirs(name)
+    data = edit(json.loads((oracle.folder / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        LLM(tmp_path, device="cpu")
+    assert str(error.value).startswith(str(tmp_path / "config.json"))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {k: v for k, v in tensors.items() if k != name}
+
+
+Q, EXPERT = "model.layers.1.self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight"
+TENSORS: dict[str, tuple[str, Edit, Callable[..., Any], str]] = {
+    "hidden size": (
+        "Llama", given(hidden_size=54), dict, "has shape [101, 48]; expected [101, 54]",
+    ),
+    "heads": (
+        "Llama", given(num_attention_heads=8), dict,
+        "self_attn.q_proj.weight' has shape [60, 48]; expected [80, 48]",
+    ),
+    "layers": ("Qwen3", given(num_hidden_layers=4, layer_types=None), dict,
+        "lacks 'model.layers.3.input",
+    ),
+    "fewer layers": ("Qwen3", given(num_hidden_layers=2, layer_types=None), dict,
+        "holds 'model.layers.2.",
+    ),
+    "tied": ("Qwen3 tied", given(tie_word_embeddings=False), dict, "lacks 'lm_head"),
+    "no biases": ("Qwen3", given(attention_bias=True), dict, "lacks 'model.layers.0."),
+    "experts": (
+        "Qwen3-MoE", given(num_local_experts=6), dict,
+        "lacks 'model.layers.0.mlp.experts.5.down_proj.weight'",
+    ),
+    "which have experts": (
+        "Qwen3-MoE", given(mlp_only_layers=[0]), dict,
+        "lacks 'model.layers.0.mlp.down_proj.weight'",
+    ),
+    "missing": ("Llama", dict, without(Q), f"lacks '{Q}'"),
+    "missing expert": (
+        "Qwen3-MoE", dict, without(f"model.layers.2.{EXPERT}"),
+        f"lacks 'model.layers.2.{EXPERT}'",
+    ),
+    "one too many": (
+        "Llama", dict, lambda tensors: {**tensors, "score.weight": torch.zeros(2)},
+        "holds 'score.weight' too",
+    ),
+    "not turned": (
+        "GPT2", dict,
+        lambda tensors: {
+            k: v.T.contiguous() if "c_" in k else v for k, v in tensors.items()
+        },
+        "'h.0.attn.c_attn.weight' has shape [144, 48]; expected [48, 144]",
+    ),
+    "numbers": (
+        "Llama", dict,
+        lambda tensors: {k: (v * 9).to(torch.uint8) for k, v in tensors.items()},
+        "is U8; expected BF16, F16, F32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", TENSORS)
+def test_tensors_that_contradict(fault: str, theirs, tmp_path: Path) -> None:
+    name, edit, edit_tensors, message = TENSORS[fault]
+    write(tmp_path, theirs(name).model)
+    change(tmp_path, edit)
+    rewrite(tmp_path, edit_tensors)
+    with pytest.raises(CheckpointError) as error:
+        LLM(tmp_path, device="cpu")
+    assert str(error.value).startswith(str(tmp_path))
+    assert message in str(error.value)
+
+
+def test_pickles_are_never_loaded(theirs, tmp_path: Path) -> None:
+    write(tmp_path, theirs("Llama").model)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"only pickle files, which run code"):
+        LLM(tmp_path, device="cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """transformers says much about random models."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
