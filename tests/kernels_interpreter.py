@@ -9,7 +9,8 @@ one, and undoes this at its end. Tests need only the fixture `kernel_device` of
 tests/conftest.py: it is "cuda" where there is a GPU, else "cpu" inside `interpreted`.
 
 The interpreter is silently wrong for arithmetic on bfloat16 (loads and stores are
-right) and raises on inline assembly.
+right) and raises on inline assembly. Its conversions from and to e4m3 round wrongly
+and lose NaN: `interpreted` has PyTorch do them.
 """
 
 import importlib
@@ -17,9 +18,12 @@ import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from unittest import mock
 
+import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -54,6 +58,27 @@ def method(function: InterpretedFunction):
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 
+FLOATS = {
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+
+
+def convert_float(
+    value, source, target, rounding, *, original=interpreter._convert_float
+):
+    """The interpreter's conversion of floats, but from and to e4m3."""
+    if tl.float8e4nv not in (source, target) or not {source, target} <= FLOATS.keys():
+        return original(value, source, target, rounding)
+    numbers = torch.from_numpy(value.copy()).view(FLOATS[source])
+    if target == tl.float8e4nv:
+        numbers = numbers.clamp(-448, 448)  # as Hopper saturates
+    integer = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+    converted = numbers.to(FLOATS[target])
+    return converted.view(integer[converted.itemsize]).numpy()
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Within it, launching a kernel of the package interprets it, on CPU tensors."""
@@ -67,7 +92,8 @@ def interpreted() -> Iterator[None]:
                 if isinstance(member, JITFunction):
                     new = swapped.setdefault(id(member), interpret(member))
                     setattr(owner, name, method(new) if owner is tl.tensor else new)
-        with triton.knobs.runtime.scope():
+        patched = mock.patch.object(interpreter, "_convert_float", convert_float)
+        with patched, triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
             yield
     finally:

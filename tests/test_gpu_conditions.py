@@ -138,9 +138,8 @@ def test_no_capture(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_full_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt needs more than there is, while six others are answered."""
-    monkeypatch.setattr(
-        "simplellm.scheduler.MOST_BESIDE", 8192
-    )  # it's computed in one step
+    # It is computed in one step.
+    monkeypatch.setattr("simplellm.scheduler.MOST_BESIDE", 8192)
     engine = make_engine(two_layers(), **SMALL, max_num_seqs=16)
     serve(engine)  # what a step of small batches needs is there
     client = Client(engine)

@@ -1,20 +1,26 @@
 """What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
 
+import random
 from dataclasses import replace
 from functools import partial
+from statistics import mean
 
 import pytest
 import torch
 from checkpoints import TINY
 
+from simplellm import LLM
 from simplellm.config import MODELS
+from simplellm.pages import PageManager
 
 pytest.importorskip("triton")
 import cases
 import client
 import compare
 import gpu_accuracy as accuracy
+import quantized
 import sanitize
+import steady
 import tune
 
 from simplellm.kernels import linear
@@ -81,6 +87,25 @@ def test_every_variant_names_what_there_is(model):
                 pass
 
 
+def test_other_experts_have_cases_and_variants(model, monkeypatch):
+    """Of a model like Qwen3-30B-A3B, and where experts are of 8 bits."""
+    found = {}
+    for name, config in cases.OTHERS.items():
+        sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 24}
+        small = replace(config, num_local_experts=9, num_experts_per_tok=3, **sizes)
+        monkeypatch.setitem(cases.OTHERS, name, small)
+        tiny = cases.random_model(name, 2, dtype=torch.float32, kernels=False)
+        case = found[name] = cases.Cases(tiny).experts(5)
+        assert tune.right(case, case.expected()) == ""
+        for variant in tune.VARIANTS["experts"](case):
+            with variant.patched():
+                assert variant.name
+    plain, scaled = (case.nbytes for case in found.values())
+    # Bytes of an expert; two layers' are averaged. Of 8 bits they have two tiles.
+    assert 2 * plain % (2 * 3 * 32 * 24) == 0 < plain
+    assert 2 * scaled % (3 * 32 * 24 + 2 * 4) == 0 < scaled
+
+
 def test_a_client_steps_an_engine(model):
     engine = client.make_engine(model, num_pages=40, cuda_graphs=False)
     one = client.Client(engine)
@@ -115,3 +140,54 @@ def test_what_is_slower_is_said():
     assert "slower" in slow[1] and "slower" not in slow[2]
     noisy = list(compare.table(rows("old", 80, 101) + rows("new", 80, 81)))
     assert not any("slower" in line for line in noisy)
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(1000, 1000), (1024, 8192), (8192, 90)])
+def test_requests_at_random_points_of_their_lives_fill_the_cache(prompt, answer):
+    manager = PageManager(20_000, 64, window=128, share=False)
+    count, chance = steady.fitting(prompt, answer, manager), random.Random(1)
+    for number in range(count):
+        length = prompt + chance.randrange(answer)
+        manager.add(number, [0] * length)
+        assert manager.grow(number, length)
+        manager.commit(number, [0] * length, length)
+    assert 0.85 < manager.usage < 1
+    assert manager.free_tokens > prompt
+
+
+def test_only_steady_seconds_count():
+    options = {"max_num_seqs": 6, "num_pages": 500, "share_prefixes": False}
+    with LLM(device="cpu", **options) as llm:
+        found = steady.steady(llm, 20, 10, 2.0)
+        stats = llm.stats()
+    assert found["requests"] == 6 and found["ended"] > 6
+    tokens = found["tokens_per_second"] * found["steady_seconds"]
+    assert 10 * (found["ended"] - 6) < tokens < 10 * (found["ended"] + 6)
+    assert tokens < stats.generated_tokens and found["preemptions"] == 0
+    assert mean(found["parts"]) == pytest.approx(found["tokens_per_second"], rel=0.2)
+
+
+def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
+    """At small sizes; how long they take is not asked."""
+    called: list[torch.Tensor] = []
+
+    def call_each(calls):
+        called.extend(call() for call in calls[:2])
+        return 1e-6
+
+    monkeypatch.setattr(quantized, "seconds", call_each)
+    monkeypatch.setattr(quantized, "scaled_mm", lambda x, weight: None)
+    monkeypatch.setattr(quantized, "DEVICE", kernel_device)
+    monkeypatch.setattr(quantized, "CACHE", 1e4)
+    monkeypatch.setitem(quantized.SHAPES, "small", (8, 64))
+    monkeypatch.setitem(quantized.NETWORKS, "small", (32, 24))
+    # The interpreter has no arithmetic on bfloat16.
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.half)
+    for kind in ("fp8 blocks", "int8 alone"):
+        row = quantized.measure("small", kind, 2)
+        assert row["error"] < quantized.tolerance(row)
+        assert row["us"] == row["gemv_us"] == row["dot_us"] == 1
+    for kind in ("bf16", "fp8"):
+        row = quantized.measure_network("small", kind, 3)
+        assert row["error"] < quantized.tolerance(row) and not row["scaled_mm_us"]
+    assert not any(y.isnan().any() for y in called)

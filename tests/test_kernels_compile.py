@@ -26,10 +26,11 @@ from simplellm.kernels import (
     prefill,
     read,
     rope,
+    variants,
 )
 from simplellm.kernels.launch import launcher
 
-OTHERS = {"experts", "experts_one", "head", "linear", "routing"}
+OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized", "routing"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.
@@ -40,6 +41,7 @@ EARLY = {
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "weight_ptr",
+    "other_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
 }
 GPT_OSS = (8, 8, 64)  # kv heads, heads a group, head_dim
 OTHER_HEADS = (8, 4, 128), (4, 2, 256)  # as Qwen3 and Gemma have them
@@ -114,6 +116,21 @@ def filter_cases(weights, first):
     ]
 
 
+def other_norm_case(size, parts, sandwich):
+    start = variants.other_norm_launcher(size, parts)
+    if parts == 0:  # GPT-2's first
+        types, without = "*bf16 *fp32 *fp32 *bf16 fp32", "update_ptr update_weight_ptr"
+    else:
+        types, without = "*bf16 *fp32 *fp32 *fp32 *bf16 fp32", "bias_ptr"
+        without = without if sandwich else "update_weight_ptr"
+    return case_of(start, types, without)
+
+
+def activation_case(size, parts, activation):
+    start, _ = variants.activation_launcher(size, parts, activation)
+    return case_of(start, f"{'*bf16' if parts == 1 else '*fp32'} *bf16")
+
+
 PENALIZE = launcher(
     penalties.penalize_kernel, BLOCK=penalties.PENALTY_BLOCK, num_warps=8
 )
@@ -140,6 +157,13 @@ CASES = [
     join_case(65, splits=4, heads=(8, 4, 128)),
     rope_case(128, has_norms=True),
     rope_case(256, has_norms=True),
+    # What is around their attention: Gemma's, GPT-2's, Qwen's
+    other_norm_case(2560, 4, sandwich=True),
+    other_norm_case(768, 8, sandwich=False),
+    other_norm_case(768, 0, sandwich=False),
+    activation_case(12288, 1, "swiglu"),
+    activation_case(10240, 2, "geglu"),
+    activation_case(3072, 5, "gelu"),
 ]
 MORE = [
     *(case for heads in MORE_HEADS for case in attention_cases(heads)),

@@ -78,9 +78,9 @@ def expert_cases():
             yield case_of(start, types, without)
 
 
-def one_case(paired, tokens):
+def one_case(paired):
     shape = (128, 5760 if paired else 2880, 2880), paired, True, 4, 7.0, 1.702
-    start = experts_one.one_launcher(experts_one.one_tiling(tokens), *shape)
+    start = experts_one.one_launcher(experts_one.one_tiling(1), *shape)
     if paired:
         return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *i32 *bf16", "scores_ptr")
     return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *i32 *fp32")
@@ -88,11 +88,14 @@ def one_case(paired, tokens):
 
 SMALL, LARGE = (routing.sort_plan(pairs, 4, 128, 16) for pairs in (4096, 8192))
 EXPERTS = list(expert_cases())
-ONE = [one_case(paired, n) for n in experts_one.ONE_TILINGS for paired in (True, False)]
+ONE = [one_case(paired) for paired in (True, False)]
 CASES = [
     *product_cases(),
     product_case(linear.INVARIANT, 64, 5120, 2880),
     product_case(linear.MANY_TOKENS, 128, 128, 2880),
+    # A dense family's feed-forward network
+    *(product_case(linear.choose(n, 4096, 12288), n, 4096, 12288) for n in (4, 64)),
+    product_case(linear.choose_invariant(24576), 64, 24576, 4096),
     product_case(head.INVARIANT_HEAD, 64, 201088, 2880, best=True),
     case_of(routing.top_k_launcher(128, 5, 4, 1), "*fp32 *bf16 *i32 *fp32 i32"),
     case_of(SMALL.placer, "*i32 *i32 *i32 *i32 *i32 i32 i32"),
@@ -147,7 +150,7 @@ def test_only_weights_with_aligned_rows_are_prefetched():
     for (_, size_in), table in linear.PROJECTIONS.items():
         ahead = any(isinstance(way, linear.Dot) and way.ahead for _, way in table)
         assert not ahead or size_in * 2 % 16 == 0
-    others = (*linear.OTHER_PROJECTIONS, *head.HEADS)
+    others = (*linear.other_projections(4096, 4096), *head.HEADS)
     assert not any(isinstance(way, linear.Dot) and way.ahead for _, way in others)
 
 

@@ -231,5 +231,5 @@ def test_layers_without_a_kernel_are_refused():
         prepare(make_layer(replace(mlp, down_bias=None)))
     layer = make_layer(mlp)
     packed = replace(layer.attn, o=quantize(layer.attn.o))
-    with pytest.raises(TypeError, match="attention is packed; expected a dense one"):
+    with pytest.raises(TypeError, match="a weight is packed; expected a dense one"):
         prepare(replace(layer, attn=packed))

@@ -12,19 +12,27 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
-from simplellm.config import GPT_OSS_20B, EngineConfig
-from simplellm.gpt_oss import build
+from simplellm.config import GPT_OSS_20B, EngineConfig, ModelConfig
+from simplellm.families import FAMILIES
+from simplellm.formats import SCHEMES, SQUARES, formats, read_quantization
 from simplellm.graphs import MIXED_SIZES, Room
 from simplellm.kernels import decode
 from simplellm.kernels.fused import fused
 from simplellm.kernels.launch import Launcher
 from simplellm.pages import KVPool, PageManager
 from simplellm.runner import Runner
-from simplellm.warmup import DRAWS, rehearse, rehearse_draw, rehearse_experts
+from simplellm.warmup import (
+    DRAWS,
+    one_of_each,
+    rehearse,
+    rehearse_draw,
+    rehearse_experts,
+)
 
 CPU = torch.device("cpu")
-CONFIG = replace(
+GPT_OSS = replace(
     GPT_OSS_20B,
     num_hidden_layers=2,
     layer_types=GPT_OSS_20B.layer_types[:2],
@@ -33,6 +41,36 @@ CONFIG = replace(
     max_position_embeddings=4096,
     eos_token_ids=(),
 )
+
+
+def small(model_type: str, quantized: bool = False) -> ModelConfig:
+    """Another family's config: two layers, and few numbers in each."""
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 384}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+    sizes |= {"num_key_value_heads": 4, "max_position_embeddings": 4096}
+    config = FAMILIES[model_type].config({"model_type": model_type, **sizes})
+    if not quantized:
+        return config
+    square = {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    stored = read_quantization({"quant_method": "fp8", **square})
+    return replace(config, formats=formats(config, stored))
+
+
+CONFIGS = {
+    "gpt-oss": GPT_OSS,
+    "Qwen3": small("qwen3"),
+    "Qwen3 in FP8": small("qwen3", quantized=True),
+    "Gemma 3": small("gemma3_text"),
+    "GPT-2": small("gpt2"),
+}
+# Kernels that only some of them need.
+OWN = {
+    "gpt-oss": {"experts_kernel"},
+    "Qwen3": {"activation_kernel"},
+    "Qwen3 in FP8": {"activation_kernel", "round_kernel", "scaled_dot_kernel"},
+    "Gemma 3": {"activation_kernel", "other_norm_kernel"},
+    "GPT-2": {"activation_kernel", "other_norm_kernel"},
+}
 
 
 @pytest.fixture
@@ -55,17 +93,41 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_kernels_get_what_they_ask_for(
-    launched: list[str], batch_invariant: bool
-) -> None:
+# Qwen3-MoE, whose layers differ in all that they may.
+MOE = FAMILIES["qwen3_moe"].config(
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "moe_intermediate_size": 192,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "head_dim": 64,
+        "num_experts": 16,
+        "mlp_only_layers": [0, 4],
+        "max_position_embeddings": 4096,
+    }
+)
+INT8 = SCHEMES["int", 8, "channel"]
+NUMBERS = {2: SQUARES, 3: INT8, 5: SQUARES}
+MOE = replace(
+    MOE,
+    formats={
+        f"layers.{layer}.{part}": form
+        for layer, form in NUMBERS.items()
+        for part in ("attn.qkv.weight", "experts.gate_up", "experts.down")
+    },
+)
+
+
+def rehearsed(config: ModelConfig, batch_invariant: bool) -> None:
     """Decodes and prompts of the sizes that choose among kernels."""
-    ops = fused(CONFIG, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant)
-    source = RandomCheckpoint(CONFIG, dtype=torch.bfloat16)
-    model = build(CONFIG, source.__getitem__, ops)
-    pool = KVPool(CONFIG, 4, 64, torch.bfloat16, CPU)
-    manager, config = PageManager(4, 64, window=128), EngineConfig().resolved("cpu")
-    runner = Runner(model, pool, manager, config, 4096)
+    ops = fused(config, max_num_seqs=64, device=CPU, batch_invariant=batch_invariant)
+    source = RandomCheckpoint(config, dtype=torch.bfloat16)
+    model = build(config, source.__getitem__, ops)
+    pool = KVPool(config, 4, 64, torch.bfloat16, CPU)
+    manager = PageManager(4, 64, window=config.windows[-1])
+    runner = Runner(model, pool, manager, EngineConfig().resolved("cpu"), 4096)
     for tokens in (1, 2, 8, 64):
         rehearse(runner, Room(tokens, tokens), ops)
     for tokens in (2, 64, 300, 2048):
@@ -76,7 +138,41 @@ def test_kernels_get_what_they_ask_for(
         rehearse_experts(runner, tokens, ops)
     for params in DRAWS:
         rehearse_draw(runner, params, ops)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_kernels_get_what_they_ask_for(
+    launched: list[str], batch_invariant: bool, name: str
+) -> None:
+    rehearsed(CONFIGS[name], batch_invariant)
     seen = set(launched)
-    assert {"experts_kernel", "prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
+    assert {"prefill_kernel", "dot_kernel", "draw_kernel"} <= seen
     assert {"tally_kernel", "pick_kernel", "penalize_kernel"} <= seen
-    assert batch_invariant or {"experts_one_kernel", "decode_kernel"} <= seen
+    assert seen >= OWN[name]
+    assert batch_invariant or "decode_kernel" in seen
+    assert batch_invariant or name != "gpt-oss" or "experts_one_kernel" in seen
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_other_experts_get_what_they_ask_for(
+    launched: list[str], batch_invariant: bool
+) -> None:
+    rehearsed(one_of_each(MOE), batch_invariant)
+    assert {"grouped_kernel", "round_kernel", "top_k_kernel"} <= set(launched)
+    assert not {name for name in launched if name.startswith("experts")}
+
+
+def test_a_stand_in_has_a_layer_of_each_kind() -> None:
+    """Of those with a window and without, with experts, and with other formats."""
+    small = one_of_each(MOE)
+    assert small.num_hidden_layers == 4  # dense, numbers, FP8, INT8
+    assert small.dense_layers == (0,)
+    assert small.formats == {
+        name.replace(f"layers.{layer}", f"layers.{place}"): form
+        for layer, place in ((2, 2), (3, 3))
+        for name, form in MOE.formats.items()
+        if name.startswith(f"layers.{layer}.")
+    }
+    assert one_of_each(small) == small
+    assert one_of_each(GPT_OSS_20B).layer_types == GPT_OSS_20B.layer_types[:2]

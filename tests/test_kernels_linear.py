@@ -7,11 +7,12 @@ from simplellm import ops
 from simplellm.kernels.linear import (
     INVARIANT,
     MANY_TOKENS,
-    OTHER_PROJECTIONS,
     PROJECTIONS,
     Dot,
     Gemv,
     choose,
+    choose_invariant,
+    count_parts,
     multiply_into,
     project,
     project_exactly,
@@ -136,8 +137,21 @@ def test_more_tokens_go_to_pytorch():
         assert choose(1, size_out, size_in) == entries[0][1]
         assert choose(limits[-1], size_out, size_in) == entries[-1][1]
         assert choose(limits[-1] + 1, size_out, size_in) is None
-    assert choose(1, 7, 9) == OTHER_PROJECTIONS[0][1]
     assert MANY_TOKENS.parts == 1 and INVARIANT.width == 64
+
+
+def test_weights_that_nobody_has_measured_have_a_way_too():
+    for size_out, size_in in ((7, 9), (6144, 4096), (4096, 12288), (8192, 28672)):
+        gemv, dot = (choose(tokens, size_out, size_in) for tokens in (1, 64))
+        assert choose(65, size_out, size_in) is None
+        assert dot.parts == count_parts(size_out, size_in)
+        if isinstance(gemv, Gemv):
+            held = gemv.rows * size_in / (32 * gemv.warps)
+            assert held <= 128, "a thread has registers for no more"
+        else:
+            assert size_in > 16384
+    assert choose(64, 4096, 12288).parts == 4
+    assert choose_invariant(24576).parts == 1 < choose_invariant(5120).parts
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from oracle_kernels import plain_dispatch
 
 from simplellm import ops
+from simplellm.families.variants import route_among_all
 from simplellm.kernels.routing import (
     COMPARED,
     choose_experts,
@@ -105,6 +106,18 @@ def test_route_is_the_plain_one(kernel_device, tokens):
         expected = ops.route(x, weight, given, 4)
         assert torch.equal(ids, expected[0].int())
         torch.testing.assert_close(scores, expected[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [5, 16])
+def test_scores_may_be_shares_among_all(kernel_device, experts):
+    x, weight, bias = inputs(kernel_device, 6, experts, 96)
+    weight = weight / 10  # so that the others have a share
+    for given in (bias, None):
+        ids, scores = route_tokens(x, weight, given, 3, normalized=False)
+        expected = route_among_all(x, weight, given, 3)
+        assert torch.equal(ids, expected[0].int())
+        torch.testing.assert_close(scores, expected[1], atol=1e-5, rtol=1e-5)
+        assert (scores.sum(-1) < 1).all()
 
 
 def test_logits_are_not_rounded_to_the_dtype_of_x(kernel_device):

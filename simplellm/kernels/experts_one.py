@@ -81,7 +81,7 @@ def products(a, b):
 def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, PTX: tl.constexpr):
     """mma.m16n8k16: 16 rows of weights times 8 columns, added to c.
 
-    Each element is one thread's; a warp's are neighbours in the last axis.
+    Each element is one thread's; a warp's are neighbors in the last axis.
     a: rows g, g + 8, g, g + 8; b: column g; c: rows g, g, g + 8, g + 8 and columns
     2 * t, 2 * t + 1, 2 * t, 2 * t + 1.
     """
@@ -115,7 +115,7 @@ def load_x(x_ptr, K: tl.constexpr, WARPS: tl.constexpr):
     x_ptrs = x_ptr.to(tl.pointer_type(tl.int32)) + pairs
     x: tl.tuple = ()
     for r in tl.static_range(8 * TILES):
-        # Threads would otherwise load for their neighbours, and exchange.
+        # Threads would otherwise load for their neighbors, and exchange.
         ptrs = tl.max_contiguous(x_ptrs + 4 * r, (1,))
         inside = (pairs + 4 * r < K // 2) & (g == r // 4 % 8)
         x += (tl.load(ptrs, inside, 0).to(tl.uint32, bitcast=True),)
@@ -231,7 +231,6 @@ def multiply_rows(
     ALPHA: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
     PTX: tl.constexpr,
@@ -243,10 +242,11 @@ def multiply_rows(
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
-    for row in tl.range(first, N // 16, PROGRAMS, num_stages=1):
+    step = tl.num_programs(0)  # not compiled in: the same kernel for all its grids
+    for row in tl.range(first, N // 16, step, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + PROGRAMS, N, K, WARPS, PAIRED)
+        loaded = load_row(weight, row + step, N, K, WARPS, PAIRED)
         upper, lower = add_up(upper, lower)
         if PAIRED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -273,13 +273,12 @@ def experts_one_kernel(
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     WARPS: tl.constexpr,
     PAIRED: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every PROGRAMS-th row of tiles for one choice, from program_id(0) on.
+    """Every num_programs(0)-th row of tiles for one choice, from program_id(0) on.
 
     If PAIRED, the first half of an expert's network:
 
@@ -316,7 +315,7 @@ def experts_one_kernel(
         raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, first, loaded, raw, out_ptr + choice * WIDTH, factor),
-        *(LIMIT, ALPHA, N, K, PROGRAMS, WARPS, PAIRED, PTX),
+        *(LIMIT, ALPHA, N, K, WARPS, PAIRED, PTX),
     )
 
 
@@ -356,7 +355,6 @@ def one_launcher(
         TOP_K=top_k,
         N=shape[1],
         K=shape[2],
-        PROGRAMS=tiling.programs,
         WARPS=tiling.warps,
         PAIRED=paired,
         PTX=ptx,

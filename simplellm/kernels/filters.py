@@ -6,8 +6,9 @@ over the logits find the depth of the last kept token. The first counts how many
 are in each of 256 ranges of depths, which a program does by itself before it adds to
 what the others found. For top_p the counts only bound what the tokens weigh, but so
 closely that few ranges are left. The second divides those into 4,096 bins and adds up
-what is in each, token by token; the third does the same with the depths of one bin. The
-sums are integers, so that it does not matter in which order programs add to them.
+what is in each, token by token; the third does the same with the depths of one bin,
+which most programs have no token of. The sums are integers, so that it does not matter
+in which order programs add to them.
 """
 
 from functools import cache
@@ -85,7 +86,8 @@ def tally_kernel(
 
     The FIRST pass counts tokens by ranges. In the others each token adds 1 to its bin
     or, with WEIGHTS, its weight. With WEIGHTS these are only the tokens that are left
-    by min_p, from the row's floor on, and by top_k, down to its deepest.
+    by min_p, from the row's floor on, and by top_k, down to its deepest. The third,
+    whose bins are single depths, finds what is outside of them in the tallies.
     """
     follow(PDL)
     row = tl.program_id(1)
@@ -108,15 +110,19 @@ def tally_kernel(
             ranges = tl.arange(0, RANGES)
             tl.atomic_add(tallies + ranges, counts, counts > 0, sem="relaxed")
         else:
-            amount = counted.to(tl.int64)
-            if WEIGHTS:
-                amount = tl.where(counted, weigh(score, LIBRARY), 0)
-                tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
-            place = (depth - tl.load(starts_ptr + row)) >> tl.load(shifts_ptr + row)
-            above = tl.sum(tl.where(place < 0, amount, 0), 0)
-            tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
-            counted &= (place >= 0) & (place < BINS)
-            tl.atomic_add(tallies + place, amount, counted, sem="relaxed")
+            shift = tl.load(shifts_ptr + row)
+            place = (depth - tl.load(starts_ptr + row)) >> shift
+            inside = counted & (place >= 0) & (place < BINS)
+            if (shift > 0) | (tl.max(inside.to(tl.int32), 0) > 0):
+                amount = counted.to(tl.int64)
+                if WEIGHTS:
+                    amount = tl.where(counted, weigh(score, LIBRARY), 0)
+                if shift > 0:
+                    if WEIGHTS:
+                        tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
+                    above = tl.sum(tl.where(place < 0, amount, 0), 0)
+                    tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
+                tl.atomic_add(tallies + place, amount, inside, sem="relaxed")
 
 
 @triton.jit
@@ -160,8 +166,9 @@ def pick_kernel(
 
     Starts are depths, and shifts the bits of a bin's width. After the FIRST pass the
     bins are those of the ranges that may have the last kept token. After the second
-    they are the depths of the bin with it, and after the third they start at its depth.
-    A row without a limit keeps its deepest.
+    they are the depths of the bin with it, and the next tallies get what is outside of
+    these. After the third they start at its depth. A row without a limit keeps its
+    deepest.
     """
     follow(PDL)
     row = tl.program_id(0)
@@ -183,16 +190,24 @@ def pick_kernel(
             more = last - first >= (1 << tl.arange(0, 8))
             shift = tl.sum(more.to(tl.int32), 0) + LEAST_SHIFT
         else:
-            sums = tl.cumsum(tl.load(tallies + tl.arange(0, BINS)), 0)
-            sums += tl.load(tallies + ABOVE)
+            bins, above = (
+                tl.load(tallies + tl.arange(0, BINS)),
+                tl.load(tallies + ABOVE),
+            )
+            total = tl.load(tallies + TOTAL)
             if WEIGHTS:
-                limit = tl.load(top_p_ptr + row).to(tl.float64)
-                limit *= tl.load(tallies + TOTAL).to(tl.float64)
+                limit = tl.load(top_p_ptr + row).to(tl.float64) * total.to(tl.float64)
             else:
                 limit = tl.load(top_k_ptr + row).to(tl.float64)
-            short = sums.to(tl.float64) < limit
+            short = (tl.cumsum(bins, 0) + above).to(tl.float64) < limit
             place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
-            start += place << tl.load(shifts_ptr + row)
+            width = tl.load(shifts_ptr + row)
+            start += place << width
+            if width > 0:
+                above += tl.sum(tl.where(tl.arange(0, BINS) < place, bins, 0), 0)
+                following = tallies + tl.num_programs(0) * (TOTAL + 1)
+                tl.store(following + ABOVE, above)
+                tl.store(following + TOTAL, total)
     tl.store(starts_ptr + row, start)
     tl.store(shifts_ptr + row, shift)
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.layers import Experts, Layer
+from simplellm.scaled import Scaled
 from simplellm.weights import BLOCK, MXFP4, Weight
 
 # The bits of one e2m1 number, or of two, where bfloat16 has its sign, the two lowest
@@ -227,14 +228,22 @@ def prepare(layer: Layer) -> Layer:
     """``layer`` with its experts repacked, one at a time; what is dense stays as it is.
 
     What the kernels rely on is checked here and nowhere else. Raises TypeError unless
-    the experts are MXFP4 with biases and the other matrices dense.
+    the experts are MXFP4 with biases, or those of another family, and the other
+    matrices not MXFP4.
     """
     attn, mlp = layer.attn, layer.mlp
     check_product(attn.qkv, attn.qkv_bias)
     check_product(attn.o, attn.o_bias)
     if not isinstance(mlp, Experts):
+        check_product(mlp.gate_up, mlp.gate_up_bias)
+        check_product(mlp.down, mlp.down_bias)
         return layer
     check_product(mlp.router, mlp.router_bias)
+    if mlp.activation == "swiglu":  # `grouped` reads them as they are
+        assert mlp.gate_up_bias is None and mlp.down_bias is None
+        check_product(mlp.gate_up, None)
+        check_product(mlp.down, None)
+        return layer
     for weight, bias in (mlp.gate_up, mlp.gate_up_bias), (mlp.down, mlp.down_bias):
         if not isinstance(weight, MXFP4) or bias is None:
             raise TypeError("the experts are dense or without biases; expected MXFP4")
@@ -248,13 +257,14 @@ def prepare(layer: Layer) -> Layer:
 
 
 def check_product(weight: Weight, bias: Tensor | None) -> None:
-    """Raise TypeError unless a product with ``weight`` [N, K] has a kernel."""
-    if not isinstance(weight, Tensor):
-        raise TypeError("a weight of attention is packed; expected a dense one")
-    assert weight.ndim == 2 and weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    """Raise TypeError unless a product with ``weight`` [..., N, K] has a kernel."""
+    if isinstance(weight, MXFP4):
+        raise TypeError("a weight is packed; expected a dense one, or one of 8 bits")
+    values = weight.values if isinstance(weight, Scaled) else weight
+    assert values.is_contiguous() and values.data_ptr() % 16 == 0
     if bias is not None:
-        assert bias.shape == weight.shape[:1] and bias.is_contiguous()
-        assert bias.dtype == weight.dtype
+        assert bias.shape == weight.shape[:-1] and bias.is_contiguous()
+        assert bias.dtype == values.dtype or isinstance(weight, Scaled)
 
 
 @triton.jit

@@ -8,13 +8,14 @@ from simplellm.config import ModelConfig
 from simplellm.kernels.attention import attend
 from simplellm.kernels.decode import Scratch
 from simplellm.kernels.draw import draw
-from simplellm.kernels.experts import experts
+from simplellm.kernels.experts import experts as packed_experts
 from simplellm.kernels.fragments import prepare
-from simplellm.kernels.head import head
-from simplellm.kernels.linear import project
-from simplellm.kernels.norm import add_norm, embed
+from simplellm.kernels.grouped import experts
+from simplellm.kernels.norm import embed
 from simplellm.kernels.penalties import penalize
+from simplellm.kernels.quantized import head, project
 from simplellm.kernels.rope import rope_and_cache
+from simplellm.kernels.variants import add_norm, dense
 from simplellm.ops import Ops
 
 
@@ -38,6 +39,8 @@ def fused(
         config.head_dim,
         device,
     )
+    # gpt-oss has no table of names, and its experts are MXFP4.
+    feed = experts if config.names else packed_experts
     return Ops(
         name="Triton",
         embed=embed,
@@ -45,7 +48,8 @@ def fused(
         project=partial(project, batch_invariant=batch_invariant),
         rope_and_cache=rope_and_cache,
         attend=partial(attend, scratch=scratch, batch_invariant=batch_invariant),
-        experts=partial(experts, batch_invariant=batch_invariant),
+        experts=partial(feed, batch_invariant=batch_invariant),
+        dense=partial(dense, batch_invariant=batch_invariant),
         head=partial(head, batch_invariant=batch_invariant),
         draw=draw,
         penalize=penalize,

@@ -2,8 +2,8 @@
 
 Kernels take a constexpr PDL, for programmatic dependent launch (Hopper and later): the
 kernel is started while the one before it still runs, and waits before it first reads
-what that one wrote. Until then it loads only what no kernel that may still run writes:
-weights, page tables, keys of earlier steps.
+what that one wrote. Until then it loads only what nobody is still writing: weights,
+page tables, keys of earlier steps.
 """
 
 import ctypes

@@ -62,7 +62,7 @@ def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
     """``columns`` of ``rows`` of the weight, zeros where it has none."""
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     where = rows[:, None].to(tl.int64) * K + columns[None, :]
-    return tl.load(weight_ptr + where, inside, 0)
+    return tl.load(weight_ptr + where, inside, 0.0)
 
 
 @triton.jit
@@ -285,14 +285,27 @@ PROJECTIONS: dict[tuple[int, int], Table] = {
     (128, 2880): ROUTER,  # of the 120b
     (32, 2880): ROUTER,  # of the 20b
 }
-OTHER_PROJECTIONS: Table = (
-    (4, Gemv(rows=4, warps=4)),
-    (64, Dot(rows=64, depth=64, parts=1, warps=4, stages=3)),
-)
 # For more tokens than a table has, where PyTorch's matmul would round the sums.
 MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
 # For any number of tokens: each is then summed in the same order, by the same program.
 INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
+ENOUGH = 264  # programs, for all processors of an H100 or H200
+MOST_PARTS = 8
+
+
+def count_parts(size_out: int, size_in: int) -> int:
+    """Parts along K that give all processors a program of 64 rows."""
+    programs = -(-size_out // 64)
+    return max(1, min(MOST_PARTS, ENOUGH // programs, size_in // 128))
+
+
+def other_projections(size_out: int, size_in: int) -> Table:
+    """The table for a weight that nobody has measured."""
+    # A thread has registers for up to about 128 numbers of the weight.
+    gemv = Gemv(rows=4, warps=4) if size_in <= 4096 else Gemv(rows=2, warps=8)
+    parts = count_parts(size_out, size_in)
+    few = 4 if size_in <= 16384 else 0
+    return (few, gemv), (64, Dot(rows=64, depth=64, parts=parts, warps=4, stages=3))
 
 
 def choose_in(table: Table, tokens: int) -> Product | None:
@@ -303,7 +316,13 @@ def choose_in(table: Table, tokens: int) -> Product | None:
 @lru_cache(8192)
 def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
     """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
-    return choose_in(PROJECTIONS.get((size_out, size_in), OTHER_PROJECTIONS), tokens)
+    table = PROJECTIONS.get((size_out, size_in))
+    return choose_in(table or other_projections(size_out, size_in), tokens)
+
+
+def choose_invariant(size_out: int) -> Product:
+    """The way for any number of tokens; parts of more rows would take much memory."""
+    return INVARIANT if size_out <= 8192 else INVARIANT._replace(parts=1)
 
 
 def split_columns(size: int) -> tuple[int, int]:
@@ -364,7 +383,9 @@ def project(
     ``batch_invariant`` no token's result depends on the others.
     """
     tokens, (size_out, size_in) = x.shape[0], weight.shape
-    config = INVARIANT if batch_invariant else choose(tokens, size_out, size_in)
+    config: Product | None = choose_invariant(size_out)
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in)
     if config is None:
         return functional.linear(x, weight, bias)
     if config.parts == 1:

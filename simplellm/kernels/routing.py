@@ -153,10 +153,11 @@ def sort_small_kernel(
 
 
 @triton.jit
-def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
+def top_k_of(logits, experts, choices, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr):
     """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
 
-    scores = softmax over the chosen logits; columns from TOP_K on are padding
+    scores = softmax over the chosen logits, or over all if not NORMALIZED; columns from
+    TOP_K on are padding
     """
     keys = ordered(logits, experts)
     ids = tl.zeros([logits.shape[0], choices.shape[1]], tl.int32)
@@ -170,7 +171,8 @@ def top_k_of(logits, experts, choices, TOP_K: tl.constexpr):
         keys = tl.where(taken, LOWEST, keys)
     top = tl.sum(tl.where(choices == 0, best, 0.0), 1, keep_dims=True)
     odds = tl.where(choices < TOP_K, tl.exp(best - top), 0.0)
-    return ids, odds / tl.sum(odds, 1, keep_dims=True)
+    among = odds if NORMALIZED else tl.exp(logits - top)
+    return ids, odds / tl.sum(among, 1, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -183,6 +185,7 @@ def top_k_kernel(
     E: tl.constexpr,
     PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
+    NORMALIZED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -204,7 +207,7 @@ def top_k_kernel(
         where = (rows.to(tl.int64) * PARTS + part) * E + experts
         logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
     logits = tl.where(experts < E, logits, -float("inf"))
-    ids, scores = top_k_of(logits, experts, choices, TOP_K)
+    ids, scores = top_k_of(logits, experts, choices, TOP_K, NORMALIZED)
     places = rows * TOP_K + choices
     real = (rows < tokens) & (choices < TOP_K)
     tl.store(ids_ptr + places, ids, real)
@@ -264,13 +267,16 @@ def place_kernel(
 
 
 @cache
-def top_k_launcher(experts: int, parts: int, top_k: int, rows: int) -> Launcher:
+def top_k_launcher(
+    experts: int, parts: int, top_k: int, rows: int, normalized: bool = True
+) -> Launcher:
     """For logits in so many parts, ``rows`` tokens a program."""
     return launcher(
         top_k_kernel,
         E=experts,
         PARTS=parts,
         TOP_K=top_k,
+        NORMALIZED=normalized,
         ROWS=rows,
         BLOCK_E=power_of_two(experts),
         BLOCK_K=power_of_two(top_k),
@@ -279,7 +285,7 @@ def top_k_launcher(experts: int, parts: int, top_k: int, rows: int) -> Launcher:
 
 
 def choose_experts(
-    logits: Tensor, bias: Tensor | None, top_k: int, rows: int
+    logits: Tensor, bias: Tensor | None, top_k: int, rows: int, normalized: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` from the logits on, float32 parts [T, S, E] that are summed.
 
@@ -288,7 +294,7 @@ def choose_experts(
     tokens, parts, experts = logits.shape
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
     scores = logits.new_empty(tokens, top_k)
-    start = top_k_launcher(experts, parts, top_k, rows)
+    start = top_k_launcher(experts, parts, top_k, rows, normalized)
     start((-(-tokens // rows), 1, 1), logits, bias, ids, scores, tokens)
     return ids, scores
 
@@ -299,18 +305,19 @@ def route_tokens(
     bias: Tensor | None,
     top_k: int,
     batch_invariant: bool = False,
+    normalized: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The experts of each token, best first, and how much each one counts.
 
     x [T, N], weight [E, N], bias [E] -> ids int32 [T, k] and scores float32 [T, k], a
-    softmax over the chosen logits. Of equal logits the lower id comes first; NaN comes
-    before every number and makes the token's scores NaN. Logits stay in float32, where
-    hardly any are equal. With ``batch_invariant`` no token's scores depend on the
-    others.
+    softmax over the chosen logits, or over all if not ``normalized``. Of equal logits
+    the lower id comes first; NaN comes before every number and makes the token's scores
+    NaN. Logits stay in float32, where hardly any are equal. With ``batch_invariant`` no
+    token's scores depend on the others.
     """
     logits = project_exactly(x, weight, batch_invariant)
     rows = 1 if batch_invariant or x.shape[0] <= 512 else 4
-    return choose_experts(logits, bias, top_k, rows)
+    return choose_experts(logits, bias, top_k, rows, normalized)
 
 
 class SortPlan(NamedTuple):

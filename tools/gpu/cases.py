@@ -6,6 +6,7 @@ them, the sanitizer watches them; `random_model` is what the other scripts start
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -16,16 +17,18 @@ import torch
 from torch import Tensor
 
 from simplellm.batch import KVGroup
+from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MODELS
-from simplellm.gpt_oss import build
-from simplellm.kernels.fragments import unpack
+from simplellm.families import FAMILIES
+from simplellm.formats import SQUARES
+from simplellm.kernels.fragments import Fragments, unpack
 from simplellm.kernels.fused import fused
 from simplellm.layers import Attention, Experts, Layer
 from simplellm.model import Model
+from simplellm.names import tensor_names
 from simplellm.ops import PLAIN, route
 from simplellm.sizes import weight_bytes
-from simplellm.weights import MXFP4
 
 PAGE = 64
 MAX_NUM_SEQS = 256
@@ -34,6 +37,20 @@ L2 = 2.4e8  # bytes of inputs after which nothing of the first is cached any mor
 CUDA = torch.device("cuda")
 # Arguments that operations write to.
 WRITTEN = {"add_norm": (0,), "rope_and_cache": (3, 4), "head": (2,)}
+QWEN = FAMILIES["qwen3_moe"].config(
+    {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_hidden_layers": 48,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+    }
+)
+MATRICES = [n for n in tensor_names(QWEN) if re.search(r"\.(qkv|o|experts)\.", n)]
+OTHERS = {
+    "Qwen3-30B-A3B": QWEN,
+    "Qwen3-30B-A3B-FP8": replace(QWEN, formats=dict.fromkeys(MATRICES, SQUARES)),
+}
 
 
 def random_model(
@@ -48,8 +65,9 @@ def random_model(
 
     The Triton kernels compute with it, or without ``kernels`` PyTorch.
     """
-    types = MODELS[name].layer_types[:layers]
-    config = replace(MODELS[name], num_hidden_layers=layers, layer_types=types)
+    config = (MODELS | OTHERS)[name]
+    types = config.layer_types[:layers]
+    config = replace(config, num_hidden_layers=layers, layer_types=types)
     checkpoint = RandomCheckpoint(config, dtype=torch.bfloat16, device=CUDA, seed=0)
     ops = PLAIN
     if kernels:
@@ -63,7 +81,7 @@ def random_model(
     def take(name: str) -> Any:
         weight = checkpoint[name]
         kind = torch.float32 if name.endswith("norm.weight") else dtype
-        return weight if isinstance(weight, MXFP4) else weight.to(kind)
+        return weight.to(kind) if isinstance(weight, Tensor) else weight
 
     return build(config, take, ops)
 
@@ -111,7 +129,7 @@ def exact(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
-    if isinstance(value, Experts) and not isinstance(value.gate_up, MXFP4):
+    if isinstance(value, Experts) and isinstance(value.gate_up, Fragments):
         weights: Any = {n: unpack(getattr(value, n)) for n in ("gate_up", "down")}
         value = replace(value, **weights)
     if isinstance(value, Experts | Attention):
@@ -285,7 +303,8 @@ class Cases:
             distinct += len(ids.unique())
             arguments.append((x, mlp, live))
         layers = config.num_hidden_layers
-        one = weight_bytes(config)["experts"] / layers / config.num_local_experts
+        stored = weight_bytes(config, packed=not config.names)["experts"]
+        one = stored / layers / config.num_local_experts
         sizes = 3 * config.hidden_size * config.intermediate_size
         flops = 2.0 * tokens * config.num_experts_per_tok * sizes
         nbytes = one * distinct / layers

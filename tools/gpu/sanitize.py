@@ -74,7 +74,7 @@ def watch(job: tuple[str, str], program: str = "compute-sanitizer") -> Finding:
     """Run a kernel's case under a tool."""
     kernel, tool = job
     command = [program, "--tool", tool, sys.executable, __file__, kernel]
-    # Each tensor in an allocation of its own, so that no neighbour hides a bad access.
+    # Each tensor in an allocation of its own, so that no neighbor hides a bad access.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(

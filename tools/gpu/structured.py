@@ -1,16 +1,20 @@
 """What schemas cost on a GPU: figures/b-structured-h200.json.
 
     python tools/gpu/structured.py --json OUT
-    python tools/gpu/structured.py --model gpt-oss-20b
+    python tools/gpu/structured.py --model gpt-oss-20b --strings usual
 
-Requests with a schema beside free ones, with random weights, greedily, and a made-up
-vocabulary of the model's size. Masked ones choose every token (min_tokens keeps forced
-ones away); forced ones are appended. The free ones run before and after the others.
+Requests with a schema beside free ones, with random weights and a made-up vocabulary of
+the model's size. Masked ones choose every token (min_tokens keeps forced ones away);
+forced ones are appended. Random weights close no string before its limit, near which
+masks are the dearest. So there are two kinds of strings: "endless" ones, greedily, and
+"usual" ones, which a logit_bias of all requests ends after some twelve tokens.
 """
 
 import argparse
 import json
+import math
 import random
+import re
 import shlex
 import string
 import sys
@@ -26,39 +30,45 @@ from unittest import mock
 
 import llguidance
 import torch
-import triton
 
 from simplellm import LLM, EngineConfig, SamplingParams
+from simplellm.apps.report import versions
 from simplellm.masks import Masks
 from simplellm.sampling_params import StructuredOutputs
 from simplellm.tokenizer import Tokenizer
 
 BATCHES = (1, 64, 256)
 LENGTH, TOKENS = 128, 256  # of a prompt, and of an answer
+NAME = re.compile(r'"name": ?"([^"]*)"')
 CONTROL = 1090  # the last ids, which are no text
-# Texts, numbers, names and lists, for longer than an answer lasts. Random weights close
-# no string before its limit, and within ten characters of it masks are the dearest.
-ITEM: dict[str, Any] = {
-    "name": {"type": "string", "maxLength": 120},
-    "count": {"type": "integer", "minimum": 0, "maximum": 999_999},
-    "kind": {"enum": ["fruit", "animal", "tool", "city"]},
-    "ready": {"type": "boolean"},
-    "tags": {"type": "array", "items": {"type": "string", "maxLength": 60}},
-}
-SCHEMA = {
-    "type": "array",
-    "minItems": 100,
-    "items": {
-        "type": "object",
-        "properties": ITEM | {"tags": ITEM["tags"] | {"maxItems": 3}},
-        "required": [*ITEM],
-        "additionalProperties": False,
-    },
-}
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
-FREE = SamplingParams(**GREEDY, ignore_eos=True)
-FORCED = SamplingParams(**GREEDY, structured_outputs=StructuredOutputs(json=SCHEMA))
-MASKED = replace(FORCED, min_tokens=1)
+STRINGS = {"usual": 400, "endless": 120}  # the longest a name may be, in characters
+QUOTE, CLOSES = ord('"'), 12  # one token in so many is a quote where strings are usual
+
+
+def schema(longest: int) -> dict[str, Any]:
+    """Texts, numbers, names and lists, for longer than an answer lasts."""
+    tag = {"type": "string", "maxLength": longest // 2}
+    item: dict[str, Any] = {
+        "name": {"type": "string", "maxLength": longest},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999_999},
+        "kind": {"enum": ["fruit", "animal", "tool", "city"]},
+        "ready": {"type": "boolean"},
+        "tags": {"type": "array", "items": tag, "maxItems": 3},
+    }
+    closed = {"required": [*item], "additionalProperties": False}
+    entry = {"type": "object", "properties": item, **closed}
+    return {"type": "array", "minItems": 100, "items": entry}
+
+
+def ways(strings: str, vocab_size: int) -> tuple[SamplingParams, ...]:
+    """The parameters of free, masked and forced requests."""
+    free = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    if strings == "usual":  # logits are alike, so that this is about the quote's share
+        bias = {QUOTE: math.log(vocab_size / (CLOSES - 1))}
+        free = replace(free, temperature=1, logit_bias=bias)
+    outputs = StructuredOutputs(json=schema(STRINGS[strings]))
+    forced = replace(free, ignore_eos=False, structured_outputs=outputs)
+    return free, replace(forced, min_tokens=1), forced
 
 
 def made_up(size: int) -> Tokenizer:
@@ -95,74 +105,68 @@ def watched() -> Iterator[list[float]]:
 
 
 def turn(llm: LLM, params: Sequence[SamplingParams]) -> dict[str, float]:
-    """Run a request for each of ``params`` at once."""
-    rng = random.Random(len(params))
-    words = llm.config.vocab_size * 9 // 10
+    """Run a request for each of ``params`` at once, with seeds of their own."""
+    before, words = llm.stats().steps, llm.config.vocab_size * 9 // 10
+    rng = random.Random(before)  # prompts that aren't cached
     prompts = [[rng.randrange(words) for _ in range(LENGTH)] for _ in params]
-    before = llm.stats().steps
+    seeded = [replace(one, seed=seed) for seed, one in enumerate(params)]
     with watched() as masks:
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params).result()
+        outputs = llm.generate(prompts, seeded).result()
         seconds = time.perf_counter() - start
     assert all(len(output.token_ids) == TOKENS for output in outputs)
     gaps = [
         1e3 * (times.finished_time - times.first_token_time) / (TOKENS - 1)
         for output, one in zip(outputs, params, strict=True)
-        if (times := output.metrics) and one is FREE
+        if (times := output.metrics) and one.structured_outputs is None
     ]
+    names = [len(name) for output in outputs for name in NAME.findall(output.text)]
     return {
         "tokens_per_second": len(params) * TOKENS / seconds,
         "steps": llm.stats().steps - before,
         "itl_free_ms": mean(gaps) if gaps else 0.0,
+        "name_letters": mean(names) if names else 0.0,
         "masks_ms": 1e3 * median(masks),
+        "masks_mean_ms": 1e3 * mean(masks),
         "masks_worst_ms": 1e3 * max(masks),
     }
 
 
-def measure(llm: LLM, rows: list[dict[str, Any]]) -> None:
-    """All mixtures, in turns."""
+def measure(llm: LLM, strings: str) -> Iterator[dict[str, Any]]:
+    """All mixtures, in turns; the free ones run before and after the others."""
+    free, masked, forced = ways(strings, llm.config.vocab_size)
+    for params in (free, masked, forced):
+        turn(llm, [params])
     for batch in BATCHES:
-        half = batch // 2
-        kinds = {
-            "free": [FREE] * batch,
-            "masked": [MASKED] * batch,
-            "forced": [FORCED] * batch,
-            "1 masked": [FREE] * (batch - 1) + [MASKED],
-            "1 forced": [FREE] * (batch - 1) + [FORCED],
-            "half masked": [FREE] * half + [MASKED] * half,
-            "half forced": [FREE] * half + [FORCED] * half,
+        counts = {"": batch, "1 ": 1, "half ": batch // 2} if batch > 1 else {"": 1}
+        kinds = {"free": [free] * batch} | {
+            name + kind: [free] * (batch - count) + [params] * count
+            for name, count in counts.items()
+            for kind, params in (("masked", masked), ("forced", forced))
         }
-        if batch == 1:
-            kinds = {name: kinds[name] for name in ("free", "masked", "forced")}
-        for kind, params in [*kinds.items()] * (1 + (batch == 64)):
-            found = turn(llm, params)
-            rows.append({"batch": batch, "kind": kind, **found})
-            print(f"{batch:4} {kind:12}", end="")
-            print(*(f"{value:10.2f}" for value in found.values()), flush=True)
+        for kind in (*kinds, "free"):
+            found = turn(llm, kinds[kind])
+            print(f"{strings:8}{batch:4} {kind:12}", end="")
+            print(*(f"{value:9.2f}" for value in found.values()), sep="", flush=True)
+            yield {"strings": strings, "batch": batch, "kind": kind, **found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="gpt-oss-120b")
+    parser.add_argument("--strings", choices=STRINGS, nargs="+", default=[*STRINGS])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     config = EngineConfig(max_num_seqs=max(BATCHES), max_model_len=1024)
-    rows: list[dict[str, Any]] = []
+    titles = "tok/s", "steps", "ITL", "name", "masks", "mean", "worst"
     with LLM(options.model, config, random_weights=True) as llm:
-        tokenizer = made_up(llm.config.vocab_size)
-        llm.door = replace(llm.door, tokenizer=tokenizer)
-        for params in (FREE, FORCED, MASKED):
-            turn(llm, [params])
-        print(f"{'':16}", *(f"{n:>10}" for n in ("tok/s", "steps", "ITL", "masks", "")))
-        measure(llm, rows)
+        llm.door = replace(llm.door, tokenizer=made_up(llm.config.vocab_size))
+        print(f"{'':25}", *(f"{title:>9}" for title in titles), sep="")
+        rows = [row for strings in options.strings for row in measure(llm, strings)]
     record = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "llguidance": llguidance.__version__,
-        },
+        "versions": versions() | {"llguidance": llguidance.__version__},
         "command": shlex.join(["python", "tools/gpu/structured.py", *sys.argv[1:]]),
         "model": options.model,
         "tokens": [LENGTH, TOKENS],

@@ -2,6 +2,7 @@
 
     python tools/gpu/tune.py --json OUT                  every kernel as it is chosen
     python tools/gpu/tune.py --only decode,experts --variants --json OUT
+    python tools/gpu/tune.py --model Qwen3-30B-A3B-FP8 --only experts --json OUT
 
 With --variants each is also timed with other tilings, which stand in for what its
 module would choose. Every variant is first compared with the operation in PyTorch, its
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib import import_module
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ from torch import Tensor
 from simplellm.kernels.decode import DecodeTiles, decode_tiles
 from simplellm.kernels.experts import Tiling
 from simplellm.kernels.experts_one import FEW_TOKENS, OneTiling
+from simplellm.kernels.grouped import Grouping
 from simplellm.kernels.linear import Dot, Gemv
 from simplellm.kernels.prefill import PrefillTiles
 
@@ -124,7 +126,13 @@ def product_variants(path: str, case: Case) -> Iterator[Variant]:
 
 
 def expert_variants(case: Case) -> Iterator[Variant]:
-    tokens = len(case.arguments[0][0])
+    x, mlp, _ = case.arguments[0]
+    tokens = len(x)
+    if mlp.activation == "swiglu":
+        shapes = product((64, 128), (16, 32, 64, 128), (4, 8), (3, 4, 6))
+        for grouping in starmap(Grouping, shapes):
+            yield Variant(named(grouping), chosen("grouped.choose_grouping", grouping))
+        return
     if tokens <= FEW_TOKENS:
         sizes = [-(-most // tokens) for most in (66, 99, 132)]
         for programs, warps, registers in product(sizes, (4, 8), (128, 168)):

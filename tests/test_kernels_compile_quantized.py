@@ -1,0 +1,118 @@
+"""The kernels for weights of 8 bits compile for Hopper, and multiply as they should."""
+
+import re
+
+import pytest
+import torch
+from kernels_compiler import (
+    assert_compiles_and_fits,
+    assert_compiles_for_older_gpus,
+    assert_every_program_waits,
+    assert_waits,
+    case_of,
+    compile_case,
+    kernel_name,
+    kernels_of,
+    parameters,
+)
+
+from simplellm.kernels import quantized
+from simplellm.scaled import E4M3, LARGEST
+
+FORMATS = {  # tile, dtype and whether inputs are rounded
+    "FP8 in blocks": ((128, 128), E4M3, True),
+    "FP8": ((1, 0), E4M3, True),
+    "INT8": ((1, 0), torch.int8, True),
+    "INT8, weights alone": ((1, 0), torch.int8, False),
+}
+NAMES = {E4M3: "*fp8e4nv", torch.int8: "*i8"}
+# Out and in, of Qwen3-8B: its queries, keys and values, and the end of its MLP.
+QKV, DOWN = (6144, 4096), (4096, 12288)
+TOKENS = 1, 2, 4, 64, 2048
+EARLY = {"scaled_gemv_kernel": "weight_ptr scales_ptr bias_ptr"}
+
+
+def product_case(kind, shape, tokens, invariant=False):
+    tile, dtype, inputs = FORMATS[kind]
+    tile = tile[0], tile[1] or shape[1]
+    out, size = shape
+    config = quantized.choose_scaled(tokens, out, size, tile, True)
+    if invariant:
+        config = quantized.choose_scaled_invariant(out, size, tile, True)
+    start, _ = quantized.scaled_launcher(config, tokens, shape, tile)
+    weight = f"{NAMES[dtype]} *fp32"
+    y = "*bf16" if config.parts == 1 else "*fp32"
+    x, without = f"{NAMES[dtype]} *fp32", "bias_ptr"
+    if not inputs:
+        x, without = "*bf16", "x_scales_ptr bias_ptr"
+    last = "i32" if isinstance(config, quantized.Gemv) else "i32 i32"
+    types = f"{x} {weight} {y} {last}"
+    return case_of(start, types, without, aligned=("stride_x",))
+
+
+def round_case(kind, shape):
+    tile, dtype, _ = FORMATS[kind]
+    most = int(LARGEST[dtype])
+    start = quantized.round_launcher(shape[1], tile[1] or shape[1], most)
+    types = f"*bf16 {NAMES[dtype]} *fp32 i32 i32"
+    return case_of(start, types, aligned=("stride_x",))
+
+
+CASES = [
+    *(product_case(kind, QKV, 64) for kind in FORMATS),
+    *(product_case(kind, DOWN, 2) for kind in ("FP8 in blocks", "INT8")),
+    product_case("FP8 in blocks", QKV, 2048),
+    *(round_case(kind, DOWN) for kind in ("FP8 in blocks", "INT8")),
+]
+MORE = [
+    product_case(kind, shape, tokens, invariant)
+    for kind in FORMATS
+    for shape in (QKV, DOWN)
+    for tokens in TOKENS
+    for invariant in (False, True)
+]
+MORE += [round_case(kind, QKV) for kind in FORMATS]
+MORE = [case for case in MORE if case not in CASES]
+
+
+def is_fp8(case):
+    return "fp8" in case.types
+
+
+@pytest.mark.parametrize("case", parameters(CASES, MORE))
+def test_it_compiles_and_fits(case):
+    assert_compiles_and_fits(case)
+
+
+@pytest.mark.parametrize("case", parameters(CASES, [], lambda case: not is_fp8(case)))
+def test_integers_compile_for_older_gpus(case):
+    """Which have no e4m3."""
+    assert_compiles_for_older_gpus(case)
+
+
+@pytest.mark.parametrize("case", parameters(CASES, MORE))
+def test_nothing_is_read_or_written_too_early(case):
+    assert_waits(case, EARLY.get(kernel_name(case), ""))
+
+
+@pytest.mark.parametrize("case", parameters(CASES, MORE))
+def test_no_program_is_over_before_it_waits(case):
+    assert_every_program_waits(case)
+
+
+DOTS = [case for case in CASES if kernel_name(case) == "scaled_dot_kernel"]
+
+
+@pytest.mark.parametrize("case", DOTS, ids=lambda case: case.types)
+def test_tensor_cores_multiply_8_bits_where_both_have_them(case):
+    ptx = compile_case(case).asm["ptx"]
+    kinds = {*re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k\d+\.(\S+)", ptx)}
+    alone = case.types.startswith("*bf16")
+    expected = "f32.bf16.bf16" if alone else "f32.e4m3.e4m3" if is_fp8(case) else None
+    assert kinds == {expected or "s32.s8.s8"}
+
+
+def test_every_kernel_is_in_the_list():
+    listed = {case.kernel.fn for case in CASES}
+    missing = [n for n, k in kernels_of("quantized").items() if k.fn not in listed]
+    assert not missing

@@ -1,0 +1,159 @@
+"""Products with weights of 8 bits: every way to compute them against the plain one."""
+
+import pytest
+import torch
+
+from simplellm import ops
+from simplellm.kernels import linear
+from simplellm.kernels.linear import Dot, Gemv
+from simplellm.kernels.quantized import (
+    choose_scaled,
+    choose_scaled_invariant,
+    head,
+    multiply_scaled,
+    project,
+    round_rows,
+)
+from simplellm.scaled import E4M3, Scaled
+
+FORMATS = {
+    "FP8 in blocks": ((128, 128), E4M3, True),
+    "FP8 in blocks, weights alone": ((128, 128), E4M3, False),
+    "FP8 in low blocks": ((8, 128), E4M3, True),
+    "FP8": ((1, 0), E4M3, True),
+    "INT8": ((1, 0), torch.int8, True),
+    "INT8, weights alone": ((1, 0), torch.int8, False),
+}
+KINDS = pytest.mark.parametrize("kind", FORMATS)
+CONFIGS = [Gemv(4, 1), Gemv(2, 4), Dot(64, 64, 1, 4, 2), Dot(32, 128, 3, 4, 3)]
+SHAPES = [(20, 416), (140, 320), (64, 96)]
+CASES = [
+    pytest.param(
+        *(kind, config, shape, tokens),
+        marks=[]
+        if shape == SHAPES[isinstance(config, Dot)] and tokens == 3
+        else pytest.mark.exhaustive,
+    )
+    for kind in FORMATS
+    for config in CONFIGS
+    for shape in SHAPES
+    for tokens in (1, 3, 17)
+    if isinstance(config, Dot) or tokens <= 4
+]
+# Numbers rounded to 8 bits are the same; sums of their products have another order.
+CLOSE = {
+    torch.float32: dict(rtol=1e-4, atol=1e-4),
+    torch.float16: dict(rtol=2e-3, atol=2e-2),
+}
+
+
+def inputs(device, kind, tokens, shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(tokens * shape[0])
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator).to(device)
+
+    weight = Scaled.of(normal(*shape), *FORMATS[kind])
+    # Numbers of float16, of which many are halfway between two of 8 bits.
+    return normal(tokens, shape[1]).to(dtype), weight, normal(shape[0]).to(dtype)
+
+
+def multiply(x, weight, bias, config):
+    """[T, N] in x's dtype, in the way of ``config``."""
+    y = x.new_full((len(x), weight.shape[0]), torch.nan)
+    if config.parts > 1:
+        y = y.float()[:, None].repeat(1, config.parts, 1)
+    multiply_scaled(y, x, weight, bias, config)
+    return added(y, x.dtype)
+
+
+def added(y, dtype):
+    return (y.sum(1) if y.ndim == 3 else y).to(dtype)
+
+
+@pytest.mark.parametrize(("kind", "config", "shape", "tokens"), CASES)
+def test_each_way_is_the_plain_product(kernel_device, kind, config, shape, tokens):
+    for dtype, has_bias in ((torch.float32, True), (torch.float16, False)):
+        x, weight, bias = inputs(kernel_device, kind, tokens, shape, dtype)
+        given = bias if has_bias else None
+        got = multiply(x, weight, given, config)
+        torch.testing.assert_close(got, ops.linear(x, weight, given), **CLOSE[dtype])
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(128, 256), (64, 300), (64, 65)])
+def test_inputs_are_rounded_as_the_plain_operation_does(kernel_device, kind, shape):
+    x, weight, _ = inputs(kernel_device, kind, 5, shape)
+    x[3] = 0
+    values, scales = round_rows(x, weight)
+    expected, their_scales = weight.round_inputs(x)
+    assert torch.equal(values.view(torch.int8), expected.view(torch.int8))
+    assert torch.equal(scales.T, their_scales)
+
+
+@pytest.mark.parametrize("kind", ["FP8 in blocks", "INT8", "INT8, weights alone"])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 130])
+def test_project_takes_any_number_of_tokens(kernel_device, kind, tokens):
+    x, weight, bias = inputs(kernel_device, kind, tokens, (32, 256))
+    for invariant in (False, True):
+        got = added(project(x, weight, bias, batch_invariant=invariant), x.dtype)
+        expected = ops.project(x, weight, bias)
+        torch.testing.assert_close(got, expected, **CLOSE[x.dtype])
+        logits = torch.full_like(expected, torch.nan)
+        best = head(x, weight, logits, batch_invariant=invariant)
+        torch.testing.assert_close(logits, ops.linear(x, weight), **CLOSE[x.dtype])
+        assert torch.equal(best.long(), logits.argmax(-1))
+
+
+def test_ordinary_weights_go_the_ordinary_way(kernel_device):
+    x, weight, bias = inputs(kernel_device, "FP8", 3, (32, 256))
+    dense = weight.dequantize(torch.float32)
+    got = project(x, dense, bias)
+    assert torch.equal(got, linear.project(x, dense, bias))
+    logits = x.new_empty(3, 32)
+    best = head(x, dense, logits)
+    torch.testing.assert_close(logits, x @ dense.T)
+    assert torch.equal(best.long(), logits.argmax(-1))
+
+
+def test_rows_of_x_may_be_slices(kernel_device):
+    """The heads' part of a wider row."""
+    for kind in FORMATS:
+        x, weight, bias = inputs(kernel_device, kind, 3, (16, 256))
+        wide = torch.cat([x, torch.full_like(x, torch.nan)], dim=1)
+        for config in CONFIGS[::2]:
+            got = multiply(wide[:, :256], weight, bias, config)
+            torch.testing.assert_close(got, multiply(x, weight, bias, config))
+
+
+@KINDS
+@pytest.mark.parametrize("config", CONFIGS[::2])
+def test_nan_in_x_is_nan_in_y(kernel_device, kind, config):
+    x, weight, bias = inputs(kernel_device, kind, 3, (16, 256))
+    x[1, 130] = torch.nan
+    got = multiply(x, weight, bias, config)
+    assert got.isnan().all(1).tolist() == [False, True, False]
+    assert not got[[0, 2]].isnan().any()
+
+
+@KINDS
+def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device, kind):
+    x, weight, bias = inputs(kernel_device, kind, 140, (64, 256), torch.float16)
+    together = project(x, weight, bias, batch_invariant=True)
+    for rows in (slice(0, 1), slice(63, 65), slice(20, 139)):
+        apart = project(x[rows], weight, bias, batch_invariant=True)
+        assert torch.equal(apart, together[rows])
+
+
+def test_what_is_chosen():
+    square, row = (128, 128), (1, 4096)
+    for tile in (square, row):
+        assert isinstance(choose_scaled(2, 6144, 4096, tile, True), Gemv)
+        assert isinstance(choose_scaled(3, 6144, 4096, tile, True), Dot)
+        assert choose_scaled(64, 4096, 4096, tile, True).parts == 4
+        assert choose_scaled(64, 4096, 4096, tile, False).parts == 1
+        assert choose_scaled(64, 24576, 4096, tile, True).parts == 1
+        assert choose_scaled(2048, 4096, 4096, tile, True).parts == 1
+        assert choose_scaled_invariant(4096, 4096, tile, True).width == 64
+    # Rows of a program would have several scales.
+    assert isinstance(choose_scaled(1, 6144, 4096, (1, 128), True), Dot)

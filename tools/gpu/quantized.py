@@ -1,0 +1,239 @@
+"""Check and time dense families' products on one GPU, at real models' sizes.
+
+    python tools/gpu/quantized.py [--json OUT]
+
+Products with weights of 8 bits, and whole feed-forward networks, with ordinary weights
+as well. Each is compared with the plain operation on the same device, and timed by
+replays of a CUDA graph whose launches take turns between weights that are together
+larger than the L2 cache. Shares are of reading the weight once at 4,600 GB/s, for few
+tokens, or, for many, how many times as fast as cuBLAS in bfloat16. For very few tokens
+both ways that there are, gemv and dot, are timed. Ends with 1 if a result is wrong.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from simplellm import ops
+from simplellm.kernels.linear import Product
+from simplellm.kernels.quantized import choose_scaled, multiply_scaled, project
+from simplellm.kernels.variants import dense
+from simplellm.layers import Dense
+from simplellm.scaled import E4M3, Scaled
+
+SHAPES = {  # out and in of Qwen3-8B's and Llama-3.1-8B's products
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up, Qwen": (24576, 4096),
+    "down, Qwen": (4096, 12288),
+    "gate_up, Llama": (28672, 4096),
+    "down, Llama": (4096, 14336),
+    "head": (151936, 4096),
+}
+FORMATS = {
+    "fp8 blocks": ((128, 128), E4M3, True),
+    "fp8": ((1, 0), E4M3, True),
+    "int8": ((1, 0), torch.int8, True),
+    "int8 alone": ((1, 0), torch.int8, False),
+}
+NETWORKS = {"mlp, Qwen": (4096, 12288), "mlp, Llama": (4096, 14336)}  # hidden, inner
+TOKENS = 1, 2, 4, 16, 64, 2048
+FEW = 4  # tokens for which both ways are timed
+DEVICE = "cuda"
+READ = 4.6e12  # bytes/s
+CACHE = 2.4e8  # bytes of weights after which nothing of the first is cached
+
+
+def seconds(calls: list[Callable[[], Any]]) -> float:
+    """Of one call, the median of replays."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    found = []
+    for _ in range(30):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(found[10:])
+
+
+def scaled_mm(x: Tensor, weight: Scaled) -> Callable[[], Tensor] | None:
+    """PyTorch's own product of rows with FP8, the input rounded already."""
+    if weight.values.dtype != E4M3 or weight.tile[0] != 1:
+        return None
+    values, scales = weight.round_inputs(x)
+    multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16)
+    return partial(multiply, values, weight.values.T, scales, weight.scales.T)
+
+
+def random_weight(size_out: int, size_in: int) -> Tensor:
+    return torch.randn(size_out, size_in, device=DEVICE).bfloat16() * 0.02
+
+
+def copies(weight: Scaled | Tensor) -> list[Any]:
+    """So many that the cache has nothing of the first after the last."""
+    many = range(max(2, math.ceil(CACHE / weight.nbytes)))
+    if isinstance(weight, Tensor):
+        return [weight.clone() for _ in many]
+    return [replace(weight, values=weight.values.clone()) for _ in many]
+
+
+def wrong_by(got: Tensor, exact: Tensor) -> float:
+    """The error, as a part of the result's root mean square."""
+    got = got.float().sum(1) if got.ndim == 3 else got.float()
+    exact = exact.float()
+    return ((got - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt()).item()
+
+
+def tolerance(row: dict[str, Any]) -> float:
+    """Of the result's root mean square: for bfloat16, and sums of tensor cores.
+
+    What is between a network's products may also be rounded to 8 bits the other way.
+    """
+    return 0.03 if row["product"] in NETWORKS and row["format"] in FORMATS else 0.01
+
+
+def row_of(name: str, kind: str, tokens: int, **found: Any) -> dict[str, Any]:
+    """``found`` has seconds, by way, and what is read and computed in them."""
+    ours, nbytes, products = (found.pop(key) for key in ("ours", "nbytes", "products"))
+    library = found.pop("library")
+    return {
+        "product": name,
+        "format": kind,
+        "tokens": tokens,
+        "error": found.pop("error"),
+        "us": ours * 1e6,
+        "bf16_us": found.pop("bf16") * 1e6,
+        "scaled_mm_us": library and library * 1e6,
+        "share": nbytes / READ / ours,
+        "tflops": 2e-12 * tokens * products / ours,
+        **{f"{way}_us": time * 1e6 for way, time in found.items()},
+    }
+
+
+def by_way(config: Product, x: Tensor, weight: Scaled) -> Tensor:
+    """The product in the way that ``config`` says, whatever would be chosen."""
+    shape = (len(x), config.parts, weight.shape[0])
+    y = x.new_empty(shape, dtype=torch.float32 if config.parts > 1 else x.dtype)
+    multiply_scaled(y, x, weight, None, config)
+    return y
+
+
+def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
+    """One product: how wrong it is, and how long it takes."""
+    size_out, size_in = SHAPES[name]
+    ordinary = random_weight(size_out, size_in)
+    weight = Scaled.of(ordinary, *FORMATS[kind])
+    x = torch.randn(tokens, size_in, device=DEVICE).bfloat16()
+    weights = copies(weight)
+    library = scaled_mm(x, weight)
+    ways: dict[str, Any] = {}
+    if tokens <= FEW:
+        for way, few in (("gemv", 1), ("dot", 16)):
+            config = choose_scaled(few, size_out, size_in, weight.tile, True)
+            ways[way] = seconds([partial(by_way, config, x, each) for each in weights])
+    return row_of(
+        *(name, kind, tokens),
+        error=wrong_by(project(x, weight, None), weight.product(x.float())),
+        ours=seconds([partial(project, x, each, None) for each in weights]),
+        bf16=seconds([partial(functional.linear, x, w) for w in copies(ordinary)]),
+        library=seconds([library] * 4) if library else None,
+        nbytes=weight.nbytes,
+        products=size_out * size_in,
+        **ways,
+    )
+
+
+def measure_network(name: str, kind: str, tokens: int) -> dict[str, Any]:
+    """A feed-forward network, beside PyTorch's with ordinary weights."""
+    hidden, inner = NETWORKS[name]
+    ordinary = random_weight(2 * inner, hidden), random_weight(hidden, inner)
+    weights: list[Any] = [*ordinary]
+    if kind in FORMATS:
+        weights = [Scaled.of(weight, *FORMATS[kind]) for weight in ordinary]
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+
+    def networks(first: Any, second: Any) -> list[Dense]:
+        pairs = zip(copies(first), copies(second), strict=False)
+        return [Dense(one, None, two, None) for one, two in pairs]
+
+    ours = networks(*weights)
+    return row_of(
+        *(name, kind, tokens),
+        error=wrong_by(dense(x, ours[0]), ops.dense(x, ours[0])),
+        ours=seconds([partial(dense, x, mlp) for mlp in ours]),
+        bf16=seconds([partial(ops.dense, x, mlp) for mlp in networks(*ordinary)]),
+        library=None,
+        nbytes=sum(weight.nbytes for weight in weights),
+        products=3 * hidden * inner,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = [
+        measure(name, kind, tokens)
+        for name in SHAPES
+        for kind in FORMATS
+        for tokens in TOKENS
+        if name != "head" or tokens <= 64
+    ]
+    rows += [
+        measure_network(name, kind, tokens)
+        for name in NETWORKS
+        for kind in ("bf16", *FORMATS)
+        for tokens in TOKENS
+    ]
+    record = {
+        "label": "products and feed-forward networks of dense families",
+        "date": date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "command": shlex.join(["python", "tools/gpu/quantized.py", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    heads = "tokens us gemv dot bf16 torch read faster error".split()
+    widths = 7, 8, 8, 8, 8, 8, 6, 8, 8
+    columns = (f"{head:>{n}}" for head, n in zip(heads, widths, strict=True))
+    print(f"{'product':15} {'format':11}", *columns, sep="")
+    for row in rows:
+        names = "us", "gemv_us", "dot_us", "bf16_us", "scaled_mm_us"
+        times = (f"{row[n]:8.1f}" if row.get(n) else f"{'':8}" for n in names)
+        print(
+            f"{row['product']:15} {row['format']:11}{row['tokens']:7}",
+            *times,
+            f"{row['share']:6.0%}{row['bf16_us'] / row['us']:8.2f}{row['error']:8.4f}",
+            sep="",
+        )
+    wrong = [row for row in rows if not row["error"] < tolerance(row)]
+    print(f"{len(rows)} products, {len(wrong)} of them wrong")
+    return int(len(wrong) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
