@@ -3,22 +3,33 @@
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from checkpoints import TINY, write_checkpoint
+from models import until
+from random_schemas import large_tokenizer
 
 from simplellm import LLM
-from simplellm.grammar import GrammarError
+from simplellm.dialects.dialect import HARMONY
+from simplellm.grammar import Filler, Grammar, GrammarError
 from simplellm.outputs import RequestOutput
 from simplellm.reader import future_of
 from simplellm.request import EngineError, Request
 from simplellm.results import outputs
 from simplellm.scheduler import Work
 from simplellm.structured import rules_text, schema_rules
+from simplellm.tokenizer import Tokenizer
 from simplellm.vocabulary import MOST_FORCED, Grammars
 
 pytest.importorskip("llguidance")
@@ -194,7 +205,7 @@ def test_max_tokens_in_the_middle_says_length(llm: LLM, grammars: Grammars) -> N
 def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> None:
     """As where llguidance gives up in the middle: its error, and nobody else's."""
     grammar = grammars.compile(NUMBERS)
-    broken = replace(grammar, matcher=grammar.matcher.deep_copy())
+    broken = Grammar(grammar.text, grammar.matcher.deep_copy())
     broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
     free = ask(llm, None)
     wanted = run(llm, [free])[0].token_ids
@@ -212,7 +223,7 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
     llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others of its step are tried again together, and not one by one."""
-    broken = grammars.compile(NUMBERS)
+    broken = Grammar("", grammars.compile(NUMBERS).matcher)
     broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
     others = [ask(llm, None, ignore_eos=True) for _ in range(6)]
     wanted = [output.token_ids for output in run(llm, others)]
@@ -238,7 +249,121 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
     assert sizes[place] == sizes[place - 1] - 1 > 0
 
 
+DOUBLING = "start: r0\n" + "".join(f"r{n}: r{n + 1} r{n + 1}\n" for n in range(30))
+LIMITS: dict[str, dict[str, Any]] = {
+    "Too many items": {"grammar": f'{DOUBLING}r30: "x"'},
+    "Current row has 3000 items": {"json": {"enum": [{"a": n} for n in range(3000)]}},
+    "too many expressions": {"regex": "(a|aa|aaa){1000}"},
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_of_llguidance_ends_its_request_alone(llm: LLM, limit: str) -> None:
+    """Such grammars show it on the way only; the others go on as if alone."""
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    wanted = [output.token_ids for output in llm.generate(PROMPTS, **options)]
+    free = llm.generate(PROMPTS, **options)
+    asked = {"max_tokens": 1500, "structured_outputs": LIMITS[limit]}
+    limited = llm.generate("Hello", temperature=0, **asked)
+    with pytest.raises(EngineError, match="this request failed") as error:
+        limited.result(timeout=120)
+    assert limit in str(error.value.__cause__)
+    assert [output.token_ids for output in free.result(timeout=120)] == wanted
+
+
+@pytest.mark.parametrize(("quick", "lexers"), [(1e9, 3), (0.0, 1)])
+def test_walks_of_a_grammar_have_several_lexers(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, quick: float, lexers: int
+) -> None:
+    """If it is compiled quickly. Each of them leaves the same."""
+    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.vocabulary.QUICK", quick)
+    grammar = grammars.compile(PAIRS)
+    assert 1 + len(grammar.others) == lexers
+    walks = [grammar.walk(number) for number in range(5)]
+    for text in ('{"north', 'east":1', "2"):
+        for walk in walks:
+            walk.advance(grammars.tokenizer.encode(text))
+        bits = np.zeros((5, -(-grammars.vocab_size // 32)), np.uint32)
+        Filler().fill(walks, bits)
+        assert bits.any() and (bits == bits[0]).all()
+
+
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])
 def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> None:
     with pytest.raises(GrammarError, match=r"\w"):
         grammars.compile(text)
+
+
+SIZE = 201_088  # tokens, as gpt-oss has
+ENDLESS: dict[str, Any] = {"temperature": 0, "max_tokens": 9000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer]:
+    """A small checkpoint of many tokens, and a tokenizer for it."""
+    folder = tmp_path_factory.mktemp("many")
+    write_checkpoint(folder, replace(TINY, vocab_size=SIZE))
+    return folder, large_tokenizer(SIZE)
+
+
+@pytest.fixture
+def large(
+    many: tuple[Path, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LLM]:
+    folder, tokenizer = many
+    text = tokenizer, HARMONY
+    monkeypatch.setattr("simplellm.door.open_text", lambda folder, config: text)
+    monkeypatch.setattr("simplellm.door.IDLE_SECONDS", 0.5)
+    with LLM(folder, device="cpu") as llm:
+        yield llm
+
+
+def is_prepared(llm: LLM) -> bool:
+    return "vocabulary" in vars(llm.door.grammars)
+
+
+def test_a_first_grammar_stops_nobody(large: LLM) -> None:
+    """What all of them need is made while nothing else is asked for."""
+    until(lambda: is_prepared(large))
+    asked = {"structured_outputs": {"json": {"type": "object"}}}
+    came: list[float] = []
+    stream = large.stream([1], **ENDLESS)
+    with ThreadPoolExecutor(1) as pool, closing(stream):
+        for number, _ in enumerate(stream):
+            came.append(time.perf_counter())
+            if number == 30:
+                first = pool.submit(large.door.ask, [1], None, asked)
+            if number > 30 and first.done():
+                break
+    assert first.result().grammar is not None
+    begin = time.perf_counter()
+    again = Grammars(large.tokenizer, SIZE, large.eos_token_ids)
+    assert again.vocabulary is not large.door.grammars.vocabulary
+    takes = time.perf_counter() - begin
+    longest = max(after - before for before, after in pairwise(came))
+    print(f"{takes:.2f} s, and {longest:.3f} s between two tokens")
+    assert longest < takes / 2
+
+
+def test_nothing_is_prepared_beside_requests(
+    large: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large.door = replace(large.door)  # for which nothing is prepared yet
+    with closing(large.stream([1], **ENDLESS)) as stream:
+        next(stream)
+        monkeypatch.setattr("simplellm.door.IDLE_SECONDS", 0.1)
+        large.door.prepare_when_idle(large.engine)
+        begin = time.monotonic()
+        while time.monotonic() - begin < 1:
+            next(stream)
+            assert not is_prepared(large)
+    until(lambda: is_prepared(large))
+
+
+def test_nothing_is_prepared_for_an_engine_that_has_ended(large: LLM) -> None:
+    before = {t for t in threading.enumerate() if t.name == "grammars"}
+    assert before
+    large.close()
+    until(lambda: not any(thread.is_alive() for thread in before))
+    assert not is_prepared(large)

@@ -388,30 +388,80 @@ def test_a_place_is_not_looked_for_without_an_end() -> None:
 
 LOOP = {"$ref": "#"}
 OBJECT = {"type": "object", "required": ["a"]}
+D = {"$ref": "#/$defs/d"}
+NEVER = OBJECT | {"properties": {"a": D}}  # as d it needs itself
+LIST = {"type": "array", "prefixItems": [{"type": "null"}, D]}
+DOOR = "structured_outputs.json"
 
 
 @pytest.mark.parametrize(
-    ("schema", "ends"),
+    ("schema", "place"),
     [
-        (LOOP, False),
-        ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#"}}}, False),
-        ({"anyOf": [LOOP, LOOP]}, False),
-        (OBJECT | {"properties": {"a": LOOP}}, False),
-        (OBJECT | {"properties": {"a": {"anyOf": [LOOP, {}]}}}, True),
-        (OBJECT | {"properties": {"b": LOOP}}, True),
-        ({"properties": {"a": LOOP}, "required": ["a"]}, True),
-        ({"type": "array", "items": LOOP}, True),
-        ({"type": "array", "items": LOOP, "minItems": 1}, False),
-        ({"oneOf": [{"type": "array", "items": LOOP}, {"type": "null"}]}, True),
+        (OBJECT | {"properties": {"a": LOOP}}, ""),
+        ({"type": "array", "items": LOOP, "minItems": 1}, ""),
+        (OBJECT | {"properties": {"a": {"allOf": [D]}}}, ".$defs.d"),
+        ({"anyOf": [D, {"oneOf": [D]}]}, ".$defs.d"),
+        (LIST | {"minItems": 2}, ".$defs.d"),
     ],
 )
-def test_texts_that_cannot_end(door: Door, schema: Any, ends: bool) -> None:
-    outputs = {"structured_outputs": {"json": schema}}
-    if ends:
-        assert door.ask("x", None, outputs).grammar is not None
-        return
-    with pytest.raises(ValueError, match=r"a way out of its \$refs"):
-        door.ask("x", None, outputs)
+def test_what_cannot_end_is_refused(door: Door, schema: Any, place: str) -> None:
+    asked = {"json": schema | {"$defs": {"d": NEVER}}}
+    with pytest.raises(ValueError, match=r"a way out of its \$refs") as error:
+        door.ask("x", None, {"structured_outputs": asked})
+    assert str(error.value).startswith(f"{DOOR}{place}: nothing that fits")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        (LOOP, ""),
+        ({"allOf": [D], "$defs": {"d": LOOP}}, ".allOf[0]"),
+        ({"anyOf": [LOOP, LOOP]}, ".anyOf[0]"),
+        (
+            {"properties": {"a": D}, "$defs": {"d": {"anyOf": [D, {}]}}},
+            ".$defs.d.anyOf[0]",
+        ),
+        ({"items": {"oneOf": [D]}, "$defs": {"d": D}}, ".$defs.d"),
+    ],
+)
+def test_a_schema_that_is_only_itself_is_refused(
+    door: Door, schema: Any, place: str
+) -> None:
+    with pytest.raises(ValueError, match="leads back to it, never inside") as error:
+        door.ask("x", None, {"structured_outputs": {"json": schema}})
+    assert str(error.value).startswith(f"{DOOR}{place}: $ref")
+
+
+@pytest.mark.parametrize(
+    ("schema", "fitting", "other"),
+    [
+        (OBJECT | {"properties": {"a": {"anyOf": [LOOP, {}]}}}, '{"a":1}', "{}"),
+        (OBJECT | {"properties": {"b": LOOP}}, '{"a":1}', '{"b":1'),
+        ({"properties": {"a": LOOP}, "required": ["a"]}, "1", "{}"),
+        ({"type": "array", "items": LOOP}, "[[]]", "[1"),
+        ({"oneOf": [{"type": "array", "items": LOOP}, {"type": "null"}]}, "null", "{"),
+        ({"anyOf": [D, {"type": "null"}]}, "null", "{"),
+        ({"properties": {"a": D, "b": {}}}, '{"b":1}', '{"a":'),
+        ({"type": "array", "items": D}, "[]", "[{"),
+        (LIST | {"minItems": 1}, "[null]", "[null,"),
+        ({"additionalProperties": {"anyOf": [D, {"const": 1}]}}, '{"x":1}', '{"x":{'),
+        ({"patternProperties": {"^x": D}}, '{"y":1}', '{"x":'),
+        ({"oneOf": [D, {"properties": {"a": {"const": 1}}}]}, '{"a":1}', '{"a":{'),
+    ],
+    ids=str,
+)
+def test_of_what_can_end_no_part_is_endless(
+    door: Door, schema: Any, fitting: str, other: str
+) -> None:
+    """Inside, what can't end is a schema that nothing fits."""
+    asked = {"json": schema | {"$defs": {"d": NEVER}}}
+    grammar = door.ask("x", None, {"structured_outputs": asked}).grammar
+    assert grammar is not None and door.tokenizer is not None
+    walk = grammar.walk()
+    walk.advance(door.tokenizer.encode(fitting))
+    assert walk.matcher.is_accepting()
+    ids = door.tokenizer.encode(other)
+    assert grammar.walk().matcher.try_consume_tokens(ids) < len(ids)
 
 
 def nested(levels: int, schema: Any, wrap: Any) -> Any:

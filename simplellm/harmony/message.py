@@ -19,7 +19,7 @@ MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", *ENDS)
 class Message:
     """One message of a conversation.
 
-    ``role`` is one of ROLES; a tool's ``name`` stands in its place in the header.
+    ``role`` is one of ROLES; a tool's ``name`` takes its place in the header.
     ``content`` is the text as the model reads it. An assistant's message with a
     ``recipient`` is a call, "functions.calculator" for the function `calculator`; its
     ``content_type`` is "<|constrain|>json". A parsed message may hold whatever names

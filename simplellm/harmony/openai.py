@@ -8,17 +8,19 @@ from typing import Any
 from simplellm.config import about, expect, expect_type, one_of
 from simplellm.harmony.message import ROLES, Message
 from simplellm.harmony.parse import ToolCall
-from simplellm.harmony.schema import Tool, as_tools, developer_text
+from simplellm.harmony.schema import Lead, Tool, as_tools, developer_text
 
 
 def from_openai(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool | Mapping[str, Any]] = (),
+    lead: Lead = developer_text,
 ) -> list[Message]:
     """Harmony messages for OpenAI chat-completions messages.
 
     "system" and "developer" become developer messages; ``tools``, as Tool or as
-    `{"type": "function", "function": {...}}`, are described in the first one. An
+    `{"type": "function", "function": {...}}`, are described in the first one, which
+    ``lead`` writes. An
     assistant's "reasoning" (or "reasoning_content") becomes an analysis message, its
     "tool_calls" become calls and its "content" the final answer, or commentary beside
     calls. Raises ValueError or TypeError for what is not such a message.
@@ -34,7 +36,7 @@ def from_openai(
         text = content_text(message.get("content"), where)
         name: Any = message.get("name")
         if role in ("system", "developer"):
-            text = developer_text(text, functions if number == 0 else ())
+            text = lead(text, functions if number == 0 else ())
             found += [Message("developer", text)] if text else []
         elif role == "user":
             ok = isinstance(name, str | None)
@@ -50,8 +52,9 @@ def from_openai(
             wanted = f"the id of a call before it ({list(called) or 'there is none'})"
             expect(name is not None, f"{where}.tool_call_id", call_id, wanted)
             found.append(result_message(name, text))
-    if functions and not (found and found[0].role == "developer"):
-        found.insert(0, Message("developer", developer_text(None, functions)))
+    text = lead(None, functions)
+    if text and not (found and found[0].role == "developer"):
+        found.insert(0, Message("developer", text))
     return found
 
 

@@ -5,12 +5,12 @@ writes them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from simplellm.config import about, expect
-from simplellm.harmony.message import HEADER_WORD
+from simplellm.harmony.message import HEADER_WORD, Message
 
 NAMESPACE = "namespace functions {"  # what the tools are declared in
 
@@ -26,6 +26,10 @@ class Tool:
     description: str
     parameters: dict[str, Any] | None = None
     strict: bool = False
+
+
+# Makes the developer message's content of instructions and tools.
+Lead = Callable[[str | None, Sequence[Tool]], str]
 
 
 def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
@@ -73,6 +77,25 @@ def format_text(name: str, description: str, schema: Mapping[str, Any]) -> str:
     written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     title = f"# Response Formats\n\n## {name}"
     return f"{title}\n\n{comments_of(description)}{written}"
+
+
+def with_format(
+    messages: Sequence[Message], tools: Sequence[Tool], text: str
+) -> list[Message]:
+    """``messages`` with a format's ``text`` at the end of the first developer message.
+
+    If there is none in front, it is one of its own, which describes ``tools`` as
+    `render` would in its place.
+    """
+    first = int(messages[0].role == "system") if messages else 0
+    system, rest = [*messages[:first]], [*messages[first:]]
+    if rest and rest[0].role == "developer":
+        content = rest.pop(0).content
+    else:
+        described = any(message.role == "developer" for message in rest)
+        content = developer_text(None, () if described else tools)
+    lead = "\n\n".join(filter(None, [content, text]))
+    return [*system, Message("developer", lead), *rest]
 
 
 def comments_of(description: str) -> str:

@@ -1,0 +1,128 @@
+"""How chats with a model are written: harmony, or as its own template says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simplellm.config import ConfigError, ModelConfig, expect, raising, read_json
+from simplellm.dialects.encoder import needs, read_tokenizer
+from simplellm.dialects.forms import tags_grammar
+from simplellm.dialects.tags import TagParser
+from simplellm.folder import TURN_ENDS, find_file
+from simplellm.grammar import Grammar
+from simplellm.harmony import (
+    HarmonyParser,
+    Message,
+    Tool,
+    developer_text,
+    render,
+)
+from simplellm.harmony.schema import Lead, with_format
+from simplellm.harmony.turn import turn_grammar
+from simplellm.outputs import TurnParser
+from simplellm.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between one chat format and another.
+
+    Conversations come as harmony's messages. ``lead`` makes the content of a developer
+    message out of instructions and tools, ``with_format`` has messages tell an answer's
+    format, and ``render`` makes the token ids of a prompt. ``parser`` and ``grammar``
+    get the tokenizer and the prompt's ids: they are for what the model writes then. The
+    grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
+    parser gets the grammar that came of it, if any.
+    ``ends`` are the control tokens that end a turn, ``begin`` the ids in front of a
+    text that is no chat.
+    """
+
+    lead: Lead
+    with_format: Callable[[Sequence[Message], Sequence[Tool], str], Sequence[Message]]
+    render: Callable[..., list[int]]
+    parser: Callable[[Tokenizer, Sequence[int], Grammar | None], TurnParser]
+    grammar: Callable[..., str]
+    ends: tuple[str, ...]
+    begin: tuple[int, ...] = ()
+
+
+def render_harmony(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[int]:
+    """`render`, which has no ``variables``. Raises ValueError if there are some."""
+    wanted = "none: harmony is no template"
+    expect(not variables, "chat_template_kwargs", variables, wanted)
+    return render(messages, tokenizer, **options)
+
+
+HARMONY = Dialect(
+    lead=developer_text,
+    with_format=with_format,
+    render=render_harmony,
+    parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
+    grammar=lambda tokenizer, prompt, answer, calls: turn_grammar(answer, calls),
+    ends=TURN_ENDS,
+)
+
+
+def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dialect]:
+    """The tokenizer of a checkpoint folder, if it has one, and how its chats go.
+
+    It may have fewer ids than the embedding has rows: checkpoints pad the vocabulary,
+    gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more, and for a
+    chat template that cannot be used.
+    """
+    file = find_file(folder, "tokenizer.json")
+    if file is None:
+        return None, HARMONY
+    if config.model_type == "gpt_oss":
+        tokenizer, dialect = Tokenizer.from_file(file), HARMONY
+    else:
+        tokenizer, dialect = open_family(file)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
+            f"most the model's vocab_size, {config.vocab_size}"
+        )
+    return tokenizer, dialect
+
+
+def open_family(file: Path) -> tuple[Tokenizer, Dialect]:
+    """The same of another model than gpt-oss, by its tokenizer.json."""
+    with raising(TokenizerError, file):
+        needs("tokenizers")
+        needs("jinja2")
+    from simplellm.dialects.template import ChatTemplate, special_tokens
+
+    tokenizer, encoder = read_tokenizer(file)
+    settings_file = file.with_name("tokenizer_config.json")
+    with raising(ConfigError, settings_file):
+        settings = read_json(settings_file) if settings_file.is_file() else {}
+    named = special_tokens(settings)
+    first = tokenizer.special.get(named.get("bos_token", ""))
+    begin = encoder.begin
+    if (adds := settings.get("add_bos_token")) is not None:
+        begin = (first,) if adds and first is not None else ()
+    template = ChatTemplate.read(file.parent, settings, encoder)
+    dialect = Dialect(
+        lead=lambda instructions, tools: instructions or "",
+        with_format=lambda messages, tools, text: messages,
+        render=template.render if template else no_template,
+        parser=TagParser,
+        grammar=tags_grammar,
+        ends=(named.get("eos_token", ""),),
+        begin=begin,
+    )
+    return tokenizer, dialect
+
+
+def no_template(*conversation: Any, **options: Any) -> list[int]:
+    """Refuse to render: what base models are asked is text. Raises ValueError."""
+    wanted = "chat_template.jinja, or chat_template in tokenizer_config.json"
+    expect(False, "the chat template of this model", None, wanted)
+    return []

@@ -1,0 +1,137 @@
+"""How other models than gpt-oss write a turn, and the grammar of one that has to fit.
+
+Thoughts stand between tags, and so do calls, in one of a few forms. Tags are control
+tokens: whether the tokenizer has them tells which form a model knows.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from simplellm.config import expect
+from simplellm.grammar import Grammar
+from simplellm.harmony.turn import FREE, Rules
+from simplellm.tokenizer import Tokenizer
+
+THINK_START, THINK_END = "<think>", "</think>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"  # Qwen
+PYTHON = "<|python_tag|>"  # Llama 3.1 and later, which may as well leave it out
+CALLS, ID_START, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"  # Mistral
+TAGS = (
+    *(THINK_START, THINK_END, CALL_START, CALL_END, PYTHON),
+    *(CALLS, ID_START, ARGUMENTS),
+)
+FINAL = "final"  # the grammar of an answer that has to fit
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How models write calls, in Lark, but that control tokens go by their names.
+
+    ``opening`` and ``ending`` stand around the arguments of a `call`, and ``calls`` are
+    those of a turn. In the opening, NAME is the function's name, and JSON_NAME that as
+    JSON has it. A ``bare`` call may also make up a turn without any tag.
+    """
+
+    opening: str
+    ending: str
+    calls: str
+    bare: bool = False
+
+    def tags(self) -> list[str]:
+        """The control tokens that it is written with."""
+        return TAG.findall(" ".join([self.opening, self.ending, self.calls]))
+
+
+TAG = re.compile(r"\[[A-Z_]+\]|</?\w+>|<\|\w+\|>")
+JSON_OPENING = r'"{\"name\": " JSON_NAME ", \"%s\": "'
+# The first one whose tags a tokenizer has is its model's.
+FORMS = (
+    CallForm("[TOOL_CALLS] NAME ([CALL_ID] ID)? [ARGS]", "", "call+"),
+    CallForm(
+        JSON_OPENING % "arguments",
+        r'(", \"id\": \"" ID "\"")? "}"',
+        '[TOOL_CALLS] " "? "[" call (", " call)* "]"',
+    ),
+    CallForm(
+        r'<tool_call> "\n" ' + JSON_OPENING % "arguments",
+        r'"}\n" </tool_call>',
+        r'call ("\n" call)*',
+    ),
+    CallForm(JSON_OPENING % "parameters", '"}"', "<|python_tag|> call", bare=True),
+)
+# UNLIKE is text that does not begin as a bare call. GAP is what stands before an
+# answer: line breaks behind thoughts, and the space that SentencePiece begins with.
+SHARED_TEXTS = r"""
+TEXT: /(?s:.*)/
+UNLIKE: /(\s*[^{\s](?s:.*))?/
+GAP: /[ \n]{0,2}/
+ID: /[a-zA-Z0-9]{9}/
+"""
+
+
+def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
+    """Lark with the control tokens of ``lark`` by their ids, and a function's name."""
+    names = {"NAME": function, "JSON_NAME": json.dumps(function, ensure_ascii=False)}
+
+    def found(match: re.Match[str]) -> str:
+        name = names.get(match[0])
+        return f"<[{special[match[0]]}]>" if name is None else quoted(name)
+
+    return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", found, lark)
+
+
+def quoted(text: str) -> str:
+    """``text`` as a string of Lark."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
+
+
+def is_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether a turn behind ``prompt`` begins within thoughts."""
+    control = (id for id in reversed(prompt) if tokenizer.is_special(id))
+    return next(control, None) == tokenizer.special.get(THINK_START, -1)
+
+
+def tags_grammar(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    answer: Rules | None,
+    calls: Mapping[str, Rules],
+) -> str:
+    """The grammar of a turn behind ``prompt``, as `turn_grammar` for harmony.
+
+    Thoughts are free. Raises ValueError where it is unknown how calls are written.
+    """
+    special = tokenizer.special
+    form = next((one for one in FORMS if {*one.tags()} <= {*special}), None)
+    wanted = "no strict tool and no tool_choice: this model's calls have no tags"
+    expect(form or not calls, "the tools to fit", list(calls), wanted)
+    texts = {f"call_{number}": rules for number, rules in enumerate(calls.values())}
+    free, turns, rules = answer == FREE, [], []
+    if form and calls:
+        some = [
+            filled(f"{form.opening} @{text} {form.ending}", special, function)
+            for text, function in zip(texts, calls, strict=True)
+        ]
+        rules = [f"calls: {filled(form.calls, special)}", f"call: {' | '.join(some)}"]
+        text = "UNLIKE" if form.bare else "TEXT"
+        turns = [f"{text} calls?" if free else "calls"]
+        turns += ["call"] if form.bare and (free or answer is None) else []
+    if answer is not None and not (free and turns):
+        texts[FINAL] = answer
+        turns.append(f"GAP @{FINAL}")
+    thoughts = ""
+    if is_thinking(tokenizer, prompt):
+        thoughts = filled(f"TEXT {THINK_END} GAP", special)
+    elif THINK_END in special:
+        thoughts = filled(f"({THINK_START} TEXT {THINK_END} GAP)?", special)
+    start = f"start: {thoughts} ({' | '.join(turns)})"
+    turn = {"lark_grammar": "\n".join([start, *rules, SHARED_TEXTS])}
+    named = [{"name": name, **given} for name, given in texts.items()]
+    return json.dumps({"grammars": [turn, *named]})
+
+
+def has_final(grammar: Grammar) -> bool:
+    """Whether answers have to fit something in a grammar that `tags_grammar` made."""
+    return any(one.get("name") == FINAL for one in json.loads(grammar.text)["grammars"])

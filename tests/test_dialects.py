@@ -1,0 +1,596 @@
+"""The text side of other families: tokenizers, chat templates and tags.
+
+Tokenizers are trained here in the forms of the real ones; the library `tokenizers` and
+transformers are the references.
+"""
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from families_text import KINDS, SETTINGS, TEMPLATES, write_text_side
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from simplellm.config import ConfigError
+from simplellm.dialects.dialect import Dialect, open_family
+from simplellm.harmony import Message, ToolCall, from_openai, tool_calls
+from simplellm.harmony.schema import as_tools
+from simplellm.outputs import is_reasoning
+from simplellm.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+
+Opened = dict[str, tuple[Tokenizer, Dialect, Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    """Of each kind: our tokenizer and dialect, the library's tokenizer, the folder."""
+    found = {}
+    for kind in KINDS:
+        folder = write_text_side(tmp_path_factory.mktemp(kind.replace(" ", "-")), kind)
+        file = str(folder / "tokenizer.json")
+        library = tokenizers.Tokenizer.from_file(file)
+        found[kind] = (*open_family(Path(file)), library, folder)
+    return found
+
+
+NAMES = (
+    "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> <|eot_id|> "
+    "<|start_header_id|> <|python_tag|> <s> </s> <unk> [INST] [/INST] [TOOL_CALLS] "
+    "[CALL_ID] [ARGS] "
+    "<bos> <eos> <start_of_turn> <end_of_turn> <table> <unused0> <0x0A>"
+).split()
+PIECES = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from([*NAMES, "<|", "|>", "<", ">", "[", "]", "im_end", "think"]),
+    st.sampled_from([" ", "  ", "\n", "\n\n", "\n\n\n", "\t", "▁", "▁▁", "\r\n", "é"]),
+)
+TEXTS = st.lists(PIECES, max_size=8).map("".join)
+
+
+def has_name(tokenizer: Tokenizer, text: str) -> bool:
+    return any(name in text for name in tokenizer.special)
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=250, deadline=None)
+@given(text=TEXTS)
+def test_texts_are_encoded_as_by_the_library(
+    opened: Opened, kind: str, text: str
+) -> None:
+    """And names of control tokens as text, unless they are asked for."""
+    tokenizer, _, library, _ = opened[kind]
+    theirs = library.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text, special=True) == theirs
+    ids = tokenizer.encode(text)
+    assert not any(map(tokenizer.is_special, ids))
+    assert not {*ids} & {*tokenizer.special.values()}
+    if not has_name(tokenizer, text):
+        assert ids == theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=250, deadline=None)
+@given(text=TEXTS)
+def test_streamed_bytes_add_up_to_the_librarys_text(
+    opened: Opened, kind: str, text: str
+) -> None:
+    """But for the space that SentencePiece puts in front: bytes keep it."""
+    tokenizer, _, library, _ = opened[kind]
+    ids = tokenizer.encode(text)
+    decoder = StreamDecoder(tokenizer)
+    streamed = "".join(map(decoder.push, ids)) + decoder.flush()
+    assert streamed == tokenizer.decode(ids)
+    theirs = library.decode(ids, skip_special_tokens=False)
+    cut = "mistral" in kind
+    assert (streamed.removeprefix(" ") if cut else streamed) == theirs
+    if kind in (
+        "llama",
+        "gpt2",
+        "tekken",
+    ):  # others change texts: NFC, or spaces for U+2581
+        assert streamed == text
+
+
+def test_all_bytes_of_a_family_can_be_decoded(opened: Opened) -> None:
+    for tokenizer, _, library, _ in opened.values():
+        assert tokenizer.vocab_size == library.get_vocab_size()
+        singles = {token for token in tokenizer.tokens.values() if len(token) == 1}
+        assert len(singles) == 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_begins_as_transformers_begins_it(opened: Opened, kind: str) -> None:
+    _, dialect, _, folder = opened[kind]
+    tokenizer = opened[kind][0]
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    expected = theirs("The dog <3")["input_ids"]
+    if SETTINGS[kind].get("add_bos_token"):
+        first = theirs.bos_token_id
+        expected = [first, *(id for id in expected if id != first)]
+    assert [*dialect.begin, *tokenizer.encode("The dog <3")] == expected
+    assert len(dialect.begin) == (kind not in ("qwen", "gpt2"))
+
+
+def test_lone_surrogates_are_refused(opened: Opened) -> None:
+    for tokenizer, _, _, _ in opened.values():
+        with pytest.raises(TokenizerError, match="lone surrogate"):
+            tokenizer.encode("a\ud800")
+
+
+# Chat templates
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city, in <b>words</b>.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Rome", "Öland"]}},
+            "required": ["city"],
+        },
+    },
+}
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+USER = {"role": "user", "content": " What is the weather in Rome? "}
+CALL = {
+    "id": "000000000",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": '{"city": "Rome", "n": [1]}'},
+}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "000000000", "content": '{"sky": "blue"}'}
+SECOND = {**CALL, "id": "000000001"}
+BOTH = {**CALLS, "tool_calls": [CALL, SECOND]}
+LATER = {**RESULT, "tool_call_id": "000000001", "content": "Rain."}
+ANSWER = {"role": "assistant", "content": "Blue, I think."}
+THOUGHT = {**ANSWER, "reasoning_content": "The sky is blue."}
+MORE = {"role": "user", "content": "And tomorrow?\n\n\nTell me."}
+CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "one turn": ([USER], False),
+    "a system message": ([SYSTEM, USER], False),
+    "several turns": ([SYSTEM, USER, ANSWER, MORE], False),
+    "reasoning": ([USER, THOUGHT, MORE], False),
+    "tools": ([SYSTEM, USER], True),
+    "a call": ([SYSTEM, USER, CALLS, RESULT], True),
+    "a call that was thought of": (
+        [USER, {**CALLS, "reasoning_content": "Hm.\nI'll look."}, RESULT],
+        True,
+    ),
+    "a call, and on": ([USER, CALLS, RESULT, ANSWER, MORE], True),
+    "two calls": ([SYSTEM, USER, BOTH, RESULT, LATER, ANSWER, MORE], True),
+    "a call beside text": ([USER, {**CALLS, "content": "I'll look."}, RESULT], True),
+}
+DATE = "26 Jul 2024"
+
+
+def render(
+    dialect: Dialect, tokenizer: Tokenizer, chat: Sequence[Any], tools: Sequence[Any]
+) -> list[int]:
+    functions = as_tools(tools)
+    messages = from_openai(chat, functions, dialect.lead)
+    return dialect.render(messages, tokenizer, tools=functions, current_date=DATE)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_chats_are_rendered_as_by_transformers(
+    opened: Opened, kind: str, chat: str, record_property: Any
+) -> None:
+    record_property("kind", kind)
+    messages, offered = CHATS[chat]
+    if kind == "gemma" and offered:
+        pytest.skip("its template knows no calls")
+    tools = [WEATHER] if offered else []
+    tokenizer, dialect, _, folder = opened[kind]
+    if kind == "llama" and BOTH in messages:
+        with pytest.raises(ValueError, match="only supports single tool-calls"):
+            render(dialect, tokenizer, messages, tools)
+        return
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    given_theirs = json.loads(json.dumps(messages))
+    for message in given_theirs:
+        for call in message.get("tool_calls", ()):  # as its documentation advises
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.loads(arguments)
+    expected = theirs.apply_chat_template(
+        given_theirs,
+        tools=tools or None,
+        add_generation_prompt=True,
+        date_string=DATE,
+        tokenize=False,
+    )
+    ids = render(dialect, tokenizer, messages, tools)
+    assert tokenizer.decode(ids) == expected or "mistral" in kind
+    assert ids == theirs(expected, add_special_tokens=False)["input_ids"]
+    begin = {*dialect.begin}
+    assert sum(id in begin for id in ids) == len(begin), "once, by the template"
+
+
+HARMLESS = "x"
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@settings(max_examples=150, deadline=None)
+@given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS))
+def test_no_message_becomes_a_control_token(
+    opened: Opened, kind: str, texts: tuple[str, ...]
+) -> None:
+    """A prompt has those of the same chat about nothing, whatever is in its texts."""
+    tokenizer, dialect, _, _ = opened[kind]
+
+    def control(texts: Sequence[str]) -> list[int]:
+        # Templates leave out what is empty and look for what is equal; nothing is.
+        system, user, answer, more = (f"a{t}{n}" for n, t in enumerate(texts))
+        chat: list[dict[str, Any]] = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": answer, "reasoning": more},
+            {"role": "user", "content": more},
+        ]
+        tools = []
+        if kind != "gemma":
+            properties = {answer: {"type": "string", "description": system}}
+            schema = {"type": "object", "properties": properties}
+            tools = [{"function": {"name": "f", "parameters": schema}}]
+            tools[0]["function"]["description"] = user
+            arguments = json.dumps({user: [answer]})
+            call = {"id": 1, "function": {"name": "f", "arguments": arguments}}
+            chat[3:3] = [
+                {"role": "user", "content": more},
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": 1, "content": answer},
+                {"role": "assistant", "content": system},
+            ]
+        ids = render(dialect, tokenizer, chat, tools)
+        return [id for id in ids if tokenizer.is_special(id)]
+
+    assert control(texts) == control([HARMLESS] * 4)
+
+
+def test_a_message_says_what_it_says(opened: Opened) -> None:
+    """Names of control tokens are still there, as text."""
+    for kind in TEMPLATES:
+        tokenizer, dialect, _, _ = opened[kind]
+        text = " ".join([*tokenizer.special, "\ue000 \uf8ff"])
+        ids = render(dialect, tokenizer, [{"role": "user", "content": text}], [])
+        assert text in tokenizer.decode(ids)
+
+
+def test_half_a_character_stands_for_nothing(opened: Opened) -> None:
+    """What stands in for `<` while a template runs is no text that anyone may send."""
+    tokenizer, dialect, _, _ = opened["qwen"]
+    for stand_in in map(chr, range(0xD800, 0xD820)):
+        with pytest.raises(TokenizerError, match="a message"):
+            render(dialect, tokenizer, [{"role": "user", "content": stand_in}], [])
+
+
+def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "<|im_start|>{{ messages[0].content }}"},
+        {"name": "tool_use", "template": "<|im_end|>{{ tools|length }}"},
+    ]
+    write_text_side(tmp_path, "qwen", named)
+    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    ids = render(dialect, tokenizer, [USER], [])
+    assert tokenizer.decode(ids) == f"<|im_start|>{USER['content']}"
+    ids = render(dialect, tokenizer, [USER], [WEATHER])
+    assert tokenizer.decode(ids) == "<|im_end|>1"
+    text = "{% generation %}{{ messages|length }}{% endgeneration %}<|im_end|>"
+    (tmp_path / "chat_template.jinja").write_text(text)
+    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
+
+
+def test_base_models_have_no_chats(opened: Opened) -> None:
+    tokenizer, dialect, _, _ = opened["gpt2"]
+    with pytest.raises(ValueError, match="chat template of this model"):
+        render(dialect, tokenizer, [USER], [])
+
+
+REFUSED = {
+    "a syntax error": ("{{ messages", "TemplateSyntaxError"),
+    "an unknown filter": ("{{ 'x'|center(99999999999) }}", "a filter is 'center'"),
+    "too long": (" " * 2**17 + "x", "its length is 131073"),
+    "not text": (5, "a chat template is int"),
+    "a list of text": (["x"], "a named chat template is str"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_templates_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    template, words = REFUSED[name]
+    write_text_side(tmp_path, "qwen", template)
+    with pytest.raises(ConfigError) as caught:
+        open_family(tmp_path / "tokenizer.json")
+    assert "tokenizer_config.json: chat_template: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+ENDLESS = {
+    "two loops": "{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+    "a text twice as long, and again": (
+        "{% set n = namespace(x='ab') %}"
+        "{% for a in r %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "a list of lists": (
+        "{% set n = namespace(x=[1]) %}"
+        "{% for a in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
+    ),
+    "a block, twice": (
+        "{% set n = namespace(x='ab') %}{% for a in r %}"
+        "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}"
+    ),
+    "slices": (
+        "{% set s = 'ab' * 50000000 %}{% set n = namespace(x=[]) %}"
+        "{% for a in r %}{% set n.x = [n.x, s[1:]] %}{% endfor %}"
+    ),
+    "replace": (
+        "{% set n = namespace(x='aa') %}"
+        "{% for a in r %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}"
+    ),
+    "join": (
+        "{% set n = namespace(x='aa') %}"
+        "{% for a in r %}{% set n.x = n.x.join([n.x, n.x, n.x]) %}{% endfor %}"
+    ),
+    "repetition": "{{ 'a' * 100000000000 }}",
+    "a sum": "{% set n = namespace(x='a') %}"
+    "{% for a in r %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "a number": "{% set n = namespace(x=9) %}"
+    "{% for a in r %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a power": "{{ 9 ** 9 ** 9 }}",
+    "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
+    "a format": "{{ '%99999999999d' % 1 }}",
+    "another format": "{{ '{:99999999999}'.format(1) }}",
+    "an indent": "{{ messages|tojson(indent=99999999999) }}",
+    "attributes": "{{ messages.__class__.__mro__ }}",
+    "attributes of a namespace": "{{ namespace(__class__=1) }}",
+    "changes": "{{ messages.append(1) }}",
+    "other files": "{% include 'x' %}",
+    "its own wish": "{{ raise_exception('no, thanks') }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_templates_can_do_little_harm(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They end soon, with an error that names the file and the field."""
+    monkeypatch.setattr("simplellm.dialects.sandbox.MOST_SECONDS", 1.0)
+    source = "{% set r = range(100000) %}" + ENDLESS[name]
+    write_text_side(tmp_path, "qwen", source)
+    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template: "):
+        render(dialect, tokenizer, [USER], [])
+
+
+# What the model writes
+
+QWEN_TURN = (
+    "<think>\nRome, then.\n</think>\n\nI'll look.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Ro}m\\"e", "n": [1, {}]}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+)
+QWEN_PARTS = (
+    "Rome, then.",
+    "I'll look.",
+    [
+        ToolCall("get_weather", '{"city": "Ro}m\\"e", "n": [1, {}]}'),
+        ToolCall("f", "{}"),
+    ],
+)
+TURNS: dict[str, tuple[str, str, tuple[str, str, list[ToolCall]]]] = {
+    "thoughts and calls": ("qwen", QWEN_TURN, QWEN_PARTS),
+    "an answer": ("qwen", "132.<|im_end|>", ("", "132.", [])),
+    "a tag in plain text": (
+        "gpt2",
+        "<think>a</think><tool_call>",
+        ("", "<think>a</think><tool_call>", []),
+    ),
+    "thoughts without an end": ("qwen", "<think>\nHm, \n", ("Hm, \n", "", [])),
+    "a call that is none": (
+        "qwen",
+        "<tool_call>\nget_weather(Rome)\n</tool_call> ok",
+        ("", "get_weather(Rome)ok", []),
+    ),
+    "a call without an end": (
+        "qwen",
+        '<tool_call>{"name": "f", "arguments": {"x": [1, 2',
+        ("", "", [ToolCall("f", '{"x": [1, 2')]),
+    ),
+    "a call of Llama": (
+        "llama",
+        '{"name": "f", "parameters": {"x": 1}}<|eot_id|>',
+        ("", "", [ToolCall("f", '{"x": 1}')]),
+    ),
+    "a call that tells its type": (
+        "llama",
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}<|eom_id|>',
+        ("", "", [ToolCall("f", "{}")]),
+    ),
+    "calls in a row": (
+        "llama",
+        '{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}',
+        ("", "", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")]),
+    ),
+    "another object": (
+        "llama",
+        '{"name": "Bob", "age": 3}<|eot_id|>',
+        ("", '{"name": "Bob", "age": 3}', []),
+    ),
+    "half an object": ("llama", '{"name": "Bo', ("", '{"name": "Bo', [])),
+    "a list of calls": (
+        "mistral",
+        "I'll look.[TOOL_CALLS] "
+        '[{"name": "f", "arguments": {"x": [1]}}, {"name": "g", "arguments": {}}]</s>',
+        ("", "I'll look.", [ToolCall("f", '{"x": [1]}'), ToolCall("g", "{}")]),
+    ),
+    "calls with their ids": (
+        "mistral",
+        '[TOOL_CALLS][{"name":"f","arguments":{},"id":"a1b2c3d4e"},'
+        '{"name":"g","arguments":{"y":"}]"},"id":"a1b2c3d4f"}] ok</s>',
+        ("", "ok", [ToolCall("f", "{}"), ToolCall("g", '{"y":"}]"}')]),
+    ),
+    "a list that is none": (
+        "mistral",
+        '[TOOL_CALLS] [1, {"name": 2}]</s>',
+        ("", '[1, {"name": 2}]', []),
+    ),
+    "calls between tags": (
+        "tekken",
+        'So:\n[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[CALL_ID]a1b2c3d4e[ARGS]{}</s>',
+        ("", "So:", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")]),
+    ),
+    "a list where tags are known": (
+        "tekken",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]</s>',
+        ("", "", [ToolCall("f", '{"x": 1}')]),
+    ),
+    "tags that name nothing": (
+        "tekken",
+        "[TOOL_CALLS]f it[ARGS]{}[TOOL_CALLS]g[CALL_ID]a[CALL_ID]b[ARGS]",
+        ("", "f it{}g\na\nb", []),
+    ),
+    "a name in quotes": (
+        "llama",
+        r'{"name": "a\"\\b", "parameters": {}}<|eot_id|>',
+        ("", "", [ToolCall(r'a"\b', "{}")]),
+    ),
+    "code": (
+        "llama",
+        "<|python_tag|>search(x)<|eom_id|>",
+        ("", "search(x)", []),
+    ),
+}
+
+
+def turn_of(
+    dialect: Dialect,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    grammar: Any = None,
+) -> tuple[str, str, list[ToolCall]]:
+    """Reasoning, content and calls, which the deltas have to add up to."""
+    parser = dialect.parser(tokenizer, [], grammar)
+    deltas = [delta for id in ids for delta in parser.push(id)] + parser.finish()
+    thoughts = "".join(delta.text for delta in deltas if is_reasoning(delta))
+    plain = [d for d in deltas if d.call is None and not is_reasoning(d)]
+    content, calls = "".join(delta.text for delta in plain), tool_calls(parser.messages)
+    for number, call in enumerate(calls):
+        own = [delta for delta in deltas if delta.call == number]
+        assert own[0].recipient == f"functions.{call.name}"
+        assert "".join(delta.text for delta in own) == call.arguments
+    assert parser.num_calls == len(calls)
+    said = [m for m in parser.messages if m.recipient is None]
+    assert thoughts == "".join(m.content for m in said if m.channel == "analysis")
+    assert content == "".join(m.content for m in said if m.channel == "final")
+    return thoughts, content, calls
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_turns_are_taken_apart(opened: Opened, name: str, record_property: Any) -> None:
+    kind, text, expected = TURNS[name]
+    record_property("kind", kind)
+    record_property("calls", len(expected[2]))
+    tokenizer, dialect, _, _ = opened[kind]
+    ids = tokenizer.encode(text, special=True)
+    assert turn_of(dialect, tokenizer, ids) == expected
+    # However the text is cut into tokens.
+    singles = {bytes_: id for id, bytes_ in tokenizer.tokens.items()}
+    cut: list[int] = []
+    for id in ids:
+        own = tokenizer.tokens.get(id)
+        cut += [id] if own is None else [singles[bytes([byte])] for byte in own]
+    assert turn_of(dialect, tokenizer, cut) == expected
+
+
+def test_thoughts_may_begin_in_the_prompt(opened: Opened) -> None:
+    tokenizer, dialect, _, _ = opened["qwen"]
+    prompt = tokenizer.encode("<|im_start|>assistant\n<think>\n", special=True)
+    parser = dialect.parser(tokenizer, prompt, None)
+    for id in tokenizer.encode("Hm.\n</think>\n\nYes.", special=True):
+        parser.push(id)
+    parser.finish()
+    assert parser.messages == [
+        Message("assistant", "Hm.", channel="analysis"),
+        Message("assistant", "Yes.", channel="final"),
+    ]
+
+
+TAGS = "<think> </think> <tool_call> </tool_call> <|python_tag|> "
+TAGS += "[TOOL_CALLS] [CALL_ID] [ARGS]"
+
+
+@pytest.mark.parametrize("kind", ["qwen", "llama", "mistral", "tekken"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_nothing_is_lost_whatever_the_tokens(
+    opened: Opened, kind: str, data: st.DataObject
+) -> None:
+    """But white space, and what makes a call's JSON."""
+    tokenizer, dialect, _, _ = opened[kind]
+    token = st.integers(0, tokenizer.vocab_size + 3)
+    tags = [
+        tokenizer.special[name] for name in TAGS.split() if name in tokenizer.special
+    ]
+    token = token | st.sampled_from(tags)
+    ids = data.draw(st.lists(token, max_size=40))
+    thoughts, content, calls = turn_of(dialect, tokenizer, ids)
+    runs = [b""]
+    for id in ids:
+        runs[-1] += tokenizer.tokens.get(id, b"")
+        runs += [b""] if id in tags else []
+    written = "".join(run.decode(errors="replace") for run in runs)
+    if not calls:
+        told = sorted("".join((thoughts + content).split()))
+        assert told == sorted("".join(written.split()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1),
+    arguments=st.dictionaries(
+        st.text(max_size=5), st.recursive(st.text(max_size=5), st.lists, max_leaves=4)
+    ),
+    indent=st.none() | st.integers(0, 2),
+    before=st.sampled_from(["", "Well.", "{"]),
+)
+def test_calls_are_read_as_they_are_written(
+    opened: Opened,
+    name: str,
+    arguments: dict[str, Any],
+    indent: int | None,
+    before: str,
+) -> None:
+    for kind, key, begin, end in (
+        ("qwen", "arguments", before + "<tool_call>\n", "\n</tool_call>"),
+        ("llama", "parameters", "", "<|eot_id|>"),
+        ("mistral", "arguments", before + "[TOOL_CALLS] [", "]</s>"),
+    ):
+        tokenizer, dialect, _, _ = opened[kind]
+        call = {"name": name, key: arguments}
+        written = json.dumps(call, indent=indent, ensure_ascii=False)
+        # Names of control tokens in it are the model's text.
+        ids = [
+            *tokenizer.encode(begin, special=True),
+            *tokenizer.encode(written),
+            *tokenizer.encode(end, special=True),
+        ]
+        _, content, calls = turn_of(dialect, tokenizer, ids)
+        assert content == ("" if kind == "llama" else before)
+        assert [call.name for call in calls] == [name]
+        normal = arguments
+        if kind == "qwen":  # NFC
+            normal = json.loads(
+                unicodedata.normalize("NFC", json.dumps(arguments, ensure_ascii=False))
+            )
+        assert json.loads(calls[0].arguments) == normal

@@ -1,0 +1,415 @@
+"""Turns of other families that have to fit: the grammars, and random walks in them."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families_text import KINDS, TEMPLATES, write_text_side
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import saying, write_model
+from serving import Served, noted, serving
+from test_dialects import CALL, USER, turn_of
+from test_dialects_served import family_llm
+from test_structured import ADD, CITY, FIND, FORMAT, FREE, RESULT, SCHEMAS
+
+from simplellm import LLM, StructuredOutputs, Tool
+from simplellm.chat_options import as_format, turn_constraint
+from simplellm.dialects.dialect import open_family
+from simplellm.grammar import Walk
+from simplellm.harmony import ToolCall
+from simplellm.structured import rules_text
+from simplellm.vocabulary import Grammars
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+CLOSERS = {b'"', b"}", b"]", b",", b'"}', b'":', b"1", b"true"}
+NAMED = [kind for kind in TEMPLATES if kind != "gemma"]  # whose calls have a form
+
+
+class Opened:
+    """A family's text side, and walks in the grammars of its turns."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        write_text_side(folder, kind)
+        self.tokenizer, self.dialect = open_family(folder / "tokenizer.json")
+        special = self.tokenizer.special
+        ends = frozenset(special[name] for name in self.dialect.ends)
+        self.grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, ends)
+        closers = (id for id, text in self.tokenizer.tokens.items() if text in CLOSERS)
+        self.brief = [*special.values(), *closers]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, special=True)
+
+    def turn(
+        self,
+        form: Any = None,
+        tools: Sequence[Tool] = (),
+        choice: Any = None,
+        outputs: StructuredOutputs | None = None,
+        prompt: str = "",
+    ) -> Any:
+        """The grammar of a turn behind ``prompt``."""
+        make = partial(self.dialect.grammar, self.tokenizer, self.encode(prompt))
+        rules = as_format(form).rules
+        constraint = turn_constraint(rules, tools, choice, outputs, make)
+        assert constraint is not None
+        return self.grammars.compile(constraint.text)
+
+    def fits(self, grammar: Any, text: str) -> bool:
+        """Whether a turn may be ``text``, control tokens by name, and end behind it."""
+        matcher, ids = grammar.walk().matcher, self.encode(text)
+        taken: int = matcher.try_consume_tokens(ids)
+        return taken == len(ids) and matcher.is_accepting()
+
+    def wander(self, walk: Walk, rng: random.Random, most: int = 400) -> list[int]:
+        """A random turn, with what is forced; cut if it goes on for too long."""
+        ids: list[int] = []
+        while not walk.matcher.is_stopped() and len(ids) < most:
+            if not (new := walk.forced() if rng.random() < 0.7 else []):
+                bits = np.frombuffer(walk.matcher.compute_bitmask(), dtype=np.uint8)
+                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+                some = np.intersect1d(allowed, self.brief)
+                hurry = len(some) and rng.random() < 0.3 + len(ids) / most
+                new = [int(rng.choice(some if hurry else allowed))]
+            walk.advance(new)  # or it raises
+            ids += new
+        return ids if walk.matcher.is_stopped() else []
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Opened]:
+    return {
+        kind: Opened(tmp_path_factory.mktemp(kind.replace(" ", "-")), kind)
+        for kind in KINDS
+    }
+
+
+ADDED, FOUND = '{"result": 5}', '{"city":"Rome"}'
+# How each family writes two calls (Llama one), and text in front of calls.
+WRITTEN = {
+    "qwen": (
+        f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>\n'
+        f'<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>'
+    ),
+    "llama": f'{{"name": "add", "parameters": {ADDED}}}',
+    "mistral": (
+        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}, '
+        f'{{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]'
+    ),
+    "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]"
+    + FOUND,
+}
+MADE = [ToolCall("add", ADDED), ToolCall("find", FOUND)]
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_calls_have_the_form_of_the_family(
+    opened: dict[str, Opened], kind: str
+) -> None:
+    own, calls = opened[kind], WRITTEN[kind]
+    wrong = calls.replace('"result": 5', '"result": "five"')
+    one = own.turn(None, [ADD, FIND, FREE], {"type": "function", "name": "find"})
+    for choice, free in (("required", False), ("auto", True)):
+        grammar = own.turn(None, [ADD, FIND, FREE], choice)
+        assert own.fits(grammar, calls)
+        assert not own.fits(grammar, wrong)
+        assert not own.fits(grammar, calls.replace("add", "ad"))
+        assert not own.fits(grammar, calls[:-1])
+        assert own.fits(grammar, " 132. {") == free
+        # In front of calls text is free, but not if it is itself like a call.
+        before = "I'll look.\n" + "<|python_tag|>" * (kind == "llama")
+        assert own.fits(grammar, before + calls) == free
+    assert not own.fits(one, calls), "only the one that is named"
+    ids = own.encode(calls)
+    expected = MADE[: 1 if kind == "llama" else 2]
+    assert turn_of(own.dialect, own.tokenizer, ids) == ("", "", expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_fit(opened: dict[str, Opened], kind: str) -> None:
+    """At once, behind a space or line breaks, and behind thoughts if there are some."""
+    own = opened[kind]
+    for form in (FORMAT, {"type": "json_object"}):
+        grammar = own.turn(form)
+        assert own.fits(grammar, ADDED)
+        assert own.fits(grammar, " " + ADDED)
+        assert not own.fits(grammar, "5")
+        assert not own.fits(grammar, ADDED + ADDED)
+        thought = f"<think>\nHm: {{\n</think>\n\n{ADDED}"
+        assert own.fits(grammar, thought) == (kind == "qwen")
+    assert not own.fits(own.turn(FORMAT), FOUND)
+    digits = own.turn(outputs=StructuredOutputs(regex="[0-9]+"))
+    assert own.fits(digits, "132") and not own.fits(digits, "x")
+
+
+def test_thoughts_that_the_prompt_begins(opened: dict[str, Opened]) -> None:
+    own = opened["qwen"]
+    grammar = own.turn(FORMAT, prompt="<|im_start|>assistant\n<think>\n")
+    assert own.fits(grammar, f"Hm.\n</think>\n\n{ADDED}")
+    assert not own.fits(grammar, ADDED)
+
+
+def test_calls_without_a_form_are_refused(opened: dict[str, Opened]) -> None:
+    for kind in ("gemma", "gpt2"):
+        with pytest.raises(ValueError, match="this model's calls have no tags"):
+            opened[kind].turn(None, [ADD], "required")
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_names_of_functions_are_text(opened: dict[str, Opened], kind: str) -> None:
+    own = opened[kind]
+    for name in ('a"|', "a\\", "[ARGS]", "NAME", "@a", "ä😀", "e\u0301"):
+        grammar = own.turn(None, [Tool(name, "", CITY, strict=True)], "required")
+        ids = own.wander(grammar.walk(), random.Random(5))
+        _, _, calls = turn_of(own.dialect, own.tokenizer, ids)
+        assert calls and {call.name for call in calls} == {name}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "f"}', "e\u0301cafe\u0301", "▁a  b", "Å", ""]
+)
+def test_forced_tokens_spell_their_text(opened: dict[str, Opened], text: str) -> None:
+    """Though tokenizers put a space in front, or another form of a character."""
+    for own in opened.values():
+        lark = f"start: {json.dumps(text)}"
+        walk = own.grammars.compile(rules_text({"lark_grammar": lark})).walk()
+        ids: list[int] = []
+        while new := walk.forced():
+            walk.advance(new)
+            ids += new
+        assert own.tokenizer.decode(ids).startswith(text)
+
+
+def checked(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
+    """All calls are of ``tools``, and fit them."""
+    schemas = {tool.name: tool.parameters for tool in tools}
+    for call in calls:
+        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    answer=st.sampled_from([None, {"type": "object"}, *SCHEMAS]),
+    arguments=st.lists(st.sampled_from(SCHEMAS), max_size=2),
+    must=st.booleans(),
+)
+def test_any_turn_is_parsed_as_it_was_meant(
+    opened: dict[str, Opened],
+    kind: str,
+    seed: int,
+    answer: Any,
+    arguments: list[Any],
+    must: bool,
+) -> None:
+    """Whatever the model would like to write, with forced tokens and without."""
+    own, must = opened[kind], must and bool(arguments)
+    tools = [Tool(f"f{n}", "", s, strict=True) for n, s in enumerate(arguments)]
+    tools = [] if kind == "gemma" else tools
+    must = must and bool(tools)
+    if answer is None and not tools:
+        return
+    form = FORMAT | {"json_schema": {"name": "x", "schema": answer}}
+    choice = "required" if must else None
+    grammar = own.turn(form if answer else None, tools, choice)
+    ids = own.wander(grammar.walk(), random.Random(seed))
+    if not ids:
+        return
+    _, content, calls = turn_of(own.dialect, own.tokenizer, ids, grammar)
+    checked(calls, tools)
+    assert calls or not must
+    if answer is not None and not calls:
+        jsonschema.validate(json.loads(content), answer)
+
+
+LIKE_A_CALL = '{"name": "f", "parameters": {"x": 1}}'
+
+
+def test_an_answer_like_a_call_is_an_answer(opened: dict[str, Opened]) -> None:
+    """Llama's calls have a tag where answers have to fit: the parser knows."""
+    own = opened["llama"]
+    grammar = own.turn({"type": "json_object"}, [FREE])
+    for text, expected in (
+        (LIKE_A_CALL, (LIKE_A_CALL, [])),
+        (
+            '<|python_tag|>{"name": "note", "parameters": {}}',
+            ("", [ToolCall("note", "{}")]),
+        ),
+    ):
+        assert own.fits(grammar, text)
+        ids = own.encode(text)
+        found = turn_of(own.dialect, own.tokenizer, ids, grammar)
+        assert found[1:] == expected
+    assert turn_of(own.dialect, own.tokenizer, own.encode(LIKE_A_CALL))[2]
+
+
+# Served: each endpoint has the same turns, though it spells them otherwise
+
+PARAMETERS = {"name": "find", "description": "Find a city.", "strict": True}
+CHAT_TOOL = {"type": "function", "function": {**PARAMETERS, "parameters": CITY}}
+ITEM_TOOL = {"type": "function", **PARAMETERS, "parameters": CITY}
+BLOCK_TOOL = {**PARAMETERS, "input_schema": CITY}
+CHAT, ITEMS, BLOCKS = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+LIMIT = {CHAT: "max_tokens", ITEMS: "max_output_tokens", BLOCKS: "max_tokens"}
+
+
+@pytest.fixture(scope="module", params=NAMED)
+def served(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    folder = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    with family_llm(folder, request.param) as llm, serving(llm) as found:
+        yield found
+
+
+@contextmanager
+def brief(llm: LLM) -> Iterator[None]:
+    """The model's random turns come to an end: it likes tags, then brackets."""
+    runner = llm.engine.runner
+    start, tokens = runner.start, llm.tokenizer.tokens.items()
+    closers = [id for id, text in tokens if text in CLOSERS]
+    ends = [id for id, text in tokens if text in (b"}", b"]", b'"}')]
+
+    def started(*step: Any) -> None:
+        start(*step)
+        with torch.inference_mode():
+            runner.logits[:, closers] += 100
+            runner.logits[:, ends] += 100
+            runner.logits[:, [*llm.tokenizer.special.values()]] += 300
+
+    runner.start = started  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.start = start  # type: ignore[method-assign]
+
+
+CALLED: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"tools": [CHAT_TOOL], "tool_choice": "required"},
+        {"tools": [CHAT_TOOL], "tool_choice": CHAT_TOOL},
+    ],
+    ITEMS: [
+        {"tools": [ITEM_TOOL], "tool_choice": "required"},
+        {"tools": [ITEM_TOOL], "tool_choice": {"type": "function", "name": "find"}},
+    ],
+    BLOCKS: [
+        {"tools": [BLOCK_TOOL], "tool_choice": {"type": "any"}},
+        {"tools": [BLOCK_TOOL], "tool_choice": {"type": "tool", "name": "find"}},
+    ],
+}
+FITTING: dict[str, dict[str, Any]] = {
+    CHAT: {"response_format": FORMAT},
+    ITEMS: {"text": {"format": {"type": "json_schema", "name": "a", "schema": RESULT}}},
+    BLOCKS: {"output_config": {"format": {"type": "json_schema", "schema": RESULT}}},
+}
+
+
+def ask(served: Served, path: str, options: dict[str, Any]) -> Any:
+    said = {"input": USER["content"]} if path == ITEMS else {"messages": [USER]}
+    answer = served.post(path, {**said, LIMIT[path]: 300, **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def parts_of(path: str, answer: Any) -> tuple[str, list[ToolCall]]:
+    """The text of an answer, and its calls."""
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        made = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [ToolCall(one["name"], one["arguments"]) for one in made]
+        return message["content"] or "", calls
+    if path == ITEMS:
+        items = answer["output"]
+        texts = [i["content"][0]["text"] for i in items if i["type"] == "message"]
+        made = [item for item in items if item["type"] == "function_call"]
+        return "".join(texts), [ToolCall(one["name"], one["arguments"]) for one in made]
+    blocks = answer["content"]
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    made = [block for block in blocks if block["type"] == "tool_use"]
+    return "".join(texts), [ToolCall(m["name"], json.dumps(m["input"])) for m in made]
+
+
+@pytest.mark.parametrize("path", LIMIT)
+def test_what_is_asked_for_is_served(served: Served, path: str) -> None:
+    with brief(served.service.llm):
+        for options in CALLED[path]:
+            text, calls = parts_of(path, ask(served, path, options))
+            checked(calls, [FIND])
+            assert calls and not text
+        text, calls = parts_of(path, ask(served, path, FITTING[path]))
+        jsonschema.validate(json.loads(text), RESULT)
+        assert not calls
+
+
+def test_a_streamed_call_adds_up(served: Served) -> None:
+    llm = served.service.llm
+    options = {"tools": [CHAT_TOOL], "tool_choice": "required", "temperature": 0}
+    with brief(llm):
+        _, calls = parts_of(CHAT, ask(served, CHAT, options))
+        body = {"messages": [USER], "max_tokens": 300, **options}
+        events = served.events(CHAT, body)
+    texts: dict[int, str] = {}
+    for event in events:
+        for call in event["choices"][0]["delta"].get("tool_calls") or ():
+            added = call["function"]["arguments"]
+            texts[call["index"]] = texts.get(call["index"], "") + added
+    assert [*texts.values()] == [call.arguments for call in calls]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_like_a_call_is_served_as_an_answer(served: Served) -> None:
+    llm = served.service.llm
+    options = {"response_format": {"type": "json_object"}, "logprobs": True}
+    with saying(llm, LIKE_A_CALL + llm.door.dialect.ends[0]):
+        assert parts_of(CHAT, ask(served, CHAT, options)) == (LIKE_A_CALL, [])
+
+
+THOUGHT, SKY = "I'll look.", '{"sky": "blue"}'
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_what_was_called_is_shown_alike(served: Served, key: str) -> None:
+    """Thoughts, calls and results of earlier turns, by each endpoint."""
+    llm, arguments = served.service.llm, CALL["function"]["arguments"]
+    made = {**CALL, "function": {**CALL["function"], "name": "find"}}
+    system = {"role": "system", "content": "Be brief."}
+    assistant: dict[str, Any] = {"role": "assistant", key: THOUGHT}
+    assistant["tool_calls"] = [made]
+    result = {"role": "tool", "tool_call_id": made["id"], "content": SKY}
+    chat = {"messages": [system, USER, assistant, result], "tools": [CHAT_TOOL]}
+    reasoning: dict[str, Any] = {"type": "reasoning", "summary": []}
+    reasoning["content"] = [{"type": "reasoning_text", "text": THOUGHT}]
+    given = {"type": "function_call", "call_id": "c", "name": "find"}
+    output = {"type": "function_call_output", "call_id": "c", "output": SKY}
+    items = [USER, reasoning, {**given, "arguments": arguments}, output]
+    blocks = [
+        {"type": "thinking", "thinking": THOUGHT, "signature": ""},
+        {"type": "tool_use", "id": "c", "name": "find", "input": json.loads(arguments)},
+    ]
+    told = {"type": "tool_result", "tool_use_id": "c", "content": SKY}
+    messages = [USER, {"role": "assistant", "content": blocks}]
+    messages += [{"role": "user", "content": [told]}]
+    with noted(llm) as prompts:
+        ask(served, CHAT, {**chat, "max_tokens": 1})
+        body = {"instructions": "Be brief.", "input": items, "tools": [ITEM_TOOL]}
+        ask(served, ITEMS, {**body, "max_output_tokens": 1})
+        body = {"system": "Be brief.", "messages": messages, "tools": [BLOCK_TOOL]}
+        ask(served, BLOCKS, {**body, "max_tokens": 1})
+    assert prompts[0] == prompts[1] == prompts[2]
+    shown, special = llm.tokenizer.decode(prompts[0]), llm.tokenizer.special
+    assert "find" in shown and "Rome" in shown and "blue" in shown
+    begin = llm.door.dialect.begin
+    assert sum(id in begin for id in prompts[0]) == len(begin), "once"
+    assert (THOUGHT in shown) == ("<think>" in special)
