@@ -191,6 +191,31 @@ def test_a_streamed_chat(served: Served) -> None:
             assert "".join(d["delta"].get(name, "") for d in deltas) == text
 
 
+def test_usage_in_every_event(served: Served) -> None:
+    """As vLLM has it: with include_usage, and counted so far."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"n": 2, "max_tokens": 30, "ignore_eos": True, "seed": 1}
+    for path, prompt in ((CHAT, {"messages": HELLO}), (COMPLETE, {"prompt": "xy"})):
+        whole = served.post(path, prompt | asked).json()["usage"]
+        body = prompt | asked | {"return_token_ids": True}
+        with slow(served.service.llm):
+            *parts, last = served.events(path, body | {"stream_options": options})
+        usages, came = [part["usage"] for part in parts], 0
+        for part, usage in zip(parts, usages, strict=True):
+            came += sum(len(c.get("token_ids", ())) for c in part["choices"])
+            # What has just come may be counted, and be told in the next event.
+            assert came <= usage["completion_tokens"] <= came + 4
+            total = usage["prompt_tokens"] + usage["completion_tokens"]
+            assert usage["total_tokens"] == total
+        assert came == 60 and last["choices"] == []
+        for usage in (usages[-1], last["usage"]):
+            assert usage["prompt_tokens"] == whole["prompt_tokens"]
+            assert usage["completion_tokens"] == 60
+        # It says how to tell the usage, and not whether to.
+        alone = {"stream_options": options | {"include_usage": False}}
+        assert all("usage" not in part for part in served.events(path, prompt | alone))
+
+
 def test_logprobs_of_prompts(served: Served) -> None:
     """In vLLM's form; of a prompt's samples, the first one has them."""
     llm = served.service.llm
@@ -329,9 +354,19 @@ def test_tokens(served: Served) -> None:
     assert back == {"prompt": text}
     chat = served.post("/tokenize", {"messages": HELLO}).json()["tokens"]
     assert TOKENIZER.decode(chat).endswith("<|start|>assistant")
-    for body in ({}, {"prompt": "x", "messages": HELLO}):
+    for body in (
+        {},
+        {"prompt": "x"} | {"messages": HELLO},
+        {"prompt": "x", "tools": []},
+    ):
         assert served.post("/tokenize", body).status_code == 400
     assert served.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+    strict = {"name": "add", "parameters": True, "strict": True}
+    body = {"messages": HELLO, "tools": [{"type": "function", "function": strict}]}
+    error = served.post("/tokenize", body).json()["error"]
+    assert (
+        error["param"].startswith("tools") and "expected 'object'" in error["message"]
+    )
 
 
 def test_health_and_metrics(served: Served) -> None:

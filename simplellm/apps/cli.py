@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
@@ -31,6 +31,7 @@ from simplellm.apps.options import (
     Clients,
     Contexts,
     Count,
+    Formats,
     InputLength,
     JSONFile,
     LoadName,
@@ -56,6 +57,7 @@ from simplellm.apps.options import (
 from simplellm.apps.screen import Screen, respond
 from simplellm.apps.serving import serve_model
 from simplellm.apps.workloads import plan_load
+from simplellm.config import expect
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -303,6 +305,7 @@ def bench(
     output_len: OutputLength = 128,
     prefill: Prefills = "",
     context: Contexts = "",
+    formats: Formats = False,
     load: LoadName = "",
     url: URL = "",
     requests: Count = 100,
@@ -324,24 +327,25 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
+        from simplellm.apps.bench_formats import measure_formats
         from simplellm.llm import LLM
+    draw: Any = None
     if plot is not None:
         report.check_plot(plot)
+        expect(not formats, "--plot", str(plot), "none with --formats")
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
     options: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
         drawn = time.time_ns() % 10**6 if seed is None else seed
         arrivals = plan_load(load or "chat", requests, rate, clients, drawn)
-        with ExitStack() as stack:
-            file = stack.enter_context(results.open("w")) if results else None
-            if url:
-                way = traffic.to_url(url, os.environ.get("SIMPLELLM_API_KEY"))
-            else:
-                way = traffic.to_engine(stack.enter_context(LLM(model, **options)))
-            outcomes = traffic.run_traffic(way, arrivals, clients, file)
+        start = partial(LLM, model, **options)
+        outcomes = traffic.measure_traffic(start, url, arrivals, clients, results)
         record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
         report.show_traffic(record, screen.out)
         draw = partial(report.plot_traffic, traffic.latencies(outcomes))
+    elif formats:
+        rows, record = measure_formats(LLM, model, **options, **command)
+        screen.out.print(report.tabulate(rows))
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
         steps = measure(plan, LLM, model, **options, **command)
@@ -351,6 +355,30 @@ def bench(
         report.write_json(record, json_file)
     if plot is not None:
         draw(plot)
+
+
+@app.command("quantize", cls=PlainUsage)
+def quantize_model(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A checkpoint folder.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A folder to make.")],
+    format: Annotated[
+        Literal["fp8", "int8", "mxfp4"],
+        typer.Option(help="Of linear layers; of gpt-oss's experts, only mxfp4."),
+    ],
+) -> None:
+    """Write a checkpoint's weights in a smaller number format.
+
+    fp8 is the format of Qwen's and DeepSeek's checkpoints; int8 with rounded inputs
+    (w8a8) and mxfp4 are those of compressed-tensors. Embeddings, heads, norms and
+    routers stay as they are.
+    """
+    check_folder(target)
+    screen = Screen()
+    with screen.waiting("Starting PyTorch"):
+        from simplellm.apps.quantize import quantize_checkpoint
+    before, after = quantize_checkpoint(source, target, format)
+    sizes = f"{before:,} bytes of weights are now {after:,}"
+    screen.write(f"{target}: {sizes} ({after / before:.0%})\n")
 
 
 app.command("serve")(serve_model)
@@ -380,6 +408,7 @@ def simplellm(
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     simplellm bench --batch 1,4
+    simplellm quantize Qwen3-8B Qwen3-8B-FP8 --format fp8
     simplellm serve --port 8000
     """
     if sys.stdout is None and ctx.invoked_subcommand != "batch":

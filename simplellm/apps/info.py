@@ -7,11 +7,13 @@ from pathlib import Path
 
 from simplellm.checkpoint import Checkpoint
 from simplellm.config import MODELS, ModelConfig
+from simplellm.families import FAMILIES
 from simplellm.folder import EMBEDDED
+from simplellm.formats import format_names
 from simplellm.names import kind, stored_shapes
 from simplellm.sizes import count_parameters
 
-ROW = "{:<10}  {:<11}  {:>17}  {:>16}  {:>7}"
+ROW = "{:<12}  {:<11}  {:>17}  {:>16}  {:>7}"
 
 
 def published(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -29,16 +31,23 @@ def dimensions(config: ModelConfig, total: int, active: int) -> dict[str, str]:
     """The model's sizes in words."""
     kinds = Counter(kind.replace("_", " ") for kind in config.layer_types)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    window = config.sliding_window
+    window, dense = config.sliding_window, len(config.dense_layers)
+    wide = f"intermediate size {config.intermediate_size:,}"
+    if config.num_local_experts:
+        wide = (
+            f"{config.num_local_experts} a layer, {config.num_experts_per_tok} for "
+            f"each token, {wide}" + f"; none in {dense} layers" * (dense > 0)
+        )
     return {
+        "family": FAMILIES[config.model_type].name,
+        **({"format": format_names(config)} if config.formats else {}),
         "parameters": f"{total:,}, of which {active:,} active for each token",
         "layers": f"{config.num_hidden_layers}: {layers}",
         **({} if window is None else {"window": f"{window} tokens"}),
         "hidden size": f"{config.hidden_size:,}",
         "heads": f"{config.num_attention_heads} for queries, "
         f"{config.num_key_value_heads} for keys and values, of {config.head_dim} each",
-        "experts": f"{config.num_local_experts} a layer, {config.num_experts_per_tok} "
-        f"for each token, intermediate size {config.intermediate_size:,}",
+        "experts" if config.num_local_experts else "feed-forward": wide,
         "vocabulary": f"{config.vocab_size:,} tokens",
         "context": f"{config.max_position_embeddings:,} tokens",
     }
@@ -66,9 +75,13 @@ def describe(path: str | None) -> Iterator[str]:
     for name, text in dimensions(config, total, active).items():
         yield f"{name:<12} {text}"
     yield ""
-    parts: dict[str, list[tuple[str, int]]] = {}  # dtypes and bytes
+    parts: dict[str, list[tuple[str, int]]] = {}  # dtypes or formats, and bytes
     for ours, names in stored_shapes(config, layout, packed).items():
-        parts.setdefault(kind(ours), []).extend(stored[name] for name in names)
+        form = config.formats.get(ours)
+        for name in names:
+            dtype, size = stored[name]
+            said = form.name.split()[0] if form else dtype
+            parts.setdefault(kind(ours), []).append((said, size))
     nbytes = sum(size for _, size in stored.values())
     yield ROW.format("part", "stored as", "parameters", "bytes", "share")
     for part, count in parameters.items():  # tied, the embedding is the LM head

@@ -84,6 +84,14 @@ Rate = Annotated[
 Clients = Annotated[
     int | None, typer.Option(help="Instead, so many who send when they are answered.")
 ]
+Formats = Annotated[
+    bool,
+    typer.Option(
+        "--formats",
+        help="Instead, compare number formats of the weights: size, speed and, of the "
+        "embedded model, right answers.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="Of the workload.  [another each time]")]
 ResultsFile = Annotated[
     Path | None,
@@ -115,5 +123,6 @@ def load_llm(
 ) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
+        import simplellm.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.llm import LLM
     return LLM(model, config, device=device)

@@ -172,7 +172,7 @@ def show(report: Report, console: Console) -> None:
             console.print(tabulate(rows))
 
 
-def tabulate(rows: Sequence[Decode | Prefill]) -> Table:
+def tabulate(rows: Sequence[Any]) -> Table:
     """The fields with a heading. Speeds are tokens a second."""
     hints = get_type_hints(type(rows[0]), include_extras=True)
     columns = {n: h.__metadata__ for n, h in hints.items() if get_origin(h)}

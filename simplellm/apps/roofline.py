@@ -23,7 +23,7 @@ def distinct_experts(config: ModelConfig, tokens: int) -> float:
     likely, so that E * (1 - (1 - k/E) ** tokens) of them are chosen.
     """
     experts, chosen = config.num_local_experts, config.num_experts_per_tok
-    return experts * (1 - (1 - chosen / experts) ** tokens)
+    return experts * (1 - (1 - chosen / max(1, experts)) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def read_bytes(
     Activations and what is written are left out; both are small.
     """
     found = weight_bytes(config, itemsize, packed)
-    experts = found.pop("experts")
+    experts = found.pop("experts", 0)
     found.pop("embedding", None)
     rows = tokens * config.hidden_size * itemsize
-    share = distinct_experts(config, tokens) / config.num_local_experts
+    share = distinct_experts(config, tokens) / max(1, config.num_local_experts)
     return Reads(
         dense=sum(found.values()) + rows,
         experts=experts * share,

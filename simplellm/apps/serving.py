@@ -1,6 +1,7 @@
 """The command `simplellm serve`: its options, before anything heavy is imported."""
 
-from contextlib import closing
+import sys
+from contextlib import ExitStack, closing, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from simplellm.apps.screen import Screen
 from simplellm.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import Options, bind, spawn
 
+MAX_REPLICAS = 64
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
 
 ServedModel = Annotated[
@@ -36,6 +38,17 @@ Names = Annotated[
     typer.Option(help="What clients call the model; may be repeated.  [its name]"),
 ]
 Seqs = Annotated[int | None, typer.Option(help="Requests that run at once.")]
+Engines = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        help="As many engines, each on a GPU of its own or all on the CPU, behind Ray "
+        "Serve; --max-num-seqs is for each.  [one engine, without Ray]",
+        min=1,
+        max=MAX_REPLICAS,
+        show_default=False,
+    ),
+]
 Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")]
 Grace = Annotated[
     float, typer.Option(help="Seconds for what runs when the server is to end.")
@@ -66,6 +79,7 @@ def serve_model(
     log_level: LogLevel = "warning",
     access_log: AccessLog = "off",
     device: Where = None,
+    replicas: Engines = None,
 ) -> int:
     """Answer OpenAI's clients over HTTP.
 
@@ -85,22 +99,40 @@ def serve_model(
         log_level=log_level,
         access_log=access_log,
     )
-    with closing(bind(host, port)) as bound:
+    with closing(bind(host, port)) as bound, ExitStack() as stack:
         try:
-            with screen.waiting("Starting PyTorch"):
+            with screen.waiting("Starting Ray" if replicas else "Starting PyTorch"):
                 import orjson  # noqa: F401  (which the engine's process needs too)
 
-                process, link = spawn()  # it imports meanwhile
+                engine = begin(stack, replicas, device, log_level)
                 from simplellm.llm import LLM
                 from simplellm.server.remote import load_remote
                 from simplellm.server.serve import serve
         except ModuleNotFoundError as error:
+            extra = "ray" if error.name == "ray" else "serve"
             raise ValueError(
                 f"{error.name} is not installed; expected what "
-                "pip install 'simplellm[serve]' brings"
+                f"pip install 'simplellm[{extra}]' brings"
             ) from None
         where: Any = {"device": device, "log_level": log_level}
-        with LLM.of(load_remote(process, link, model, config, **where)) as llm:
+        with LLM.of(load_remote(engine, model, config, **where)) as llm:
             return serve(
                 llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
             )
+
+
+def begin(
+    stack: ExitStack, replicas: int | None, device: str | None, log_level: str
+) -> Any:
+    """What will be an engine, or several as one; ``stack`` ends what keeps them."""
+    if replicas is None:
+        process, link = spawn()  # it imports meanwhile
+        from simplellm.server.remote import RemoteEngine
+
+        return RemoteEngine(process, link)
+    from simplellm.server.cluster import Cluster
+    from simplellm.server.replicas import Replicas
+
+    stack.enter_context(redirect_stdout(sys.stderr))  # where Ray says what happens
+    cluster = stack.enter_context(closing(Cluster(replicas, device, log_level)))
+    return Replicas(cluster.accept, replicas)

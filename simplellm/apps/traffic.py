@@ -6,13 +6,20 @@ server is part of them, and for a slow client too. Every request has an outcome.
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    ExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -269,3 +276,20 @@ def summarize_traffic(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             for name, some in latencies(good).items()
         },
     }
+
+
+def measure_traffic(
+    start: Callable[[], Any],
+    url: str,
+    arrivals: Sequence[Arrival],
+    clients: int | None,
+    results: Path | None,
+) -> list[Outcome]:
+    """Send a workload to ``url`` or, where that is "", to the LLM of ``start``."""
+    with ExitStack() as stack:
+        file = stack.enter_context(results.open("w")) if results else None
+        if url:
+            way = to_url(url, os.environ.get("SIMPLELLM_API_KEY"))
+        else:
+            way = to_engine(stack.enter_context(start()))
+        return run_traffic(way, arrivals, clients, file)

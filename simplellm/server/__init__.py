@@ -6,7 +6,8 @@ whether the server drains, the log) and turns whatever is raised into an error o
 OpenAI's form. `Endpoint.respond` in endpoint.py reads the body, has it checked and,
 where the endpoint answers with a `Generation`, runs its requests and writes what it
 says of them: one JSON object, or server-sent events. The engine that runs them is in
-another process, as core.py and remote.py have it.
+another process, as core.py and remote.py have it, or there are several of them, as
+replicas.py and cluster.py have it.
 
 To add an endpoint, write one file:
 

@@ -128,7 +128,8 @@ TOKEN_LIST = object_of(
     {"token_strs": list_of(TEXT)}, tokens=IDS, count=COUNT, max_model_len=COUNT
 )
 PROMPT = object_of(prompt=TEXT)
-HEALTH = object_of(status=one("ok"))
+REPLICAS = object_of(alive=COUNT, wanted=COUNT)
+HEALTH = object_of({"replicas": REPLICAS}, status=one("ok"))
 
 # /v1/responses
 

@@ -61,11 +61,11 @@ class StreamOptions:
     """What a stream holds beside its parts."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = {
-        "continuous_usage_stats": Neutral(NOT_HERE, (False,)),
         "include_obfuscation": Neutral(NOT_HERE, (False,)),
     }
 
     include_usage: bool = False  # a last event with the usage
+    continuous_usage_stats: bool = False  # with it: the usage so far in every event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,12 @@ class SampledBody:
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def counts(self) -> bool:
+        """Whether each event of a stream has the usage so far, as vLLM has it."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:

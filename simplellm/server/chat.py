@@ -27,7 +27,7 @@ from simplellm.server.endpoint import (
 )
 from simplellm.server.logprobs import chat_logprobs, prompt_logprobs
 
-NO_TEMPLATES = "gpt-oss has one chat format, harmony"
+NO_TEMPLATES = "a model's chats have one format, its own"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class ChatBody(SampledBody):
         "store": Neutral("nothing is stored", (False,)),
         "service_tier": Neutral(NOT_HERE, ("auto", "default")),
         "chat_template": Neutral(NO_TEMPLATES),
-        "chat_template_kwargs": Neutral(NO_TEMPLATES, ({},)),
         "add_generation_prompt": Neutral(NO_TEMPLATES, (True,)),
         "continue_final_message": Neutral(NOT_HERE, (False,)),
         "documents": Neutral(NOT_HERE),
@@ -62,6 +61,7 @@ class ChatBody(SampledBody):
     # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
+    chat_template_kwargs: dict[str, Any] | None = None
     # Reasoning included; None: as many as there is room for.
     max_completion_tokens: int | None = declared(None)
     logprobs: bool = False
@@ -106,6 +106,7 @@ class Chat(Generation):
             tool_choice=body.tool_choice,
             response_format=body.response_format,
             reasoning_effort=body.reasoning_effort,
+            chat_template_kwargs=body.chat_template_kwargs,
             priority=body.priority,
             **params,
         )

@@ -59,11 +59,14 @@ class Core:
         dtype = find_dtype(wanted["dtype"], device)
         random = wanted["random_weights"], wanted["seed"]
         source = open_weights(path, dtype, device, *random)
+        self.link.sendall(as_frame({}))  # the server may read the folder, too
         self.folder = EMBEDDED if path is None else Path(path)
         self.config = source.config
+        # Beside the weights: the first grammar would stop everybody.
+        prepared = self.pool.submit(lambda: self.door.prepare())
         self.engine, how, seconds = load_engine(source, resolved, dtype, device)
         self.engine.events = self.outgoing
-        self.door.prepare()  # or the first grammar would stop everybody
+        prepared.result()
         limit = self.engine.max_model_len
         return {"how": how, "weights_seconds": seconds, "max_model_len": limit}
 

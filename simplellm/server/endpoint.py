@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from simplellm.llm import LLM
 from simplellm.outputs import Usage
 from simplellm.reader import END
-from simplellm.request import Request
+from simplellm.request import EngineError, Request
 from simplellm.server import sse
 from simplellm.server.bodies import (
     known_names,
@@ -38,6 +38,7 @@ from simplellm.server.errors import (
     unavailable,
 )
 from simplellm.server.metrics import ServerMetrics
+from simplellm.server.remote import DistantError
 from simplellm.server.responses_store import ResponseStore
 from simplellm.streams import Replies
 
@@ -130,10 +131,16 @@ class Generation:
         self.chat, self.stream = chat, stream
 
     def begin(self, replies: Replies) -> None:
-        """The requests run; nothing is said yet. This and `end` may have effects."""
+        """The requests run; nothing is said yet. This and `end` may have effects.
 
-    def end(self) -> None:
-        """Nothing more will be said, unless `failure` is asked for."""
+        Both are called once more if all begins again.
+        """
+
+    def end(self, told: bool) -> None:
+        """Nothing more will be said, unless `failure` is asked for.
+
+        ``told``: whether a client has seen the beginning of a stream.
+        """
 
     def first(self) -> list[dict[str, Any]]:
         """Events before any part."""
@@ -272,7 +279,7 @@ def check_size(length: int) -> None:
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work`` for as long as the client is there; raises GoneError if it leaves."""
+    """Do ``work`` as long as the client is there; raises GoneError if it leaves."""
     task = asyncio.create_task(work)
     leaves = asyncio.create_task(wait_until_gone(receive))
     try:
@@ -340,13 +347,33 @@ def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
 
 
 async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
-    """What is written: one object, or a stream's events, those of a part together."""
+    """What is written: one object, or a stream's events, those of a part together.
+
+    If an engine's process ends before anything is, another engine may begin again. That
+    happens once: it may have been the request that ended it.
+    """
+    for last in (False, True):
+        told = False
+        try:
+            async with aclosing(attempt(call, answer)) as written:
+                async for data in written:
+                    told = True
+                    yield data
+            return
+        except EngineError as error:
+            if told or last or not isinstance(error.__cause__, DistantError):
+                raise
+
+
+async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
+    """`texts` of one engine."""
     llm = call.service.llm
     watch = call.service.metrics.watch(answer.requests, answer.n)
     replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
     replies.ends = answer.stream
     numbers = [reader.request.number for reader in replies.readers]
     call.service.calls |= dict.fromkeys(numbers, call.id)
+    told = False
     try:
         answer.begin(replies)
         waiting = answer.first()
@@ -360,6 +387,10 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
                 if answer.stream:
                     watch.part(index)
             if waiting and answer.stream:
+                if call.body.counts:
+                    so_far = {"usage": usage_fields(replies.usage())}
+                    waiting = [event | so_far for event in waiting]
+                told = True
                 yield b"".join(map(sse.event, waiting))
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
@@ -374,7 +405,7 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
         else:
             yield orjson.dumps(answer.whole(outputs, usage))
     finally:
-        answer.end()
+        answer.end(told)
         for number in numbers:
             del call.service.calls[number]
         await replies.aclose()

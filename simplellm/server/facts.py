@@ -10,6 +10,7 @@ from simplellm.config import expect
 from simplellm.request import EngineError
 from simplellm.server import answers
 from simplellm.server.endpoint import Call, Endpoint
+from simplellm.server.replicas import Replicas
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -55,6 +56,8 @@ class TokenizeBody:
     def __post_init__(self) -> None:
         given = [self.prompt, self.messages].count(None)
         expect(given == 1, "prompt", self.prompt, "either prompt or messages")
+        alone = self.prompt is None or self.tools is None
+        expect(alone, "tools", self.tools, "none beside a prompt")
 
 
 def tokenize(call: Call) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def tokenize(call: Call) -> dict[str, Any]:
     door = call.service.llm.door
     tokenizer = door.need_tokenizer()
     if body.prompt is not None:
-        ids = tokenizer.encode(body.prompt)
+        ids = door.encode(body.prompt)
     else:
         asked = door.ask_chat(
             body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort
@@ -103,12 +106,13 @@ def detokenize(call: Call) -> dict[str, Any]:
 def health(call: Call) -> dict[str, Any]:
     """Whether the model can be asked: 503 if it can't, or soon no longer."""
     call.service.check()
+    engine = call.service.llm.engine
     try:
-        call.service.llm.engine.check()
+        engine.check()
     except EngineError:
         call.service.check()
         raise
-    return {"status": "ok"}
+    return {"status": "ok"} | (engine.health() if isinstance(engine, Replicas) else {})
 
 
 async def metrics(call: Call) -> Response:

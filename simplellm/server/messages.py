@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import orjson
 
 from simplellm.chat_options import Format
-from simplellm.harmony import Delta, render
+from simplellm.harmony import Delta
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
 from simplellm.server import answers
@@ -21,6 +21,7 @@ from simplellm.server.endpoint import Call, Endpoint, Generation
 from simplellm.server.errors import APIError, anthropic_form
 from simplellm.server.messages_body import RAW, CountBody, MessageBody
 from simplellm.server.responses_output import item_kind
+from simplellm.streams import Replies
 
 PING = {"type": "ping"}
 # Nothing is signed, but some clients drop thoughts whose signature is empty.
@@ -142,8 +143,9 @@ class AnthropicMessage(Generation):
         body: MessageBody = call.body
         self.model = call.service.check_model(body.model)
         choice = body.tool_choice
-        asked = call.service.llm.door.ask_chat(
-            **body.shown(),
+        door = call.service.llm.door
+        asked = door.ask_chat(
+            **body.shown(door.dialect),
             tool_choice=None if choice is None else choice.as_openai,
             response_format=Format(body.format.rules),  # its text is shown
             max_tokens=body.max_tokens,
@@ -155,6 +157,9 @@ class AnthropicMessage(Generation):
         # Whether the context ends before as many tokens as may come.
         self.short = asked.max_tokens < body.max_tokens
         self.key = uuid.uuid4().hex
+        self.blocks = Blocks(self.key)
+
+    def begin(self, replies: Replies) -> None:
         self.blocks = Blocks(self.key)
 
     def object(
@@ -208,7 +213,9 @@ def count_message_tokens(call: Call) -> dict[str, Any]:
     """How long a conversation is, even one that is too long to be asked."""
     body: CountBody = call.body
     call.service.check_model(body.model)
-    ids = render(tokenizer=call.service.llm.door.need_tokenizer(), **body.shown())
+    door = call.service.llm.door
+    shown = body.shown(door.dialect)
+    ids = door.dialect.render(tokenizer=door.need_tokenizer(), **shown)
     return {"input_tokens": len(ids)}
 
 

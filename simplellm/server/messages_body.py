@@ -10,9 +10,10 @@ from itertools import groupby
 from reprlib import repr as short
 from typing import Any, ClassVar, Literal
 
-from simplellm.chat_options import Format, as_format, with_format
+from simplellm.chat_options import Format, as_format
 from simplellm.config import as_texts, declared, expect, expect_type, one_of
-from simplellm.harmony import Message, Tool, developer_text, result_message
+from simplellm.dialects.dialect import Dialect
+from simplellm.harmony import Message, Tool, result_message
 from simplellm.harmony.message import HEADER_WORD
 from simplellm.harmony.openai import call_message
 from simplellm.harmony.schema import as_tools
@@ -163,24 +164,24 @@ class CountBody:
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if hidden else found
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self, dialect: Dialect) -> dict[str, Any]:
         """The conversation as `render` takes it. Raises TypeError or ValueError."""
         tools, called = self.offered(), dict[str, str]()
         system = "" if self.system is None else text_in(self.system, "system")
-        lead = developer_text(system, tools)
+        lead = dialect.lead(system, tools)
         found = [Message("developer", lead)] if lead else []
         expect(self.messages, "messages", self.messages, "at least one message")
         for number, message in enumerate(self.messages):
             where = f"messages[{number}]"
             expect_type(where, message, Mapping, "an object")
             one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
-            found += shown_messages(message, where, called)
+            found += shown_messages(message, where, called, dialect)
         count, most = len(found), MOST_MESSAGES
         expect(count <= most, "the number of messages", count, f"at most {most}")
         wanted = "another one at the end: no answer is continued"
         expect(message["role"] != "assistant", f"{where}.role", "assistant", wanted)
         if text := self.format.text:
-            found = with_format(found, tools, text)
+            found = [*dialect.with_format(found, tools, text)]
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
 
 
@@ -244,13 +245,13 @@ def text_in(content: Any, where: str) -> str:
 
 
 def shown_messages(
-    message: Mapping[str, Any], where: str, called: dict[str, str]
+    message: Mapping[str, Any], where: str, called: dict[str, str], dialect: Dialect
 ) -> list[Message]:
     """A message as the model is shown it; ``called`` has the tool behind each id."""
     role, where = message["role"], f"{where}.content"
     blocks = blocks_in(message.get("content"), where, role)
     if role == "system":
-        return [Message("developer", developer_text(joined(blocks)))]
+        return [Message("developer", dialect.lead(joined(blocks), ()))]
     found = []
     if role == "user":
         for kind, group in groupby(blocks, key=lambda pair: pair[1]["type"]):

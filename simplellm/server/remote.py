@@ -15,14 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
+from simplellm.access import Access, failure
 from simplellm.config import EngineConfig
-from simplellm.door import Door
-from simplellm.engine import Access, failure
-from simplellm.folder import EMBEDDED
+from simplellm.door import Door, Loaded
+from simplellm.folder import EMBEDDED, open_config
 from simplellm.grammar import Grammar
-from simplellm.load import Loaded, open_weights
 from simplellm.request import EngineError, Event, Request
 from simplellm.server.wire import (
     as_error,
@@ -46,7 +43,7 @@ class DistantError(Exception):
 
 
 class RemoteEngine(Access):
-    """What `Delivery` and the server need of an engine; ``process`` has it.
+    """What `Delivery` and the server need of an engine; ``process``, a Popen, has it.
 
     What it tells is read where its events are: whoever takes these from ``events``
     brings the answers to everybody else too.
@@ -54,7 +51,7 @@ class RemoteEngine(Access):
 
     thread = None  # none of this process runs steps
 
-    def __init__(self, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    def __init__(self, process: Any, link: socket.socket) -> None:
         super().__init__()
         self.process, self.link = process, link
         self.frames = frames(link)
@@ -67,8 +64,13 @@ class RemoteEngine(Access):
         self.numbers = itertools.count()
         self.over = False  # no events will come, nor answers
 
+    def load(self, wanted: dict[str, Any]) -> None:
+        """Let it load what is ``wanted``; `loaded` tells of it, two times."""
+        with suppress(OSError):  # if it is gone, `loaded` says so
+            self.link.sendall(as_frame(wanted))
+
     def loaded(self) -> dict[str, Any]:
-        """Wait for what it says of its engine. Raises what loading has raised."""
+        """Wait for what it says next of loading. Raises what that has raised."""
         told: dict[str, Any] | None = next(self.frames, None)
         if told is None:
             wrong = f"the engine's process {self._end()} while it loaded"
@@ -195,8 +197,7 @@ class RemoteEngine(Access):
 
 
 def load_remote(
-    process: subprocess.Popen[bytes],
-    link: socket.socket,
+    engine: Any,
     path: str | None = None,
     config: EngineConfig | None = None,
     *,
@@ -206,12 +207,11 @@ def load_remote(
     seed: int | None = None,
     log_level: str = "warning",
 ) -> Loaded:
-    """What an `LLM` needs, with its engine in ``process``, which `spawn` has started.
+    """What an `LLM` needs, with ``engine``, a `RemoteEngine` or several of them as one.
 
-    Arguments and errors are those of `LLM`. Here is what makes text and requests: the
-    tokenizer, and no weights. Nothing here touches a GPU.
+    Other arguments and errors are those of `LLM`. Here is what makes text and requests:
+    the tokenizer, and no weights. Nothing here needs PyTorch.
     """
-    engine = RemoteEngine(process, link)
     wanted = {
         "path": path,
         "config": asdict(config or EngineConfig()),
@@ -222,12 +222,10 @@ def load_remote(
         "log_level": log_level,
     }
     try:
-        with suppress(OSError):  # if it is gone, `loaded` says so
-            link.sendall(as_frame(wanted))
-        cpu = torch.device("cpu")
-        source = open_weights(path, torch.float32, cpu, random_weights, seed)
+        engine.load(wanted)
+        engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
         folder = EMBEDDED if path is None else Path(path)
-        door = Door.open(folder, source.config)
+        door = Door.open(folder, open_config(path, random_weights))
         told = engine.loaded()
     except BaseException:
         engine.shutdown(cancel=True)

@@ -69,7 +69,7 @@ class Response(Generation):
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
         asked = door.ask_chat(
-            to_harmony(before, given, body.instructions, tools),
+            to_harmony(before, given, body.instructions, tools, door.dialect.lead),
             tools=tools,
             tool_choice=body.tool_choice,
             response_format=body.format,
@@ -131,13 +131,14 @@ class Response(Generation):
 
     def begin(self, replies: Replies) -> None:
         self.replies = replies
+        self.output = Output(self.key, self.output.tokenizer)
         if self.body.store:
             self.store.begin(self.id, self)
 
-    def end(self) -> None:
+    def end(self, told: bool) -> None:
         if self.replies is None:
             return
-        if self.stream:  # the client is gone
+        if told:  # the client is gone
             self.settle(self.object("cancelled", self.replies.usage()))
         else:  # nobody was told its id
             self.store.forget(self.id)

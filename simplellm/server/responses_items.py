@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.config import expect, expect_type, one_of
-from simplellm.harmony import Message, Tool, developer_text, result_message
+from simplellm.harmony import Message, Tool, result_message
 from simplellm.harmony.message import HEADER_WORD
 from simplellm.harmony.openai import call_message
+from simplellm.harmony.schema import Lead
 from simplellm.server.bodies import Neutral, refuse
 
 Item = dict[str, Any]
@@ -135,24 +136,26 @@ def to_harmony(
     given: Sequence[Item],
     instructions: str | None,
     tools: Sequence[Tool],
+    lead: Lead,
 ) -> list[Message]:
     """The conversation as the model is shown it: what came ``before``, what is given.
 
-    ``instructions`` stand in front and tell of the ``tools``. Without them the first
-    item does, if it is the developer's. Raises ValueError for results of no call.
+    ``instructions`` stand in front and tell of the ``tools``, as ``lead`` writes it.
+    Without them the first item does, if it is the developer's. Raises ValueError for
+    results of no call.
     """
     items = [*before, *given]
     leads = items and items[0].get("role") in ("system", "developer")
     skipped = int(instructions is None and bool(leads))
     if skipped:
         instructions = text_of(items[0])
-    lead = developer_text(instructions, tools)
-    found = [Message("developer", lead)] if lead else []
+    first = lead(instructions, tools)
+    found = [Message("developer", first)] if first else []
     called: dict[str, str] = {}  # the function behind each call_id
     for number, item in enumerate(items[skipped:], start=skipped - len(before)):
         match item["type"]:
             case "message":
-                found.append(shown_message(item))
+                found.append(shown_message(item, lead))
             case "reasoning":
                 text = text_of(item)
                 thought = Message("assistant", text, channel="analysis")
@@ -169,7 +172,7 @@ def to_harmony(
     return found
 
 
-def shown_message(item: Item) -> Message:
+def shown_message(item: Item, lead: Lead) -> Message:
     """A message as the model is shown it."""
     role, text = item["role"], text_of(item)
     if role == "assistant":
@@ -178,4 +181,4 @@ def shown_message(item: Item) -> Message:
         return Message(role, text, channel=channel)
     if role == "user":
         return Message(role, text)
-    return Message("developer", developer_text(text))
+    return Message("developer", lead(text, ()))

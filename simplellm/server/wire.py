@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import orjson
-import torch
 
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
@@ -33,19 +32,11 @@ READ_BYTES = 2**18  # bytes that are read at a time
 # Fields of a request as they cross, and parameters that only the server reads.
 SENT = "tokens max_tokens bad_sequences priority deadline submitted number".split()
 UNSENT = ("stop", "structured_outputs")
-# Errors that stay what they are, the more special first.
-ERROR_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        EngineError,
-        QueueFullError,
-        GrammarError,
-        torch.OutOfMemoryError,
-        TypeError,
-        ValueError,
-        MemoryError,
-    )
-}
+# Errors that stay what they are, by their names and their bases' names; PyTorch's own
+# becomes Python's, since the server lacks it.
+KEPT = (EngineError, QueueFullError, GrammarError, TypeError, ValueError, MemoryError)
+ERROR_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
+ERROR_KINDS["OutOfMemoryError"] = MemoryError
 
 
 def as_frame(content: Any) -> bytes:
@@ -59,7 +50,8 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, Event | frozenset):
         return list(value)
     assert isinstance(value, Exception), value
-    names = [name for name, kind in ERROR_KINDS.items() if isinstance(value, kind)]
+    kinds = [kind.__name__ for kind in type(value).__mro__]
+    names = [name for name in kinds if name in ERROR_KINDS]
     return (names[0], str(value)) if names else ("EngineError", repr(value))
 
 

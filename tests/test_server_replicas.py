@@ -1,0 +1,480 @@
+"""Several engines as one: where requests go, and what happens if one of them ends."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from models import GREEDY, PATIENCE, SMALL, until
+from serving import ROOT, Served, events_of, serving
+
+from simplellm import LLM, EngineConfig, EngineError, QueueFullError
+from simplellm.grammar import GrammarError
+from simplellm.request import Event, Request
+from simplellm.server import replicas
+from simplellm.server.remote import load_remote
+from simplellm.server.replicas import Asked, EnginePlace, Replicas, added
+from simplellm.server.start import spawn
+from simplellm.stats import Stats
+
+COMPLETE = "/v1/completions"
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
+# Steps take a while, and some prompts end the process.
+SLOW = """
+import os, time
+from simplellm.runner import Runner
+from simplellm.scheduler import Scheduler
+start, add = Runner.start, Scheduler.add
+Runner.start = lambda *given: (time.sleep(0.02), start(*given))[1]
+
+def adding(self, requests):
+    if any(request.tokens[:1] == [13] for request in requests):
+        os._exit(9)
+    add(self, requests)
+
+Scheduler.add = adding
+"""
+
+
+def together(folder: Path, config: EngineConfig = SMALL, count: int = 2) -> LLM:
+    engine = Replicas(spawn, count)
+    return LLM.of(load_remote(engine, str(folder), config, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
+    """Two engines as one, whose steps are slow."""
+    patched = tmp_path_factory.mktemp("patched")
+    (patched / "sitecustomize.py").write_text(SLOW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(patched), str(ROOT)]))
+        with together(folder) as llm:
+            yield llm
+            until(lambda: not llm._delivery.readers)
+            until(lambda: not (llm.engine.where or llm.engine.asked))
+
+
+@pytest.fixture(scope="module")
+def near(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, SMALL, device="cpu") as llm:
+        yield llm
+
+
+@pytest.fixture
+def served(both: LLM) -> Iterator[Served]:
+    """A server of both, which are there."""
+    until(lambda: all(place.up for place in both.engine.places))
+    with serving(both) as found:
+        yield found
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    """A prompt that has no beginning in common with those of other numbers."""
+    return [number + 100] * length
+
+
+# Where a request goes
+
+
+def engines(*loads: int) -> Replicas:
+    """Engines with so many requests each; None runs."""
+    found = Replicas(spawn, len(loads))
+    for place, load in zip(found.places, loads, strict=True):
+        engine: Any = SimpleNamespace(open=set(range(load)))
+        place.engine, place.up = engine, True
+    return found
+
+
+def choice(engine: Replicas, tokens: list[int], *tried: EnginePlace) -> int:
+    """Where a prompt would go."""
+    asked = Asked(Request(tokens, 1))
+    asked.tried = {*tried}
+    place = engine._choose(asked)
+    assert place is not None
+    return engine.places.index(place)
+
+
+def note(place: EnginePlace, tokens: list[int]) -> None:
+    place.note(replicas.digests_of(tokens))
+
+
+def test_a_new_prompt_goes_to_whoever_has_least_to_do() -> None:
+    engine = engines(3, 1, 2)
+    assert choice(engine, prompt(1)) == 1
+    assert choice(engine, prompt(1), engine.places[1]) == 2
+    engine.places[1].up = False
+    assert choice(engine, prompt(1)) == 2
+
+
+def test_among_equals_they_take_turns() -> None:
+    engine = engines(0, 0)
+    found = []
+    for number in range(4):
+        found.append(choice(engine, prompt(number)))
+        note(engine.places[found[-1]], prompt(number))
+    assert found == [0, 1, 0, 1]
+
+
+def test_an_equal_beginning_goes_where_it_was_unless_that_is_overloaded() -> None:
+    engine = engines(8, 0)
+    note(engine.places[0], prompt(1))
+    assert choice(engine, prompt(1) + prompt(2, 20)) == 0
+    engine.places[0].engine.open.add(8)  # one more than the slack
+    assert choice(engine, prompt(1) + prompt(2, 20)) == 1
+    # In proportion: with 100 there, 158 are not too many here.
+    for place, load in zip(engine.places, (158, 100), strict=True):
+        place.engine.open = set(range(load))
+    assert choice(engine, prompt(1)) == 0
+    engine.places[0].engine.open.add(158)
+    assert choice(engine, prompt(1)) == 1
+
+
+def test_the_longest_beginning_counts_if_it_is_half_of_the_prompt() -> None:
+    engine = engines(1, 2, 0)
+    note(engine.places[0], prompt(1, 32) + prompt(2, 64))
+    note(engine.places[1], prompt(1, 64))
+    assert choice(engine, prompt(1, 64) + prompt(3, 32)) == 1
+    assert choice(engine, prompt(1, 64) + prompt(3, 64)) == 1
+    assert choice(engine, prompt(1, 64) + prompt(3, 96)) == 2
+    assert choice(engine, prompt(1, 15)) == 2  # too short to be told apart
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short beginnings are kept for longer than the long ones behind them."""
+    monkeypatch.setattr(replicas, "MOST_KNOWN", 5)
+    place = EnginePlace()
+    for number in (1, 2):
+        note(place, prompt(number, 64))
+        assert len(place.known) <= 5
+    found = [place.found(replicas.digests_of(prompt(n, 64))) for n in (1, 2)]
+    assert found == [1, 4]
+    place.ended()
+    assert not place.known and not place.up
+
+
+def test_nobody_tries_again_what_nobody_wants() -> None:
+    """A request that is refused and aborted at the same time."""
+    engine = engines(0, 0)
+    sent: list[Any] = []
+    for name, place in zip("ab", engine.places, strict=True):
+        own: Any = place.engine
+        own.submit = lambda _, name=name: sent.append(name)
+        own.abort = lambda number, *_, name=name: sent.append((name, number))
+    engine.submit([Request(prompt(1), 1, number=7)])
+    full = Event(7, finish_reason="error", error=QueueFullError("full"))
+    engine._pass(engine.places[0], full)
+    assert sent == ["a", "b"] and engine.where[7] is engine.places[1]
+    engine._pass(engine.places[0], full)  # it has nothing to say any more
+    engine.abort(7)
+    assert sent == ["a", "b", ("b", 7)]
+    engine._pass(engine.places[1], full)
+    assert engine.queue.get_nowait() == full and engine.queue.empty()
+    assert not engine.where and not engine.asked and engine.refused == 1
+
+
+# The same as one engine
+
+
+def test_the_same_tokens_as_of_one_engine(near: LLM, both: LLM) -> None:
+    given = [place.given for place in both.engine.places]
+    prompts = [[n, 7, 8] for n in range(20, 32)]
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2}
+    wanted, found = (
+        [out.token_ids for out in llm.generate(prompts, **options).result(PATIENCE)]
+        for llm in (near, both)
+    )
+    assert found == wanted
+    counts = [p.given - g for p, g in zip(both.engine.places, given, strict=True)]
+    assert sum(counts) == 12 and min(counts) == 6  # the samples of a prompt together
+
+
+def test_an_equal_beginning_is_found_in_the_cache(both: LLM) -> None:
+    for _ in range(3):
+        (output,) = both.generate(prompt(60), max_tokens=2, **GREEDY).result(PATIENCE)
+    assert output.num_cached_tokens >= 36
+    (place,) = (
+        p for p in both.engine.places if p.found(replicas.digests_of(prompt(60))) == 2
+    )
+    assert place.up
+
+
+def test_grammars(near: LLM, both: LLM) -> None:
+    pytest.importorskip("llguidance")
+    options: dict[str, Any] = {"structured_outputs": {"regex": "[ab]{3}"}, "seed": 4}
+    texts = [
+        [o.text for o in llm.generate(["x", "y"], **options).result(PATIENCE)]
+        for llm in (near, both)
+    ]
+    assert texts[0] == texts[1] and all({*text} <= {*"ab"} for text in texts[1])
+    with pytest.raises(GrammarError):
+        both.engine.compile("start: missing")
+
+
+def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
+    before = both.stats()
+    futures = [both.generate(prompt(n), **LONG) for n in (1, 2)]
+    until(lambda: both.stats().prompt_tokens == before.prompt_tokens + 80)
+    snapshot, pages = both.engine.snapshot(), SMALL.num_pages
+    assert [place.load for place in both.engine.places] == [1, 1]
+    told = snapshot["pages"]
+    assert told["num_pages"] == 2 * pages == len(told["references"])
+    assert len(snapshot["running"]) == len(told["tables"]) == 2
+    held = [
+        {p // pages for g in t for p in g if p >= 0} for t in told["tables"].values()
+    ]
+    assert sorted(map(tuple, held)) == [(0,), (1,)]
+    for table in told["tables"].values():
+        assert all(told["references"][p] == 1 for g in table for p in g if p >= 0)
+    metrics = served.client.get("/metrics").text
+    assert 'num_requests_running{engine="0",model_name="tiny"} 2.0' in metrics
+    with served.client.stream("GET", "/live") as answer:
+        assert b'"running":2' in next(answer.iter_bytes())
+    health = served.client.get("/health").json()
+    assert health == {"status": "ok", "replicas": {"alive": 2, "wanted": 2}}
+    assert all(future.cancel() for future in futures)
+    until(lambda: both.stats().finished.get("abort", 0) >= 2)
+    after = both.stats()
+    assert after.running == 0 and after.cache_usage == 0
+
+
+def test_sums_of_statistics() -> None:
+    one = Stats(
+        1, 2, {"stop": 1}, 3, 4, 10, 5, 6, 7.0, 0.5, 0.5, 8, 0.1, 0.4, None, None
+    )
+    two = replace(one, finished={"stop": 2, "length": 1}, ttft=0.2, cached_tokens=0)
+    found = added([one, two])
+    assert found.finished == {"stop": 3, "length": 1} and found.tokens_per_second == 14
+    assert (found.ttft, found.itl) == (0.2, None) and found.cache_hit_rate == 5 / 20
+    assert asdict(added([])) | {"finished": {}} == asdict(added([]))
+
+
+# Limits
+
+
+def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
+    config = replace(SMALL, max_num_seqs=1, max_waiting=2)
+    with together(folder, config) as llm:
+        running = [llm.generate(prompt(n), **LONG) for n in (1, 2)]
+        until(lambda: llm.stats().running == 2)
+        # All of them would be at home where prompt 1 is, whose queue has one place.
+        waiting = [llm.generate(prompt(1), max_tokens=1) for _ in range(2)]
+        until(lambda: llm.stats().waiting == 2)
+        with pytest.raises(QueueFullError, match="wait already"):
+            llm.generate(prompt(1), n=2, max_tokens=1).result(PATIENCE)
+        with serving(llm) as served:
+            answer = served.post(COMPLETE, {"prompt": "x"})
+            assert answer.status_code == 429 and answer.headers["retry-after"]
+        assert llm.stats().refused == 3
+        assert [place.given for place in llm.engine.places] == [5, 4]
+        for one in running:
+            one.cancel()
+        assert [len(one.result(PATIENCE)) for one in waiting] == [1, 1]
+        until(lambda: not llm.engine.where)
+
+
+# One of them ends
+
+
+def home_of(llm: LLM, tokens: list[int]) -> EnginePlace:
+    """Where a request with this prompt runs."""
+    numbers = {r.request.number for r in llm._delivery.readers.values()
+               if r.request.tokens[: len(tokens)] == tokens}  # fmt: skip
+    (place,) = {p for n, p in llm.engine.where.items() if n in numbers}
+    return place
+
+
+def killed(place: EnginePlace) -> None:
+    assert place.engine is not None
+    place.engine.process.kill()
+
+
+def body(tokens: list[int], **options: Any) -> dict[str, Any]:
+    return {"prompt": tokens, "ignore_eos": True, "return_token_ids": True, **options}
+
+
+def text_of(served: Served, asked: dict[str, Any]) -> str:
+    """All of a stream, however it ends."""
+    with served.client.stream("POST", COMPLETE, json=asked | {"stream": True}) as found:
+        assert found.status_code == 200
+        return found.read().decode()
+
+
+def test_a_replica_that_is_killed(near: LLM, both: LLM, served: Served) -> None:
+    """What has streamed ends with an error; all else is answered as if nothing were."""
+    first, other, before = prompt(70), prompt(71), both.stats()
+    options: dict[str, Any] = {"max_tokens": 60, "seed": 5}
+    with ThreadPoolExecutor(4) as clients:
+        streamed = clients.submit(text_of, served, body(first, **options))
+        until(lambda: both.stats().running == 1)
+        place = home_of(both, first)
+        whole = clients.submit(served.post, COMPLETE, body(first, n=2, **options))
+        until(lambda: place.load == 3)
+        rests = clients.submit(text_of, served, body(other, **options))
+        until(lambda: both.stats().running == 4 and place.load == 3)
+        time.sleep(0.2)  # all have tokens
+        killed(place)
+        *_, last = events_of(streamed.result(PATIENCE), done=False)
+        assert "the engine died: its process ended" in last["error"]["message"]
+        assert served.client.get("/health").status_code == 200
+        answer = whole.result(PATIENCE)
+        events = events_of(rests.result(PATIENCE))
+    assert answer.status_code == 200
+    wanted = near.generate([first, other], ignore_eos=True, n=2, **options)
+    outputs = [output.token_ids for output in wanted.result(PATIENCE)]
+    assert [c["token_ids"] for c in answer.json()["choices"]] == outputs[:2]
+    found = [id for event in events for id in event["choices"][0]["token_ids"]]
+    assert found == outputs[2]
+    until(lambda: place.up)  # another one came
+    assert served.client.get("/health").json()["replicas"]["alive"] == 2
+    after = both.stats()  # nothing is forgotten
+    assert after.finished["error"] >= before.finished.get("error", 0) + 3
+    assert after.generated_tokens >= before.generated_tokens + 3 * 60
+    assert place.load == place.found(replicas.digests_of(first)) == 0
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "g", "max_output_tokens": 100},
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "g"}],
+        "max_tokens": 100,
+    },
+}
+
+
+@pytest.mark.parametrize("path", KINDS)
+def test_every_kind_of_answer_begins_again(
+    both: LLM, served: Served, path: str
+) -> None:
+    """What the lost engine had said is not in it."""
+    asked = KINDS[path] | {"temperature": 0}
+    whole = served.post(path, asked).json()
+    before = both.stats().generated_tokens
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(served.post, path, asked)
+        until(lambda: both.stats().generated_tokens > before + 70)
+        (place,) = (place for place in both.engine.places if place.load)
+        killed(place)
+        found = answer.result(PATIENCE)
+    assert found.status_code == 200
+    assert said(found.json()) == said(whole)
+    if path == "/v1/responses":
+        assert served.client.get(f"{path}/{found.json()['id']}").json() == found.json()
+
+
+def said(answer: Any) -> Any:
+    """The texts of a response or a message."""
+    parts = answer["content"] if "content" in answer else answer["output"]
+    assert parts
+    return [{name: part[name] for name in part.keys() - {"id"}} for part in parts]
+
+
+def test_a_prompt_that_ends_its_engine_is_tried_twice(
+    both: LLM, served: Served
+) -> None:
+    lost = both.engine.lost
+    answer = served.post(COMPLETE, body([13, 14], max_tokens=2))
+    assert answer.status_code == 503 and "status 9" in answer.text
+    # Nobody is there now.
+    for one in both.engine.places:
+        until(lambda one=one: not one.up)
+    health = served.client.get("/health")
+    assert health.status_code == 503 and "replicas is 0" in health.text
+    for asked in (body([1]), body([1], stream=True)):
+        assert served.post(COMPLETE, asked).status_code == 503
+    with pytest.raises(EngineError, match="replicas is 0"):
+        both.stats()
+    assert served.client.get("/metrics").status_code == 200
+    until(lambda: all(place.up for place in both.engine.places))
+    assert served.client.get("/health").status_code == 200
+    assert served.post(COMPLETE, body([1], max_tokens=2)).status_code == 200
+    assert both.engine.lost - lost == 2
+
+
+# Beginning and end
+
+
+def test_whoever_leaves_ends_the_requests(both: LLM) -> None:
+    until(lambda: all(place.up for place in both.engine.places))
+    stream = both.stream(prompt(90), **LONG)
+    next(stream)
+    stream.close()
+    assert both.generate([prompt(91), prompt(92)], n=2, **LONG).cancel()
+    until(lambda: not any(place.load for place in both.engine.places))
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+def test_the_end_of_all(folder: Path, cancel: bool) -> None:
+    """Closed, they finish; with ``cancel`` they end now."""
+    llm = together(folder)
+    future = llm.generate([prompt(1), prompt(2)], max_tokens=60, ignore_eos=True)
+    llm.close(cancel=cancel)
+    reason = "abort" if cancel else "length"
+    assert [output.finish_reason for output in future.result(PATIENCE)] == [reason] * 2
+    for place in llm.engine.places:
+        assert place.engine is not None and place.engine.process.poll() is not None
+    for call in (lambda: llm.generate([1]), llm.stats):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    """The error is that of an engine, and no process is left."""
+    engine = Replicas(spawn, 2)
+    with pytest.raises(ValueError) as ours:
+        load_remote(engine, str(tmp_path), SMALL, device="cpu")
+    with pytest.raises(ValueError) as theirs:
+        LLM(tmp_path, SMALL, device="cpu")
+    assert str(ours.value) == str(theirs.value)
+    for place in engine.places:
+        assert place.engine is not None
+        until(lambda p=place: p.engine.process.poll() is not None)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from simplellm.apps import cli
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "simplellm.server.cluster", raising=False)
+    assert cli.main(["serve", "--replicas", "2", "--port", "0"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ray is not installed; expected what pip install 'simplellm[ray]'" in said
+    assert cli.main(["serve", "--replicas", "0"]) == 2
+
+
+def test_one_that_cannot_come_back_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """It is tried until it does; the other one goes on."""
+    monkeypatch.setattr(replicas, "PAUSE", 0.01)
+    troubles: list[Callable[[], Any]] = []
+
+    def source() -> Any:
+        return troubles.pop()() if troubles else spawn()
+
+    def trouble() -> Any:
+        raise OSError("no room")
+
+    def stillborn() -> Any:
+        process, link = spawn()
+        process.kill()
+        return process, link
+
+    engine = Replicas(source, 1)
+    with LLM.of(load_remote(engine, str(folder), SMALL, device="cpu")) as llm:
+        troubles += [trouble, stillborn]
+        killed(engine.places[0])
+        until(lambda: not engine.places[0].up)
+        until(lambda: engine.places[0].up)
+        assert llm.generate([1], max_tokens=2).result(PATIENCE)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(":")[0].partition(",")[0] for line in said] == [
+        "a replica ended",
+        "a replica cannot begin",
+        "a replica cannot begin",
+    ]
