@@ -30,7 +30,7 @@ WIDTH = 80  # columns a chapter may print
 CHECK_SECONDS = 60  # far more than a check takes, even on a busy machine
 MESSAGE = 400  # characters of an exception that a reader is shown
 
-# Okabe and Ito's palette, told apart with any common colour blindness; its yellow,
+# Okabe and Ito's palette, told apart with any common color blindness; its yellow,
 # too pale on white, comes last.
 COLORS = (
     "#0072B2",  # blue

@@ -5,6 +5,7 @@ notebook: conftest.py repeats each check behind the kept version. Without a GPU,
 run in Triton's interpreter.
 """
 
+import ast
 import importlib
 import re
 from collections import Counter
@@ -98,6 +99,19 @@ def test_each_has_a_stub_and_a_check(thing: Asked) -> None:
 def test_names_are_unique_over_the_course() -> None:
     counts = Counter(thing.name for thing in ASKED)
     assert [name for name, count in counts.items() if count > 1] == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "chapters/checks").glob("*.py")), ids=lambda path: path.stem
+)
+def test_every_assertion_teaches(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    silent = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert silent == [], "an assertion without a message"
 
 
 def test_every_check_is_asked_for() -> None:

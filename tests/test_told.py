@@ -148,7 +148,7 @@ def told_07() -> list[str]:
     assert all(median(cache["ms"][name][-25:]) < 10 for name in ("slot", "concat"))
     again, kept = h200["recompute"]["1"], h200["slot"]["1"]
     return [
-        "Recomputing ends beyond 200 ms a token, and both caches stay below 10.",
+        "Recomputing ends beyond 200 ms per token, and both caches stay below 10.",
         f"{here['new_tokens']:,} new tokens, recorded on one CPU thread: recomputing "
         f"takes {cache['recompute_over_slot']:.1f} times as long, concatenating "
         f"{cache['concat_over_slot']:.2f} times; the last 100 tokens took "
@@ -274,7 +274,7 @@ def told_10() -> list[str]:
         f"and they take {compiled['us'] / 1e3:.1f} ms",
         f"a graph take {reduced['us'] / 1e3:.1f} ms",
         f"call: {compiled['first_s']:.0f} seconds to compile",
-        f"its graphs of gpt-oss-120b in {here['capture_s']:.1f} seconds",
+        f"its decodes of gpt-oss-120b in {here['capture_s']:.1f} seconds",
         f"at batch 64 the host launches a step in {host[64, False, False]:.1f} ms, the "
         f"GPU needs {ms[64, True, True]:.1f} for it",
         f"{graphs[0]:.2f} times as fast at batch 1, {graphs[1]:.2f} at 8, "
@@ -391,10 +391,12 @@ def told_12() -> list[str]:
         for shape, changes in steps.items()
         for change, version in changes
     ]
+    most = max(kernels["gate_up", "64", v]["bytes"] for _, v in steps["64"])
     last = kernels["gate_up", "1", "mma, many tiles a program"]
     return [
         *ladder,
-        f"64 tokens, whose roofline is {roofline:.0f}",
+        f"last of these runs has a roofline of {roofline:.0f}; in others, whose tokens "
+        f"chose other experts, it was up to {most / 4650e3 + 1.2:.0f}",
         f"one token, whose roofline is {last['bytes'] / 4650e3 + 1.2:.1f}",
         f"{us('64', 'tl.dot_scaled'):.0f} µs with `tl.dot_scaled` become "
         f"{best['us']:.0f} for 64 tokens, where the roofline is {roofline:.0f}",
@@ -453,25 +455,39 @@ def told_b_h200() -> list[str]:
     """What schemas cost on a GPU."""
     rows = recorded("b-structured-h200")["rows"]
 
-    def of(batch: int, kind: str, what: str) -> float:
-        found = [r[what] for r in rows if (r["batch"], r["kind"]) == (batch, kind)]
-        return sum(found) / len(found)
+    def of(strings: str, batch: int, kind: str, what: str) -> float:
+        wanted = strings, batch, kind
+        found = [r for r in rows if (r["strings"], r["batch"], r["kind"]) == wanted]
+        return sum(row[what] for row in found) / len(found)
 
-    speed = "tokens_per_second"
-    masks = [of(batch, "masked", "masks_ms") for batch in (1, 64, 256)]
-    shares = [of(b, "masked", speed) / of(b, "free", speed) for b in (1, 64, 256)]
-    free = of(64, "free", "itl_free_ms")
-    waits = [of(64, f"{n} masked", "itl_free_ms") / free - 1 for n in ("1", "half")]
-    forced = of(1, "forced", speed) / of(1, "free", speed)
+    def cost(strings: str) -> tuple[str, ...]:
+        many, rate = (1, 64, 256), "tokens_per_second"
+        masks = [of(strings, batch, "masked", "masks_ms") for batch in many]
+        shares = [
+            of(strings, batch, "masked", rate) / of(strings, batch, "free", rate)
+            for batch in many
+        ]
+        free = of(strings, 64, "free", "itl_free_ms")
+        waits = [of(strings, 64, f"{n} masked", "itl_free_ms") for n in ("1", "half")]
+        return (
+            f"masks take {masks[0]:.1f}, {masks[1]:.0f} and {masks[2]:.0f} ms",
+            f"{shares[0]:.2f}, {shares[1]:.2f} and {shares[2]:.2f} of the tokens a "
+            "second that free ones get",
+            f"{100 * (waits[0] / free - 1):+.1f} % beside one with a schema and by "
+            f"{100 * (waits[1] / free - 1):+.1f} % beside 32",
+        )
+
+    speed = [
+        of("usual", 1, kind, "tokens_per_second")
+        for kind in ("forced", "masked", "free")
+    ]
     return [
-        f"masks take {masks[0]:.1f}, {masks[1]:.0f} and {masks[2]:.0f} ms in the "
-        f"median step, and all together get {shares[0]:.2f}, {shares[1]:.2f} and "
-        f"{shares[2]:.2f} of the tokens a second that free ones get. Of 64 requests, "
-        f"the free ones wait {100 * waits[0]:.1f} % longer for a token beside one with "
-        f"a schema, and {100 * waits[1]:.1f} % beside 32",
-        f"{of(1, 'forced', 'steps'):.0f} steps instead of "
-        f"{of(1, 'masked', 'steps'):.0f} for an answer of 256 tokens, which is "
-        f"{forced:.2f} of a free one's speed instead of {shares[0]:.2f}",
+        *cost("usual"),
+        *cost("endless"),
+        f"{of('usual', 1, 'forced', 'steps'):.0f} steps instead of "
+        f"{of('usual', 1, 'masked', 'steps'):.0f} for an answer of 256 tokens, which "
+        f"is {speed[0] / speed[2]:.2f} of a free one's speed instead of "
+        f"{speed[1] / speed[2]:.2f}",
     ]
 
 
@@ -491,7 +507,7 @@ def told_b() -> list[str]:
         f"{faster[0]:.0f} times as fast as token by token for a number, and "
         f"{faster[1]:.1f} times in a string",
         f"in a string took {1e3 * record['library string']:.1f} ms",
-        f"{record['row bytes']:,} bytes a state",
+        f"{record['row bytes']:,} bytes per state",
         f"{1e6 * record['kept']:.1f} µs for a mask that's kept, where a walk took "
         f"{1e3 * record['walk string']:.0f} ms",
         f"256 requests a median of {median}",
@@ -501,13 +517,46 @@ def told_b() -> list[str]:
     ]
 
 
+def told_c() -> list[str]:
+    record = recorded("c-errors")
+    rows, blocks, whole, alone, four = (
+        record[name]
+        for name in (
+            "FP8 in rows",
+            "FP8 in blocks",
+            "INT8",
+            "INT8, weights alone",
+            "MXFP4",
+        )
+    )
+    tiles = [record[f"product, {name}"] for name in ("INT8", "FP8 in blocks")]
+    naive = [record[f"one scale, {name}"] for name in ("INT8", "FP8")]
+    return [
+        f"0.0 % off with weights of 1, and {100 * record['norms swapped']:.1f} % with "
+        "random ones",
+        f"{100 * blocks['off']:.1f} % off in the embedded model's logits with "
+        f"{blocks['bytes']:.2f} bytes a number, in rows {100 * rows['off']:.1f} %, "
+        f"and MXFP4 {100 * four['off']:.1f} % with {four['bytes']:.2f}; in a product "
+        f"with a column 50 times as large {100 * tiles[1][1]:.1f} %, with one of "
+        f"100,000 times {100 * tiles[1][2]:.0f} %, where a single scale has "
+        f"{100 * naive[1][1]:.1f} and {100 * naive[1][2]:.0f}",
+        f"{100 * whole['off']:.1f} % off in the embedded model's logits, "
+        f"{100 * alone['off']:.1f} % with weights alone; in a product with a column "
+        f"50 times as large {100 * tiles[0][1]:.0f} % where a single scale has "
+        f"{100 * naive[0][1]:.0f}",
+    ]
+
+
 def told_readme() -> list[str]:
     record = recorded("12-invariance")
     changed = sorted(run["differ"] for run in record["contrast"] if run["differ"])
     slower = sorted(run["ratio"] for run in record["cost"].values())
+    even = [round(r["tokens_per_second"]) for r in recorded("12-steady")["rows"]]
     return [
         f"Without it, {changed[0]} to {changed[-1]} of 64 greedy answers changed",
         f"take {slower[0]:.2f} to {slower[-1]:.2f} times as long with it",
+        f"writes {even[0]:,} tokens a second with 1,000 tokens in and 1,000 out, "
+        f"{even[1]:,} with 1,024 and 8,192, and {even[2]:,} with 8,192 and 1,024",
     ]
 
 
@@ -525,6 +574,7 @@ TOLD: dict[str, Callable[[], list[str]]] = {
     "12": told_12,
     "a": told_a,
     "b": told_b,
+    "c": told_c,
     "README.md": told_readme,
 }
 

@@ -121,7 +121,7 @@ def check_StreamDecoder_push(StreamDecoder):
                 f"least {least!r}, and all of it is {whole!r}"
             )
         assert shown + rest == whole, (
-            f"flush gives out what push has left in self._rest: {data!r} is {whole!r} "
+            f"flush returns what push has left in self._rest: {data!r} is {whole!r} "
             f"in all, not {shown + rest!r}"
         )
     end = tokenizer.special["<|end|>"]
@@ -374,7 +374,7 @@ def check_HarmonyParser_push(HarmonyParser):
     found = run(tokenizer.encode(f"{last}<|end|>{text}", special=True))[0].messages[1:]
     found = [(m.role, m.name, m.recipient) for m in found]
     assert found == [("tool", "functions.f", "assistant")], (
-        f"the author stands between <|start|> and the channel: {text!r} gave {found}"
+        f"the author comes between <|start|> and the channel: {text!r} gave {found}"
     )
     found = run(tokenizer.encode(f"{call}{{}}<|call|>", special=True))[0].messages
     assert [m.content_type for m in found] == [JSON], (

@@ -38,9 +38,9 @@ def check_read_header(candidate):
         header, start = candidate(raw)
     except (json.JSONDecodeError, UnicodeDecodeError, struct.error) as error:
         raise AssertionError(
-            f"what you took for the header is no JSON ({type(error).__name__}); its "
+            f"what you took for the header isn't JSON ({type(error).__name__}); its "
             "length is in the first 8 bytes, the lowest byte first (little-endian), "
-            "and the JSON is the next so many bytes and no more"
+            "and the JSON is that many bytes behind it and no more"
         ) from None
     assert "__metadata__" not in header, (
         "the entry __metadata__ is text about the file and no tensor; leave it out"
@@ -59,7 +59,7 @@ def check_read_header(candidate):
         f"and the whole header with its padding; yours begins at {start}"
     )
     plain, _ = candidate(a_file(entries, bytes(size)))
-    assert dict(plain) == entries, "a file without __metadata__ is as good"
+    assert dict(plain) == entries, "a file without __metadata__ is just as good"
     mapped = mmap.mmap(-1, 2**26)  # as if of a file of 64 MiB
     mapped[: len(raw)] = raw
     tracemalloc.start()
@@ -101,7 +101,7 @@ def check_tensor_view(candidate):
     )
     assert numbers.tolist() == [[100, 101, 102], [103, 104, 105]], (
         f"the floats at byte 32 are 100 to 105, a row after the other; yours are "
-        f"{numbers.flatten().tolist()}: mind the offset"
+        f"{numbers.flatten().tolist()}: watch the offset"
     )
     struct.pack_into("<f", data, 36, 7.0)
     assert numbers[0, 1] == 7, (
@@ -280,7 +280,7 @@ def check_bytes_on_disk(candidate):
     large = dict(candidate(MODELS["gpt-oss-120b"]))
     numbers, biases = 3 * 2880 * 2880, 3 * 2880
     assert large["experts"] == 36 * 128 * (numbers * 17 // 32 + 2 * biases), (
-        "gpt-oss-120b has other experts than the embedded model: count from the config "
+        "gpt-oss-120b's experts aren't the embedded model's: count from the config "
         "that you get"
     )
 

@@ -349,8 +349,8 @@ def check_naive_moe(naive_moe):
         judge(naive_moe, x, mixture(num_experts=4, top_k=1))
     except AssertionError as error:
         raise AssertionError(
-            "a lone expert is right, but of four, one a token, another one counted: "
-            f"which expert a weight belongs to is in route's ids ({error})"
+            "one expert alone is right, but of four, one per token, the wrong one "
+            f"counted: which expert a weight belongs to is in route's ids ({error})"
         ) from None
     judge(naive_moe, x, mixture())
     judge(naive_moe, seeded(7, 8, seed=9), mixture())
@@ -375,7 +375,7 @@ def check_experts(experts):
     alone = torch.cat([run(row[None], mixture()) for row in x])
     assert found.shape == alone.shape and relative(found, alone) < 1e-4, (
         "each token alone is right, seven together aren't: a pair's token is its "
-        "number // k, its weight stands in the same place, and a token's experts add up"
+        "number // k, its weight is in the same place, and a token's experts add up"
     )
     judge(run, x, mixture())
     judge(run, seeded(40, 8, seed=10), mixture(num_experts=12, top_k=4))
@@ -578,7 +578,7 @@ def check_4_4(group_pairs):
         )
         assert (ids.flatten()[pairs.long()].diff() >= 0).all(), (
             f"{told}: the pairs aren't ordered by expert; start plus rank is the place "
-            "where a pair goes, and wanted is which pair is there"
+            "where a pair goes, and what's wanted is which pair is there"
         )
         assert pairs.tolist() == ids.flatten().argsort(stable=True).tolist(), (
             "the pairs of one expert stay in the order in which they came"

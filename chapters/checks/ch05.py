@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from checks.ch04 import Watch
+from checks.ch07 import few_lines
 from simplellm.config import GPT_OSS_20B
 
 YARN: Any = GPT_OSS_20B.rope_scaling  # which it has
@@ -342,6 +344,8 @@ def check_visible(visible):
                     f"{told}: it sees {key}, {query - key} before it, and the window "
                     "counts the query itself"
                 )
+    many = torch.arange(300)
+    few_lines(lambda: visible(many, many, 128))
 
 
 def check_masked_attention(masked_attention):
@@ -404,6 +408,17 @@ def check_masked_attention(masked_attention):
     ]
     assert relative(found, torch.stack(pair)) < 1e-4, (
         "two sequences at once differ from each by itself"
+    )
+    counts = []
+    for tokens, heads in ((3, 2), (40, 32)):
+        place = torch.arange(tokens)
+        q, k = seeded(tokens, heads, 8), seeded(tokens, heads // 2, 8)
+        with Watch() as watch:
+            masked_attention(q, k, k, place <= place[:, None], seeded(heads), 0.3)
+        counts.append(watch.operations)
+    assert counts[1] < counts[0] + 10, (
+        f"3 queries of 2 heads take {counts[0]} operations, 40 of 32 heads "
+        f"{counts[1]}: a loop over queries or heads, whose every turn a GPU launches"
     )
 
 

@@ -178,8 +178,8 @@ def check_block(candidate):
         )
     found = candidate(x.clone(), layer, None, 2.0)
     assert near(found, exact_block(x.double(), layer, None, eps=2.0)), (
-        "with an eps of 2, which shows, the result is another: both norms take the eps "
-        "that the block is given"
+        "with an eps of 2, large enough to show, the result differs: both norms take "
+        "the eps that the block is given"
     )
 
 
@@ -615,7 +615,7 @@ def check_6_2(candidate):
 
 def check_6_3(candidate):
     """Against counting, for several requests; and one far too long to count."""
-    cases = [([7, 3], [4, 9]), ([10], [200]), ([5, 5, 1], [1, 2, 30]), ([4], [1])]
+    cases = [([7, 3], [4, 9]), ([10], [200]), ([2, 8, 5], [30, 1, 12]), ([4], [1])]
     for prompts, answers in cases:
         counted = 0
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -624,7 +624,8 @@ def check_6_3(candidate):
         tokens, operations = candidate(list(prompts), list(answers), 11)
         assert tokens == counted, (
             f"prompts of {prompts} with answers of {answers} run {counted} tokens; you "
-            f"say {tokens}. The step that makes the first token runs the prompt alone"
+            f"say {tokens}. Each prompt has its own answer, and the step that makes "
+            "the first token runs the prompt alone"
         )
         assert operations == 2 * 11 * counted, (
             "each active parameter takes part in two operations for each token that "

@@ -248,7 +248,9 @@ def check_read_pool(read_pool):
             f"{told}: a row that was never written was read; the first page begins at "
             f"position {first - first % size}, not at {first}"
         )
-        assert torch.equal(found, expected), f"{told}: not these rows, or in disorder"
+        assert torch.equal(found, expected), (
+            f"{told}: other rows than these, or in the wrong order"
+        )
 
 
 def check_decode_reads(decode_reads):
@@ -287,7 +289,7 @@ def judge_reads(decode_reads, rng, lengths, window, size):
             hidden = np.zeros(cells.shape, dtype=bool)
         hidden = np.asarray(hidden).astype(bool)
         assert len(rows) == len(cells) == len(hidden), (
-            f"{told}: a row of cells a decode"
+            f"{told}: one row of cells per decode"
         )
         for row, cell, hide in zip(rows.tolist(), cells, hidden, strict=True):
             seen.append(row)

@@ -8,6 +8,8 @@ import sys
 from simplellm import pages
 from simplellm.pages import NULL
 
+ROOM = "there are pages enough, so grow makes room and returns True"
+
 
 def manager(candidate, *arguments, **options):
     """A manager of the class ``candidate``; what the class lacks is the package's.
@@ -48,8 +50,8 @@ def check_page_digest(page_digest):
     one = page_digest(page_digest(b"", [5, 6]), [1, 2])
     other = page_digest(page_digest(b"", [7, 6]), [1, 2])
     assert one != other, (
-        "the pages before count: their keys and values are other ones, so the parent "
-        "belongs into the hash"
+        "the pages before count: they change its keys and values, so the parent "
+        "belongs in the hash"
     )
     assert page_digest(b"", [1, 2]) != page_digest(b"", [2, 1]), "their order counts"
     close = [[1, 23], [12, 3], [1, 2, 3], [123], [0, 123], [1, 23, 0]]
@@ -74,7 +76,7 @@ def check_page_digest(page_digest):
         if len(set(byte)) < 8
     ]
     assert not fixed, (
-        f"bytes {fixed} of the name are hardly ever others: not a cryptographic hash, "
+        f"bytes {fixed} of the name hardly ever change: not a cryptographic hash, "
         "all of whose bits depend on all tokens, so somebody can find two prompts of "
         "one name"
     )
@@ -86,7 +88,7 @@ def check_PageManager__take(PageManager):
     taken = [books._take() for _ in range(3)]
     assert len(set(taken)) == 3, f"three pages were taken, among them twins: {taken}"
     assert all(0 <= page < 6 for page in taken), f"there are pages 0 to 5, not {taken}"
-    assert not set(taken) & set(books.free), "a page that is taken is not free any more"
+    assert not set(taken) & set(books.free), "a page that is taken is no longer free"
     assert [books.references[page] for page in taken] == [1, 1, 1], (
         "a page that was taken has one user; its reference count is "
         f"{books.references[taken[0]]}"
@@ -250,7 +252,7 @@ def check_PageManager_commit(PageManager):
         length = 0
         while length < len(tokens):
             start, length = length, min(40, length + rng.choice([1, 1, 2, 3, 7]))
-            assert books.grow(0, length)
+            assert books.grow(0, length), ROOM
             before = [list(group) for group in books.tables[0].groups]
             books.commit(0, tokens, length)
             judge_commit(books, before, start, length, tokens)
@@ -393,7 +395,7 @@ def forks(PageManager):
         "nothing will be written, so the tables stay"
     )
     for name, users in ((1, 2), (2, 1)):
-        assert books.grow(name, 7)
+        assert books.grow(name, 7), ROOM
         copies = [tuple(pair) for pair in books.take_copies()]
         now = [list(group) for group in books.tables[name].groups]
         for group in (0, 1):
@@ -409,12 +411,13 @@ def forks(PageManager):
                 f"holds nothing of the old one; noted is {copies}"
             )
             assert books.references[held[group][1]] == users, (
-                "who has a copy uses the old page no more: it has to be released; it "
-                f"has {books.references[held[group][1]]} users, not {users}"
+                "whoever has a copy no longer uses the old page: it has to be "
+                f"released; it has {books.references[held[group][1]]} users, not "
+                f"{users}"
             )
         assert len(copies) == 2, f"one copy in each group, not {len(copies)}"
         books.check_integrity()
-    assert books.grow(0, 7)
+    assert books.grow(0, 7), ROOM
     assert not books.take_copies(), (
         "the last user of the old page has it alone: a copy is not needed"
     )
@@ -429,11 +432,11 @@ def forks(PageManager):
     books.check_integrity()
     books = manager(PageManager, 40, 4, window=8)
     books.add(0, tokens)
-    assert books.grow(0, 11)  # room for more than the six that are computed then
+    assert books.grow(0, 11), ROOM  # room for more than the six that are computed then
     books.commit(0, tokens, 6)
     books.fork(0, 1)
     held = [group[1] for group in books.tables[0].groups]
-    assert books.grow(0, 7)
+    assert books.grow(0, 7), ROOM
     copied = [old for old, _ in books.take_copies()]
     assert copied == held, (
         "six tokens are computed, and the table has room for 12: the seventh goes to "
@@ -466,7 +469,7 @@ def copies_count(PageManager):
     books.grow(0, 11)
     books.commit(0, [1] * 6, 6)
     books.fork(0, 1)
-    assert books.free_pages == 0
+    assert books.free_pages == 0, "6 pages are in use: none can be had"
     before = state(books)
     try:
         found = books.grow(0, 7)
@@ -498,12 +501,12 @@ def names_after_truncate(PageManager):
     books.add(0, [1] * 8)
     compute(books, 0, [1] * 8, 8)
     page = books.tables[0].groups[0][1]
-    assert books.truncate(0, 6)
+    assert books.truncate(0, 6), "the last two tokens can be taken back"
     assert books.grow(0, 6) and page in books.names, (
         "six tokens are computed, and room for six is asked for: nothing will be "
         "written, so the page still holds what it is named for and keeps its name"
     )
-    assert books.grow(0, 7)
+    assert books.grow(0, 7), ROOM
     assert page not in books.names, (
         "after truncate, page 2 of the sequence was to be written again and kept the "
         "name of what it held; `_forget_name` it"

@@ -345,8 +345,14 @@ def random_crowds(kind):
                     f"request {request.number} has a work of no tokens: when the "
                     "budget is spent, or `_chunk` says 0, it waits"
                 )
-                assert begin == request.computed and length <= request.missing
-                assert samples == (length == request.missing)
+                assert begin == request.computed and length <= request.missing, (
+                    f"request {request.number} has computed {request.computed} tokens "
+                    f"and misses {request.missing}: a work of {length} from {begin} on "
+                    "is not what comes next"
+                )
+                assert samples == (length == request.missing), (
+                    "a work samples if it computes the last token that is missing"
+                )
                 held = len(manager.tables[request.number].groups[0])
                 assert 4 * held >= begin + length, (
                     f"request {request.number} has work and no room for it in the cache"
@@ -423,7 +429,7 @@ def check_Scheduler_commit(candidate):
         "request 0 was aborted, and its list of tokens is there all the same: pair "
         f"works and lists first, then skip who has ended; {two.tokens}"
     )
-    assert one.finish_reason == "abort", "who was aborted stays so"
+    assert one.finish_reason == "abort", "a request that was aborted stays aborted"
 
     scheduler, (one,), works = started((3, 9))
     later = make_works(scheduler)
@@ -555,7 +561,9 @@ def check_TextReply_push(candidate):
     assert len(answer.logprobs or ()) == len(answer.token_ids), (
         f"{len(answer.logprobs or ())} logprobs for {len(answer.token_ids)} tokens"
     )
-    assert list(parts[-1].logprobs or ()) == values[: len(two)]
+    assert list(parts[-1].logprobs or ()) == values[: len(two)], (
+        "a part has the logprobs of the tokens that it adds"
+    )
     plain = kind(Request([1], 9), None)
     (part,) = plain.push(Event(0, [5], finish_reason="stop"))
     assert part.text == "" and part.token_ids == [5], "no tokenizer, no text"
@@ -666,7 +674,7 @@ async def ways_out(read_async):
         _, line, _ = await read_all(read_async, way)
         assert line.dropped and line.dropped[0] is line.readers[0], (
             f"the reader left after the first part ({way}), and the request goes on "
-            "for nobody: `drop` it, whichever way your generator is left"
+            "with nobody to read it: `drop` it, whichever way your generator is left"
         )
 
 
@@ -757,7 +765,7 @@ def check_9_2(steps_to_first_token):
         while request.num_output == 0:
             book(scheduler, scheduler.schedule())
             steps += 1
-            assert steps < 10_000
+            assert steps < 10_000, "the scheduler gives the prompt no token"
         found = steps_to_first_token(prompt, decodes, budget, chunk)
         assert found == steps, (
             f"a prompt of {prompt}, {decodes} decodes, budget {budget}, chunk {chunk}: "
@@ -791,10 +799,10 @@ def check_9_3(first_done):
     assert text == expected, f"the text is {expected!r}, all of its parts; {text!r}"
     aborted = stats.finished.get("abort", 0)
     assert aborted == 2, (
-        "two requests were nobody's any more and have to be aborted: cancel their "
+        "two requests were nobody's anymore and have to be aborted: cancel their "
         f"tasks; the engine aborted {aborted}"
     )
-    assert stats.generated_tokens < 500, "the others went on for nobody"
+    assert stats.generated_tokens < 500, "the others went on with nobody to read them"
 
 
 def check_9_4(candidate):
@@ -827,7 +835,10 @@ def check_9_4(candidate):
             f"requests of {lengths} tokens, {call}, end in the order {order}; the "
             "shortest goes first"
         )
-        assert mean(found) < 0.6 * mean(plain)
+        assert mean(found) < 0.6 * mean(plain), (
+            f"{call}: the mean request waits {mean(found):.0f} steps, where in order "
+            f"of arrival it waits {mean(plain):.0f}"
+        )
         found = ends(candidate, [20] + 120 * [2], together)
         passed = sum(end < found[0] for end in found)
         assert passed < 120, (

@@ -588,7 +588,12 @@ def check_12_4(candidate):
         filled = [math.ceil(count / block) for count in counts]
         empty, times = candidate(ids, 32, block)
         used = sum(count > 0 for count in counts)
-        assert abs(times - sum(filled) / used) < 1e-5, f"blocks of {block}: {times}"
-        assert abs(empty - (1 - 400 / (sum(filled) * block))) < 1e-5, (
-            f"blocks of {block}: {empty}"
+        reads, unused = sum(filled) / used, 1 - 400 / (sum(filled) * block)
+        assert abs(times - reads) < 1e-5, (
+            f"blocks of {block}: a used expert is read {reads:.4f} times on average; "
+            f"yours is {times:.4f}"
+        )
+        assert abs(empty - unused) < 1e-5, (
+            f"blocks of {block}: {unused:.4f} of the places that are multiplied hold "
+            f"no pair; yours is {empty:.4f}"
         )

@@ -80,7 +80,7 @@ def check_event(event):
 STREAM = (
     'data: {"é": "😀\u2028"}\n\n'
     ": a comment\n\n"
-    "event: ping\r\ndata:  two spaces\r\n\r\n"
+    "event: ping\r\ndata:  three spaces \r\n\r\n"
     "data: one\ndata: two\n\n"
     "data\nid: 7\nretry: 10\n:\ndata:three: four\n\n"
     "event: without data\n\n"
@@ -88,7 +88,7 @@ STREAM = (
 )
 EVENTS = [
     ("message", '{"é": "😀\u2028"}'),
-    ("ping", " two spaces"),
+    ("ping", " three spaces "),
     ("message", "one\ntwo"),
     ("message", "\nthree: four"),
     ("message", "after it"),
@@ -96,7 +96,8 @@ EVENTS = [
 WHY = [
     "an event without a name is a message; its text is what follows 'data: ', and only "
     "\\n and \\r\\n end a line, U+2028 doesn't",
-    "lines may end with \\r\\n, and one space behind the colon doesn't count, only one",
+    "lines may end with \\r\\n, and one space behind the colon doesn't count, only "
+    "one; those before a line's end do",
     "several data lines are one text, with \\n between them",
     "other fields and comments are passed over; a line 'data' is an empty one",
     "an event without data isn't one, and its name is not the next one's",
@@ -285,7 +286,9 @@ def check_Mailbox_put(candidate):
             "only neighbors with the same channel, recipient and call become one; "
             f"{texts}"
         )
-        assert [one.call for one in rest] == [None, None, 0, 1, None, None]
+        assert [one.call for one in rest] == [None, None, 0, 1, None, None], (
+            "each part keeps the number of its call"
+        )
 
         box = candidate()
         for number in range(5000):
@@ -419,7 +422,9 @@ def check_serve_chat(serve_chat):
     assert headers.get(b"content-type", b"").startswith(b"text/event-stream"), (
         f"a stream's content-type is text/event-stream: {headers}"
     )
-    assert all(message["type"] == "http.response.body" for message in rest)
+    assert all(message["type"] == "http.response.body" for message in rest), (
+        "behind the start come pieces of the body, and nothing else"
+    )
     more = [bool(message.get("more_body")) for message in rest]
     assert more and not more[-1] and all(more[:-1]), (
         "more_body is false in the last message and in no other"
@@ -444,8 +449,8 @@ def check_serve_chat(serve_chat):
     )
     try:
         assert run(gone(serve_chat)), (
-            "a client left after three pieces, and its request went on for nobody: "
-            "wait for http.disconnect, too, and close the replies"
+            "a client left after three pieces, and its request went on with nobody to "
+            "read it: wait for http.disconnect, too, and close the replies"
         )
         assert run(gone(serve_chat, stops_reading=True)), (
             "a client stopped reading, so that send waits, and then left: nobody "

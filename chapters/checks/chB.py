@@ -220,7 +220,7 @@ def trie_of(tokens) -> list[tuple[Any, ...]]:
     return trie
 
 
-WORDS = b"1 12 123 1, 2 , } ,} nu null n x xyz xyzz".split()
+WORDS = b"1 12 123 1, 2 , } ,} nu null null} n x xyz xyzz".split()
 
 
 def check_walk(walk):
@@ -260,7 +260,7 @@ def check_walk(walk):
             f"{len(automaton.asked)} steps where {seen} are enough: jump to `after` "
             "below a node that leads nowhere, and take each node's step once"
         )
-        assert asked <= seen
+        assert asked <= seen, f"{asked} different steps where {seen} are enough"
 
 
 @cache
@@ -333,7 +333,7 @@ def check_forced(forced):
         return list(found)
 
     (minus,) = encode(" -")
-    assert tokens[minus] == b" -"
+    assert tokens[minus] == b" -", "the vocabulary has a token of a space and a minus"
     for texts in (
         ('{"result": 1}', '{"result": 2}'),
         ('{"result": -1}', '{"result": 2}'),
@@ -558,4 +558,4 @@ def check_B_3(fewest):
             return state == 49
 
     assert fewest(Ring([b""]), 0, 100) == 49, "49 bytes lead once around the ring"
-    assert fewest(Ring([b""]), 0, 40) is None
+    assert fewest(Ring([b""]), 0, 40) is None, "49 bytes are over 40: None"

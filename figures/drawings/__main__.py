@@ -22,6 +22,7 @@ ROOMS = (
     "processor",
     "serving",
     "structured",
+    "models",
 )
 
 

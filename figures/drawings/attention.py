@@ -76,7 +76,7 @@ def heads() -> Drawing:
     d.height = d.prose(
         MARGIN,
         y + 186,
-        f"Kept of a position in each layer: 2 * {kv_heads} heads * {dim} numbers * "
+        f"Kept per position and layer: 2 * {kv_heads} heads * {dim} numbers * "
         f"2 bytes = {kept:,} bytes. With {queries} heads of keys and values it "
         f"would be {kept * group:,}.",
     )
@@ -122,7 +122,7 @@ def rope() -> Drawing:
         frequency = float(frequencies[pair])
         d.text(MARGIN, y - 16, f"pair {pair}", bold=True, color=shade(color))
         d.text(MARGIN, y + 3, f"{frequency:.3g} radian", size=SMALL, color=MUTED)
-        d.text(MARGIN, y + 19, "a position", size=SMALL, color=MUTED)
+        d.text(MARGIN, y + 19, "per position", size=SMALL, color=MUTED)
         start = 0.35  # where the pair points before it is turned
         for position in range(3):
             x = left + 44 + pitch * position

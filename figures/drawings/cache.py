@@ -156,7 +156,7 @@ def tables() -> Drawing:
         "after the next token of each",
         "B wants to write into page 2, which A uses too: B gets a copy, page 3, and "
         "writes there.",
-        "A has page 2 for itself then. Full pages are never written again and stay "
+        "Then A has page 2 to itself. Full pages are never written again and stay "
         "shared.",
     )
     d.height = y - 14

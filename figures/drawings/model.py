@@ -22,11 +22,12 @@ from drawings.svg import (
     tint,
 )
 from simplellm.config import GPT_OSS_120B, ModelConfig
+from simplellm.families import read_config
 from simplellm.folder import EMBEDDED
 from simplellm.names import is_expert_weight, packed_shapes, tensor_shapes
 from simplellm.sizes import position_bytes
 
-SMALL_MODEL = ModelConfig.from_file(EMBEDDED / "config.json")
+SMALL_MODEL = read_config(EMBEDDED / "config.json")
 
 
 def size(nbytes: float) -> str:
@@ -178,9 +179,9 @@ def model() -> Drawing:
         64,
         bottom + 34,
         f"A token reads one row of the embedding and {chosen} of {experts} experts, "
-        "and all of the rest. Experts are stored in MXFP4, 4.25 bits a weight, "
+        "and all of the rest. Experts are stored in MXFP4, 4.25 bits per weight, "
         "everything else in 16 bits; biases are counted. Keys and values add "
-        f"{position:,} bytes a position in each layer.",
+        f"{position:,} bytes per position in each layer.",
     )
     return d
 

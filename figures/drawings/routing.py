@@ -171,7 +171,7 @@ def programs() -> Drawing:
     top, pitch, column = 182, 78, 70
     label(top + 2, "blocks", f"of {size} pairs,", "one expert")
     grid = 276
-    label(grid + 12, "programs", "one a block", "and tile of", "the weight")
+    label(grid + 12, "programs", "one per block", "and tile of", "the weight")
     for number in range(room):
         x = left + pitch * number
         filled = number < len(blocks)

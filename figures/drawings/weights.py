@@ -191,7 +191,7 @@ def block() -> Drawing:
     d.height = d.prose(
         MARGIN,
         412,
-        "17 bytes for 32 weights are 4.25 bits a weight; in bfloat16 they take 64 "
+        "17 bytes for 32 weights are 4.25 bits per weight; in bfloat16 they take 64 "
         "bytes.",
     )
     return d

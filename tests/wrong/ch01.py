@@ -420,7 +420,7 @@ class FirstOfTheList(Filter):
         return text.index(self.stops[min(ends)[1]]) if ends else None
 
 
-@wrong("HarmonyParser.push", "the author stands")
+@wrong("HarmonyParser.push", "the author comes")
 class LosesTheAuthor(HarmonyParser):
     def finish(self):
         deltas = super().finish()

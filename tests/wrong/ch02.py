@@ -90,7 +90,7 @@ def wants_to_write(data, info):
     return flat(array, info).view(info.shape)
 
 
-@wrong("tensor_view", "mind the offset")
+@wrong("tensor_view", "watch the offset")
 def from_the_first_byte(data, info):
     return flat(data, info, offset=0).view(info.shape)
 

@@ -424,6 +424,29 @@ def rounded_down(config, radians):
     return int(not_rounded(config, radians))
 
 
+@wrong("visible", "a loop over the tokens")
+def pair_by_pair(queries, keys, window):
+    reach = window or math.inf
+    places = keys.tolist()
+    rows = [[0 <= query - key < reach for key in places] for query in queries.tolist()]
+    return torch.tensor(rows)
+
+
+@wrong("masked_attention", "a loop over queries or heads")
+def head_by_head(q, k, v, mask, sinks, scale):
+    if q.dim() > 3:
+        each = zip(q, k, v, mask, strict=True)
+        return torch.stack([head_by_head(*one, sinks, scale) for one in each])
+    group, found = q.shape[1] // k.shape[1], []
+    for head in range(q.shape[1]):
+        kv = slice(head // group, head // group + 1)
+        own = slice(head, head + 1)
+        sink = None if sinks is None else sinks[own]
+        parts = q[:, own], k[:, kv], v[:, kv]
+        found.append(ops.masked_attention(*parts, mask, sink, scale))
+    return torch.cat(found, 1)
+
+
 @wrong("masked_attention", "q's dtype")
 def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
     return ops.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)

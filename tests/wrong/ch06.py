@@ -406,6 +406,13 @@ def all_with_all(prompt_lengths, new_tokens, active_parameters):
     return tokens, 2 * active_parameters * tokens
 
 
+@wrong("6.3", "has its own answer")
+def prompts_with_the_answers_of_others(prompt_lengths, new_tokens, active_parameters):
+    pairs = zip(prompt_lengths, sorted(new_tokens), strict=True)
+    tokens = sum(m * n + m * (m - 1) // 2 for n, m in pairs)
+    return tokens, 2 * active_parameters * tokens
+
+
 @wrong("6.3", "whole numbers")
 def in_floats(prompt_lengths, new_tokens, active_parameters):
     pairs = zip(prompt_lengths, new_tokens, strict=True)

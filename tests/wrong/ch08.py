@@ -307,7 +307,7 @@ class CopiesAlways(PageManager):
         return grown(self, sequence, length, always=True)
 
 
-@wrong("PageManager.grow", "uses the old page no more")
+@wrong("PageManager.grow", "no longer uses the old page")
 class KeepsHoldingTheOldPage(PageManager):
     def grow(self, sequence, length):
         before = len(self._copies)
@@ -469,6 +469,6 @@ def with_md5(parent, tokens):
     return md5(parent + array("q", tokens).tobytes()).digest()
 
 
-@wrong("page_digest", "hardly ever others")
+@wrong("page_digest", "hardly ever change")
 def pythons_hash(parent, tokens):
     return hash((parent, *tokens)).to_bytes(16, "big", signed=True)

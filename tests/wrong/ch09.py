@@ -413,7 +413,7 @@ def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
 
 
 wrong("read_async", "call_soon_threadsafe")(streams(door=False))
-wrong("read_async", "for nobody")(streams(drops=False))
+wrong("read_async", "with nobody to read it")(streams(drops=False))
 wrong("read_async", "is to be raised")(streams(raises=False))
 wrong("read_async", "as they come")(streams(at_once=True))
 wrong("read_async", "END is none of them")(streams(ends=False))
@@ -431,7 +431,7 @@ async def blocks_the_loop(delivery, request, reply):
         delivery.drop([reader])
 
 
-@wrong("read_async", "for nobody")
+@wrong("read_async", "with nobody to read it")
 async def drops_at_the_end_only(delivery, request, reply):
     loop = asyncio.get_running_loop()
     parts: asyncio.Queue[Any] = asyncio.Queue()

@@ -907,6 +907,16 @@ def swiglu_without_masks(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr
     tl.store(out_ptr + places, tl.where(value == value, value, 0.0))
 
 
+@wrong("11.3", "a load reads beyond x")
+@triton.jit
+def swiglu_with_a_masked_store(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.minimum(tl.load(x_ptr + 2 * places), limit)
+    up = tl.maximum(tl.minimum(tl.load(x_ptr + 2 * places + 1), limit), -limit)
+    value = gate * tl.sigmoid(alpha * gate) * (up + 1)
+    tl.store(out_ptr + places, value, places < size)
+
+
 @wrong("11.3", "the even numbers are the gates")
 @triton.jit
 def swiglu_swapped(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):

@@ -96,6 +96,11 @@ def strips_all(chunks):
     return events(chunks, strips=str.strip)
 
 
+@wrong("read_events", "before a line's end")
+def strips_lines(chunks):
+    return events(chunks, strips=lambda value: value.removeprefix(" ").rstrip())
+
+
 @wrong("read_events", "no comment is one")
 def comments_too(chunks):
     return events(chunks, comments=True)
@@ -329,7 +334,7 @@ async def not_done(llm, scope, receive, send):
     await both(replies, receive, write(replies, send, ends=False))
 
 
-@wrong("serve_chat", "for nobody")
+@wrong("serve_chat", "with nobody to read it")
 async def never_looks(llm, scope, receive, send):
     await write(await asked(llm, receive), send)
 
