@@ -117,9 +117,9 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], list[str
         ["config.json", "JSON"],
     ),
     "unknown model_type": (
-        edit_json("config.json", lambda config: config.update(model_type="llama")),
+        edit_json("config.json", lambda config: config.update(model_type="mamba")),
         ConfigError,
-        ["model_type is 'llama'", "expected one of 'gpt_oss'"],
+        ["model_type is 'mamba'", "expected one of 'gpt_oss', 'qwen3'"],
     ),
     "no model_type": (
         edit_json("config.json", lambda config: config.pop("model_type")),

@@ -21,8 +21,8 @@ from simplellm.config import (
     GPT_OSS_120B,
     MODELS,
     EngineConfig,
-    ModelConfig,
 )
+from simplellm.families import read_config
 from simplellm.llm import LLM
 from simplellm.load import EMBEDDED
 from simplellm.sizes import kv_bytes, page_bytes, weight_bytes
@@ -30,7 +30,7 @@ from simplellm.sizes import kv_bytes, page_bytes, weight_bytes
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()
 )
-TINY = ModelConfig.from_file(EMBEDDED / "config.json")
+TINY = read_config(EMBEDDED / "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +210,21 @@ def test_switches_of_the_engine_reach_it(known_machine):
     assert report.backend.startswith("PyTorch")
     assert report.config.max_num_seqs == 2
     assert report.memory["cache"] == 77 * page_bytes(TINY, 16, 4)
+
+
+def test_a_model_without_experts(known_machine, tmp_path, capsys):
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 12, "vocab_size": 101}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    config = read_config(file)
+    read = read_bytes(config, tokens=1, itemsize=4)
+    parts = weight_bytes(config, itemsize=4)
+    assert read.total == sum(parts.values()) - parts["embedding"] + 48 * 4
+    options = "--random-weights --batch 2 --input-len 8 --output-len 4 --device cpu"
+    assert cli.main(["bench", str(tmp_path), *options.split()]) == 0
+    assert "random weights" in capsys.readouterr().out
 
 
 def test_json_holds_the_report(report, tmp_path):

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from clockwork import Clockwork
 from models import PATIENCE, SMALL, until
 from recompute import Recompute
 from stepping import drain, make_engine
@@ -572,3 +574,91 @@ def test_stats_add_up(make: Any) -> None:
     assert stats.steps == 3 + 9 + 1 + 9
     assert stats.ttft and stats.itl and stats.tokens_per_second > 0
     assert stats.ttft_p99 >= stats.ttft and stats.itl_p99 >= stats.itl
+
+
+# Rest: the next step is scheduled late in a long one
+
+
+def mostly(decodes: float, prompts: float = 0.02) -> Callable[[Sequence[Work]], float]:
+    """Seconds of a step: some of decodes, others if there are prompts in it."""
+    return lambda works: prompts if any(w.length > 1 for w in works) else decodes
+
+
+def first_tokens(patch: pytest.MonkeyPatch, clockwork: Clockwork) -> float:
+    """Mean seconds to the first token of prompts that come while others decode."""
+    chance = random.Random(0)
+    times = [1 + 0.2 * n + chance.uniform(0, 0.1) for n in range(60)]
+    found = clockwork.run([(0, 8, 1400)] * 8 + [(when, 100, 2) for when in times])
+    return mean(found[8 + n][0].time - when for n, when in enumerate(times))
+
+
+def test_a_prompt_that_comes_in_a_long_step_is_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resting = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
+    late = first_tokens(monkeypatch, resting)
+    # Half a step is left, and the prompt's takes 20 ms; it may come in the last 3 ms.
+    assert late == pytest.approx(0.005 + 0.02 + 0.3 * 0.01, abs=0.001)
+    assert resting.idle < 1e-9
+    monkeypatch.setattr(Engine, "plan_rest", lambda *_: None)
+    eager = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
+    assert first_tokens(monkeypatch, eager) > late + 0.005
+    assert len(eager.spans) == len(resting.spans) and eager.idle < 1e-9
+
+
+@pytest.mark.parametrize("decodes", [0.001, 0.002, 0.003])
+def test_short_steps_leave_no_time_to_rest(
+    monkeypatch: pytest.MonkeyPatch, decodes: float
+) -> None:
+    """As much is done in the time as if no step ever rested."""
+    ends = []
+    for _ in range(2):
+        clockwork = Clockwork(monkeypatch, mostly(decodes), lambda _: 0.0015)
+        clockwork.run([(0, 8, 300)] * 4)
+        assert clockwork.engine.rest <= 0
+        ends.append(clockwork.now)
+        monkeypatch.setattr(Engine, "plan_rest", lambda *_: None)
+    assert ends[0] == pytest.approx(ends[1], rel=1e-9)
+
+
+def test_steps_that_become_short_are_waited_for_only_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 20 ms while 32 decode, and of 2 ms once a single one is left."""
+
+    def seconds(works: Sequence[Work]) -> float:
+        return 0.02 if len(works) > 1 else 0.002
+
+    clockwork = Clockwork(monkeypatch, seconds, lambda _: 0.001)
+    clockwork.run([(0, 8, 100)] * 31 + [(0, 8, 300)])
+    assert 0.01 < clockwork.idle < 0.04
+    gaps = [b[0] - a[1] for a, b in itertools.pairwise(clockwork.spans)]
+    assert sum(gap > 1e-9 for gap in gaps) < 10
+
+
+def test_a_slow_host_rests_less_and_not_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 10 ms a step it needs 7, and then 12."""
+    for host, idle in ((0.007, 0.0), (0.012, 0.002)):
+        clockwork = Clockwork(monkeypatch, mostly(0.01), lambda _, h=host: h)
+        clockwork.run([(0, 8, 500)] * 4)
+        assert clockwork.idle / 500 == pytest.approx(idle, abs=1e-4)
+        assert clockwork.engine.rest < 0.0011
+
+
+def test_who_needs_the_last_token_does_not_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clockwork = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001, settles=True)
+    clockwork.run([(0, 8, 100)] * 4)
+    assert clockwork.engine.rest == clockwork.engine.until - clockwork.now == 0
+
+
+def test_an_abort_is_carried_out_in_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    clockwork = Clockwork(monkeypatch, mostly(0.05), lambda _: 0.001)
+    found = clockwork.run([(0, 8, 90)] * 2, aborts=[(3.001, 0)])
+    assert [len(found[n]) for n in (0, 1)] == [61, 90]
+    assert found[0][-1].finish_reason == "abort"
+    ended = [len(works) for works in clockwork.works].index(1)
+    assert clockwork.spans[ended][0] < 3.001 + 0.05

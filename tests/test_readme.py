@@ -5,11 +5,17 @@ import json
 import re
 import shutil
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import cells
 import headline
 import tables
+from families import CASES
+from families_text import KINDS, TEMPLATES
+from test_families_mutations import MISTAKES
+
+from simplellm.families import ALL
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,13 +44,42 @@ def test_evaluation_table():
     ]
 
 
+def test_families_are_recorded_with_the_tests_that_there_are():
+    """Else the record is old: python tools/record_families.py."""
+    record = json.loads((ROOT / "figures/c-families.json").read_text("utf-8"))
+    found = record["families"]
+    assert found.keys() == {family.name for family in ALL}
+    assert tables.CHATS.keys() == found.keys() - {"gpt-oss", "GPT-2"}
+    cases = Counter(make().family for make in CASES.values())
+    noticed = Counter(
+        CASES[name]().family for name, all in MISTAKES.items() for _ in all
+    )
+    for name, one in found.items():
+        if name != "gpt-oss":
+            assert one["checkpoints"] == cases[name]
+            assert one["mistakes_noticed"] == noticed[name]
+        assert 0 < one["worst_error"] < 1e-4
+        assert one["formats"] or name == "GPT-2"
+    assert record["chats"].keys() <= KINDS.keys()
+    assert {kind for kind in TEMPLATES} <= record["chats"].keys()
+    assert record["versions"].keys() >= {"python", "torch", "transformers"}
+
+
+def test_speeds_of_families_are_those_of_their_records(tmp_path):
+    assert tables.speed_of("Gemma 3", tmp_path) == "not measured yet"
+    row = {"batch": 1, "tokens_per_second": 1234.5}
+    report = {"model": "gemma-3-4b-it", "decode": [row]}
+    (tmp_path / "c-bench-gemma-3.json").write_text(json.dumps(report))
+    assert tables.speed_of("Gemma 3", tmp_path) == "1,234 (gemma-3-4b-it)"
+
+
 def test_answers_in_json_are_counted():
     rows = {"freely": {"right": 9}, "structured_outputs": {"of": 10, "valid": 8}}
     rows["structured_outputs"]["right"] = 7
     run = {"date": "D", "command": "C", "efforts": {"high": rows}}
     said = " ".join(tables.answers(run).split())
     assert (
-        "8 valid answers to 10 questions, 7 of them right; freely it answers 9" in said
+        "8 valid answers to 10 questions, 7 of them right; left free, it gets 9" in said
     )
     assert said.endswith("Recorded D with `C`.")
 

@@ -6,15 +6,22 @@ tokens. A time to first token includes the wait for a free place.
 
     OMP_NUM_THREADS=1 python tools/bench_serving.py        everything, some minutes
     python tools/bench_serving.py --only alone             one part, not recorded
+    python tools/bench_serving.py --only dense             figures/c-dense-cpu.json
+
+The last is for a random model in the shape of Qwen2.5-0.5B, with one thread and two.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import platform
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -24,7 +31,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GptOssForCausalLM, Mxfp4Config
+from transformers import (
+    GptOssForCausalLM,
+    Mxfp4Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.generation import ContinuousBatchingConfig
 
 from simplellm import LLM, EngineConfig
@@ -35,6 +47,8 @@ from simplellm.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "figures/serving-cpu.json"
+DENSE_RECORD = ROOT / "figures/c-dense-cpu.json"
+DENSE_PROMPT, DENSE_NEW = 32, 32  # tokens of one request
 QUESTION = "<|start|>user<|message|>What is 478 + 856?<|end|><|start|>assistant"
 NEW_TOKENS = 200  # of one request alone
 REQUESTS = 32
@@ -271,7 +285,72 @@ def together(rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-PARTS: dict[str, Callable[[int], Any]] = {"alone": alone, "together": together}
+def write_dense(folder: Path) -> None:
+    """A random checkpoint in the shape of Qwen2.5-0.5B, in float32."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def in_turns(folder: Path, rounds: int) -> dict[str, Any]:
+    """Tokens a second at batch 1: theirs, ours, ours, theirs, ``rounds`` times."""
+    prompt = torch.arange(100, 100 + DENSE_PROMPT)
+    theirs = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs.generation_config.eos_token_id = None
+    job = Job(prompt.tolist(), DENSE_NEW)
+    options = {"max_new_tokens": DENSE_NEW, "do_sample": False}
+    with LLM(folder, EngineConfig(share_prefixes=False), device="cpu") as llm:
+        ways: dict[str, Callable[[], list[int]]] = {
+            "transformers": lambda: theirs.generate(prompt[None], **options)[
+                0, DENSE_PROMPT:
+            ].tolist(),
+            "ours": lambda: (
+                llm.generate([job.prompt], **asked(job)).result()[0].token_ids
+            ),
+        }
+        said = {name: way() for name, way in ways.items()}  # warms up
+        runs: dict[str, list[float]] = {name: [] for name in ways}
+        for name in ("transformers", "ours", "ours", "transformers") * rounds:
+            begin = time.perf_counter()
+            ways[name]()
+            runs[name].append(DENSE_NEW / (time.perf_counter() - begin))
+    return {
+        "tokens_per_second": runs,
+        "speedup": statistics.median(runs["ours"])
+        / statistics.median(runs["transformers"]),
+        "same_tokens": sum(map(eq, *said.values())),
+    }
+
+
+def dense(rounds: int) -> dict[str, Any]:
+    """A dense model for one request, with one thread and with two, prompt included."""
+    found: dict[str, Any] = {"prompt": DENSE_PROMPT, "new_tokens": DENSE_NEW}
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        write_dense(Path(folder))
+        for threads in (1, 2):
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # for a new process
+            load = os.getloadavg()[0]
+            with ProcessPoolExecutor(1, context) as pool:
+                run = pool.submit(in_turns, Path(folder), rounds).result()
+            found[f"threads: {threads}"] = {"load_average": load, **run}
+    return found
+
+
+PARTS: dict[str, Callable[[int], Any]] = {
+    "alone": alone,
+    "together": together,
+    "dense": dense,
+}
 
 
 def table(record: dict[str, Any]) -> Iterator[str]:
@@ -283,6 +362,10 @@ def table(record: dict[str, Any]) -> Iterator[str]:
         for name, ratio in case["speedup"].items():
             load = f"{case['lengths']}, {case['batch']} at a time"
             rows.append((f"tokens/s, ours over {name}, {load}", ratio))
+    for name, run in record.get("dense", {}).items():
+        if isinstance(run, dict):
+            load = f"0.5B, {name}, load {run['load_average']:.1f}"
+            rows.append((f"tokens/s, ours over transformers, {load}", run["speedup"]))
     for name, value in rows:
         yield f"{name:<72}{value:9.2f}x"
 
@@ -307,11 +390,13 @@ def main() -> None:
         "command": "python tools/bench_serving.py",
         "requests": REQUESTS,
     }
-    for name in options.only or PARTS:
+    for name in options.only or ("alone", "together"):
         record[name] = PARTS[name](options.rounds)
     print("\n".join(table(record)))
-    if not options.only:
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    target = {None: RECORD, ("dense",): DENSE_RECORD}
+    if path := target.get(options.only and tuple(options.only)):
+        record["command"] += " --only dense" * (path == DENSE_RECORD)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

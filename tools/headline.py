@@ -181,7 +181,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
     runs = " and ".join(
         f"{found}'s on {run['date']}" for found, run in vllm["runs"].items()
     )
-    kernels = "{}, {} or {}".format(*map(str.capitalize, vllm["kernels"]))
+    kernels = "{}, {} and {}".format(*map(str.capitalize, vllm["kernels"]))
     taken = memory["memory"]["process"] + memory["memory"]["context"]
     speed = (
         f"Recorded {run['date']} on one {run['device']['name']} with torch "
@@ -193,11 +193,11 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         "arithmetic, whichever is longer, at the read and matmul speeds measured in "
         f"the same run. vLLM's numbers were recorded once, {runs}, on the same kind "
         "of GPU, not necessarily the same card; in the picture the older ones fill in "
-        "the batch sizes that the newer one didn't run. Each is of the fastest of its "
-        f"kernels for the experts that ran, {kernels}. They have "
-        f"{VLLM_LENGTHS[1]} new tokens, for which the picture takes a slightly higher "
-        "limit. To repeat ours: `simplellm bench`, as in [chapter "
-        "12](chapters/12-full-speed.md)."
+        "the batch sizes that the newer one didn't run. vLLM has several kernels for "
+        f"the experts, {kernels}; each number is from the fastest of those that ran. "
+        f"Its runs make {VLLM_LENGTHS[1]} new tokens, so their contexts are shorter "
+        "and the picture sets them against a slightly higher limit. To repeat ours: "
+        "`simplellm bench`, as in [chapter 12](chapters/12-full-speed.md)."
     )
     start = (
         "A new process gives the first token of gpt-oss-20b after "

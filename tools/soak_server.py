@@ -86,14 +86,19 @@ def serving(timeout: int) -> Iterator[tuple[int, str]]:
 
 
 def holdings(pid: int) -> dict[str, float]:
-    """What a process holds, as Linux counts it."""
+    """What a process and its children hold, as Linux counts it."""
     folder = Path("/proc", str(pid))
+    tasks = [*(folder / "task").iterdir()]
+    children = " ".join((task / "children").read_text() for task in tasks).split()
     pages = int((folder / "statm").read_text().split()[1])
-    return {
+    held = {
         "mib": pages * 4096 / 2**20,
         "files": len([*(folder / "fd").iterdir()]),
-        "threads": len([*(folder / "task").iterdir()]),
+        "threads": len(tasks),
     }
+    for below in map(holdings, map(int, children)):  # the engine's process
+        held = {name: count + below[name] for name, count in held.items()}
+    return held
 
 
 async def wait_until_idle(url: str) -> None:

@@ -114,8 +114,9 @@ def answers(recorded: dict[str, Any]) -> str:
     return (
         "Its training had no answers in JSON. Held to a schema (an integer, or one of "
         f"two\nnumbers), it gives {held['valid']} valid answers to {held['of']} "
-        f"questions, {held['right']} of them right; freely\nit answers {free['right']} "
-        f"of them rightly. Recorded {recorded['date']} with\n`{recorded['command']}`."
+        f"questions, {held['right']} of them right;\nleft free, it gets "
+        f"{free['right']} of them right. Recorded {recorded['date']} with\n"
+        f"`{recorded['command']}`."
     )
 
 
@@ -177,6 +178,69 @@ def measurements(figures: Path) -> str:
     )
 
 
+# The kinds of chat in the tests of `simplellm.dialects`, by family.
+CHATS = {
+    "Qwen3": "qwen",
+    "Qwen3-MoE": "qwen",
+    "Qwen2.5": "qwen",
+    "Llama 3": "llama",
+    "Mistral": "mistral",
+    "Mixtral": "mistral",
+    "Gemma 3": "gemma",
+}
+FAMILY_HEADERS = (
+    "family",
+    "formats beside ordinary numbers",
+    "chat",
+    "tools",
+    "tested against",
+    "tokens a second on one H200, batch 1",
+)
+
+
+def families(figures: Path) -> str:
+    """A line for each family of models, from what its tests recorded."""
+    record = json.loads((figures / "c-families.json").read_text(encoding="utf-8"))
+
+    def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+        kind = record["chats"].get(CHATS.get(name, ""), {})
+        harmony = name == "gpt-oss"
+        tested = (
+            f"transformers on small checkpoints, {found['checkpoints']} in all: worst "
+            f"relative error {found['worst_error']:.0e}; notices "
+            f"{found['mistakes_noticed']} mistakes made on purpose"
+        )
+        return (
+            name,
+            ", ".join(found["formats"]),
+            "harmony" if harmony else "its template" if kind.get("rendered") else "",
+            "yes" if harmony or kind.get("calls_read") else "",
+            tested,
+            speed_of(name, figures),
+        )
+
+    filled = table(FAMILY_HEADERS, [row(*item) for item in record["families"].items()])
+    said = record["versions"]
+    below = (
+        f"Recorded {record['date']} with transformers {said['transformers']} and torch "
+        f"{said['torch']} by `{record['command']}`."
+    )
+    return f"{filled}\n\n{below}"
+
+
+def speed_of(family: str, figures: Path) -> str:
+    """What `simplellm bench --json` recorded of a family's model on an H200."""
+    if family == "gpt-oss":
+        path = figures / "12-bench.json"
+    else:
+        path = figures / f"c-bench-{family.lower().replace(' ', '-')}.json"
+    if not path.exists():
+        return "not measured yet"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    first = next(row for row in report["decode"] if row["batch"] == 1)
+    return f"{first['tokens_per_second']:,.0f} ({report['model']})"
+
+
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
@@ -195,6 +259,7 @@ def filled() -> dict[Path, str]:
     schemas = json.loads((figures / "b-answers.json").read_text(encoding="utf-8"))
     text = replace(text, "answers", answers(schemas))
     text = replace(text, "measurements", measurements(figures))
+    text = replace(text, "families", families(figures))
     headers, rows, below = headline.section(figures)
     text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")
     return {index: landing, notes: teaching, readme: text}

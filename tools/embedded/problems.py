@@ -455,3 +455,16 @@ def evaluation_set(count: int = 1000, seed: int = 0) -> list[Problem]:
         chosen.setdefault(problem.question, problem)
         turn += 1
     return list(chosen.values())
+
+
+def asked_by_bench(count: int = 100) -> list[dict[str, str]]:
+    """Those held out that `simplellm bench --formats` asks: without a calculator."""
+    chosen = [
+        problem for problem in evaluation_set(2 * count) if not problem.expression
+    ]
+    return [{"question": p.question, "answer": p.answer} for p in chosen[:count]]
+
+
+if __name__ == "__main__":
+    target = FOLDER.parents[1] / "simplellm/embedded/problems.json"
+    target.write_text(json.dumps(asked_by_bench(), indent=1) + "\n", encoding="utf-8")

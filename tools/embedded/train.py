@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from simplellm.config import ModelConfig
+from simplellm.families import read_config
 from simplellm.rope import rotations
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import quantize
@@ -306,7 +307,7 @@ def make_optimizer(model: Model, rate: float) -> torch.optim.Optimizer:
 
 def train(args: argparse.Namespace, write: Callable[..., None]) -> Model:
     """The trained model; ``write`` is told how it goes."""
-    config = ModelConfig.from_file(args.config)
+    config = read_config(args.config)
     model = Model(config).to(args.device)
     optimizer = make_optimizer(model, args.lr)
     data = make_data(args.tokenizer, args.data_rows, args.workers)
