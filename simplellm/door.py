@@ -3,9 +3,7 @@
 import math
 import re
 import secrets
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
@@ -50,8 +48,6 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 MAX_GRAMMARS = 64  # that are kept
-LARGE_VOCABULARY = 50_000  # whose vocabulary takes llguidance more than 0.1 s
-IDLE_SECONDS = 1.0  # without a request, after which there is time for that
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
@@ -162,33 +158,11 @@ class Door:
     def prepare(self) -> None:
         """Make what all grammars need now, if there can be any, and not for the first.
 
-        All requests that run would wait for it.
+        All requests that run would wait for it. What fails will be told by the first.
         """
         if self.tokenizer is not None and find_spec("llguidance"):
-            self.grammars.vocabulary  # noqa: B018  (it is kept)
-
-    def prepare_when_idle(self, engine: Any) -> None:
-        """`prepare` in a thread, once ``engine`` has been idle for a while.
-
-        No other thread runs meanwhile. So it would be too long beside requests, and at
-        the start for all who want no grammar; one that comes sooner has to wait.
-        """
-        known = weakref.ref(engine)  # its memory shouldn't wait for this
-
-        def wait() -> None:
-            before = -1
-            while (it := known()) is not None and not it.closing:
-                steps, busy = it.meter.steps, bool(it.scheduler.requests)
-                if steps == before and not busy:
-                    with suppress(Exception):  # a first grammar will tell of it
-                        self.prepare()
-                    return
-                before = steps
-                del it
-                time.sleep(IDLE_SECONDS)
-
-        if self.config.vocab_size >= LARGE_VOCABULARY:
-            threading.Thread(target=wait, name="grammars", daemon=True).start()
+            with suppress(Exception):
+                self.grammars.vocabulary  # noqa: B018  (it is kept)
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:

@@ -6,6 +6,7 @@ Every choice that depends on the machine is made here, once.
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,9 +60,11 @@ def load(
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
     door = Door.open(EMBEDDED if path is None else Path(path), source.config)
-    engine, how, seconds = load_engine(source, config, dtype, device)
-    door = replace(door, max_model_len=engine.max_model_len)
-    door.prepare_when_idle(engine)
+    with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
+        beside.submit(door.prepare)
+        engine, how, seconds = load_engine(source, config, dtype, device)
+    limit = engine.max_model_len
+    door = replace(door, max_model_len=limit, compiler=door.compile)
     return Loaded(engine, door, how, seconds)
 
 

@@ -40,6 +40,7 @@ def test_files_are_small_and_few() -> None:
         "generation_config.json",
         "tokenizer.json",
         "model.safetensors",
+        "problems.json",
     }
     assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) <= 12_000_000
 

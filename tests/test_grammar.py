@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
-from models import until
 from random_schemas import large_tokenizer
 
 from simplellm import LLM
@@ -314,18 +312,12 @@ def large(
     folder, tokenizer = many
     text = tokenizer, HARMONY
     monkeypatch.setattr("simplellm.door.open_text", lambda folder, config: text)
-    monkeypatch.setattr("simplellm.door.IDLE_SECONDS", 0.5)
     with LLM(folder, device="cpu") as llm:
         yield llm
 
 
-def is_prepared(llm: LLM) -> bool:
-    return "vocabulary" in vars(llm.door.grammars)
-
-
 def test_a_first_grammar_stops_nobody(large: LLM) -> None:
-    """What all of them need is made while nothing else is asked for."""
-    until(lambda: is_prepared(large))
+    """What all of them need is made beside the weights."""
     asked = {"structured_outputs": {"json": {"type": "object"}}}
     came: list[float] = []
     stream = large.stream([1], **ENDLESS)
@@ -338,32 +330,8 @@ def test_a_first_grammar_stops_nobody(large: LLM) -> None:
                 break
     assert first.result().grammar is not None
     begin = time.perf_counter()
-    again = Grammars(large.tokenizer, SIZE, large.eos_token_ids)
-    assert again.vocabulary is not large.door.grammars.vocabulary
+    assert Grammars(large.tokenizer, SIZE, large.eos_token_ids).vocabulary
     takes = time.perf_counter() - begin
     longest = max(after - before for before, after in pairwise(came))
     print(f"{takes:.2f} s, and {longest:.3f} s between two tokens")
     assert longest < takes / 2
-
-
-def test_nothing_is_prepared_beside_requests(
-    large: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large.door = replace(large.door)  # for which nothing is prepared yet
-    with closing(large.stream([1], **ENDLESS)) as stream:
-        next(stream)
-        monkeypatch.setattr("simplellm.door.IDLE_SECONDS", 0.1)
-        large.door.prepare_when_idle(large.engine)
-        begin = time.monotonic()
-        while time.monotonic() - begin < 1:
-            next(stream)
-            assert not is_prepared(large)
-    until(lambda: is_prepared(large))
-
-
-def test_nothing_is_prepared_for_an_engine_that_has_ended(large: LLM) -> None:
-    before = {t for t in threading.enumerate() if t.name == "grammars"}
-    assert before
-    large.close()
-    until(lambda: not any(thread.is_alive() for thread in before))
-    assert not is_prepared(large)

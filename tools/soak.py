@@ -321,7 +321,7 @@ def find_leaks(
     # Callbacks run in threads of their own, which need a moment.
     while threading.active_count() > threads_before and time.monotonic() < limit:
         time.sleep(0.05)
-    left["threads"] = threading.active_count() - threads_before
+    left["threads"] = max(0, threading.active_count() - threads_before)
     found = [f"{name}: {count}" for name, count in left.items() if count]
     try:
         engine.scheduler.manager.check_integrity()
