@@ -67,6 +67,7 @@ class Choices:
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts
         self.forces = not sampled
+        self.coming: list[int] = []  # forced tokens that no step has taken yet
 
     def completed(self, request: Request) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -89,12 +90,18 @@ class Choices:
         left = without(bits, completed) if completed else bits
         return left if left.any() else bits
 
-    def advance(self, request: Request) -> list[int]:
-        """Walk on with the request's new tokens; those that have to come next."""
+    def advance(self, request: Request, most: int) -> list[int]:
+        """Walk on with the request's new tokens; those that have to come next.
+
+        They are ``most``, the others wait: so the text is always cut in the same way.
+        """
         assert self.walk is not None
         self.walk.advance(request.tokens[request.num_prompt + self.walk.length :])
-        room = request.max_tokens - request.num_output
-        return self.walk.forced()[:room] if self.forces else []
+        if self.forces and not self.coming:
+            self.coming = self.walk.forced()
+        count = min(most, request.max_tokens - request.num_output)
+        found, self.coming = self.coming[:count], self.coming[count:]
+        return found
 
     def now(self, request: Request) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""

@@ -85,8 +85,13 @@ def test_whatever_is_drawn_fits(
             grammar.walk().advance(output.token_ids)  # or it raises
 
 
-def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -> None:
-    """The same text with and without logprobs, which need each token's own step."""
+def test_forced_tokens_take_no_step_of_their_own(
+    llm: LLM, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text with and without logprobs, which need each token's own step.
+
+    Among many requests it has the same tokens, too, one in a step.
+    """
     text = '{"a long name that nobody would guess":'
     grammar = grammars.compile(f"start: {json.dumps(text)} /[0-9]/")
     forced, alone = (
@@ -106,9 +111,14 @@ def test_forced_tokens_take_no_step_of_their_own(llm: LLM, grammars: Grammars) -
         run(llm, [ask(llm, grammar)])
         quick = len(seen)
         run(llm, [ask(llm, grammar, logprobs=1)])
+        slow = len(seen)
+        monkeypatch.setattr("simplellm.masks.FORCING", 0)
+        (among,) = run(llm, [ask(llm, grammar)])
     finally:
         del llm.engine.runner.start
-    assert quick <= 6 and len(seen) - quick >= len(alone.token_ids)
+    assert quick <= 6 and slow - quick >= len(alone.token_ids)
+    assert among.token_ids == forced.token_ids
+    assert len(seen) - slow >= len(among.token_ids)
 
 
 def test_signs_and_names_of_json_have_to_come(llm: LLM, grammars: Grammars) -> None:
