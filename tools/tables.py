@@ -221,8 +221,9 @@ def families(figures: Path) -> str:
     filled = table(FAMILY_HEADERS, [row(*item) for item in record["families"].items()])
     said = record["versions"]
     below = (
-        "The checkpoints are small and random; beside their number is the worst relative "
-        "error of a logit. A mistake, made on purpose, is noticed if it moves the logits.\n"
+        "The checkpoints are small and random; beside their number is the worst "
+        "relative error of a logit. A mistake, made on purpose, is noticed if it moves "
+        "the logits.\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and torch "
         f"{said['torch']} by `{record['command']}`."
     )
