@@ -104,7 +104,9 @@ class Gate:
         given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
         if not same(given, self.service.key):
             wanted = "expected the header Authorization: Bearer with the server's key"
-            message = f"the API key is {'wrong' if given else 'missing'}; {wanted}"
+            # In OpenAI's words, by which LiteLLM tells it from other bad requests.
+            what = "Incorrect API key provided" if given else "No API key provided"
+            message = f"{what}; {wanted}"
             headers = {"www-authenticate": "Bearer"}
             raise APIError(401, message, code="invalid_api_key", headers=headers)
 
