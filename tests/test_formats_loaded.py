@@ -497,7 +497,7 @@ FAULTS: dict[str, tuple[str, str, Edit, Edit, type[Exception], str]] = {
     ),
     "ordinary numbers": (
         "Qwen3", "fp8", same, tensor(Q, lambda x: x.float()), CheckpointError,
-        f"'{Q}' is F32; expected F8_E4M3",
+        f"'{Q}' is 'F32'; expected F8_E4M3",
     ),
     "another format's numbers": (
         "Qwen3", "int8", same,

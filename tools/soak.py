@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
+from simplellm.integrity import check_integrity
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -324,7 +325,7 @@ def find_leaks(
     left["threads"] = max(0, threading.active_count() - threads_before)
     found = [f"{name}: {count}" for name, count in left.items() if count]
     try:
-        engine.scheduler.manager.check_integrity()
+        check_integrity(engine.scheduler.manager)
     except AssertionError as error:
         found.append(f"the cache's books are wrong: {error}")
     return found + ledger.wrong
