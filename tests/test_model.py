@@ -23,9 +23,10 @@ from simplellm import LLM, EngineConfig, load_model, sizes
 from simplellm.config import LAYER_TYPES, MODELS
 from simplellm.integrity import check_integrity
 from simplellm.layers import Experts, Layer
-from simplellm.model import CHUNK, Model, check_tokens
+from simplellm.model import CHUNK, Model
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import FEW, NUMPY
+from simplellm.sequence import check_tokens
 from simplellm.weights import MXFP4
 
 TOLERANCE = 1e-5  # of the largest logit, in float32

@@ -74,9 +74,9 @@ class StepFault(Exception):
     """What the soak makes a step of the engine fail with."""
 
 
-def resident_mib() -> float:
-    """What of this process is in memory, as Linux counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_mib(process: object = "self") -> float:
+    """What of this process, or of another, is in memory, as Linux counts it."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
