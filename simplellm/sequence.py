@@ -6,7 +6,7 @@ from torch import Tensor
 from simplellm.batch import Batch
 from simplellm.config import ModelConfig, expect
 
-PAGE = 64  # tokens in each of the pages that it uses
+PAGE = 64  # tokens in each of its pages
 
 
 def one_sequence(
