@@ -19,6 +19,7 @@ from torch import Tensor
 
 from simplellm.config import CheckpointError, ModelConfig, expect, raising, read_json
 from simplellm.families import FAMILIES, read_config
+from simplellm.folder import EMBEDDED, check_downloaded, open_config
 from simplellm.formats import FLOATS, NumberFormat
 from simplellm.names import (
     Name,
@@ -203,9 +204,8 @@ class Checkpoint:
                     raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
                 kinds = ("U8",) if name.endswith(("blocks", "scales")) else FLOATS
                 kinds = form.kinds[number % len(form.kinds)] if form else kinds
-                if info.dtype not in kinds:
-                    known = ", ".join(kinds)
-                    raise ValueError(f"{name!r} is {info.dtype}; expected {known}")
+                known = ", ".join(kinds)
+                expect(info.dtype in kinds, repr(name), info.dtype, known)
                 if name.endswith("_shape"):  # that of numbers packed into words
                     said = tensor_view(self._shards[info.file], info).tolist()
                     columns = size[self._ours[ours].shape.split()[-1]]
@@ -414,3 +414,22 @@ class RandomCheckpoint:
 
     def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+Source = Checkpoint | RandomCheckpoint
+
+
+def open_weights(
+    path: str | Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    seed: int | None,
+) -> Source:
+    """The headers of a checkpoint, or the shapes of one with random weights."""
+    if random_weights:
+        config = open_config(path, random_weights)
+        return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
+    wanted = "None without random_weights. The seed for drawing tokens is one of "
+    expect(seed is None, "seed", seed, wanted + "SamplingParams")
+    return Checkpoint(EMBEDDED if path is None else check_downloaded(path))

@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -96,6 +96,13 @@ def one_of(
     """Raise ``error`` for something of ``name`` that is not known here."""
     wanted = f"one of {', '.join(map(repr, known))}"
     expect(value in known, name, value, wanted, error)
+
+
+def check_names(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise TypeError for the first of ``names`` that is not a ``what`` we know."""
+    if (name := next((name for name in names if name not in known), None)) is not None:
+        wrong = f"there is no {what} {name!r}; expected one of {', '.join(known)}"
+        raise about(TypeError(wrong), name)
 
 
 def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
@@ -435,12 +442,7 @@ class EngineConfig:
 
     def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
         """This config with some fields replaced."""
-        known = [spec.name for spec in fields(self)]
-        for name in options:
-            if name not in known:
-                wanted = f"one of {', '.join(known)}"
-                message = f"there is no option {name!r}; expected {wanted}"
-                raise about(TypeError(message), name)
+        check_names("option", options, [spec.name for spec in fields(self)])
         return replace(self, **options)
 
     def resolved(self, device_type: str) -> "EngineConfig":

@@ -24,6 +24,7 @@ from simplellm.choices import Choices, bad_sequences
 from simplellm.config import (
     ModelConfig,
     about,
+    check_names,
     check_number,
     expect,
     expect_type,
@@ -364,11 +365,7 @@ class Door:
         """Checked sampling parameters, with a seed."""
         params = self.default_params if params is None else params
         expect_type("sampling_params", params, SamplingParams, "SamplingParams")
-        for name in options:
-            if name not in OVERRIDES:
-                wanted = f"one of {', '.join(map(repr, OVERRIDES))}"
-                message = f"a sampling parameter is {name!r}; expected {wanted}"
-                raise about(TypeError(message), name)
+        check_names("sampling parameter", options, OVERRIDES)
         if options.get("seed", params.seed) is None:
             options = {**options, "seed": secrets.randbits(63)}
         params = replace(params, **options)

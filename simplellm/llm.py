@@ -75,6 +75,9 @@ class LLM:
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
         self.door = loaded.door
+        # What generation_config.json recommends, and the tokens that end a turn.
+        self.default_params = loaded.door.default_params
+        self.eos_token_ids = loaded.door.eos_token_ids
         self._delivery = Delivery(loaded.engine)
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
@@ -90,16 +93,6 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ValueError if it has none."""
         return self.door.need_tokenizer()
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
-        return self.door.default_params
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a turn."""
-        return self.door.eos_token_ids
 
     def generate(
         self,

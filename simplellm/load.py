@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.build import build, plain_norm
-from simplellm.checkpoint import Checkpoint, RandomCheckpoint, Upload
+from simplellm.checkpoint import Checkpoint, Source, Upload, open_weights
 from simplellm.config import EngineConfig, ModelConfig, expect
 from simplellm.door import Door, Loaded
 from simplellm.engine import Engine
 from simplellm.families import title
-from simplellm.folder import EMBEDDED, check_downloaded, open_config
+from simplellm.folder import EMBEDDED
 from simplellm.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.machine import find_device, find_dtype, name_of, on, why_not_triton
 from simplellm.model import Model
@@ -40,8 +39,6 @@ from simplellm.weights import MXFP4, Weight
 LOGGER = logging.getLogger("simplellm")
 BIG = 2**28  # parameters from which on loading shows a progress bar
 
-Source = Checkpoint | RandomCheckpoint
-
 
 def load(
     path: str | Path | None = None,
@@ -50,13 +47,13 @@ def load(
     device: str | torch.device | None = None,
     random_weights: bool = False,
     seed: int | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Load what `LLM` needs; its arguments and errors."""
     device = find_device(device)
     ok = isinstance(config, EngineConfig | None)
     expect(ok, "config", config, "an EngineConfig", TypeError)
-    config = (config or EngineConfig()).changed(options).resolved(device.type)
+    config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
     door = Door.open(EMBEDDED if path is None else Path(path), source.config)
@@ -69,10 +66,7 @@ def load(
 
 
 def load_engine(
-    source: Source,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    source: Source, config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Engine, str, float]:
     """The engine; how it computes, and why; how many seconds the weights took.
 
@@ -125,25 +119,6 @@ def load_model(
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
     return read_weights(source, dtype, device, ops)
-
-
-# The files
-
-
-def open_weights(
-    path: str | Path | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    random_weights: bool,
-    seed: int | None,
-) -> Source:
-    """The headers of a checkpoint, or the shapes of one with random weights."""
-    if random_weights:
-        config = open_config(path, random_weights)
-        return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
-    wanted = "None without random_weights. The seed for drawing tokens is one of "
-    expect(seed is None, "seed", seed, wanted + "SamplingParams")
-    return Checkpoint(EMBEDDED if path is None else check_downloaded(path))
 
 
 def read_weights(
@@ -241,12 +216,9 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     limits = [model.config.max_position_embeddings, manager.max_tokens]
     limits += [config.max_model_len] if config.max_model_len else []
     limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
-    if min(limits) < 2:
-        raise ValueError(
-            "a request could have at most 1 token, its answer included; expected room "
-            "for 2 or more: more num_pages or cache_bytes, a larger page_size or "
-            "max_model_len"
-        )
+    wanted = "2 or more, its answer included: more num_pages or cache_bytes, a larger "
+    wanted += "page_size or max_model_len"
+    expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), wanted)
     scheduler = Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from simplellm.config import expect_type, one_of
+from simplellm.config import expect, expect_type, one_of
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OLDEST_GPU = "8.0"  # compute capability: the first with bfloat16
@@ -22,8 +22,8 @@ def find_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(
             f"device is {device!r}; expected a device's name, such as cpu or cuda"
         ) from None
-    if found.type == "cuda" and not gpu:
-        raise ValueError(f"device is {found}, but PyTorch finds no GPU; expected cpu")
+    ok = gpu or found.type != "cuda"
+    expect(ok, "device", str(found), "cpu: PyTorch finds no GPU")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

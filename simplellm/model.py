@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from simplellm.batch import Batch
-from simplellm.config import ModelConfig, expect
+from simplellm.config import ModelConfig
 from simplellm.layers import Layer, Norm
 from simplellm.ops import Ops
 from simplellm.pages import KVPool
+from simplellm.sequence import PAGE, check_tokens, one_sequence
 from simplellm.sizes import check_room, page_bytes
 from simplellm.weights import Weight
 
 CHUNK = 2048  # tokens of a sequence that `Model.logits` computes at once
-PAGE = 64  # tokens in each of the pages that it uses
 
 
 @dataclass(eq=False, repr=False)
@@ -94,38 +94,3 @@ class Model:
             hidden = self.forward(batch, pool, previous)
             self.head(hidden, logits[start:stop])
         return logits
-
-
-def one_sequence(
-    tokens: Tensor,
-    start: int,
-    pages: int,
-    windows: tuple[int | None, ...],
-    device: torch.device,
-) -> Batch:
-    """A step that computes ``tokens`` of one sequence from position ``start`` on.
-
-    Each group of layers has the sequence in ``pages`` pages of its own, in order.
-    """
-    count = len(tokens)
-    flat = torch.zeros(Batch.size(count, 1, pages, len(windows)), dtype=torch.int32)
-    batch = Batch.of(flat, count, 1, pages, 0, windows, PAGE)
-    batch.tokens[:] = tokens
-    batch.positions[:] = torch.arange(start, start + count)
-    batch.lengths[:] = start + count
-    batch.queries[1] = count
-    for number, group in enumerate(batch.groups):
-        group.tables[:] = torch.arange(pages) + number * pages
-        group.slots[:] = batch.positions + number * pages * PAGE
-    return Batch.of(flat.to(device), count, 1, pages, 0, windows, PAGE)
-
-
-def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
-    """Raise TypeError or ValueError unless the model can read ``tokens``."""
-    shape, limit = list(tokens.shape), config.max_position_embeddings
-    right = len(shape) == 1 and 0 < shape[0] <= limit
-    expect(right, "token_ids' shape", shape, f"[T], T from 1 to {limit}")
-    whole, most = tokens.dtype in (torch.int64, torch.int32), config.vocab_size - 1
-    expect(whole, "token_ids' dtype", tokens.dtype, "integers", TypeError)
-    low, high = (int(value) for value in tokens.aminmax())
-    expect(low >= 0 and high <= most, "token_ids' range", [low, high], f"0 to {most}")

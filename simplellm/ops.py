@@ -241,11 +241,6 @@ def add_norm(
     return residual, rms_norm(residual, weight, eps)
 
 
-def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-    """`linear` of x [T, in] -> [T, out]; other tables may return [T, parts, out]."""
-    return linear(x, weight, bias)
-
-
 def rope_and_cache(
     qkv: Tensor,
     attn: Attention,
@@ -379,6 +374,7 @@ def draw(
 class Ops:
     """The functions that a model computes with; see this module's for what each does.
 
+    ``project`` is `linear` of x [T, in]; other tables may return [T, parts, out].
     ``prepare`` brings a layer's weights into the layout that the others read.
     ``penalize`` is that of `simplellm.penalties.TokenCounts`.
     """
@@ -386,7 +382,7 @@ class Ops:
     name: str
     embed: Callable[[Tensor, Tensor, Tensor], Tensor] = embed
     add_norm: Callable[..., tuple[Tensor, Tensor]] = add_norm
-    project: Callable[[Tensor, Weight, Tensor | None], Tensor] = project
+    project: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear
     rope_and_cache: Callable[..., Tensor] = rope_and_cache
     attend: Callable[..., Tensor] = attend
     experts: Callable[[Tensor, Experts, Tensor], Tensor] = experts

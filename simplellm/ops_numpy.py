@@ -105,7 +105,7 @@ def add_norm(
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if len(x) > FEW or not isinstance(weight, Tensor):
-        return ops.project(x, weight, bias)
+        return ops.linear(x, weight, bias)
     return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from simplellm.config import ModelConfig
+from simplellm.config import ModelConfig, expect
 
 
 class KVPool:
@@ -97,12 +97,9 @@ class PageManager:
         max_chunk: int | None = None,
     ) -> None:
         least = 1 if window is None else 2
-        if num_pages < least:
-            raise ValueError(
-                f"there is room for {num_pages} pages of {page_size} tokens; expected "
-                f"at least {least}: more cache_bytes or num_pages, or a smaller "
-                "page_size"
-            )
+        name = f"the number of pages of {page_size} tokens"
+        wanted = f"at least {least}: more cache_bytes or num_pages, or a smaller "
+        expect(num_pages >= least, name, num_pages, wanted + "page_size")
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows = (None,) if window is None else (None, window)
@@ -179,38 +176,6 @@ class PageManager:
                 for number, table in self.tables.items()
             },
         }
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError if anything contradicts anything else. For tests."""
-        held = [0] * self.num_pages
-        homes: dict[int, tuple[int, int]] = {}  # page -> (group, place in its table)
-        for sequence, table in self.tables.items():
-            groups = zip(table.groups, self.windows, strict=True)
-            for group, (pages, window) in enumerate(groups):
-                first = self._first_page(table.computed, window)
-                assert table.first[group] == first, f"{sequence}: wrong first page"
-                assert len(pages) == len(table.groups[0]), f"{sequence}: uneven tables"
-                assert len(pages) * self.page_size >= table.computed
-                assert all(page == NULL for page in pages[:first])
-                for index, page in enumerate(pages[first:], first):
-                    assert 0 <= page < self.num_pages, f"{sequence}: no page {page}"
-                    held[page] += 1
-                    home = homes.setdefault(page, (group, index))
-                    assert home == (group, index), f"page {page} is in two places"
-                    if index * self.page_size >= table.computed:
-                        assert self.references[page] == 1, f"page {page} is not private"
-                        assert page not in self.names, f"page {page} is named too soon"
-            full = self.share * (table.computed // self.page_size)
-            named = len(table.digests)
-            # The last token of the last full page may not be known yet.
-            assert full - 1 <= named <= full, f"{sequence}: pages without names"
-        assert held == self.references, "reference counts differ from the tables"
-        unused = sorted([*self.free, *self.cached])
-        assert unused == [page for page, count in enumerate(held) if count == 0]
-        assert all(page in self.names for page in self.cached)
-        assert not any(page in self.names for page in self.free)
-        assert self.found <= set(self.names)
-        assert self.named == {name: page for page, name in self.names.items()}
 
     def _forget_name(self, page: int) -> None:
         """A page that will be written to cannot be found by its tokens any more."""

@@ -35,12 +35,10 @@ class Reader:
         self, request: Request, reply: Reply, deliver: Callable[[Any], object]
     ) -> None:
         self.request, self.reply, self.deliver = request, reply, deliver
-        self.cached_tokens = 0
         self.error: Exception | None = None  # what went wrong
 
     def push(self, event: Event) -> bool:
         """Pass on what came; whether that was the last of it."""
-        self.cached_tokens = event.cached_tokens
         self.error = event.error
         if event.error is not None:
             with suppress(Exception):
@@ -225,10 +223,7 @@ def readers_of(
     """A reader for each sample; ``deliver`` also gets its index among all."""
     index = itertools.count()
     return [
-        [
-            Reader(request, reply, partial(deliver, next(index)))
-            for request, reply in family
-        ]
+        [Reader(*sample, partial(deliver, next(index))) for sample in family]
         for family in families
     ]
 

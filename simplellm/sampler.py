@@ -40,7 +40,6 @@ class Columns:
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
     ) -> "Columns":
         """The columns of ``params``, in which every row that draws has a seed."""
-
         # Python's seeds run to 2^64 - 1; the same 64 bits as a signed integer.
         seeds = [((p.seed or 0) + 2**63) % 2**64 - 2**63 for p in params]
         biases = [

@@ -7,8 +7,9 @@ import torch
 from cases import random_model
 from torch import Tensor
 
-from simplellm.model import PAGE, Model, one_sequence
+from simplellm.model import Model
 from simplellm.pages import KVPool
+from simplellm.sequence import PAGE, one_sequence
 
 MODEL, LAYERS, TOKENS = "gpt-oss-120b", 4, 1500
 

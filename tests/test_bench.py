@@ -282,9 +282,9 @@ def test_the_command_writes_numbers_and_a_plot(known_machine, capsys, tmp_path):
             "gpt-oss-20b",
             "gpt-oss-20b: does not exist; expected the folder of a checkpoint",
         ),
-        ("--batch 1,x", "--batch is 1,x; expected integers such as 1,8,64"),
+        ("--batch 1,x", "--batch is '1,x'; expected integers such as 1,8,64"),
         ("--batch 0", "batch is 0; expected 1 to"),
-        ("--prefill 32", "--prefill is 32; expected prompts x tokens"),
+        ("--prefill 32", "--prefill is '32'; expected prompts x tokens"),
         ("--input-len 0", "input_len is 0; expected 1 to"),
         ("--batch=", "nothing is to be measured"),
         ("--batch 64 --output-len 4", "output_len of 64 requests is 4; expected 7 to"),
@@ -303,7 +303,7 @@ def test_what_cannot_run_is_refused(known_machine, capsys, options, message):
 def test_a_gpu_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["bench", "--device", "cuda"]) == 2
-    assert "PyTorch finds no GPU; expected cpu" in capsys.readouterr().err
+    assert "expected cpu: PyTorch finds no GPU" in capsys.readouterr().err
 
 
 def test_a_plot_without_matplotlib(monkeypatch, capsys):

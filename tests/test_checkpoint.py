@@ -366,9 +366,9 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "float tensor stored as bytes": (
         tensors(integer_norm),
-        "'model.norm.weight' is U8; expected BF16, F16, F32",
+        "'model.norm.weight' is 'U8'; expected BF16, F16, F32",
     ),
-    "scales stored as floats": (tensors(float_scales), "is F16; expected U8"),
+    "scales stored as floats": (tensors(float_scales), "is 'F16'; expected U8"),
     "missing": (
         tensors(lambda t: t.pop(Q)),
         f"lacks {Q!r}; expected the 41 tensors that config.json implies",

@@ -27,6 +27,7 @@ from torch import Tensor
 from simplellm import EngineError, SamplingParams, load_model
 from simplellm.batch import Batch
 from simplellm.engine import Engine
+from simplellm.integrity import check_integrity
 from simplellm.model import Model
 from simplellm.pages import KVPool
 from simplellm.request import UNKNOWN, Event, QueueFullError, Request
@@ -73,7 +74,7 @@ def finish(engine: Engine) -> dict[int, list[Event]]:
     """Steps until nothing is left; the events by the number of their request."""
     while engine.scheduler.requests or engine.flights:
         engine.step()
-        engine.scheduler.manager.check_integrity()
+        check_integrity(engine.scheduler.manager)
     assert engine.scheduler.manager.usage == 0
     found: dict[int, list[Event]] = {}
     for event in drain(engine):

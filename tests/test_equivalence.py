@@ -23,6 +23,7 @@ from test_runner import Tape
 
 from simplellm import LLM, EngineConfig, SamplingParams, graphs, load_model
 from simplellm.harmony import Message, render
+from simplellm.integrity import check_integrity
 from simplellm.model import Model
 from simplellm.ops import PLAIN
 from simplellm.ops_numpy import NUMPY
@@ -190,7 +191,7 @@ def run_case(
         if not (engine.scheduler.requests or engine.flights):
             continue
         engine.step()
-        manager.check_integrity()
+        check_integrity(manager)
         seen.update(manager.named)
         counts["shared"] += max(manager.references) > 1
     by_number = {client.request.number: client for client in clients}

@@ -468,7 +468,7 @@ TENSORS: dict[str, tuple[str, Edit, Callable[..., Any], str]] = {
     "numbers": (
         "Llama", dict,
         lambda tensors: {k: (v * 9).to(torch.uint8) for k, v in tensors.items()},
-        "is U8; expected BF16, F16, F32",
+        "is 'U8'; expected BF16, F16, F32",
     ),
 }  # fmt: skip
 

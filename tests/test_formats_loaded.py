@@ -497,16 +497,16 @@ FAULTS: dict[str, tuple[str, str, Edit, Edit, type[Exception], str]] = {
     ),
     "ordinary numbers": (
         "Qwen3", "fp8", same, tensor(Q, lambda x: x.float()), CheckpointError,
-        f"'{Q}' is F32; expected F8_E4M3",
+        f"'{Q}' is 'F32'; expected F8_E4M3",
     ),
     "another format's numbers": (
         "Qwen3", "int8", same,
         tensor(Q, lambda x: x.float().to(torch.float8_e4m3fn)), CheckpointError,
-        f"'{Q}' is F8_E4M3; expected I8",
+        f"'{Q}' is 'F8_E4M3'; expected I8",
     ),
     "scales of 8 bits": (
         "Qwen3", "int8", same, tensor(f"{Q}_scale", lambda x: x.to(torch.int8)),
-        CheckpointError, f"'{Q}_scale' is I8; expected BF16, F16, F32",
+        CheckpointError, f"'{Q}_scale' is 'I8'; expected BF16, F16, F32",
     ),
     "ordinary for the config": (
         "Qwen3", "fp8",

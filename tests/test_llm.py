@@ -875,8 +875,8 @@ def test_bad_chats_are_refused_at_once(
         ({"stop": "x" * 10_000}, "stop has 1 texts of 10000 characters"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"temprature": 1}, "temprature"),
-        ({"foo": 1}, "sampling parameter is 'foo'; expected one of 'n', "),
-        ({"foo": 1}, "'structured_outputs', 'priority', 'timeout'"),
+        ({"foo": 1}, "no sampling parameter 'foo'; expected one of n, "),
+        ({"foo": 1}, "structured_outputs, priority, timeout"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_queued(

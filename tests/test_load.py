@@ -46,9 +46,9 @@ def test_the_device_is_the_gpu_if_there_is_one(
         return
     assert find_device(None) == torch.device("cpu")
     for name in ("cuda", "cuda:0"):
-        with pytest.raises(ValueError, match="PyTorch finds no GPU; expected cpu"):
+        with pytest.raises(ValueError, match="expected cpu: PyTorch finds no GPU"):
             find_device(name)
-        with pytest.raises(ValueError, match=f"device is {name}, but"):
+        with pytest.raises(ValueError, match=f"device is '{name}'; expected cpu"):
             load_model(device=name)
 
 
@@ -335,9 +335,12 @@ def test_a_model_that_the_memory_has_no_room_for_is_refused(free: None) -> None:
     ("config", "message"),
     [
         (EngineConfig(cache_bytes=100), "for pages, in bytes, is 100; expected"),
-        (EngineConfig(num_pages=1), "there is room for 1 pages of 16 tokens"),
-        (EngineConfig(num_pages=2, page_size=1), "at most 1 token"),
-        (EngineConfig(max_model_len=1), "at most 1 token"),
+        (EngineConfig(num_pages=1), "the number of pages of 16 tokens is 1"),
+        (
+            EngineConfig(num_pages=2, page_size=1),
+            "request's tokens is 1; expected 2 or more",
+        ),
+        (EngineConfig(max_model_len=1), "request's tokens is 1; expected 2 or more"),
     ],
 )
 def test_an_engine_that_would_refuse_every_prompt_is_refused(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.engine import Engine
+from simplellm.integrity import check_integrity
 from simplellm.logprobs import ROWS, score_rows
 from simplellm.model import Model
 from simplellm.request import Event, Request, TokenLogprobs
@@ -105,7 +106,7 @@ def finish(engine: Engine) -> dict[int, list[Event]]:
     events: dict[int, list[Event]] = {}
     while engine.scheduler.requests or engine.flights:
         engine.step()
-        engine.scheduler.manager.check_integrity()
+        check_integrity(engine.scheduler.manager)
     for event in drain(engine):
         events.setdefault(event.number, []).append(event)
     return events

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from simplellm import LLM, EngineConfig, load_model, sizes
 from simplellm.config import LAYER_TYPES, MODELS
+from simplellm.integrity import check_integrity
 from simplellm.layers import Experts, Layer
-from simplellm.model import CHUNK, Model, check_tokens
+from simplellm.model import CHUNK, Model
 from simplellm.ops import PLAIN, Ops
 from simplellm.ops_numpy import FEW, NUMPY
+from simplellm.sequence import check_tokens
 from simplellm.weights import MXFP4
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
@@ -127,7 +129,7 @@ def check_schedule(
             if left[number] == 0:
                 stepper.remove(number)
                 del left[number]
-        stepper.manager.check_integrity()
+        check_integrity(stepper.manager)
     assert stepper.manager.usage == 0
 
 
@@ -173,7 +175,7 @@ def test_a_fork_goes_its_own_way(models: Any, name: str, table: str, seed: int) 
         step = {n: min(length, stepper.requests[n].missing) for n in chosen}
         for n, row in zip(step, stepper.step(step), strict=True):
             assert_same(row, expected[n][stepper.requests[n].computed - 1])
-        stepper.manager.check_integrity()
+        check_integrity(stepper.manager)
 
 
 @pytest.mark.parametrize("table", TABLES)

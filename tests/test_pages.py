@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from simplellm.integrity import check_integrity
 from simplellm.pages import NULL, KVPool, PageManager, page_digest
 
 # The books
@@ -28,7 +29,7 @@ def compute(manager: PageManager, sequence: int, tokens: Sequence[int], end: int
     assert manager.grow(sequence, end)
     manager.take_copies()
     manager.commit(sequence, tokens, end)
-    manager.check_integrity()
+    check_integrity(manager)
 
 
 @dataclass
@@ -197,7 +198,7 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def the_books_add_up(self):
         manager = self.manager
-        manager.check_integrity()
+        check_integrity(manager)
         held = {
             page
             for name in self.sequences
@@ -296,7 +297,7 @@ def test_a_prefix_hits_and_leaves_a_token() -> None:
         manager.remove(name)
     assert manager.add(1, [*tokens[:9], 99, *tokens[10:]]) == 8
     assert manager.add(2, [99, *tokens[1:]]) == 0
-    manager.check_integrity()
+    check_integrity(manager)
 
 
 def test_pages_are_shared_only_once_they_are_computed() -> None:
@@ -318,7 +319,7 @@ def test_without_sharing_nothing_is_found() -> None:
     compute(manager, 0, tokens, 20)
     assert manager.add(1, tokens) == 0
     manager.remove(0)
-    manager.check_integrity()
+    check_integrity(manager)
     assert manager.usage == 0 and not manager.cached
 
 
@@ -353,7 +354,7 @@ def test_a_hit_needs_the_pages_of_the_window() -> None:
     hit = manager.add(2, tokens)
     first = max(0, hit + 1 - 8) // 4
     assert all(page != NULL for page in manager.tables[2].groups[1][first:])
-    manager.check_integrity()
+    check_integrity(manager)
 
 
 def test_pages_behind_the_window_are_given_back() -> None:
@@ -368,7 +369,7 @@ def test_pages_behind_the_window_are_given_back() -> None:
         tokens.append(1)
         pages = manager.tables[0].groups[1]
         held.add(sum(page != NULL for page in pages))
-    manager.check_integrity()
+    check_integrity(manager)
     assert max(held) == 9
     assert manager.num_pages - manager.free_pages == 63 + 9
 
@@ -445,7 +446,7 @@ def test_the_next_turn_of_a_chat_finds_its_prompt_in_a_full_pool(
                 manager.remove(chat)
                 prompts[chat] += [90] * 100
         assert len(manager.free) < pages / 10, "the pool is as good as full"
-    manager.check_integrity()
+    check_integrity(manager)
     assert sum(hits[:20]) == 0 and sum(hits[20:]) >= share * 20 * 288
 
 
@@ -486,7 +487,7 @@ def test_forks_copy_a_page_when_they_write_to_it() -> None:
     shared = manager.tables[0].groups[0][2]
     for name in (1, 0, 2):
         assert manager.grow(name, 11)
-        manager.check_integrity()
+        check_integrity(manager)
     ends = [manager.tables[name].groups[0][2] for name in (0, 1, 2)]
     assert ends[2] == shared and len(set(ends)) == 3
     assert manager.take_copies() == [(shared, ends[1]), (shared, ends[0])]
@@ -555,7 +556,7 @@ def test_truncate_gives_back_what_lies_beyond() -> None:
     manager.add(0, tokens)
     compute(manager, 0, tokens, 18)
     assert manager.truncate(0, 10)
-    manager.check_integrity()
+    check_integrity(manager)
     assert manager.tables[0].computed == 10
     assert manager.num_pages - manager.free_pages == 3
     assert manager.add(1, tokens) == 16, "full pages are found until they are evicted"
@@ -576,7 +577,7 @@ def test_a_truncated_page_is_copied_if_another_holds_it() -> None:
     assert manager.tables[1].groups[0][1] == shared != mine
     assert manager.take_copies() == [(shared, mine)]
     manager.commit(0, [*range(6), 50, 51], 8)
-    manager.check_integrity()
+    check_integrity(manager)
     assert manager.add(2, [*range(6), 50, 51, 52]) == 8
     assert manager.add(3, tokens) == 8
 
@@ -604,7 +605,7 @@ def test_what_fell_behind_the_window_cannot_be_truncated_to() -> None:
     assert not manager.truncate(0, 10)  # position 10 would see 7
     assert manager.snapshot() == before
     assert manager.truncate(0, 11)
-    manager.check_integrity()
+    check_integrity(manager)
     compute(manager, 0, tokens, 20)
 
 

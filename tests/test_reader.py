@@ -33,6 +33,7 @@ from simplellm import (
     streams,
 )
 from simplellm.engine import Engine
+from simplellm.integrity import check_integrity
 from simplellm.request import Request
 from simplellm.scheduler import Work
 
@@ -73,7 +74,7 @@ def check_empty(engine: Engine) -> None:
     """No request and no page is left."""
     assert not engine.scheduler.requests
     assert engine.scheduler.manager.usage == 0
-    engine.scheduler.manager.check_integrity()
+    check_integrity(engine.scheduler.manager)
 
 
 def threads_of(engine: Engine) -> list[threading.Thread]:

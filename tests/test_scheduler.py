@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from simplellm.integrity import check_integrity
 from simplellm.pages import PageManager
 from simplellm.request import UNKNOWN, QueueFullError, Request
 from simplellm.scheduler import MOST_BESIDE, Scheduler, Work
@@ -144,7 +145,7 @@ class Run:
             ranks = [request.rank for request in queue]
             assert ranks == sorted(ranks)
         assert all(request.computed == 0 for request in scheduler.waiting)
-        self.manager.check_integrity()
+        check_integrity(self.manager)
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):
@@ -154,7 +155,7 @@ class Run:
         assert not self.scheduler.requests, "starved"
         assert not self.scheduler.running and not self.scheduler.waiting
         assert not self.scheduler.deadlines
-        self.manager.check_integrity()
+        check_integrity(self.manager)
 
 
 def first_steps(run: Run) -> dict[Request, int]:
@@ -254,7 +255,7 @@ def land(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
     new = scheduler.commit(works, [tokens])
     assert all(found is request for found, _ in new)
     assert request.number in scheduler.requests or request.finish_reason
-    scheduler.manager.check_integrity()
+    check_integrity(scheduler.manager)
     return [list(kept) for _, kept in new]
 
 
@@ -705,7 +706,7 @@ class Anything(RuleBasedStateMachine):
         placed = [*scheduler.waiting, *scheduler.running]
         assert len(placed) == len(set(placed))
         assert set(placed) | parked == alive and not set(placed) & parked
-        self.run_.manager.check_integrity()
+        check_integrity(self.run_.manager)
 
     @invariant()
     def outputs_are_those_of_an_undisturbed_run(self) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
+from simplellm.integrity import check_integrity
 
 CONFIG = EngineConfig(
     page_size=8,
@@ -73,9 +74,9 @@ class StepFault(Exception):
     """What the soak makes a step of the engine fail with."""
 
 
-def resident_mib() -> float:
-    """What of this process is in memory, as Linux counts it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def resident_mib(process: object = "self") -> float:
+    """What of this process, or of another, is in memory, as Linux counts it."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
@@ -324,7 +325,7 @@ def find_leaks(
     left["threads"] = max(0, threading.active_count() - threads_before)
     found = [f"{name}: {count}" for name, count in left.items() if count]
     try:
-        engine.scheduler.manager.check_integrity()
+        check_integrity(engine.scheduler.manager)
     except AssertionError as error:
         found.append(f"the cache's books are wrong: {error}")
     return found + ledger.wrong

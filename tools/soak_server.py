@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-from soak import FLAT, flatness
+from soak import FLAT, flatness, resident_mib
 
 from simplellm.apps.report import versions
 from simplellm.apps.traffic import (
@@ -90,9 +90,8 @@ def holdings(pid: int) -> dict[str, float]:
     folder = Path("/proc", str(pid))
     tasks = [*(folder / "task").iterdir()]
     children = " ".join((task / "children").read_text() for task in tasks).split()
-    pages = int((folder / "statm").read_text().split()[1])
     held = {
-        "mib": pages * 4096 / 2**20,
+        "mib": resident_mib(pid),
         "files": len([*(folder / "fd").iterdir()]),
         "threads": len(tasks),
     }

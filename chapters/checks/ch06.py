@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.config import ModelConfig
 from simplellm.layers import Attention, Dense, Experts, Layer
-from simplellm.model import PAGE, one_sequence
 from simplellm.ops import PLAIN
 from simplellm.pages import KVPool
+from simplellm.sequence import PAGE, one_sequence
 
 EPS = 1e-5
 HIDDEN, HEADS, KV_HEADS, DIM, NUM_EXPERTS, INNER, VOCAB = 24, 4, 2, 8, 5, 16, 40

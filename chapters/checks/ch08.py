@@ -6,6 +6,7 @@ import random
 import sys
 
 from simplellm import pages
+from simplellm.integrity import check_integrity
 from simplellm.pages import NULL
 
 ROOM = "there are pages enough, so grow makes room and returns True"
@@ -267,7 +268,7 @@ def check_PageManager_commit(PageManager):
         "the last token is not known yet, so the second page has no name yet"
     )
     compute(books, 0, [1] * 9, 9)
-    books.check_integrity()
+    check_integrity(books)
     books = manager(PageManager, 2100, 4, window=4)
     tokens = [1] * 4096
     books.add(0, tokens)
@@ -340,7 +341,7 @@ def judge_commit(books, before, start, length, tokens):
             f"{told}: pages that a window left, {left}, are the next victims: release "
             "them with behind=True"
         )
-    books.check_integrity()
+    check_integrity(books)
 
 
 def check_PageManager_grow(PageManager):
@@ -354,7 +355,7 @@ def check_PageManager_grow(PageManager):
         "9 tokens need 3 pages of 4 in each group, full and sliding; yours has "
         f"{lengths}"
     )
-    books.check_integrity()
+    check_integrity(books)
     assert books.grow(0, 5), "what is there already is room enough"
     assert len(books.tables[0].groups[0]) == 3, "grow gives no pages back"
     books.add(1, [99] * 12)
@@ -366,7 +367,7 @@ def check_PageManager_grow(PageManager):
         "needs, then take them"
     )
     assert books.grow(1, 8), "4 pages can be had, and 8 tokens need 2 in each group"
-    books.check_integrity()
+    check_integrity(books)
     forks(PageManager)
     copies_count(PageManager)
     cached_pages_count(PageManager)
@@ -416,7 +417,7 @@ def forks(PageManager):
                 f"{users}"
             )
         assert len(copies) == 2, f"one copy in each group, not {len(copies)}"
-        books.check_integrity()
+        check_integrity(books)
     assert books.grow(0, 7), ROOM
     assert not books.take_copies(), (
         "the last user of the old page has it alone: a copy is not needed"
@@ -429,7 +430,7 @@ def forks(PageManager):
         "eight tokens fill two pages of 4: the ninth goes to a page of its own, and "
         "nothing is copied"
     )
-    books.check_integrity()
+    check_integrity(books)
     books = manager(PageManager, 40, 4, window=8)
     books.add(0, tokens)
     assert books.grow(0, 11), ROOM  # room for more than the six that are computed then
@@ -443,7 +444,7 @@ def forks(PageManager):
         f"its second page of 4, not to its last; {held} are to be copied, and not "
         f"{copied}"
     )
-    books.check_integrity()
+    check_integrity(books)
 
 
 def copies_count(PageManager):
@@ -492,7 +493,7 @@ def cached_pages_count(PageManager):
     assert books.grow(1, 16), (
         "no page is free, but four are cached and nobody uses them: they can be had"
     )
-    books.check_integrity()
+    check_integrity(books)
 
 
 def names_after_truncate(PageManager):

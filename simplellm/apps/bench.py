@@ -36,8 +36,15 @@ from simplellm.apps.roofline import (
     read_bytes,
     step_flops,
 )
-from simplellm.config import EngineConfig, ModelConfig, check, check_number, declared
-from simplellm.load import open_weights
+from simplellm.checkpoint import open_weights
+from simplellm.config import (
+    EngineConfig,
+    ModelConfig,
+    check,
+    check_number,
+    declared,
+    expect,
+)
 from simplellm.machine import find_device, find_dtype
 from simplellm.outputs import RequestOutput
 from simplellm.sampling_params import SamplingParams
@@ -78,8 +85,8 @@ def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, 
         found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
     except ValueError:
         found = [()]
-    if any(len(entry) != width for entry in found):
-        raise ValueError(f"--{name} is {text}; expected {expected}")
+    right = all(len(entry) == width for entry in found)
+    expect(right, f"--{name}", text, expected)
     return found
 
 

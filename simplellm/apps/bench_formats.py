@@ -18,11 +18,12 @@ from tqdm import tqdm
 from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
 from simplellm.apps.report import describe_device, versions
+from simplellm.checkpoint import Source, open_weights
 from simplellm.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.door import Door, Loaded
 from simplellm.folder import EMBEDDED
 from simplellm.formats import NumberFormat, is_matrix
-from simplellm.load import Source, load_engine, open_weights
+from simplellm.load import load_engine
 from simplellm.machine import find_device, find_dtype
 from simplellm.names import is_expert_weight, tensor_names, tensor_shapes
 from simplellm.sizes import weight_bytes

@@ -11,14 +11,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -52,12 +51,14 @@ from simplellm.apps.options import (
     Where,
     check_folder,
     given,
-    load_llm,
 )
-from simplellm.apps.screen import Screen, respond
+from simplellm.apps.screen import Screen, converse, read_lines, respond
 from simplellm.apps.serving import serve_model
 from simplellm.apps.workloads import plan_load
 from simplellm.config import expect
+
+if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
+    from simplellm.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -104,43 +105,12 @@ app = typer.Typer(
 )
 
 
-def read_lines(screen: Screen) -> Iterator[str]:
-    """The lines that are typed, until Ctrl-D."""
-    with suppress(ImportError):  # gives input() line editing and history, on Unix
-        import readline  # noqa: F401
-    typed = sys.stdin.isatty() and sys.stdout.isatty()
-    while True:
-        try:
-            yield input("> " if typed else "").strip()
-        except EOFError:
-            if typed:
-                screen.write("\n", aside=True)
-            return
-
-
-def converse(
-    answer: Callable[[list[dict[str, Any]]], None],
-    first: list[dict[str, Any]],
-    lines: Iterable[str],
-    screen: Screen,
-) -> None:
-    """Answer each of the lines, with what was said since ``first`` before it."""
-    messages = first
-    for line in lines:
-        if line == "/exit":
-            return
-        if line == "/reset":
-            messages = first
-        elif line:
-            turns = [*messages, {"role": "user", "content": line}]
-            try:
-                answer(turns)
-                messages = turns
-            except ValueError as error:
-                screen.error(error)
-            except KeyboardInterrupt:
-                screen.remark("stopped")
-                messages = turns
+def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
+    """The engine with its model loaded."""
+    with screen.waiting("Starting PyTorch"):
+        import simplellm.load  # noqa: F401  (which the LLM will ask for)
+        from simplellm.llm import LLM
+    return LLM(model, device=device)
 
 
 @app.command("chat", help=CHAT_HELP)

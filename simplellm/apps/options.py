@@ -1,17 +1,12 @@
 """What several commands have in common: the model, where it runs, how it samples."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from simplellm.apps.screen import Screen
 from simplellm.apps.workloads import WORKLOADS
-from simplellm.config import EngineConfig
 from simplellm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.llm import LLM
 
 ModelFolder = Annotated[
     str | None,
@@ -113,16 +108,3 @@ def check_folder(file: Path) -> None:
     """Raise ValueError if there is no place for a file that is to be written."""
     if not file.absolute().parent.is_dir():
         raise ValueError(f"there is no folder {file.absolute().parent} for {file}")
-
-
-def load_llm(
-    model: str | None,
-    device: str | None,
-    screen: Screen,
-    config: EngineConfig | None = None,
-) -> "LLM":
-    """The engine with its model loaded."""
-    with screen.waiting("Starting PyTorch"):
-        import simplellm.load  # noqa: F401  (which the LLM will ask for)
-        from simplellm.llm import LLM
-    return LLM(model, config, device=device)

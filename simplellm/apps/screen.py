@@ -1,8 +1,12 @@
-"""Answers on a terminal: streamed as they come, with the calls in them answered."""
+"""Answers on a terminal: streamed as they come, with the calls in them answered.
+
+A conversation is one answer for each line that is typed.
+"""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,3 +122,42 @@ def respond(
         screen.remark(f"cut short after {count} tokens; --max-tokens allows more")
     elif not turn.content:
         screen.remark("the model stopped without an answer")
+
+
+def read_lines(screen: Screen) -> Iterator[str]:
+    """The lines that are typed, until Ctrl-D."""
+    with suppress(ImportError):  # gives input() line editing and history, on Unix
+        import readline  # noqa: F401
+    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    while True:
+        try:
+            yield input("> " if typed else "").strip()
+        except EOFError:
+            if typed:
+                screen.write("\n", aside=True)
+            return
+
+
+def converse(
+    answer: Callable[[list[dict[str, Any]]], None],
+    first: list[dict[str, Any]],
+    lines: Iterable[str],
+    screen: Screen,
+) -> None:
+    """Answer each of the lines, with what was said since ``first`` before it."""
+    messages = first
+    for line in lines:
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = first
+        elif line:
+            turns = [*messages, {"role": "user", "content": line}]
+            try:
+                answer(turns)
+                messages = turns
+            except ValueError as error:
+                screen.error(error)
+            except KeyboardInterrupt:
+                screen.remark("stopped")
+                messages = turns

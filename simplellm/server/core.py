@@ -19,12 +19,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from simplellm.checkpoint import open_weights
 from simplellm.config import EngineConfig
 from simplellm.door import Door
 from simplellm.engine import Engine
 from simplellm.folder import EMBEDDED
 from simplellm.grammar import Grammar
-from simplellm.load import load_engine, open_weights
+from simplellm.load import load_engine
 from simplellm.machine import find_device, find_dtype
 from simplellm.request import Event
 from simplellm.server.start import freeze_objects

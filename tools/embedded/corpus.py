@@ -157,15 +157,6 @@ class Writer:
             (final, True),
         ]
 
-    def check(self, problem: Problem, effort: str) -> list[Span]:
-        """The conversation in which the evaluation asks a problem."""
-        ids = self.message(
-            "system", system_text(effort, tools=problem.expression is not None)
-        )
-        if problem.expression:
-            ids += self.message("developer", developer_text(None, (TOOL,)))
-        return self.turn(ids, problem, effort)
-
     def tool_round(self, problem: Problem) -> list[int]:
         return self.opening + self.call(problem) + self.tool_result(problem)
 

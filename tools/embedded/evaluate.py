@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from corpus import EFFORTS, TOOL
+from corpus import EFFORTS, TOOL, result_message
 from problems import EVALUATED, Problem, evaluation_set
 
 from simplellm import LLM
@@ -56,19 +56,7 @@ def evaluate(
     first = replies(llm, prompts)
     calling = [i for i, problem in enumerate(problems) if problem.expression]
     called = {i: first[i][0] for i in calling if right_call(problems[i], first[i][0])}
-    results = {
-        i: [
-            *messages,
-            Message(
-                role="tool",
-                name="functions.calculator",
-                channel="commentary",
-                recipient="assistant",
-                content=problems[i].result or "",
-            ),
-        ]
-        for i, messages in called.items()
-    }
+    results = {i: [*said, result_message(problems[i])] for i, said in called.items()}
     prompts = [ask(problems[i], effort, llm.tokenizer, results[i]) for i in results]
     second = dict(zip(results, replies(llm, prompts) if prompts else (), strict=True))
     rows: dict[str, list[tuple[bool, int]]] = defaultdict(list)
