@@ -151,7 +151,7 @@ BOUNDS = {
     "lines of families": (2255, 1200),
     "lines of formats": (1298, 700),
     "lines of structured output": (1016, 700),
-    "lines of the server": (5900, 4000),
+    "lines of the server": (5968, 4000),
     "lines of tools/": (6567, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),

@@ -438,7 +438,7 @@ def test_an_engine_that_hangs(
 
         until(asked_in_vain)
         for call in (futures[0].result, lambda: [*stream], llm.engine.check):
-            with pytest.raises(EngineError, match="its process made no progress in 3 s"):
+            with pytest.raises(EngineError, match="process made no progress in 3 s"):
                 call()
         for future in futures:
             future.exception(PATIENCE)
