@@ -251,7 +251,13 @@ def test_what_was_loaded_is_no_garbage(folder: Path, processes: Any) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--timeout", "0"], ["--api-key", ""], ["--port", "99999"], ["nowhere"]],
+    [
+        ["--timeout", "0"],
+        ["--watchdog-timeout", "1"],
+        ["--api-key", ""],
+        ["--port", "99999"],
+        ["nowhere"],
+    ],
 )
 def test_bad_arguments(arguments: list[str], capsys: Any) -> None:
     from simplellm.apps import cli

@@ -5,20 +5,22 @@ import math
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from models import GREEDY, HELLO, PATIENCE, SMALL, until
-from serving import serving
+from serving import ROOT, serving
 
 from simplellm import (
     LLM,
@@ -31,6 +33,7 @@ from simplellm import (
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
 from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.server import remote as remote_module
 from simplellm.server import wire
 from simplellm.server.remote import RemoteEngine, load_remote
 from simplellm.server.start import spawn
@@ -308,6 +311,25 @@ def broken(self):
 
 Scheduler.schedule = broken
 """
+# A prompt that begins with 13 never gets its 20th token; one with 14 isn't scheduled.
+HANG = """
+import time
+from simplellm.runner import Runner
+from simplellm.scheduler import Scheduler
+start, schedule = Runner.start, Scheduler.schedule
+
+def starting(self, works, sampling):
+    while any(w.request.tokens[0] == 13 and w.request.num_output > 18 for w in works):
+        time.sleep(1)
+    start(self, works, sampling)
+
+def scheduling(self):
+    while any(request.tokens[0] == 14 for request in self.requests.values()):
+        time.sleep(1)
+    return schedule(self)
+
+Runner.start, Scheduler.schedule = starting, scheduling
+"""
 SLOW = """
 import time
 from simplellm.runner import Runner
@@ -377,6 +399,107 @@ def test_a_server_whose_engine_is_killed(processes: Any, folder: Path) -> None:
     assert b"its process ended with status -9" in streamed
     assert b"[DONE]" not in streamed and whole.startswith(b"HTTP/1.1 503")
     assert process.finish() == 1
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: str) -> None:
+    """Let each process that is spawned run ``before`` at its start."""
+    (tmp_path / "sitecustomize.py").write_text(before)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+
+
+def watched(folder: Path, config: EngineConfig = SMALL) -> LLM:
+    """As `remote`, with little patience."""
+    engine = RemoteEngine(*spawn(), watchdog_timeout=3.0)
+    return LLM.of(load_remote(engine, str(folder), config, device="cpu"))
+
+
+@pytest.mark.parametrize("first", [13, 14, None], ids=["step", "lock", "stopped"])
+def test_an_engine_that_hangs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None
+) -> None:
+    """In a step, or with the engine's lock, or all of it stands still.
+
+    That others ask meanwhile changes nothing, though some are told that the queue is
+    full.
+    """
+    patched(monkeypatch, tmp_path, HANG)
+    with watched(folder, replace(SMALL, max_waiting=2)) as llm:
+        stream = llm.stream([1], **LONG)
+        next(stream)
+        if first is None:
+            os.kill(llm.engine.process.pid, signal.SIGSTOP)
+        futures = [llm.generate([first or 2], **LONG)]
+
+        def asked_in_vain() -> bool:
+            with suppress(EngineError):  # it has just ended
+                futures.append(llm.generate([1], max_tokens=1))
+            time.sleep(0.1)
+            return llm.engine.dead is not None
+
+        until(asked_in_vain)
+        for call in (futures[0].result, lambda: [*stream], llm.engine.check):
+            with pytest.raises(EngineError, match="process made no progress in 3 s"):
+                call()
+        for future in futures:
+            future.exception(PATIENCE)
+        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_an_idle_engine_that_hangs(folder: Path) -> None:
+    """Nobody has to ask first."""
+    with watched(folder) as llm:
+        os.kill(llm.engine.process.pid, signal.SIGSTOP)
+        until(lambda: llm.engine.dead)
+        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_slow_engine_does_not_hang(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is told for longer than a step may take, but steps end; nor do pauses."""
+    patched(monkeypatch, tmp_path, SLOW.replace("0.05", "1"))
+    with watched(folder) as llm:
+        for number in range(2):
+            start = time.monotonic()
+            future = llm.generate([number] * 80, max_tokens=1)  # in steps of 16
+            assert len(future.result(PATIENCE)[0].token_ids) == 1
+            assert time.monotonic() - start > llm.engine.watchdog_timeout + 1
+            time.sleep(llm.engine.watchdog_timeout + 1)
+        assert llm.engine.stats().steps >= 10
+
+
+def test_a_process_that_even_a_signal_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver may hold it: nobody waits."""
+    monkeypatch.setattr(remote_module, "END_SECONDS", 0.1)
+    killed: list[int] = []
+
+    def wait(timeout: float | None = None) -> int:
+        assert timeout is not None
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    process = SimpleNamespace(kill=lambda: killed.append(9), wait=wait)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = RemoteEngine(process, ours, watchdog_timeout=0.5)
+        engine.start()
+        assert engine.events.get() is None and killed
+        assert "no progress in 0.5 seconds" in str(engine.dead)
+        engine.shutdown(cancel=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_server_whose_engine_hangs(processes: Any, folder: Path) -> None:
+    """What has streamed ends with an error, and so does the server."""
+    process = processes(str(folder), "--watchdog-timeout", "5", before=HANG)
+    engine = process.engine
+    clients = [ask(process.port, prompt=[13], stream=on) for on in (True, False)]
+    streamed, whole = map(rest_of, clients)
+    assert streamed.startswith(b"HTTP/1.1 200") and b"[DONE]" not in streamed
+    assert b"its process made no progress in 5 seconds" in streamed
+    assert whole.startswith(b"HTTP/1.1 503")
+    assert process.finish() == 1 and gone(engine)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")

@@ -1,6 +1,7 @@
 """Several engines as one: where requests go, and what happens if one of them ends."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,25 +26,31 @@ from simplellm.stats import Stats
 
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
-# Steps take a while, and some prompts end the process.
+WATCHDOG = 8.0  # seconds after which an engine hangs
+# Steps take a while, and some prompts end the process, or hang once they have tokens.
 SLOW = """
 import os, time
 from simplellm.runner import Runner
 from simplellm.scheduler import Scheduler
 start, add = Runner.start, Scheduler.add
-Runner.start = lambda *given: (time.sleep(0.02), start(*given))[1]
+
+def starting(self, works, sampling):
+    time.sleep(0.02)
+    while any(w.request.tokens[0] == 14 and w.request.num_output > 18 for w in works):
+        time.sleep(1)
+    start(self, works, sampling)
 
 def adding(self, requests):
     if any(request.tokens[:1] == [13] for request in requests):
         os._exit(9)
     add(self, requests)
 
-Scheduler.add = adding
+Runner.start, Scheduler.add = starting, adding
 """
 
 
-def together(folder: Path, config: EngineConfig = SMALL, count: int = 2) -> LLM:
-    engine = Replicas(spawn, count)
+def together(folder: Path, config: EngineConfig = SMALL, **options: Any) -> LLM:
+    engine = Replicas(spawn, 2, **options)
     return LLM.of(load_remote(engine, str(folder), config, device="cpu"))
 
 
@@ -54,7 +61,7 @@ def both(folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
     (patched / "sitecustomize.py").write_text(SLOW)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(patched), str(ROOT)]))
-        with together(folder) as llm:
+        with together(folder, watchdog_timeout=WATCHDOG) as llm:
             yield llm
             until(lambda: not llm._delivery.readers)
             until(lambda: not (llm.engine.where or llm.engine.asked))
@@ -289,9 +296,9 @@ def home_of(llm: LLM, tokens: list[int]) -> EnginePlace:
     return place
 
 
-def killed(place: EnginePlace) -> None:
+def killed(place: EnginePlace, sent: int = signal.SIGKILL) -> None:
     assert place.engine is not None
-    place.engine.process.kill()
+    place.engine.process.send_signal(sent)
 
 
 def body(tokens: list[int], **options: Any) -> dict[str, Any]:
@@ -305,9 +312,16 @@ def text_of(served: Served, asked: dict[str, Any]) -> str:
         return found.read().decode()
 
 
-def test_a_replica_that_is_killed(near: LLM, both: LLM, served: Served) -> None:
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "made no progress in 8 seconds")],
+    ids=["killed", "stopped"],
+)
+def test_a_replica_that_is_lost(
+    near: LLM, both: LLM, served: Served, sent: int, words: str
+) -> None:
     """What has streamed ends with an error; all else is answered as if nothing were."""
-    first, other, before = prompt(70), prompt(71), both.stats()
+    first, other, before = prompt(70 + sent), prompt(120 + sent), both.stats()
     options: dict[str, Any] = {"max_tokens": 60, "seed": 5}
     with ThreadPoolExecutor(4) as clients:
         streamed = clients.submit(text_of, served, body(first, **options))
@@ -318,9 +332,10 @@ def test_a_replica_that_is_killed(near: LLM, both: LLM, served: Served) -> None:
         rests = clients.submit(text_of, served, body(other, **options))
         until(lambda: both.stats().running == 4 and place.load == 3)
         time.sleep(0.2)  # all have tokens
-        killed(place)
+        lost = place.engine
+        killed(place, sent)
         *_, last = events_of(streamed.result(PATIENCE), done=False)
-        assert "the engine died: its process ended" in last["error"]["message"]
+        assert f"the engine died: its process {words}" in last["error"]["message"]
         assert served.client.get("/health").status_code == 200
         answer = whole.result(PATIENCE)
         events = events_of(rests.result(PATIENCE))
@@ -331,11 +346,22 @@ def test_a_replica_that_is_killed(near: LLM, both: LLM, served: Served) -> None:
     found = [id for event in events for id in event["choices"][0]["token_ids"]]
     assert found == outputs[2]
     until(lambda: place.up)  # another one came
+    assert lost is not None and lost.process.wait(PATIENCE) == -signal.SIGKILL
     assert served.client.get("/health").json()["replicas"]["alive"] == 2
     after = both.stats()  # nothing is forgotten
     assert after.finished["error"] >= before.finished.get("error", 0) + 3
     assert after.generated_tokens >= before.generated_tokens + 3 * 60
     assert place.load == place.found(replicas.digests_of(first)) == 0
+
+
+def test_a_prompt_that_hangs_its_engine(both: LLM, served: Served) -> None:
+    """The engine is killed as if it had been stopped; the other one goes on."""
+    streamed = text_of(served, body([14, 15], max_tokens=60))
+    *events, last = events_of(streamed, done=False)
+    assert sum(len(e["choices"][0]["token_ids"]) for e in events) == 19
+    assert "its process made no progress in 8 seconds" in last["error"]["message"]
+    assert served.post(COMPLETE, body([15], max_tokens=2)).status_code == 200
+    until(lambda: all(place.up for place in both.engine.places))
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import typer
 from simplellm.apps.options import Where
 from simplellm.apps.screen import Screen
 from simplellm.config import MAX_SIZE, EngineConfig, check_number
-from simplellm.server.start import Options, bind, spawn
+from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn
 
 MAX_REPLICAS = 64
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
@@ -53,6 +53,13 @@ Timeout = Annotated[float, typer.Option(help="Seconds that a request may take.")
 Grace = Annotated[
     float, typer.Option(help="Seconds for what runs when the server is to end.")
 ]
+Watchdog = Annotated[
+    float,
+    typer.Option(
+        help="Seconds for which an engine may be silent, or finish no step though it "
+        "has requests; then it is killed."
+    ),
+]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option(help="What to log.")
 ]
@@ -80,6 +87,7 @@ def serve_model(
     access_log: AccessLog = "off",
     device: Where = None,
     replicas: Engines = None,
+    watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
 ) -> int:
     """Answer OpenAI's clients over HTTP.
 
@@ -90,6 +98,7 @@ def serve_model(
     config = EngineConfig(max_num_seqs=given)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
+    check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
     screen = Screen()
     options = Options(
         names=served_model_name or [served_name(model)],
@@ -104,7 +113,7 @@ def serve_model(
             with screen.waiting("Starting Ray" if replicas else "Starting PyTorch"):
                 import orjson  # noqa: F401  (which the engine's process needs too)
 
-                engine = begin(stack, replicas, device, log_level)
+                engine = begin(stack, replicas, device, log_level, watchdog_timeout)
                 from simplellm.llm import LLM
                 from simplellm.server.remote import load_remote
                 from simplellm.server.serve import serve
@@ -122,17 +131,21 @@ def serve_model(
 
 
 def begin(
-    stack: ExitStack, replicas: int | None, device: str | None, log_level: str
+    stack: ExitStack,
+    replicas: int | None,
+    device: str | None,
+    log_level: str,
+    watchdog_timeout: float,
 ) -> Any:
     """What will be an engine, or several as one; ``stack`` ends what keeps them."""
     if replicas is None:
         process, link = spawn()  # it imports meanwhile
         from simplellm.server.remote import RemoteEngine
 
-        return RemoteEngine(process, link)
+        return RemoteEngine(process, link, watchdog_timeout)
     from simplellm.server.cluster import Cluster
     from simplellm.server.replicas import Replicas
 
     stack.enter_context(redirect_stdout(sys.stderr))  # where Ray says what happens
     cluster = stack.enter_context(closing(Cluster(replicas, device, log_level)))
-    return Replicas(cluster.accept, replicas)
+    return Replicas(cluster.accept, replicas, watchdog_timeout)

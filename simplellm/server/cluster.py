@@ -46,7 +46,10 @@ class EngineReplica:
 
 
 class Watched:
-    """A replica's process: it ends by itself once its link is closed."""
+    """A replica's process: it ends by itself once its link is closed.
+
+    One that stands still cannot; Ray ends it, since it does not answer.
+    """
 
     def kill(self) -> None:
         pass

@@ -33,6 +33,7 @@ from simplellm.server.wire import as_frame, as_one, frames, request_of
 
 LOGGER = logging.getLogger("simplellm")
 LOOK = 0.1  # seconds between two looks at what else there is, while nobody reads
+BEAT = 1.0  # seconds after which a frame leaves even if there is nothing to tell
 
 
 class Core:
@@ -140,10 +141,13 @@ class Core:
         self.send({"dead": self.engine.dead and repr(self.engine.dead)})
 
     def collect(self, wait: bool) -> None:
-        """Take in all that there is to tell; what a request has got becomes one."""
+        """Take in all that there is to tell; what a request has got becomes one.
+
+        Whoever waits does so for BEAT at most: the server has to see that we live.
+        """
         with suppress(queue.Empty):
             while True:
-                found = self.outgoing.get(block=wait)
+                found = self.outgoing.get(wait, BEAT)
                 wait = False
                 if found is None:
                     self.over = True
@@ -157,6 +161,8 @@ class Core:
     def send(self, more: dict[str, Any]) -> None:
         """Send what waits, and ``more``. What comes meanwhile waits for the next."""
         frame = {"events": [*self.events.values()], "told": self.told, **more}
+        # Not `Engine.stats`, which waits for a lock that a step may never give back.
+        frame["steps"] = self.engine.meter.steps
         self.events, self.told = {}, []
         data = memoryview(as_frame(frame))
         while data:

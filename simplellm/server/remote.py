@@ -6,6 +6,7 @@ import queue
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,6 +22,7 @@ from simplellm.door import Door, Loaded
 from simplellm.folder import EMBEDDED, open_config
 from simplellm.grammar import Grammar
 from simplellm.request import EngineError, Event, Request
+from simplellm.server.start import WATCHDOG_TIMEOUT
 from simplellm.server.wire import (
     as_error,
     as_family,
@@ -33,6 +35,7 @@ from simplellm.stats import Stats
 
 ANSWER_SECONDS = 60.0  # that an answer may take: a first grammar needs some
 END_SECONDS = 5.0  # between the end of a link and that of its process
+LOOK_SECONDS = 0.5  # between two looks at whether the process hangs
 
 
 class DistantError(Exception):
@@ -46,12 +49,18 @@ class RemoteEngine(Access):
     """What `Delivery` and the server need of an engine; ``process``, a Popen, has it.
 
     What it tells is read where its events are: whoever takes these from ``events``
-    brings the answers to everybody else too.
+    brings the answers to everybody else too. A process without progress for more than
+    ``watchdog_timeout`` seconds is killed.
     """
 
     thread = None  # none of this process runs steps
 
-    def __init__(self, process: Any, link: socket.socket) -> None:
+    def __init__(
+        self,
+        process: Any,
+        link: socket.socket,
+        watchdog_timeout: float = WATCHDOG_TIMEOUT,
+    ) -> None:
         super().__init__()
         self.process, self.link = process, link
         self.frames = frames(link)
@@ -63,6 +72,10 @@ class RemoteEngine(Access):
         self.asked: dict[int, Future[Any]] = {}  # questions, until they are answered
         self.numbers = itertools.count()
         self.over = False  # no events will come, nor answers
+        self.watchdog_timeout = watchdog_timeout
+        self.steps = 0  # that have ended
+        self.still = 0.0  # seconds since one has, or since it told that none was due
+        self.hung = False
 
     def load(self, wanted: dict[str, Any]) -> None:
         """Let it load what is ``wanted``; `loaded` tells of it, two times."""
@@ -81,7 +94,9 @@ class RemoteEngine(Access):
 
     def start(self) -> None:
         """Let requests go out."""
-        threading.Thread(target=self._send, name="simplellm-link", daemon=True).start()
+        for name, target in (("link", self._send), ("watchdog", self._watch)):
+            name = f"simplellm-{name}"
+            threading.Thread(target=target, name=name, daemon=True).start()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests, each with a number of its own, and their siblings.
@@ -121,13 +136,12 @@ class RemoteEngine(Access):
         self.closing = True
         if cancel:
             self.cancelling = True
-            self.process.kill()
-            with suppress(OSError):  # nobody waits until it has given everything back
-                self.link.shutdown(socket.SHUT_RDWR)
+            self._kill()
         else:
             self.outgoing.put(as_frame(["close"]))
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout)
+            # A driver may hold up even a process that was killed.
+            self.process.wait(END_SECONDS if self.hung else timeout)
 
     def _ask(self, *question: Any) -> Any:
         """What the engine's process answers. Raises EngineError, or its error."""
@@ -153,10 +167,31 @@ class RemoteEngine(Access):
             while (frame := self.outgoing.get()) is not None:
                 self.link.sendall(frame)
 
+    def _watch(self) -> None:
+        """Kill a process that is silent, or where no step ends though requests wait.
+
+        Looks are counted and no clock is read: while this process was stopped itself,
+        it could not hear the other one.
+        """
+        while not self.over:
+            time.sleep(LOOK_SECONDS)
+            self.still += LOOK_SECONDS
+            if self.still > self.watchdog_timeout:
+                self.hung = True
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        self.process.kill()
+        with suppress(OSError):  # nobody waits until it has given everything back
+            self.link.shutdown(socket.SHUT_RDWR)
+
     def _events(self) -> Iterator[Event]:
         """What becomes of requests, until the process ends: then all of them do."""
         orderly = False
         for frame in self.frames:
+            if frame["steps"] != self.steps or not self.open:
+                self.steps, self.still = frame["steps"], 0.0
             for told in frame["events"]:
                 event = event_of(told)
                 if event.finish_reason is not None:
@@ -189,6 +224,8 @@ class RemoteEngine(Access):
 
     def _end(self) -> str:
         """Wait for the process, whose link is closed; how it ended."""
+        if self.hung:
+            return f"made no progress in {self.watchdog_timeout:g} seconds"
         try:
             self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -23,6 +23,7 @@ from simplellm.config import expect
 from simplellm.grammar import Grammar
 from simplellm.request import EngineError, Event, QueueFullError, Request
 from simplellm.server.remote import DistantError, RemoteEngine
+from simplellm.server.start import WATCHDOG_TIMEOUT
 from simplellm.stats import Stats
 
 LOGGER = logging.getLogger("simplellm")
@@ -98,16 +99,20 @@ class Replicas(Access):
     """What `Delivery` and the server need of an engine; there are ``count`` of them.
 
     ``source`` gives a process for one, and the link to it, as `spawn` does: at the
-    beginning and whenever one has ended. It may block.
+    beginning and whenever one has ended, or hung for ``watchdog_timeout`` seconds. It
+    may block.
     """
 
     thread = None  # none of this process runs steps
 
     def __init__(
-        self, source: Callable[[], tuple[Any, socket.socket]], count: int
+        self,
+        source: Callable[[], tuple[Any, socket.socket]],
+        count: int,
+        watchdog_timeout: float = WATCHDOG_TIMEOUT,
     ) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.watchdog_timeout = source, watchdog_timeout
         self.places = [EnginePlace() for _ in range(count)]
         self.queue: queue.Queue[Event] = queue.Queue(MOST_EVENTS)
         self.events = SimpleNamespace(get=self._next)
@@ -165,7 +170,7 @@ class Replicas(Access):
                 LOGGER.error("a replica ended, %r; another one comes", engine.dead)
 
     def _load(self, place: EnginePlace, wanted: dict[str, Any]) -> RemoteEngine:
-        engine = RemoteEngine(*self.source())
+        engine = RemoteEngine(*self.source(), self.watchdog_timeout)
         with self.lock:
             place.engine = engine
             late = self.closing

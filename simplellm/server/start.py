@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from simplellm.config import expect
 
+# Seconds for which an engine's process may be silent, or in one step; SGLang has the
+# same. A step takes less than a second on a GPU, but minutes on a slow CPU.
+WATCHDOG_TIMEOUT = 300.0
+
 
 @dataclass(frozen=True)
 class Options:
