@@ -369,8 +369,8 @@ def judge_sums(integer_product):
     x[:, half:] = -1
     found = integer_product(x, weight).item() / 0.1
     assert abs(found - 1) < 1e-5, (
-        f"{half:,} products up and as many down leave 1, and yours leave {found:g}: the "
-        "sums aren't exact. Are they of integers?"
+        f"{half:,} products up and as many down leave 1, and yours leave {found:g}: "
+        "the sums aren't exact. Are they of integers?"
     )
 
 
