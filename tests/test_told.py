@@ -538,7 +538,7 @@ def told_c() -> list[str]:
         f"0.0 % off with weights of 1, and {100 * record['norms swapped']:.1f} % with "
         "random ones",
         f"{100 * blocks['off']:.1f} % off in the embedded model's logits with "
-        f"{blocks['bytes']:.2f} bytes a number, in rows {100 * rows['off']:.1f} %, "
+        f"{blocks['bytes']:.2f} bytes per number, in rows {100 * rows['off']:.1f} %, "
         f"and MXFP4 {100 * four['off']:.1f} % with {four['bytes']:.2f}; in a product "
         f"with a column 50 times as large {100 * tiles[1][1]:.1f} %, with one of "
         f"100,000 times {100 * tiles[1][2]:.0f} %, where a single scale has "

@@ -15,6 +15,7 @@ from torch.nn import functional
 from simplellm.config import ConfigError
 from simplellm.families import FAMILIES
 from simplellm.families.family import Family
+from simplellm.families.variants import ACTIVATIONS
 from simplellm.load import load_model
 from simplellm.scaled import E4M3, LARGEST, Scaled
 
@@ -73,10 +74,11 @@ def check_route_among_all(route_among_all):
             logits = logits if given is None else logits + given
             all_of_them = logits.softmax(-1)
             expected, best = all_of_them.topk(top_k)
-            assert torch.equal(ids, best), (
-                f"token 0 chooses experts {best[0].tolist()}, best first, and yours "
-                f"are {ids[0].tolist()}; is the bias in?"
-            )
+            for token, (right, yours) in enumerate(zip(best, ids, strict=True)):
+                assert torch.equal(yours, right), (
+                    f"token {token} chooses experts {right.tolist()}, best first, and "
+                    f"yours are {yours.tolist()}; is the bias in?"
+                )
             total = shares.sum(-1)
             assert not torch.allclose(total, torch.ones_like(total)), (
                 "the shares add up to 1: what the other experts got is gone. The "
@@ -101,6 +103,7 @@ SIZES = {
     "pad_token_id": None,
 }
 WINDOW, TOKENS = 19, 40
+DEFAULTS = *list(SIZES)[:7], "rms_norm_eps", "sliding_window", "tie_word_embeddings"
 
 
 class Written:
@@ -152,6 +155,11 @@ def check_phi3(phi3):
     assert family.model_types == ("phi3",), (
         'config.json says "model_type": "phi3"; model_types is a tuple of such words'
     )
+    fields = family.fields({**family.defaults, **written(None).data})
+    assert fields.get("activation") in ACTIVATIONS, (
+        "`fields` has to name the activation, as Mistral's does; without that it's "
+        "gpt-oss's"
+    )
     for window in (None, WINDOW):
         reference = written(window)
         with known(family):
@@ -164,20 +172,35 @@ def check_phi3(phi3):
             f"transformers' Phi-3 computes other logits, with sliding_window {window}"
         )
         close(found, reference.logits, 1e-4, said)
-    bare = {k: v for k, v in written(None).data.items() if k != "rms_norm_eps"}
-    eps = family.config(bare).rms_norm_eps
-    assert eps == 1e-5, (
-        f"where config.json has no rms_norm_eps, transformers takes 1e-05 for Phi-3, "
-        f"and your defaults say {eps:g}"
-    )
+    judge_defaults(family)
     try:
-        family.config(bare | {"hidden_act": "gelu"})
+        family.config(written(None).data | {"hidden_act": "gelu"})
     except ConfigError:
         return
     raise AssertionError(
         "a config.json with hidden_act gelu is read, and computed with silu: say in "
         "`fixed` which values you know"
     )
+
+
+def judge_defaults(family):
+    """A config.json that says nothing means what transformers takes it to mean."""
+    from transformers import Phi3Config
+
+    try:
+        found = family.config({"model_type": "phi3"})
+    except (ValueError, KeyError) as error:
+        raise AssertionError(
+            f"a config.json that leaves everything out isn't read; what do your "
+            f"defaults lack? {type(error).__name__}: {error}"
+        ) from None
+    expected = Phi3Config()
+    for name in DEFAULTS:
+        right, yours = getattr(expected, name), getattr(found, name)
+        assert yours == right, (
+            f"where config.json has no {name}, transformers takes {right} for Phi-3, "
+            f"and with your defaults it's {yours}"
+        )
 
 
 # Numbers of 8 bits
@@ -196,6 +219,7 @@ def check_round_tiles(round_tiles):
     shape = 6, 10
     x = random(*shape) * torch.logspace(-2, 2, 10)
     x[2:4, 4:8] = 0
+    x[4:6, :4] *= 1e-8  # little, and yet more than LEAST_TILE
     for dtype, tile in product(LARGEST, ((2, 4), (1, 10), (1, 4))):
         found = round_tiles(x.clone(), tile, dtype)
         assert found is not None, "return the values and the scales"
@@ -213,6 +237,15 @@ def check_round_tiles(round_tiles):
         pairs = zip(tiles(x, tile), tiles(values.float(), tile), strict=True)
         for (place, source), (_, rounded) in pairs:
             judge_tile(source, rounded, scales[place], dtype)
+    short = round_tiles(x.bfloat16(), (2, 4), E4M3)
+    again = round_tiles(x.bfloat16().float(), (2, 4), E4M3)
+    assert short[1].dtype == torch.float32, (
+        f"scales are {short[1].dtype}, expected torch.float32, also of a weight in "
+        "bfloat16"
+    )
+    assert torch.equal(short[1], again[1]) and torch.equal(
+        short[0].float(), again[0].float()
+    ), "a weight in bfloat16 is computed with in float32, as any other"
     whole = round_tiles(x.expand(3, *shape), (2, 4), E4M3)
     again = round_tiles(x, (2, 4), E4M3)
     assert all(torch.equal(a[1], b) for a, b in zip(whole, again, strict=True)), (
@@ -270,6 +303,7 @@ def check_float_product(float_product):
         x = random(5, shape[1], seed=1) * torch.logspace(-2, 2, shape[1])
         x = x * torch.logspace(-3, 3, 5)[:, None]
         numbers = plain(weight.values, weight.scales, weight.tile)
+        x = x.bfloat16() if tile == (128, 128) else x  # as in an engine
         values, scales = weight.round_inputs(x)
         rounded = plain(values, scales, (1, weight.tile[1]))
         right, other = (rounded, x.double()) if inputs else (x.double(), rounded)
@@ -320,6 +354,24 @@ def check_integer_product(integer_product):
             f"off by {error:.2g} of a token's largest: integers add up exactly, so "
             "multiply by the scales after the sum, a token's and a row's"
         )
+    judge_sums(integer_product)
+
+
+def judge_sums(integer_product):
+    """A large sum of which hardly anything is left shows what was lost on the way."""
+    half = 2**16
+    up = torch.randint(64, 128, (half,), generator=torch.Generator().manual_seed(0))
+    down = up[torch.randperm(half, generator=torch.Generator().manual_seed(1))]
+    down[0] -= 1
+    values = torch.cat((up, down)).to(torch.int8)[None]
+    weight = Scaled(values, torch.full((1, 1), 0.1), (1, 2 * half), True)
+    x = torch.ones(1, 2 * half)
+    x[:, half:] = -1
+    found = integer_product(x, weight).item() / 0.1
+    assert abs(found - 1) < 1e-5, (
+        f"{half:,} products up and as many down leave 1, and yours leave {found:g}: "
+        "the sums aren't exact. Are they of integers?"
+    )
 
 
 # Exercises

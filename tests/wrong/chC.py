@@ -56,6 +56,12 @@ def forgets_the_bias(x, weight, bias, top_k):
     return ids, shares
 
 
+@wrong("route_among_all", "token 6 chooses experts [1]")
+def takes_the_softmax_over_tokens(x, weight, bias, top_k):
+    shares, ids = functional.linear(x, weight, bias).softmax(0).topk(top_k)
+    return ids, shares
+
+
 SIZES = {
     "vocab_size": 32064,
     "hidden_size": 3072,
@@ -100,9 +106,25 @@ def forgets_the_window():
     return family(fields=lambda data: {"activation": "swiglu"})
 
 
-@wrong("phi3", "1e-05")
+@wrong("phi3", "1e-05 for Phi-3")
 def takes_anybodys_defaults():
     return family(defaults=COMMON | SIZES | {"sliding_window": None})
+
+
+@wrong("phi3", "what do your defaults lack")
+def takes_no_defaults():
+    return family(defaults=COMMON | {"rms_norm_eps": 1e-5, "sliding_window": None})
+
+
+@wrong("phi3", "no sliding_window")
+def takes_mistrals_window():
+    known = COMMON | SIZES | {"rms_norm_eps": 1e-5}
+    return family(defaults=known | {"sliding_window": 4096})
+
+
+@wrong("phi3", "name the activation")
+def forgets_the_activation():
+    return family(fields=same_windows)
 
 
 @wrong("phi3", "hidden_act gelu")
@@ -169,6 +191,21 @@ def forgets_the_sign(x, tile, dtype):
     )
 
 
+@wrong("round_tiles", "has scale")
+def clamps_the_scale(x, tile, dtype):
+    parts = in_tiles(x, tile)
+    largest = parts.abs().amax((-3, -1), keepdim=True)
+    scale = (largest / LARGEST[dtype]).clamp(min=LEAST_TILE)
+    values, _ = scaled.round_tiles(x, tile, dtype)
+    return values, scale.squeeze(-3).squeeze(-1)
+
+
+@wrong("round_tiles", "bfloat16")
+def computes_in_its_dtype(x, tile, dtype):
+    values, scales = scaled.round_tiles(x, tile, dtype)
+    return values, scales.to(x.dtype)
+
+
 def numbers_of(weight):
     return multiply_tiles(weight.values, weight.scales, weight.tile)
 
@@ -203,6 +240,13 @@ def one_scale_a_token(x, weight):
     return functional.linear(x.float(), numbers_of(weight))
 
 
+@wrong("float_product", "dtype")
+def leaves_inputs_short(x, weight):
+    if weight.inputs:
+        x = multiply_tiles(*weight.round_inputs(x), (1, weight.tile[1]))
+    return x @ numbers_of(weight).T
+
+
 @wrong("integer_product", "needs 32 bits")
 def adds_up_in_eight_bits(x, weight):
     values, scales = weight.round_inputs(x)
@@ -215,6 +259,18 @@ def adds_up_numbers(x, weight):
     values, scales = weight.round_inputs(x)
     rounded = (values * scales).to(torch.bfloat16).float()
     return functional.linear(rounded, numbers_of(weight))
+
+
+@wrong("integer_product", "Are they of integers")
+def adds_up_in_float32(x, weight):
+    values, scales = weight.round_inputs(x)
+    sums = values.float() @ weight.values.float().T
+    return sums * scales * weight.scales.flatten()
+
+
+@wrong("integer_product", "Are they of integers")
+def multiplies_first(x, weight):
+    return scaled.float_product(x, weight)
 
 
 @wrong("integer_product", "its scale")
