@@ -221,9 +221,6 @@ def families(figures: Path) -> str:
     filled = table(FAMILY_HEADERS, [row(*item) for item in record["families"].items()])
     said = record["versions"]
     below = (
-        "Test checkpoints are small and random, and written by transformers. The worst "
-        "error is how\nfar our logits are off its own, relative to their size. Mistakes "
-        "are made on purpose, and\ntests have to notice them.\n\n"
         f"Recorded {record['date']} with transformers {said['transformers']} and torch "
         f"{said['torch']} by `{record['command']}`."
     )
