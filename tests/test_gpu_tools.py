@@ -1,5 +1,6 @@
 """What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
 
+import json
 import random
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ import compare
 import gpu_accuracy as accuracy
 import quantized
 import sanitize
+import speeds
 import steady
 import tune
 
@@ -191,3 +193,23 @@ def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
         row = quantized.measure_network("small", kind, 3)
         assert row["error"] < quantized.tolerance(row) and not row["scaled_mm_us"]
     assert not any(y.isnan().any() for y in called)
+
+
+def test_other_families_are_measured_by_name(tmp_path, monkeypatch):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 16}
+    small = {n: (r, data | sizes) for n, (r, data) in list(speeds.MODELS.items())[:2]}
+    monkeypatch.setattr(speeds, "MODELS", small | {"worse": ("worse", {})})
+    shape = "--random-weights --batch 1,64 --input-len 4 --output-len 9 --prefill 2x16"
+    monkeypatch.setattr(speeds, "BENCH", [*shape.split(), "--device", "cpu"])
+    found = [
+        speeds.measure(name, tmp_path / f"c-bench-{record}.json", 200)
+        for name, (record, _) in speeds.MODELS.items()
+    ]
+    assert found[:2] == ["", ""] and "worse" in found[2]
+    heads, *rows = speeds.table(tmp_path)
+    assert [row.split()[0] for row in rows] == [*small]
+    assert len({len(line) for line in (heads, *rows)}) == 1
+    record = json.loads((tmp_path / "c-bench-qwen3.json").read_text())
+    assert record["model"] == "Qwen3-8B" and record["weights"] == "random"
+    assert "bench Qwen3-8B" in record["command"]

@@ -1,0 +1,114 @@
+"""Speeds of other families' models on one GPU, with random weights in real shapes.
+
+    python tools/gpu/speeds.py --out figures
+    python tools/gpu/speeds.py --only Qwen3-8B,Qwen3-8B-FP8 --out OUT
+
+Each model is measured by `simplellm bench` in a process of its own, a minute each; its
+record is c-bench-NAME.json. What fails, or takes longer than --seconds, is told, and
+the others go on. Ends with a table of all records that the folder then has.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+BENCH = "--random-weights --batch 1,8,64 --prefill 32x2048,1x2048".split()
+ROOT = Path(__file__).resolve().parents[2]
+
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+QWEN = HEADS | {"rope_theta": 1e6, "max_position_embeddings": 40960}
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "modules_to_not_convert": ["lm_head", "mlp.gate"],
+}
+# Each config.json, as far as it differs from what transformers takes for granted.
+QWEN_8B = QWEN | {"model_type": "qwen3", "intermediate_size": 12288}
+QWEN_8B |= {"hidden_size": 4096, "num_hidden_layers": 36}
+LLAMA_8B = HEADS | {"model_type": "llama", "intermediate_size": 14336}
+LLAMA_8B |= {"vocab_size": 128256, "rope_theta": 5e5, "max_position_embeddings": 131072}
+QWEN_30B = QWEN | {"model_type": "qwen3_moe", "moe_intermediate_size": 768}
+QWEN_30B |= {"num_hidden_layers": 48, "num_key_value_heads": 4, "norm_topk_prob": True}
+QWEN_SMALL = QWEN | {"model_type": "qwen3", "hidden_size": 1024}
+QWEN_SMALL |= {"intermediate_size": 3072, "num_hidden_layers": 28}
+QWEN_SMALL |= {"num_attention_heads": 16, "tie_word_embeddings": True}
+# By name, the record's and config.json.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-8B": ("qwen3", QWEN_8B),
+    "Qwen3-8B-FP8": ("qwen3-fp8", QWEN_8B | {"quantization_config": FP8}),
+    "Llama-3.1-8B": ("llama-3", LLAMA_8B),
+    "Llama-3.1-8B-FP8": ("llama-3-fp8", LLAMA_8B | {"quantization_config": FP8}),
+    "Qwen3-30B-A3B": ("qwen3-moe", QWEN_30B),
+    "Qwen3-30B-A3B-FP8": ("qwen3-moe-fp8", QWEN_30B | {"quantization_config": FP8}),
+    "Qwen3-0.6B": ("qwen3-small", QWEN_SMALL),
+}
+
+
+def measure(name: str, file: Path, seconds: float) -> str:
+    """Write the record of a model; what went wrong, "" if nothing did."""
+    with TemporaryDirectory() as place:
+        folder = Path(place) / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(MODELS[name][1]))
+        command = [sys.executable, "-m", "simplellm.apps.cli", "bench", name, *BENCH]
+        try:
+            subprocess.run(
+                [*command, "--json", str(file.resolve())],
+                cwd=place,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                timeout=seconds,
+                check=True,
+            )
+        except subprocess.SubprocessError as error:
+            return f"{name}: {error}"
+    return ""
+
+
+def table(folder: Path) -> Iterator[str]:
+    """A line for each record: tokens a second, and their share of the limit.
+
+    Prefill's is the rate of matmuls in bfloat16, as its "times" is that of a model in
+    bfloat16.
+    """
+    yield f"{'':18}{'batch 1':>15}{'batch 64':>15}{'prefill':>15}{'times':>7}{'start':>7}"
+    ordinary = 0.0
+    for name, (record, _) in MODELS.items():
+        file = folder / f"c-bench-{record}.json"
+        if not file.exists():
+            continue
+        found = json.loads(file.read_text())
+        steps = [row for row in found["decode"] if row["batch"] in (1, 64)]
+        rows = [*steps, found["prefill"][0]]
+        cells = [f"{r['tokens_per_second']:9,.0f}{r['share']:6.1%}" for r in rows]
+        speed, times = rows[-1]["tokens_per_second"], ""
+        if not name.endswith("FP8"):
+            ordinary = speed
+        elif ordinary:
+            times = f"{speed / ordinary:.2f}"
+        start = found["load_seconds"] + found["engine_seconds"]
+        yield f"{name:18}{''.join(cells)}{times:>7}{start:7.1f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--only", default=",".join(MODELS))
+    parser.add_argument("--seconds", type=float, default=200)
+    options = parser.parse_args()
+    wrong = []
+    for name in options.only.split(","):
+        file = options.out / f"c-bench-{MODELS[name][0]}.json"
+        wrong += filter(None, [measure(name, file, options.seconds)])
+    print(*table(options.out), *wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
