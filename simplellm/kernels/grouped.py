@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.launch import Launcher, follow, launcher
-from simplellm.kernels.quantized import round_rows
+from simplellm.kernels.rounding import round_rows
 from simplellm.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.layers import Experts
 from simplellm.scaled import Scaled

@@ -77,7 +77,8 @@ def table(folder: Path) -> Iterator[str]:
     Prefill's is the rate of matmuls in bfloat16, as its "times" is that of a model in
     bfloat16.
     """
-    yield f"{'':18}{'batch 1':>15}{'batch 64':>15}{'prefill':>15}{'times':>7}{'start':>7}"
+    heads = "".join(f"{head:>15}" for head in ("batch 1", "batch 64", "prefill"))
+    yield f"{'':18}{heads}{'times':>7}{'start':>7}"
     ordinary = 0.0
     for name, (record, _) in MODELS.items():
         file = folder / f"c-bench-{record}.json"
