@@ -24,6 +24,7 @@ FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8": ((1, 0), E4M3, True),
     "INT8": ((1, 0), torch.int8, True),
     "INT8, weights alone": ((1, 0), torch.int8, False),
+    "FP8 in blocks, weights alone": ((128, 128), E4M3, False),
 }
 NAMES = {E4M3: "*fp8e4nv", torch.int8: "*i8"}
 # Out and in, of Qwen3-8B: its queries, keys and values, and the end of its MLP.
@@ -121,6 +122,15 @@ def test_tensor_cores_multiply_8_bits_where_both_have_them(case):
     alone = case.types.startswith("*bf16")
     expected = "f32.bf16.bf16" if alone else "f32.e4m3.e4m3" if is_fp8(case) else None
     assert kinds == {expected or "s32.s8.s8"}
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if "alone" in kind])
+def test_a_weight_is_converted_after_the_multiplications_before(kind, tokens):
+    """ptxas before 13.3 reuses registers of a wgmma that is under way."""
+    ptx = compile_case(product_case(kind, QKV, tokens)).asm["ptx"]
+    waits = re.findall(r"wgmma\.wait_group\S+ *(\d+)", ptx)
+    assert waits and {*waits} == {"0"}
 
 
 def test_every_kernel_is_in_the_list():

@@ -22,6 +22,7 @@ from torch import Tensor
 from simplellm.kernels.head import head as head_dense
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.linear import (
+    MANY_ROWS,
     Dot,
     Gemv,
     Product,
@@ -163,24 +164,24 @@ def scaled_gemv_kernel(
 @triton.jit
 def load_scales(
     scales_ptrs,
-    x_scales_ptrs,
+    x_scales_ptr,
     k,
-    has_row,
-    has_token,
+    t,
     tokens,
+    has_row,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """float32 [rows, 1] and [1, tokens] of the tiles of column k, or the last; 1: None.
+    """float32 [rows, 1] and [1, t] of the tiles of column k, or the last; 1 for None.
 
-    ``scales_ptrs`` and ``x_scales_ptrs`` are those of column 0.
+    ``scales_ptrs`` [rows, 1] are those of column 0.
     """
     place = tl.minimum(k, K - 1) // COLUMNS
     scales = tl.load(scales_ptrs + place, has_row, 0)
     x_scales = tl.full([1, 1], 1.0, tl.float32)
-    if x_scales_ptrs is not None:
-        where = x_scales_ptrs + place.to(tl.int64) * tokens
-        x_scales = tl.load(where, has_token, 0)
+    if x_scales_ptr is not None:
+        where = place.to(tl.int64) * tokens + t[None, :]
+        x_scales = tl.load(x_scales_ptr + where, (t < tokens)[None, :], 0)
     return scales, x_scales
 
 
@@ -208,7 +209,8 @@ def scaled_dot_kernel(
 
     y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias.
     x is of the weight's dtype, with scales [C, T], or wider, if x_scales is None.
-    COLUMNS, a multiple of DEPTH, share a scale, or all if it is 0. bias may be None.
+    COLUMNS share a scale: a multiple of DEPTH, or K. 0 is K too, but the sums are
+    scaled at the end, of inputs that are rounded. bias may be None.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -226,13 +228,9 @@ def scaled_dot_kernel(
     follow(PDL)
     weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
     x_rows = x_ptr + t[:, None].to(tl.int64) * stride_x
-    x_scales_ptrs = None
-    if x_scales_ptr is not None:
-        x_scales_ptrs = x_scales_ptr + t[None, :]
     if COLUMNS > 0:
         scales, x_scales = load_scales(
-            *(scales_ptrs, x_scales_ptrs, start, has_row, has_token, tokens),
-            *(K, COLUMNS),
+            scales_ptrs, x_scales_ptr, start, t, tokens, has_row, K, COLUMNS
         )
     for k in range(start, stop, DEPTH):
         at = (k + tl.arange(0, DEPTH))[None, :]
@@ -245,28 +243,20 @@ def scaled_dot_kernel(
             total += part_sum * (scales * x_scales)
             # Those of the next step are on their way while this one is multiplied.
             scales, x_scales = load_scales(
-                *(scales_ptrs, x_scales_ptrs, k + DEPTH, has_row, has_token, tokens),
+                *(scales_ptrs, x_scales_ptr, k + DEPTH, t, tokens, has_row),
                 *(K, COLUMNS),
             )
-        elif x_scales_ptr is not None:
-            total += tl.dot(w, x)
         else:
-            total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+            total += tl.dot(w, x)
     y = total.to(tl.float32)
     if COLUMNS == 0:
         y *= tl.load(scales_ptrs, has_row, 0)
-        if x_scales_ptr is not None:
-            y *= tl.load(x_scales_ptrs, has_token, 0)
+        y *= tl.load(x_scales_ptr + t[None, :], has_token, 0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         y += tl.where(part == 0, bias, 0.0)[:, None]
     where = (t[None, :].to(tl.int64) * PARTS + part) * N + rows[:, None]
     tl.store(y_ptr + where, y.to(y_ptr.dtype.element_ty), has_row & has_token)
-
-
-# Rows of a weight from which on there are enough programs with 128 of them, which read
-# the tokens half as often.
-MANY_ROWS = 128 * 132
 
 
 @lru_cache(8192)
@@ -311,7 +301,11 @@ def scaled_launcher(
     """
     size_out, size_in = shape
     options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
-    options |= {"TILE_ROWS": tile[0], "COLUMNS": 0 if tile[1] >= size_in else tile[1]}
+    # Wider inputs are scaled at each step: what uses its sums waits for the tensor
+    # cores, and the next weights go to registers that these still read, see
+    # `experts.finished`.
+    whole = tile[1] >= size_in and (most > 0 or isinstance(config, Gemv))
+    options |= {"TILE_ROWS": tile[0], "COLUMNS": 0 if whole else tile[1]}
     options |= {"pdl": config.pdl, "num_warps": config.warps}
     programs = -(-size_out // config.rows)
     if isinstance(config, Gemv):
