@@ -92,7 +92,8 @@ def test_every_variant_names_what_there_is(model):
 def test_other_experts_have_cases_and_variants(model, monkeypatch):
     """Of a model like Qwen3-30B-A3B, and where experts are of 8 bits."""
     found = {}
-    for name, config in cases.OTHERS.items():
+    for name in ("Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8"):
+        config = cases.OTHERS[name]
         sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 24}
         small = replace(config, num_local_experts=9, num_experts_per_tok=3, **sizes)
         monkeypatch.setitem(cases.OTHERS, name, small)
@@ -106,6 +107,21 @@ def test_other_experts_have_cases_and_variants(model, monkeypatch):
     # Bytes of an expert; two layers' are averaged. Of 8 bits they have two tiles.
     assert 2 * plain % (2 * 3 * 32 * 24) == 0 < plain
     assert 2 * scaled % (3 * 32 * 24 + 2 * 4) == 0 < scaled
+
+
+def test_dense_models_have_cases_and_variants(monkeypatch):
+    for name in ("Qwen3-8B", "Qwen3-8B-FP8"):
+        sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 24}
+        small = replace(cases.OTHERS[name], **sizes)
+        monkeypatch.setitem(cases.OTHERS, name, small)
+        tiny = cases.random_model(name, 2, dtype=torch.float32, kernels=False)
+        for part in ("qkv", "o", "gate_up", "down"):
+            case = cases.Cases(tiny).project(part, 2)
+            assert tune.right(case, case.expected()) == ""
+            assert case.nbytes > case.arguments[0][1].nbytes
+            for variant in tune.VARIANTS[part](case):
+                with variant.patched():
+                    assert variant.name
 
 
 def test_a_client_steps_an_engine(model):

@@ -195,10 +195,17 @@ INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
 
 
 @lru_cache(8192)
-def choose_grouping(tokens: int, experts: int, top_k: int) -> Grouping:
-    """A good way for so many tokens."""
+def choose_grouping(
+    tokens: int, experts: int, top_k: int, scaled: bool = False
+) -> Grouping:
+    """A good way for so many tokens.
+
+    Weights that are ``scaled`` need registers for sums and for what a step adds: there
+    are none for the largest tiles.
+    """
     mean = tokens * top_k / experts
-    return next(grouping for most, grouping in GROUPINGS if mean <= most)
+    found = next(grouping for most, grouping in GROUPINGS if mean <= most)
+    return found._replace(tokens=min(found.tokens, 64)) if scaled else found
 
 
 @cache
@@ -276,7 +283,8 @@ def experts(
     count, top_k = len(mlp.router), mlp.top_k
     grouping = INVARIANT_GROUPING
     if not batch_invariant:
-        grouping = choose_grouping(x.shape[0], count, top_k)
+        scaled = isinstance(mlp.gate_up, Scaled)
+        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
     router = mlp.router, mlp.router_bias, top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
     pairs = dispatch(ids, count, grouping.tokens, live)

@@ -1,6 +1,6 @@
 """Check and time dense families' products on one GPU, at real models' sizes.
 
-    python tools/gpu/quantized.py [--json OUT]
+    python tools/gpu/quantized.py [--formats "fp8 blocks,int8"] [--json OUT]
 
 Products with weights of 8 bits, and whole feed-forward networks, with ordinary weights
 as well. Each is compared with the plain operation on the same device, and timed by
@@ -192,18 +192,20 @@ def measure_network(name: str, kind: str, tokens: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--formats", default=",".join(FORMATS))
     options = parser.parse_args()
+    kinds = options.formats.split(",")
     rows = [
         measure(name, kind, tokens)
         for name in SHAPES
-        for kind in FORMATS
+        for kind in kinds
         for tokens in TOKENS
         if name != "head" or tokens <= 64
     ]
     rows += [
         measure_network(name, kind, tokens)
         for name in NETWORKS
-        for kind in ("bf16", *FORMATS)
+        for kind in ("bf16", *kinds)
         for tokens in TOKENS
     ]
     record = {

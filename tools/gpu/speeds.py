@@ -18,6 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from simplellm.config import ModelConfig
+from simplellm.families import read_config
+
 BENCH = "--random-weights --batch 1,8,64 --prefill 32x2048,1x2048".split()
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,6 +52,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B-FP8": ("qwen3-moe-fp8", QWEN_30B | {"quantization_config": FP8}),
     "Qwen3-0.6B": ("qwen3-small", QWEN_SMALL),
 }
+
+
+def config_of(name: str) -> ModelConfig:
+    """The model's shapes and formats."""
+    with TemporaryDirectory() as place:
+        file = Path(place) / "config.json"
+        file.write_text(json.dumps(MODELS[name][1]))
+        return read_config(file)
 
 
 def measure(name: str, file: Path, seconds: float) -> str:
