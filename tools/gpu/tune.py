@@ -3,7 +3,7 @@
     python tools/gpu/tune.py --json OUT                  every kernel as it is chosen
     python tools/gpu/tune.py --only decode,experts --variants --json OUT
     python tools/gpu/tune.py --model Qwen3-30B-A3B-FP8 --only experts --json OUT
-    python tools/gpu/tune.py --model Qwen3-8B --only qkv,o,gate_up,down --variants
+    python tools/gpu/tune.py --model Qwen3-8B --only qkv,o --shapes 1,64 --variants
 
 With --variants each is also timed with other tilings, which stand in for what its
 module would choose. Every variant is first compared with the operation in PyTorch, its
@@ -123,7 +123,8 @@ def product_variants(path: str, case: Case) -> Iterator[Variant]:
         tiles = (64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 4)
         for (rows, depth, stages), part, warps in product(tiles, parts, (4, 8)):
             dot = Dot(rows, depth, part, warps, stages, pdl=False)
-            configs += [dot, dot._replace(pdl=True, ahead=1)]
+            early = dot._replace(pdl=True, ahead=0 if scaled else 1)
+            configs += [early] if scaled else [dot, early]
     for config in configs:
         yield Variant(named(config), chosen(path, config))
     if not scaled:
@@ -292,6 +293,8 @@ def tune(options: argparse.Namespace) -> Iterator[Row]:
     wanted = options.only.split(",") if options.only else every
     for name in wanted:
         for case in SIZES[name](cases):
+            if options.shapes and case.shape not in options.shapes.split(","):
+                continue
             variants = [AS_CHOSEN]
             if options.variants and name in VARIANTS:
                 variants += VARIANTS[name](case)
@@ -308,6 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="gpt-oss-120b")
     parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    parser.add_argument("--shapes", help="some of the table's second column")
     parser.add_argument("--variants", action="store_true", help="other tilings too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
