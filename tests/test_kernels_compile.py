@@ -74,7 +74,7 @@ def join_case(batch, splits, heads=GPT_OSS):
 
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
     kv_heads, group, dim = heads
-    tiles = prefill.prefill_tiles(dim, window, batch_invariant)
+    tiles = prefill.prefill_tiles(dim, group, window, batch_invariant)
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
     shape = kv_heads * group, kv_heads, dim, 64, window
     return case_of(

@@ -104,6 +104,10 @@ def prefill_variants(case: Case) -> Iterator[Variant]:
         (64, 4, 3, 16),
         (32, 4, 3, 8),
         (64, 4, 2, 8),
+        (64, 4, 2, 16),
+        (32, 8, 3, 32),
+        (64, 8, 2, 32),
+        (64, 8, 3, 32),
     )
     for shape in shapes:
         tiles = PrefillTiles(*shape)
