@@ -6,9 +6,9 @@ As in `linear`, one kernel is for very few tokens and holds rows of the weight i
 registers, the other is for any number and multiplies on the tensor cores. Both compute
 what the format says, `Scaled.product`: where inputs are rounded, the first does so by
 itself, and `round_kernel` in front of the other one, once for all rows of the weight.
-Sums are float32, and int32 of integers. On the tensor cores the sums
-of e4m3 keep fewer bits than float32 has, so what each step of up to 128 columns adds is
-taken out of them. More tokens than `FEW_TOKENS` go to cuBLAS, where it has the format.
+Sums are float32, and int32 of integers. On the tensor cores the sums of e4m3 keep fewer
+bits than float32 has, so what each step of up to 128 columns adds is taken out of them.
+More tokens than `BEFORE_CUBLAS` go to cuBLAS, where it has the format.
 """
 
 from functools import lru_cache
@@ -31,7 +31,7 @@ from simplellm.kernels.linear import (
 )
 from simplellm.kernels.linear import project as project_dense
 from simplellm.kernels.rounding import (
-    FEW_TOKENS,
+    BEFORE_CUBLAS,
     library_suits,
     multiply_by_library,
     round_numbers,
@@ -270,7 +270,7 @@ def choose_scaled(
     fits = size_in <= 4096 and (tile[1] >= size_in or tile[0] % gemv.rows == 0)
     if tokens <= 2 and fits:
         return gemv
-    if tokens > FEW_TOKENS:
+    if tokens > BEFORE_CUBLAS:
         return Dot(rows=128, depth=128, parts=1, warps=8, stages=3)
     if size_out >= MANY_ROWS:
         return Dot(rows=128, depth=128, parts=1, warps=8, stages=4)

@@ -16,7 +16,7 @@ from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.scaled import E4M3, LARGEST, LEAST_TILE, Scaled
 
 LOGGER = logging.getLogger("simplellm")
-FEW_TOKENS = 128  # more of them are for cuBLAS, where it can
+BEFORE_CUBLAS = 128  # more tokens are for cuBLAS, where it can
 
 
 @triton.jit
@@ -126,6 +126,6 @@ def library_suits(x: Tensor, weight: Scaled) -> bool:
     fp8 = weight.inputs and weight.values.dtype == E4M3 and x.dtype == torch.bfloat16
     whole = rows == 1 and columns >= size_in
     fits = size_out % 16 == 0 and size_in % 16 == 0 and (square or whole)
-    if not fp8 or not fits or len(x) <= FEW_TOKENS:
+    if not fp8 or not fits or len(x) <= BEFORE_CUBLAS:
         return False
     return library_multiplies((rows, 0 if whole else columns), x.device)

@@ -10,6 +10,7 @@ the others go on. Ends with a table of all records that the folder then has.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,24 +25,25 @@ from simplellm.families import read_config
 BENCH = "--random-weights --batch 1,8,64 --prefill 32x2048,1x2048".split()
 ROOT = Path(__file__).resolve().parents[2]
 
-HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-QWEN = HEADS | {"rope_theta": 1e6, "max_position_embeddings": 40960}
-FP8 = {
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head", "mlp.gate"],
-}
-# Each config.json, as far as it differs from what transformers takes for granted.
-QWEN_8B = QWEN | {"model_type": "qwen3", "intermediate_size": 12288}
-QWEN_8B |= {"hidden_size": 4096, "num_hidden_layers": 36}
-LLAMA_8B = HEADS | {"model_type": "llama", "intermediate_size": 14336}
-LLAMA_8B |= {"vocab_size": 128256, "rope_theta": 5e5, "max_position_embeddings": 131072}
-QWEN_30B = QWEN | {"model_type": "qwen3_moe", "moe_intermediate_size": 768}
-QWEN_30B |= {"num_hidden_layers": 48, "num_key_value_heads": 4, "norm_topk_prob": True}
-QWEN_SMALL = QWEN | {"model_type": "qwen3", "hidden_size": 1024}
-QWEN_SMALL |= {"intermediate_size": 3072, "num_hidden_layers": 28}
-QWEN_SMALL |= {"num_attention_heads": 16, "tie_word_embeddings": True}
+# What transformers does not take for granted of each config.json.
+HEADS = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+QWEN = HEADS | dict(rope_theta=1e6, max_position_embeddings=40960)
+QWEN_8B = QWEN | dict(model_type="qwen3", hidden_size=4096, intermediate_size=12288)
+QWEN_8B |= dict(num_hidden_layers=36)
+LLAMA_8B = HEADS | dict(model_type="llama", vocab_size=128256, intermediate_size=14336)
+LLAMA_8B |= dict(rope_theta=5e5, max_position_embeddings=131072)
+QWEN_30B = QWEN | dict(
+    model_type="qwen3_moe", num_hidden_layers=48, norm_topk_prob=True
+)
+QWEN_30B |= dict(num_key_value_heads=4, moe_intermediate_size=768)
+QWEN_SMALL = QWEN | dict(model_type="qwen3", hidden_size=1024, intermediate_size=3072)
+QWEN_SMALL |= dict(
+    num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
+)
+FP8: dict[str, Any] = dict(quant_method="fp8", activation_scheme="dynamic")
+FP8 |= dict(
+    weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "mlp.gate"]
+)
 # By name, the record's and config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", QWEN_8B),
@@ -54,29 +56,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def write_config(name: str, folder: Path) -> Path:
+    """The model's config.json, in a new folder of this name in ``folder``."""
+    file = folder / name / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(MODELS[name][1]))
+    return file
+
+
 def config_of(name: str) -> ModelConfig:
     """The model's shapes and formats."""
     with TemporaryDirectory() as place:
-        file = Path(place) / "config.json"
-        file.write_text(json.dumps(MODELS[name][1]))
-        return read_config(file)
+        return read_config(write_config(name, Path(place)))
 
 
 def measure(name: str, file: Path, seconds: float) -> str:
     """Write the record of a model; what went wrong, "" if nothing did."""
+    command = [sys.executable, "-m", "simplellm.apps.cli", "bench", name, *BENCH]
+    command += ["--json", str(file.resolve())]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     with TemporaryDirectory() as place:
-        folder = Path(place) / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(MODELS[name][1]))
-        command = [sys.executable, "-m", "simplellm.apps.cli", "bench", name, *BENCH]
+        write_config(name, Path(place))
         try:
-            subprocess.run(
-                [*command, "--json", str(file.resolve())],
-                cwd=place,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                timeout=seconds,
-                check=True,
-            )
+            subprocess.run(command, cwd=place, env=env, timeout=seconds, check=True)
         except subprocess.SubprocessError as error:
             return f"{name}: {error}"
     return ""
@@ -85,27 +87,23 @@ def measure(name: str, file: Path, seconds: float) -> str:
 def table(folder: Path) -> Iterator[str]:
     """A line for each record: tokens a second, and their share of the limit.
 
-    Prefill's is the rate of matmuls in bfloat16, as its "times" is that of a model in
-    bfloat16.
+    Prefill's is the rate of matmuls in bfloat16; "times" compares with the line above.
     """
     heads = "".join(f"{head:>15}" for head in ("batch 1", "batch 64", "prefill"))
     yield f"{'':18}{heads}{'times':>7}{'start':>7}"
-    ordinary = 0.0
+    before = math.inf
     for name, (record, _) in MODELS.items():
         file = folder / f"c-bench-{record}.json"
-        if not file.exists():
-            continue
-        found = json.loads(file.read_text())
-        steps = [row for row in found["decode"] if row["batch"] in (1, 64)]
-        rows = [*steps, found["prefill"][0]]
-        cells = [f"{r['tokens_per_second']:9,.0f}{r['share']:6.1%}" for r in rows]
-        speed, times = rows[-1]["tokens_per_second"], ""
-        if not name.endswith("FP8"):
-            ordinary = speed
-        elif ordinary:
-            times = f"{speed / ordinary:.2f}"
-        start = found["load_seconds"] + found["engine_seconds"]
-        yield f"{name:18}{''.join(cells)}{times:>7}{start:7.1f}"
+        if file.exists():
+            found = json.loads(file.read_text())
+            rows = [row for row in found["decode"] if row["batch"] in (1, 64)]
+            rows += found["prefill"][:1]
+            speeds = [row["tokens_per_second"] for row in rows]
+            shares = [row["share"] for row in rows]
+            cells = map("{:9,.0f}{:6.1%}".format, speeds, shares)
+            start = found["load_seconds"] + found["engine_seconds"]
+            times, before = speeds[-1] / before, speeds[-1]
+            yield f"{name:18}{''.join(cells)}{times:7.2f}{start:7.1f}"
 
 
 def main() -> int:
