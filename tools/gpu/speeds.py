@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MODELS))
     parser.add_argument("--seconds", type=float, default=200)
     options = parser.parse_args()
-    wrong = []
+    wrong: list[str] = []
     for name in options.only.split(","):
         file = options.out / f"c-bench-{MODELS[name][0]}.json"
         wrong += filter(None, [measure(name, file, options.seconds)])
