@@ -1,4 +1,4 @@
-"""The kernels' logits beside PyTorch's: four layers of the 120b's real widths."""
+"""The kernels' logits beside PyTorch's: four layers in a model's real widths."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from simplellm.model import Model
 from simplellm.pages import KVPool
 from simplellm.sequence import PAGE, one_sequence
 
-MODEL, LAYERS, TOKENS = "gpt-oss-120b", 4, 1500
+LAYERS, TOKENS = 4, 1500
 
 
 @torch.inference_mode()
@@ -44,24 +44,24 @@ def compare(found: Tensor, exact: Tensor) -> dict[str, float]:
     return quantiles | {"same_argmax": same.item()}
 
 
-def measure() -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Errors of the logits of 1,500 tokens, by how they were computed."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(200_000, (TOKENS,), generator=generator)
-    wide = random_model(MODEL, LAYERS, dtype=torch.float32, kernels=False)
+    wide = random_model(name, LAYERS, dtype=torch.float32, kernels=False)
+    tokens = torch.randint(wide.config.vocab_size, (TOKENS,), generator=generator)
     exact = wide.logits(tokens)
-    plain = random_model(MODEL, LAYERS, kernels=False).logits(tokens)
+    plain = random_model(name, LAYERS, kernels=False).logits(tokens)
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(),
         "bf16 PyTorch": compare(plain, exact),
     }
-    model = random_model(MODEL, LAYERS)
-    for name, chunks in (
+    model = random_model(name, LAYERS)
+    for way, chunks in (
         ("fused, whole", [1500]),
         ("fused, chunks", [700, 300, 1, 199, 300]),
         ("fused, token by token from 1,300", [1300] + [1] * 200),
     ):
-        result[name] = compare(chunked(model, tokens, chunks), exact)
+        result[way] = compare(chunked(model, tokens, chunks), exact)
     first, second = (chunked(model, tokens, [700, 800]) for _ in range(2))
     result["bits equal twice"] = bool(torch.equal(first, second))
     return result

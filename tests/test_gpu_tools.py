@@ -1,5 +1,6 @@
 """What the scripts in tools/gpu/ are made of, as far as that runs without a GPU."""
 
+import json
 import random
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ import compare
 import gpu_accuracy as accuracy
 import quantized
 import sanitize
+import speeds
 import steady
 import tune
 
@@ -90,7 +92,8 @@ def test_every_variant_names_what_there_is(model):
 def test_other_experts_have_cases_and_variants(model, monkeypatch):
     """Of a model like Qwen3-30B-A3B, and where experts are of 8 bits."""
     found = {}
-    for name, config in cases.OTHERS.items():
+    for name in ("Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8"):
+        config = cases.OTHERS[name]
         sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 24}
         small = replace(config, num_local_experts=9, num_experts_per_tok=3, **sizes)
         monkeypatch.setitem(cases.OTHERS, name, small)
@@ -104,6 +107,21 @@ def test_other_experts_have_cases_and_variants(model, monkeypatch):
     # Bytes of an expert; two layers' are averaged. Of 8 bits they have two tiles.
     assert 2 * plain % (2 * 3 * 32 * 24) == 0 < plain
     assert 2 * scaled % (3 * 32 * 24 + 2 * 4) == 0 < scaled
+
+
+def test_dense_models_have_cases_and_variants(monkeypatch):
+    for name in ("Qwen3-8B", "Qwen3-8B-FP8"):
+        sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 24}
+        small = replace(cases.OTHERS[name], **sizes)
+        monkeypatch.setitem(cases.OTHERS, name, small)
+        tiny = cases.random_model(name, 2, dtype=torch.float32, kernels=False)
+        for part in ("qkv", "o", "gate_up", "down"):
+            case = cases.Cases(tiny).project(part, 2)
+            assert tune.right(case, case.expected()) == ""
+            assert case.nbytes > case.arguments[0][1].nbytes
+            for variant in tune.VARIANTS[part](case):
+                with variant.patched():
+                    assert variant.name
 
 
 def test_a_client_steps_an_engine(model):
@@ -186,8 +204,28 @@ def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
     for kind in ("fp8 blocks", "int8 alone"):
         row = quantized.measure("small", kind, 2)
         assert row["error"] < quantized.tolerance(row)
-        assert row["us"] == row["gemv_us"] == row["dot_us"] == 1
+        assert row["us"] == row["bf16_us"] == 1
     for kind in ("bf16", "fp8"):
         row = quantized.measure_network("small", kind, 3)
         assert row["error"] < quantized.tolerance(row) and not row["scaled_mm_us"]
     assert not any(y.isnan().any() for y in called)
+
+
+def test_other_families_are_measured_by_name(tmp_path, monkeypatch):
+    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 16}
+    small = {n: (r, data | sizes) for n, (r, data) in list(speeds.MODELS.items())[:2]}
+    monkeypatch.setattr(speeds, "MODELS", small | {"worse": ("worse", {})})
+    shape = "--random-weights --batch 1,64 --input-len 4 --output-len 9 --prefill 2x16"
+    monkeypatch.setattr(speeds, "BENCH", [*shape.split(), "--device", "cpu"])
+    found = [
+        speeds.measure(name, tmp_path / f"c-bench-{record}.json", 200)
+        for name, (record, _) in speeds.MODELS.items()
+    ]
+    assert found[:2] == ["", ""] and "worse" in found[2]
+    heads, *rows = speeds.table(tmp_path)
+    assert [row.split()[0] for row in rows] == [*small]
+    assert len({len(line) for line in (heads, *rows)}) == 1
+    record = json.loads((tmp_path / "c-bench-qwen3.json").read_text())
+    assert record["model"] == "Qwen3-8B" and record["weights"] == "random"
+    assert "bench Qwen3-8B" in record["command"]

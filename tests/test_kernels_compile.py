@@ -30,7 +30,8 @@ from simplellm.kernels import (
 )
 from simplellm.kernels.launch import launcher
 
-OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized", "routing"}
+OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
+OTHERS |= {"rounding", "routing"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.
@@ -74,7 +75,7 @@ def join_case(batch, splits, heads=GPT_OSS):
 
 def prefill_case(window=None, batch_invariant=False, heads=GPT_OSS):
     kv_heads, group, dim = heads
-    tiles = prefill.prefill_tiles(dim, window, batch_invariant)
+    tiles = prefill.prefill_tiles(dim, group, window, batch_invariant)
     sinks, without = ("*bf16", "") if heads == GPT_OSS else ("", "sinks_ptr")
     shape = kv_heads * group, kv_heads, dim, 64, window
     return case_of(

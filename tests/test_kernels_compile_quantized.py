@@ -16,7 +16,7 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.kernels import quantized
+from simplellm.kernels import quantized, rounding
 from simplellm.scaled import E4M3, LARGEST
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
@@ -24,6 +24,7 @@ FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8": ((1, 0), E4M3, True),
     "INT8": ((1, 0), torch.int8, True),
     "INT8, weights alone": ((1, 0), torch.int8, False),
+    "FP8 in blocks, weights alone": ((128, 128), E4M3, False),
 }
 NAMES = {E4M3: "*fp8e4nv", torch.int8: "*i8"}
 # Out and in, of Qwen3-8B: its queries, keys and values, and the end of its MLP.
@@ -39,13 +40,15 @@ def product_case(kind, shape, tokens, invariant=False):
     config = quantized.choose_scaled(tokens, out, size, tile, True)
     if invariant:
         config = quantized.choose_scaled_invariant(out, size, tile, True)
-    start, _ = quantized.scaled_launcher(config, tokens, shape, tile)
+    most = int(LARGEST[dtype]) if inputs else 0
+    start, _ = quantized.scaled_launcher(config, tokens, shape, tile, most)
     weight = f"{NAMES[dtype]} *fp32"
     y = "*bf16" if config.parts == 1 else "*fp32"
-    x, without = f"{NAMES[dtype]} *fp32", "bias_ptr"
-    if not inputs:
+    x, without, last = f"{NAMES[dtype]} *fp32", "bias_ptr", "i32 i32"
+    if isinstance(config, quantized.Gemv):
+        x, last = "*bf16", "i32"
+    elif not inputs:
         x, without = "*bf16", "x_scales_ptr bias_ptr"
-    last = "i32" if isinstance(config, quantized.Gemv) else "i32 i32"
     types = f"{x} {weight} {y} {last}"
     return case_of(start, types, without, aligned=("stride_x",))
 
@@ -53,14 +56,14 @@ def product_case(kind, shape, tokens, invariant=False):
 def round_case(kind, shape):
     tile, dtype, _ = FORMATS[kind]
     most = int(LARGEST[dtype])
-    start = quantized.round_launcher(shape[1], tile[1] or shape[1], most)
+    start = rounding.round_launcher(shape[1], tile[1] or shape[1], most)
     types = f"*bf16 {NAMES[dtype]} *fp32 i32 i32"
     return case_of(start, types, aligned=("stride_x",))
 
 
 CASES = [
     *(product_case(kind, QKV, 64) for kind in FORMATS),
-    *(product_case(kind, DOWN, 2) for kind in ("FP8 in blocks", "INT8")),
+    *(product_case(kind, QKV, 2) for kind in ("FP8 in blocks", "INT8")),
     product_case("FP8 in blocks", QKV, 2048),
     *(round_case(kind, DOWN) for kind in ("FP8 in blocks", "INT8")),
 ]
@@ -100,6 +103,15 @@ def test_no_program_is_over_before_it_waits(case):
     assert_every_program_waits(case)
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8"])
+def test_threads_keep_what_they_load_of_the_weight(kind, tokens):
+    """In registers, and where x is, without a way through shared memory."""
+    compiled = compile_case(product_case(kind, QKV, tokens))
+    assert compiled.metadata.shared < 1024
+    assert ".local" not in compiled.asm["ptx"]
+
+
 DOTS = [case for case in CASES if kernel_name(case) == "scaled_dot_kernel"]
 
 
@@ -112,7 +124,18 @@ def test_tensor_cores_multiply_8_bits_where_both_have_them(case):
     assert kinds == {expected or "s32.s8.s8"}
 
 
+@pytest.mark.parametrize("tokens", [64, 2048])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if "alone" in kind])
+def test_a_weight_is_converted_after_the_multiplications_before(kind, tokens):
+    """ptxas before 13.3 reuses registers of a wgmma that is under way."""
+    ptx = compile_case(product_case(kind, QKV, tokens)).asm["ptx"]
+    waits = re.findall(r"wgmma\.wait_group\S+ *(\d+)", ptx)
+    assert waits and {*waits} == {"0"}
+
+
 def test_every_kernel_is_in_the_list():
     listed = {case.kernel.fn for case in CASES}
-    missing = [n for n, k in kernels_of("quantized").items() if k.fn not in listed]
+    missing = [
+        n for n, k in kernels_of("quantized", "rounding").items() if k.fn not in listed
+    ]
     assert not missing

@@ -12,6 +12,11 @@ from simplellm.kernels.quantized import (
     head,
     multiply_scaled,
     project,
+)
+from simplellm.kernels.rounding import (
+    library_multiplies,
+    library_suits,
+    multiply_by_library,
     round_rows,
 )
 from simplellm.scaled import E4M3, Scaled
@@ -143,6 +148,65 @@ def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device, kind)
     for rows in (slice(0, 1), slice(63, 65), slice(20, 139)):
         apart = project(x[rows], weight, bias, batch_invariant=True)
         assert torch.equal(apart, together[rows])
+
+
+def scaled_mm(a, b, scale_a, scale_b, out_dtype):
+    """What cuBLAS computes, of operands as it wants them."""
+    (tokens, size), size_out = a.shape, b.shape[1]
+    assert a.is_contiguous() and b.T.is_contiguous()
+    assert tokens % 16 == size % 16 == size_out % 16 == 0
+    if scale_a.shape[1] == 1:
+        assert scale_a.shape == (tokens, 1) and scale_b.shape == (1, size_out)
+        scale_b = scale_b.T
+    else:
+        assert scale_a.shape[1] % 4 == 0 and scale_a.stride() == (1, tokens)
+        assert scale_b.stride() == (1, scale_a.shape[1])
+        scale_a = scale_a.repeat_interleave(128, 1)
+        scale_b = scale_b.T.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scale_b = scale_b[:size_out]
+    return ((a.float() * scale_a) @ (b.T.float() * scale_b).T).to(out_dtype)
+
+
+@pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8"])
+def test_cublas_gets_what_it_wants(kernel_device, monkeypatch, kind):
+    if kernel_device == "cpu":
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    x, weight, _ = inputs(kernel_device, kind, 139, (160, 512))
+    if kernel_device == "cuda":
+        tile = weight.tile if kind == "FP8 in blocks" else (1, 0)
+        assert library_multiplies(tile, x.device)
+        x = x.bfloat16()
+    found, expected = multiply_by_library(x, weight), weight.product(x)
+    assert found.shape == expected.shape and found.dtype == x.dtype
+    assert (found - expected).float().norm() < 1e-2 * expected.float().norm()
+
+
+def test_cublas_multiplies_what_it_can(monkeypatch):
+    asked = []
+    name = "simplellm.kernels.rounding.library_multiplies"
+    monkeypatch.setattr(name, lambda *what: not asked.append(what))
+    many, few = torch.zeros(129, 512).bfloat16(), torch.zeros(128, 512).bfloat16()
+    kinds = {n: Scaled.of(torch.ones(64, 512), *form) for n, form in FORMATS.items()}
+    suited = [n for n, weight in kinds.items() if library_suits(many, weight)]
+    assert suited == ["FP8 in blocks", "FP8"]
+    assert [tile for tile, _ in asked] == [(128, 128), (1, 0)]
+    assert not library_suits(few, kinds["FP8"])
+    assert not library_suits(many.float(), kinds["FP8"])
+    # Of 6 scales it would read others, where 8 have room.
+    long = Scaled.of(torch.ones(64, 768), *FORMATS["FP8 in blocks"])
+    assert not library_suits(torch.zeros(129, 768).bfloat16(), long)
+
+
+def test_what_cublas_has_not_is_for_triton(kernel_device, monkeypatch):
+    def missing(*args, **options):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch, "_scaled_mm", missing)
+    device = torch.device(kernel_device)
+    assert not library_multiplies.__wrapped__((128, 128), device)
+    wrong = torch.ones(256, 256, device=device)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: wrong)
+    assert not library_multiplies.__wrapped__((128, 128), device)
 
 
 def test_what_is_chosen():

@@ -114,7 +114,7 @@ def is_of_families(name: str) -> bool:
     return name.startswith(tuple(f"simplellm.{room}" for room in rooms))
 
 
-FORMATS = "scaled formats stored kernels.quantized apps.quantize"
+FORMATS = "scaled formats stored kernels.quantized kernels.rounding apps.quantize"
 FORMATS += " apps.bench_formats"
 
 
@@ -147,12 +147,12 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_285, 9000),
-    "lines of families": (2255, 1200),
-    "lines of formats": (1299, 700),
+    "lines of the package": (15_302, 9000),
+    "lines of families": (2268, 1200),
+    "lines of formats": (1454, 700),
     "lines of structured output": (1016, 700),
     "lines of the server": (5971, 4000),
-    "lines of tools/": (6548, 5000),
+    "lines of tools/": (6663, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

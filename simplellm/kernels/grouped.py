@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.launch import Launcher, follow, launcher
-from simplellm.kernels.quantized import round_rows
+from simplellm.kernels.quantized import load_scales
+from simplellm.kernels.rounding import round_rows
 from simplellm.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.layers import Experts
 from simplellm.scaled import Scaled
@@ -68,11 +69,14 @@ def grouped_sums(
     """
     expert = expert.to(tl.int64)
     WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if COLUMNS > 0 else 1
+    has_row = inside[:, None]
     if scales_ptr is not None:
         tiles = expert * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS
-        scales_ptrs = scales_ptr + tiles * WIDE
-    if x_scales_ptr is not None:
-        x_scales_ptrs = x_scales_ptr + x_rows
+        scales_ptrs = scales_ptr + (tiles * WIDE)[:, None]
+    if COLUMNS > 0:
+        scales, x_scales = load_scales(
+            scales_ptrs, x_scales_ptr, 0, x_rows, x_count, has_row, K, COLUMNS
+        )
     weight_rows = weight_ptr + (expert * N + rows)[:, None] * K
     x_starts = x_ptr + x_rows[:, None].to(tl.int64) * K
     INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
@@ -87,17 +91,18 @@ def grouped_sums(
         x = tl.trans(tl.load(x_starts + at, there, 0.0))
         part = tl.dot(w.to(x.dtype), x, input_precision="ieee", out_dtype=SUMS)
         if COLUMNS > 0:
-            tile = k // COLUMNS
-            part *= tl.load(scales_ptrs + tile, inside, 0)[:, None]
-            if x_scales_ptr is not None:
-                where = x_scales_ptrs + tile.to(tl.int64) * x_count
-                part *= tl.load(where, valid, 0)[None, :]
+            part *= scales * x_scales
+            # Those of the next step are on their way while this one is multiplied.
+            scales, x_scales = load_scales(
+                *(scales_ptrs, x_scales_ptr, k + DEPTH, x_rows, x_count, has_row),
+                *(K, COLUMNS),
+            )
         total += part
     out = total.to(tl.float32)
     if scales_ptr is not None and COLUMNS == 0:
-        out *= tl.load(scales_ptrs, inside, 0)[:, None]
+        out *= tl.load(scales_ptrs, has_row, 0)
         if x_scales_ptr is not None:
-            out *= tl.load(x_scales_ptrs, valid, 0)[None, :]
+            out *= tl.load(x_scales_ptr + x_rows, valid, 0)[None, :]
     return out
 
 
@@ -190,10 +195,17 @@ INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
 
 
 @lru_cache(8192)
-def choose_grouping(tokens: int, experts: int, top_k: int) -> Grouping:
-    """A good way for so many tokens."""
+def choose_grouping(
+    tokens: int, experts: int, top_k: int, scaled: bool = False
+) -> Grouping:
+    """A good way for so many tokens.
+
+    Weights that are ``scaled`` need registers for sums and for what a step adds: there
+    are none for the largest tiles.
+    """
     mean = tokens * top_k / experts
-    return next(grouping for most, grouping in GROUPINGS if mean <= most)
+    found = next(grouping for most, grouping in GROUPINGS if mean <= most)
+    return found._replace(tokens=min(found.tokens, 64)) if scaled else found
 
 
 @cache
@@ -271,7 +283,8 @@ def experts(
     count, top_k = len(mlp.router), mlp.top_k
     grouping = INVARIANT_GROUPING
     if not batch_invariant:
-        grouping = choose_grouping(x.shape[0], count, top_k)
+        scaled = isinstance(mlp.gate_up, Scaled)
+        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
     router = mlp.router, mlp.router_bias, top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
     pairs = dispatch(ids, count, grouping.tokens, live)

@@ -291,6 +291,9 @@ MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
 INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
 ENOUGH = 264  # programs, for all processors of an H100 or H200
 MOST_PARTS = 8
+# Rows of a weight from which on all processors get a program with 128 of them. These
+# read the tokens half as often as programs with 64.
+MANY_ROWS = 128 * 132
 
 
 def count_parts(size_out: int, size_in: int) -> int:
@@ -304,8 +307,11 @@ def other_projections(size_out: int, size_in: int) -> Table:
     # A thread has registers for up to about 128 numbers of the weight.
     gemv = Gemv(rows=4, warps=4) if size_in <= 4096 else Gemv(rows=2, warps=8)
     parts = count_parts(size_out, size_in)
+    dot = Dot(rows=64, depth=64, parts=parts, warps=4, stages=6)
+    if size_out >= MANY_ROWS:
+        dot = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
     few = 4 if size_in <= 16384 else 0
-    return (few, gemv), (64, Dot(rows=64, depth=64, parts=parts, warps=4, stages=3))
+    return (few, gemv), (64, dot)
 
 
 def choose_in(table: Table, tokens: int) -> Product | None:

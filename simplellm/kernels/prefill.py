@@ -32,11 +32,13 @@ class PrefillTiles(NamedTuple):
     block: int
     warps: int
     stages: int
-    tokens: int  # queries that a program takes
+    tokens: int  # queries that a program takes; below, with 8 heads of each
 
 
 # Up to 128 registers a thread, two programs of 8 warps share a processor.
 PREFILL = PrefillTiles(block=64, warps=8, stages=3, tokens=16)
+# Longer heads leave room for one, and want keys enough for what each tile costs.
+PREFILL_LONG = PrefillTiles(block=128, warps=8, stages=2, tokens=16)
 PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
 # A window's first tile of keys begins with the first key of the program's first query.
 # With a query to a program, that depends on nothing else.
@@ -57,12 +59,21 @@ def block_of(block: int, dim: int) -> int:
 
 
 @cache
-def prefill_tiles(dim: int, window: int | None, batch_invariant: bool) -> PrefillTiles:
-    """What the kernel runs with for heads of ``dim``."""
-    tiles = PREFILL
+def prefill_tiles(
+    dim: int, heads: int, window: int | None, batch_invariant: bool
+) -> PrefillTiles:
+    """What the kernel runs with for heads of ``dim``, so many of a kv head.
+
+    With fewer heads a program takes more queries: the tensor cores want 128 rows, or
+    some of 8 warps would have none.
+    """
+    tiles = PREFILL_LONG if padded(dim) == 128 else PREFILL
     if window is not None:
-        tiles = INVARIANT_WINDOW if batch_invariant else PREFILL_WINDOW
-    return tiles._replace(block=block_of(tiles.block, dim))
+        tiles = PREFILL_WINDOW
+        if batch_invariant:
+            tiles, heads = INVARIANT_WINDOW, 8
+    tokens = max(1, tiles.tokens * 8 // power_of_two(heads))
+    return tiles._replace(block=block_of(tiles.block, dim), tokens=tokens)
 
 
 @triton.jit
@@ -294,7 +305,7 @@ def prefill_attention(
     others nor on where its chunk begins.
     """
     (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
-    tiles = prefill_tiles(dim, group.window, batch_invariant)
+    tiles = prefill_tiles(dim, heads // kv_heads, group.window, batch_invariant)
     start = prefill_launcher(
         tiles, heads, kv_heads, dim, page_size, group.window, sinks is not None
     )

@@ -4,10 +4,11 @@ T tokens, N out, K in, S parts along K, C scales of a token.
 
 As in `linear`, one kernel is for very few tokens and holds rows of the weight in
 registers, the other is for any number and multiplies on the tensor cores. Both compute
-what the format says, `Scaled.product`: where inputs are rounded, `round_kernel` does so
-in front of either, once for all rows of the weight. Sums are float32, and int32 of
-integers. On the tensor cores the sums of e4m3 keep fewer bits than float32 has, so what
-each step of up to 128 columns adds is taken out of them.
+what the format says, `Scaled.product`: where inputs are rounded, the first does so by
+itself, and `round_kernel` in front of the other one, once for all rows of the weight.
+Sums are float32, and int32 of integers. On the tensor cores the sums of e4m3 keep fewer
+bits than float32 has, so what each step of up to 128 columns adds is taken out of them.
+More tokens than `BEFORE_CUBLAS` go to cuBLAS, where it has the format.
 """
 
 from functools import lru_cache
@@ -21,96 +22,85 @@ from torch import Tensor
 from simplellm.kernels.head import head as head_dense
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.linear import (
+    MANY_ROWS,
     Dot,
     Gemv,
     Product,
     count_parts,
-    gemv_hold,
     split_columns,
 )
 from simplellm.kernels.linear import project as project_dense
+from simplellm.kernels.rounding import (
+    BEFORE_CUBLAS,
+    library_suits,
+    multiply_by_library,
+    round_numbers,
+    round_rows,
+)
 from simplellm.scaled import LARGEST, LEAST_TILE, Scaled
 from simplellm.weights import Weight
 
 
 @triton.jit
-def round_numbers(x, largest, MOST: tl.constexpr):
-    """float32 numbers of 8 bits: x, of which ``largest`` becomes MOST, rounded."""
-    x = x * tl.div_rn(tl.full(largest.shape, MOST, tl.float32), largest)
-    if MOST == 127:  # below 2^22, nothing after the point is left of such a sum
-        return (x + 12582912.0) - 12582912.0
-    else:
-        return x.to(tl.float8e4nv).to(tl.float32)
-
-
-@triton.jit
-def round_kernel(
-    x_ptr,
-    values_ptr,
-    scales_ptr,
-    stride_x,
-    tokens,
+def hold_weight(
+    weight_ptr,
+    rows,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    N: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MOST: tl.constexpr,
-    FLOOR: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """One program a token: values [T, K] of 8 bits, scales float32 [C, T].
+    """SIZE columns of ``rows`` from FIRST on, in registers.
 
-    COLUMNS share a scale; a row, padded to BLOCK, is a multiple of them.
+    A thread has 8 in a row, as it has of x, which is of 16 bits: otherwise all of the
+    weight would go through shared memory, to be where x is.
     """
-    follow(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    groups = tl.arange(0, BLOCK // COLUMNS)
-    columns = groups[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x = tl.load(x_ptr + token * stride_x + columns, columns < K, 0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), FLOOR)
-    values = round_numbers(x, largest[:, None], MOST)
-    values_ptrs = values_ptr + token * K + columns
-    tl.store(values_ptrs, values.to(values_ptr.dtype.element_ty), columns < K)
-    # An integer cannot be NaN.
-    broken = tl.max((x != x).to(tl.int32), 1) > 0
-    scales = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
-    scales = tl.where(broken, float("nan"), scales)
-    inside = groups * COLUMNS < K
-    tl.store(scales_ptr + groups.to(tl.int64) * tokens + token, scales, inside)
+    columns = FIRST + tl.arange(0, SIZE)
+    inside = (rows < N)[:, None] & (columns < K)[None, :]
+    where = rows[:, None].to(tl.int64) * K + columns[None, :]
+    return tl.load(weight_ptr + tl.max_contiguous(where, [1, 8]), inside, 0.0)
 
 
 @triton.jit
-def load_input(
-    x_ptr,
-    x_scales_ptr,
+def round_input(x, scales, least, MOST: tl.constexpr):
+    """x [tiles, columns] times scales, rounded before it unless MOST is 0.
+
+    As `round_kernel` does it; a tile's largest number counts as ``least`` at least.
+    """
+    if MOST > 0:
+        largest = tl.maximum(tl.max(tl.abs(x), 1), least)
+        x = round_numbers(x, largest[:, None], MOST)
+        scales *= tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
+    return x * scales[:, None]
+
+
+@triton.jit
+def load_tiles(
     scales_ptr,
     FIRST: tl.constexpr,
     SIZE: tl.constexpr,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """SIZE columns of one x from FIRST on, [1, SIZE], zeros where there are none.
-
-    If COLUMNS share a scale, x is multiplied by its own and by the weight's.
-    """
-    columns = FIRST + tl.arange(0, SIZE)[None, :]
-    x = tl.load(x_ptr + columns, columns < K, 0.0).to(tl.float32)
+    """The weight's scales for SIZE columns from FIRST on; 1 for all if COLUMNS is 0."""
     if COLUMNS == 0:
-        return x
+        return tl.full([1], 1.0, tl.float32)
     else:
         places = FIRST // COLUMNS + tl.arange(0, SIZE // COLUMNS)
-        scales = tl.load(scales_ptr + places, places * COLUMNS < K, 0)
-        if x_scales_ptr is not None:
-            its = x_scales_ptr + places * TOKENS
-            scales *= tl.load(its, places * COLUMNS < K, 0)
-        x = tl.reshape(x, [SIZE // COLUMNS, COLUMNS]) * scales[:, None]
-        return tl.reshape(x, [1, SIZE])
+        return tl.load(scales_ptr + places, places * COLUMNS < K, 0)
+
+
+@triton.jit
+def load_input(x_ptr, scales, FIRST: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr):
+    """SIZE columns of one x from FIRST on, [scales, columns]; 0 behind the last."""
+    columns = FIRST + tl.arange(0, SIZE)
+    x = tl.load(x_ptr + columns, columns < K, 0).to(tl.float32)
+    return tl.reshape(x, [scales.shape[0], SIZE // scales.shape[0]])
 
 
 @triton.jit
 def scaled_gemv_kernel(
     x_ptr,
-    x_scales_ptr,
     weight_ptr,
     scales_ptr,
     bias_ptr,
@@ -124,16 +114,21 @@ def scaled_gemv_kernel(
     REST: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
 
-    x is of the weight's dtype, with scales [C, TOKENS], or wider, if x_scales is None.
-    COLUMNS share a scale, and then so do the rows; or all columns, if it is 0. bias may
-    be None. The weight is on its way before the program waits for x.
+    Each program rounds x for itself, unless MOST is 0, which saves a launch. COLUMNS
+    share a scale, and then so do the rows; or all columns, if it is 0. bias may be
+    None. The weight and its scales are on their way before the program waits for x.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    first, rest = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
+    first = hold_weight(weight_ptr, rows, 0, BLOCK, N, K)
+    rest = first
+    if REST > 0:
+        rest = hold_weight(weight_ptr, rows, BLOCK, REST, N, K)
     bias = tl.zeros([ROWS], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
@@ -143,21 +138,51 @@ def scaled_gemv_kernel(
         row_scales = tl.full([ROWS], 1.0, tl.float32)
         tile = tl.program_id(0) * ROWS // TILE_ROWS
         scales_ptr += tile * tl.cdiv(K, COLUMNS)
+    scales = load_tiles(scales_ptr, 0, BLOCK, K, COLUMNS)
+    more_scales = scales
+    if REST > 0:
+        more_scales = load_tiles(scales_ptr, BLOCK, REST, K, COLUMNS)
     follow(PDL)
     for token in tl.static_range(TOKENS):
-        its, scales = x_scales_ptr, row_scales
-        if x_scales_ptr is not None:
-            its += token
-            if COLUMNS == 0:
-                scales *= tl.load(its)
         row = x_ptr + token * stride_x
-        x = load_input(row, its, scales_ptr, 0, BLOCK, K, TOKENS, COLUMNS)
+        x = load_input(row, scales, 0, BLOCK, K)
+        least, more = tl.full([1], FLOOR, tl.float32), x
+        if REST > 0:
+            more = load_input(row, more_scales, BLOCK, REST, K)
+            if COLUMNS == 0:  # then they share a scale, too
+                least = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(more), 1))
+                least = tl.maximum(least, FLOOR)
+        x = tl.reshape(round_input(x, scales, least, MOST), [1, BLOCK])
         y = tl.sum(first.to(tl.float32) * x, 1)
         if REST > 0:
-            x = load_input(row, its, scales_ptr, BLOCK, REST, K, TOKENS, COLUMNS)
+            x = tl.reshape(round_input(more, more_scales, least, MOST), [1, REST])
             y += tl.sum(rest.to(tl.float32) * x, 1)
-        y = y * scales + bias
+        y = y * row_scales + bias
         tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), rows < N)
+
+
+@triton.jit
+def load_scales(
+    scales_ptrs,
+    x_scales_ptr,
+    k,
+    t,
+    tokens,
+    has_row,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """float32 [rows, 1] and [1, t] of the tiles of column k, or the last; 1 for None.
+
+    ``scales_ptrs`` [rows, 1] are those of column 0.
+    """
+    place = tl.minimum(k, K - 1) // COLUMNS
+    scales = tl.load(scales_ptrs + place, has_row, 0)
+    x_scales = tl.full([1, 1], 1.0, tl.float32)
+    if x_scales_ptr is not None:
+        where = place.to(tl.int64) * tokens + t[None, :]
+        x_scales = tl.load(x_scales_ptr + where, (t < tokens)[None, :], 0)
+    return scales, x_scales
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -184,7 +209,8 @@ def scaled_dot_kernel(
 
     y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias.
     x is of the weight's dtype, with scales [C, T], or wider, if x_scales is None.
-    COLUMNS, a multiple of DEPTH, share a scale, or all if it is 0. bias may be None.
+    COLUMNS share a scale: a multiple of DEPTH, or K. 0 is K too, but the sums are
+    scaled at the end, of inputs that are rounded. bias may be None.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -194,7 +220,7 @@ def scaled_dot_kernel(
     stop = tl.minimum(start + LENGTH, K)
     has_row, has_token = (rows < N)[:, None], (t < tokens)[None, :]
     SCALES: tl.constexpr = tl.cdiv(K, COLUMNS) if COLUMNS > 0 else 1
-    scales_ptrs = scales_ptr + rows // TILE_ROWS * SCALES
+    scales_ptrs = scales_ptr + (rows // TILE_ROWS * SCALES)[:, None]
     INTEGER: tl.constexpr = weight_ptr.dtype.element_ty == x_ptr.dtype.element_ty and (
         weight_ptr.dtype.element_ty == tl.int8
     )
@@ -202,6 +228,10 @@ def scaled_dot_kernel(
     follow(PDL)
     weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
     x_rows = x_ptr + t[:, None].to(tl.int64) * stride_x
+    if COLUMNS > 0:
+        scales, x_scales = load_scales(
+            scales_ptrs, x_scales_ptr, start, t, tokens, has_row, K, COLUMNS
+        )
     for k in range(start, stop, DEPTH):
         at = (k + tl.arange(0, DEPTH))[None, :]
         w = tl.load(weight_rows + at, has_row & (at < K), 0.0)
@@ -209,22 +239,19 @@ def scaled_dot_kernel(
         if INTEGER:
             total = tl.dot(w, x, total, out_dtype=tl.int32)
         elif COLUMNS > 0:
-            place = k // COLUMNS
-            scales = tl.load(scales_ptrs + place, rows < N, 0)[:, None]
-            if x_scales_ptr is not None:
-                x_scales = tl.load(x_scales_ptr + place * tokens + t, t < tokens, 0)
-                total += tl.dot(w, x) * (scales * x_scales[None, :])
-            else:
-                total += tl.dot(w.to(x.dtype), x, input_precision="ieee") * scales
-        elif x_scales_ptr is not None:
-            total += tl.dot(w, x)
+            part_sum = tl.dot(w.to(x.dtype), x, input_precision="ieee")
+            total += part_sum * (scales * x_scales)
+            # Those of the next step are on their way while this one is multiplied.
+            scales, x_scales = load_scales(
+                *(scales_ptrs, x_scales_ptr, k + DEPTH, t, tokens, has_row),
+                *(K, COLUMNS),
+            )
         else:
-            total = tl.dot(w.to(x.dtype), x, total, input_precision="ieee")
+            total += tl.dot(w, x)
     y = total.to(tl.float32)
     if COLUMNS == 0:
-        y *= tl.load(scales_ptrs, rows < N, 0)[:, None]
-        if x_scales_ptr is not None:
-            y *= tl.load(x_scales_ptr + t, t < tokens, 0)[None, :]
+        y *= tl.load(scales_ptrs, has_row, 0)
+        y *= tl.load(x_scales_ptr + t[None, :], has_token, 0)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         y += tl.where(part == 0, bias, 0.0)[:, None]
@@ -237,15 +264,18 @@ def choose_scaled(
     tokens: int, size_out: int, size_in: int, tile: tuple[int, int], parts: bool
 ) -> Product:
     """The way to multiply ``tokens`` tokens, in parts along K if that helps and may."""
-    # A thread has registers for up to about 100 numbers of a weight, beside the input.
-    # Numbers of 8 bits become float32 one by one, which takes more tokens too long.
-    fits = size_in <= 16384 and (tile[1] >= size_in or tile[0] % 2 == 0)
+    # All programs round x and convert numbers one by one, which takes more tokens or
+    # longer rows too long; of 16 rows a thread holds 128 numbers beside x.
+    gemv = Gemv(rows=max(1, 16 // tokens), warps=8)
+    fits = size_in <= 4096 and (tile[1] >= size_in or tile[0] % gemv.rows == 0)
     if tokens <= 2 and fits:
-        return Gemv(rows=2, warps=4 if size_in <= 4096 else 8)
-    if tokens > 128:
+        return gemv
+    if tokens > BEFORE_CUBLAS:
         return Dot(rows=128, depth=128, parts=1, warps=8, stages=3)
+    if size_out >= MANY_ROWS:
+        return Dot(rows=128, depth=128, parts=1, warps=8, stages=4)
     count = count_parts(size_out, size_in) if parts else 1
-    return Dot(rows=64, depth=128, parts=count, warps=4, stages=4)
+    return Dot(rows=64, depth=128, parts=count, warps=4, stages=6)
 
 
 def choose_scaled_invariant(
@@ -259,48 +289,36 @@ def choose_scaled_invariant(
 
 @lru_cache(8192)
 def scaled_launcher(
-    config: Product, tokens: int, shape: tuple[int, int], tile: tuple[int, int]
+    config: Product,
+    tokens: int,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    most: int = 0,
 ) -> tuple[Launcher, tuple[int, int, int]]:
-    """For so many tokens; and the grid."""
+    """For so many tokens; and the grid. ``most`` is what inputs are rounded to, or 0.
+
+    Where it matters: on the tensor cores they have been rounded before.
+    """
     size_out, size_in = shape
     options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
-    options |= {"TILE_ROWS": tile[0], "COLUMNS": 0 if tile[1] >= size_in else tile[1]}
+    # Wider inputs are scaled at each step: what uses its sums waits for the tensor
+    # cores, and the next weights go to registers that these still read, see
+    # `experts.finished`.
+    whole = tile[1] >= size_in and (most > 0 or isinstance(config, Gemv))
+    options |= {"TILE_ROWS": tile[0], "COLUMNS": 0 if whole else tile[1]}
     options |= {"pdl": config.pdl, "num_warps": config.warps}
     programs = -(-size_out // config.rows)
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
         block, rest = max(block, 128), rest and max(rest, 128)
         options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        options |= {"MOST": most, "FLOOR": LEAST_TILE}
         return launcher(scaled_gemv_kernel, **options), (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"num_stages": config.stages}
     grid = programs, config.parts, -(-tokens // width)
     return launcher(scaled_dot_kernel, **options), grid
-
-
-@lru_cache(8192)
-def round_launcher(size: int, columns: int, most: int) -> Launcher:
-    """For inputs of ``size`` numbers, of which ``columns`` share a scale."""
-    whole = columns >= size
-    block = power_of_two(size)
-    options: dict[str, Any] = {"BLOCK": block, "COLUMNS": block if whole else columns}
-    options |= {
-        "MOST": most,
-        "FLOOR": LEAST_TILE,
-        "num_warps": min(16, max(1, block // 512)),
-    }
-    return launcher(round_kernel, K=size, **options)
-
-
-def round_rows(x: Tensor, weight: Scaled) -> tuple[Tensor, Tensor]:
-    """x [T, K] in the weight's dtype, and its float32 scales [C, T]."""
-    (tokens, size), dtype = x.shape, weight.values.dtype
-    values = x.new_empty(tokens, size, dtype=dtype)
-    scales = x.new_empty(-(-size // weight.tile[1]), tokens, dtype=torch.float32)
-    start = round_launcher(size, weight.tile[1], int(LARGEST[dtype]))
-    start((tokens, 1, 1), x, values, scales, x.stride(0), tokens)
-    return values, scales
 
 
 def multiply_scaled(
@@ -311,12 +329,16 @@ def multiply_scaled(
     x [T, K] has contiguous rows; all else is contiguous.
     """
     shape = weight.shape[0], weight.shape[1]
-    start, grid = scaled_launcher(config, x.shape[0], shape, weight.tile)
+    most = int(LARGEST[weight.values.dtype]) if weight.inputs else 0
+    start, grid = scaled_launcher(config, x.shape[0], shape, weight.tile, most)
+    if isinstance(config, Gemv):
+        start(grid, x, weight.values, weight.scales, bias, y, x.stride(0))
+        return
     scales = None
     if weight.inputs:
         x, scales = round_rows(x, weight)
-    args = x, scales, weight.values, weight.scales, bias, y, x.stride(0)
-    start(grid, *args, *(() if isinstance(config, Gemv) else (x.shape[0],)))
+    args = x, scales, weight.values, weight.scales, bias, y, x.stride(0), x.shape[0]
+    start(grid, *args)
 
 
 def project(
@@ -331,6 +353,8 @@ def project(
         return project_dense(x, weight, bias, batch_invariant)
     assert isinstance(weight, Scaled)
     tokens, (size_out, size_in) = x.shape[0], weight.shape
+    if bias is None and not batch_invariant and library_suits(x, weight):
+        return multiply_by_library(x, weight)
     if batch_invariant:
         config = choose_scaled_invariant(size_out, size_in, weight.tile, True)
     else:

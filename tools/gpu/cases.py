@@ -1,4 +1,4 @@
-"""What each operation computes with in gpt-oss: random inputs of its true widths.
+"""What each operation computes with in a model: random inputs of its true widths.
 
 A `Case` is one operation at one size, with several sets of arguments, each in memory of
 its own, so that launches which take turns find nothing in the L2 cache. The tuner times
@@ -6,27 +6,25 @@ them, the sanitizer watches them; `random_model` is what the other scripts start
 """
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import speeds
 import torch
+from speeds import config_of
 from torch import Tensor
 
 from simplellm.batch import KVGroup
 from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MODELS
-from simplellm.families import FAMILIES
-from simplellm.formats import SQUARES
 from simplellm.kernels.fragments import Fragments, unpack
 from simplellm.kernels.fused import fused
 from simplellm.layers import Attention, Experts, Layer
 from simplellm.model import Model
-from simplellm.names import tensor_names
 from simplellm.ops import PLAIN, route
 from simplellm.sizes import weight_bytes
 
@@ -37,20 +35,7 @@ L2 = 2.4e8  # bytes of inputs after which nothing of the first is cached any mor
 CUDA = torch.device("cuda")
 # Arguments that operations write to.
 WRITTEN = {"add_norm": (0,), "rope_and_cache": (3, 4), "head": (2,)}
-QWEN = FAMILIES["qwen3_moe"].config(
-    {
-        "model_type": "qwen3_moe",
-        "head_dim": 128,
-        "num_hidden_layers": 48,
-        "max_position_embeddings": 40960,
-        "norm_topk_prob": True,
-    }
-)
-MATRICES = [n for n in tensor_names(QWEN) if re.search(r"\.(qkv|o|experts)\.", n)]
-OTHERS = {
-    "Qwen3-30B-A3B": QWEN,
-    "Qwen3-30B-A3B-FP8": replace(QWEN, formats=dict.fromkeys(MATRICES, SQUARES)),
-}
+OTHERS = {name: config_of(name) for name in speeds.MODELS}
 
 
 def random_model(
@@ -233,16 +218,18 @@ class Cases:
         return self.make("norm", f"{tokens} / {parts}", "add_norm", arguments, nbytes)
 
     def project(self, name: str, tokens: int) -> Case:
-        """``name`` is qkv or o."""
-        weights = [getattr(x.attn, name) for x in self.model.layers]
+        """``name`` is qkv or o, or gate_up or down of a dense model."""
+        layers = self.model.layers
+        parts = [x.attn if name in ("qkv", "o") else x.mlp for x in layers]
+        weights = [getattr(part, name) for part in parts]
         rows, columns = weights[0].shape
-        biases = [None if name == "qkv" else x.attn.o_bias for x in self.model.layers]
+        biases = [None if name == "qkv" else getattr(x, f"{name}_bias") for x in parts]
         arguments = [
             (normal(tokens, columns), weight, bias)
             for weight, bias in zip(weights, biases, strict=True)
         ]
         flops = 2.0 * tokens * rows * columns
-        nbytes = 2.0 * (rows * columns + tokens * (rows + columns))
+        nbytes = weights[0].nbytes + 2.0 * tokens * (rows + columns)
         return self.make(name, str(tokens), "project", arguments, nbytes, flops)
 
     def rope(self, tokens: int) -> Case:

@@ -1,13 +1,14 @@
 """Check and time dense families' products on one GPU, at real models' sizes.
 
-    python tools/gpu/quantized.py [--json OUT]
+    python tools/gpu/quantized.py [--formats "fp8 blocks,int8"] [--json OUT]
 
 Products with weights of 8 bits, and whole feed-forward networks, with ordinary weights
 as well. Each is compared with the plain operation on the same device, and timed by
 replays of a CUDA graph whose launches take turns between weights that are together
 larger than the L2 cache. Shares are of reading the weight once at 4,600 GB/s, for few
-tokens, or, for many, how many times as fast as cuBLAS in bfloat16. For very few tokens
-both ways that there are, gemv and dot, are timed. Ends with 1 if a result is wrong.
+tokens, or, for many, how many times as fast as cuBLAS in bfloat16. What
+the kernels would take with other tilings is for tune.py. Ends with 1 if a result is
+wrong.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from simplellm import ops
-from simplellm.kernels.linear import Product
-from simplellm.kernels.quantized import choose_scaled, multiply_scaled, project
+from simplellm.kernels.quantized import project
+from simplellm.kernels.rounding import library_multiplies, round_rows
 from simplellm.kernels.variants import dense
 from simplellm.layers import Dense
 from simplellm.scaled import E4M3, Scaled
@@ -52,7 +53,6 @@ FORMATS = {
 }
 NETWORKS = {"mlp, Qwen": (4096, 12288), "mlp, Llama": (4096, 14336)}  # hidden, inner
 TOKENS = 1, 2, 4, 16, 64, 2048
-FEW = 4  # tokens for which both ways are timed
 DEVICE = "cuda"
 READ = 4.6e12  # bytes/s
 CACHE = 2.4e8  # bytes of weights after which nothing of the first is cached
@@ -78,12 +78,14 @@ def seconds(calls: list[Callable[[], Any]]) -> float:
 
 
 def scaled_mm(x: Tensor, weight: Scaled) -> Callable[[], Tensor] | None:
-    """PyTorch's own product of rows with FP8, the input rounded already."""
-    if weight.values.dtype != E4M3 or weight.tile[0] != 1:
+    """PyTorch's own product of FP8, the input rounded already, if it has the format."""
+    (rows, columns), whole = weight.tile, weight.shape[1]
+    tile = rows, 0 if columns == whole else columns
+    if weight.values.dtype != E4M3 or not library_multiplies(tile, x.device):
         return None
-    values, scales = weight.round_inputs(x)
+    values, scales = round_rows(x, weight, 16)
     multiply = partial(torch._scaled_mm, out_dtype=torch.bfloat16)
-    return partial(multiply, values, weight.values.T, scales, weight.scales.T)
+    return partial(multiply, values, weight.values.T, scales.T, weight.scales.T)
 
 
 def random_weight(size_out: int, size_in: int) -> Tensor:
@@ -114,29 +116,19 @@ def tolerance(row: dict[str, Any]) -> float:
 
 
 def row_of(name: str, kind: str, tokens: int, **found: Any) -> dict[str, Any]:
-    """``found`` has seconds, by way, and what is read and computed in them."""
-    ours, nbytes, products = (found.pop(key) for key in ("ours", "nbytes", "products"))
-    library = found.pop("library")
+    """``found`` has seconds, and what is read and computed in them."""
+    ours, library = found["ours"], found["library"]
     return {
         "product": name,
         "format": kind,
         "tokens": tokens,
-        "error": found.pop("error"),
+        "error": found["error"],
         "us": ours * 1e6,
-        "bf16_us": found.pop("bf16") * 1e6,
+        "bf16_us": found["bf16"] * 1e6,
         "scaled_mm_us": library and library * 1e6,
-        "share": nbytes / READ / ours,
-        "tflops": 2e-12 * tokens * products / ours,
-        **{f"{way}_us": time * 1e6 for way, time in found.items()},
+        "share": found["nbytes"] / READ / ours,
+        "tflops": 2e-12 * tokens * found["products"] / ours,
     }
-
-
-def by_way(config: Product, x: Tensor, weight: Scaled) -> Tensor:
-    """The product in the way that ``config`` says, whatever would be chosen."""
-    shape = (len(x), config.parts, weight.shape[0])
-    y = x.new_empty(shape, dtype=torch.float32 if config.parts > 1 else x.dtype)
-    multiply_scaled(y, x, weight, None, config)
-    return y
 
 
 def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
@@ -147,11 +139,6 @@ def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
     x = torch.randn(tokens, size_in, device=DEVICE).bfloat16()
     weights = copies(weight)
     library = scaled_mm(x, weight)
-    ways: dict[str, Any] = {}
-    if tokens <= FEW:
-        for way, few in (("gemv", 1), ("dot", 16)):
-            config = choose_scaled(few, size_out, size_in, weight.tile, True)
-            ways[way] = seconds([partial(by_way, config, x, each) for each in weights])
     return row_of(
         *(name, kind, tokens),
         error=wrong_by(project(x, weight, None), weight.product(x.float())),
@@ -160,7 +147,6 @@ def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
         library=seconds([library] * 4) if library else None,
         nbytes=weight.nbytes,
         products=size_out * size_in,
-        **ways,
     )
 
 
@@ -192,18 +178,20 @@ def measure_network(name: str, kind: str, tokens: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--formats", default=",".join(FORMATS))
     options = parser.parse_args()
+    kinds = options.formats.split(",")
     rows = [
         measure(name, kind, tokens)
         for name in SHAPES
-        for kind in FORMATS
+        for kind in kinds
         for tokens in TOKENS
         if name != "head" or tokens <= 64
     ]
     rows += [
         measure_network(name, kind, tokens)
         for name in NETWORKS
-        for kind in ("bf16", *FORMATS)
+        for kind in ("bf16", *kinds)
         for tokens in TOKENS
     ]
     record = {
@@ -217,12 +205,12 @@ def main() -> int:
     }
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    heads = "tokens us gemv dot bf16 torch read faster error".split()
-    widths = 7, 8, 8, 8, 8, 8, 6, 8, 8
+    heads = "tokens us bf16 torch read faster error".split()
+    widths = 7, 8, 8, 8, 6, 8, 8
     columns = (f"{head:>{n}}" for head, n in zip(heads, widths, strict=True))
     print(f"{'product':15} {'format':11}", *columns, sep="")
     for row in rows:
-        names = "us", "gemv_us", "dot_us", "bf16_us", "scaled_mm_us"
+        names = "us", "bf16_us", "scaled_mm_us"
         times = (f"{row[n]:8.1f}" if row.get(n) else f"{'':8}" for n in names)
         print(
             f"{row['product']:15} {row['format']:11}{row['tokens']:7}",

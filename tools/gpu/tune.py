@@ -1,8 +1,9 @@
-"""Check and time the kernels at gpt-oss's sizes on one GPU, as they are and otherwise.
+"""Check and time the kernels at a model's sizes on one GPU, as they are and otherwise.
 
     python tools/gpu/tune.py --json OUT                  every kernel as it is chosen
     python tools/gpu/tune.py --only decode,experts --variants --json OUT
     python tools/gpu/tune.py --model Qwen3-30B-A3B-FP8 --only experts --json OUT
+    python tools/gpu/tune.py --model Qwen3-8B --only qkv,o --shapes 1,64 --variants
 
 With --variants each is also timed with other tilings, which stand in for what its
 module would choose. Every variant is first compared with the operation in PyTorch, its
@@ -43,6 +44,7 @@ from simplellm.kernels.experts_one import FEW_TOKENS, OneTiling
 from simplellm.kernels.grouped import Grouping
 from simplellm.kernels.linear import Dot, Gemv
 from simplellm.kernels.prefill import PrefillTiles
+from simplellm.scaled import Scaled
 
 PEAK = 4650.0  # GB/s
 SECONDS = 0.35  # of each measurement
@@ -102,6 +104,10 @@ def prefill_variants(case: Case) -> Iterator[Variant]:
         (64, 4, 3, 16),
         (32, 4, 3, 8),
         (64, 4, 2, 8),
+        (64, 4, 2, 16),
+        (32, 8, 3, 32),
+        (64, 8, 2, 32),
+        (64, 8, 3, 32),
     )
     for shape in shapes:
         tiles = PrefillTiles(*shape)
@@ -110,19 +116,23 @@ def prefill_variants(case: Case) -> Iterator[Variant]:
 
 def product_variants(path: str, case: Case) -> Iterator[Variant]:
     """Products of few tokens: on ordinary cores, on tensor cores."""
-    tokens = len(case.arguments[0][0])
+    tokens, scaled = len(case.arguments[0][0]), isinstance(case.arguments[0][1], Scaled)
+    path = "quantized.choose_scaled" if scaled else path
     configs: list[Gemv | Dot] = []
     if tokens <= 4:
-        configs += [Gemv(*size) for size in ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8))]
-    if tokens > 1:
+        sizes = ((8, 4), (8, 8), (16, 4), (16, 8)) if scaled else ((1, 1), (2, 2))
+        configs += [Gemv(*size) for size in (*sizes, (2, 4), (4, 4), (4, 8), (2, 8))]
+    if tokens > 1 or scaled:
         parts = (1,) if path.startswith("head") else (1, 3, 5)
-        tiles = (64, 64, 6), (64, 128, 3), (128, 64, 4)
+        tiles = (64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 4)
         for (rows, depth, stages), part, warps in product(tiles, parts, (4, 8)):
             dot = Dot(rows, depth, part, warps, stages, pdl=False)
-            configs += [dot, dot._replace(pdl=True, ahead=1)]
+            early = dot._replace(pdl=True, ahead=0 if scaled else 1)
+            configs += [early] if scaled else [dot, early]
     for config in configs:
         yield Variant(named(config), chosen(path, config))
-    yield Variant("cuBLAS", chosen(path, None))
+    if not scaled:
+        yield Variant("cuBLAS", chosen(path, None))
 
 
 def expert_variants(case: Case) -> Iterator[Variant]:
@@ -167,6 +177,8 @@ VARIANTS: dict[str, Callable[[Case], Iterator[Variant]]] = {
     "prefill": prefill_variants,
     "qkv": partial(product_variants, "linear.choose"),
     "o": partial(product_variants, "linear.choose"),
+    "gate_up": partial(product_variants, "linear.choose"),
+    "down": partial(product_variants, "linear.choose"),
     "head": partial(product_variants, "head.choose_head"),
     "experts": expert_variants,
 }
@@ -176,6 +188,8 @@ SIZES: dict[str, Callable[[Cases], Iterator[Case]]] = {
     "rope": lambda c: map(c.rope, (1, 8, 64, 256, 2048)),
     "qkv": lambda c: (c.project("qkv", n) for n in (1, 2, 8, 64, 256)),
     "o": lambda c: (c.project("o", n) for n in (1, 2, 8, 64, 256)),
+    "gate_up": lambda c: (c.project("gate_up", n) for n in (1, 2, 8, 64, 256)),
+    "down": lambda c: (c.project("down", n) for n in (1, 2, 8, 64, 256)),
     "decode": lambda c: (
         c.attend([length] * batch, [1] * batch, window)
         for batch, length, window in (
@@ -278,9 +292,13 @@ def shown(row: Row) -> str:
 def tune(options: argparse.Namespace) -> Iterator[Row]:
     """All rows, printed as they come, the quickest variant of a size first."""
     cases = Cases(random_model(options.model, 8))
-    wanted = options.only.split(",") if options.only else list(SIZES)
+    others = ("gate_up", "down") if cases.config.num_local_experts else ("experts",)
+    every = [name for name in SIZES if name not in others]
+    wanted = options.only.split(",") if options.only else every
     for name in wanted:
         for case in SIZES[name](cases):
+            if options.shapes and case.shape not in options.shapes.split(","):
+                continue
             variants = [AS_CHOSEN]
             if options.variants and name in VARIANTS:
                 variants += VARIANTS[name](case)
@@ -297,6 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="gpt-oss-120b")
     parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    parser.add_argument("--shapes", help="some of the table's second column")
     parser.add_argument("--variants", action="store_true", help="other tilings too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
