@@ -243,7 +243,8 @@ def one_scale_a_token(x, weight):
 @wrong("float_product", "dtype")
 def leaves_inputs_short(x, weight):
     if weight.inputs:
-        x = multiply_tiles(*weight.round_inputs(x), (1, weight.tile[1]))
+        values, scales = weight.round_inputs(x)
+        x = multiply_tiles(values, scales, (1, weight.tile[1]))
     return x @ numbers_of(weight).T
 
 
