@@ -335,6 +335,9 @@ class Door:
         """The compiled grammar. Raises ValueError that names the part to blame."""
         parts = constraint.parts
         name = " and ".join(parts) or "tool_choice"
+        lacks = "token that ends a text" if self.tokenizer else "tokenizer.json"
+        ok = self.tokenizer and self.eos_token_ids
+        expect(ok, name, "given", f"none: this model has no {lacks}")
         try:
             return self.compile(constraint.text)
         except GrammarError as error:
