@@ -131,15 +131,17 @@ def turn_constraint(
     choice: Any,
     outputs: StructuredOutputs | None,
     grammar: Callable[[Rules | None, Mapping[str, Rules]], str] = turn_grammar,
+    alone: bool = False,
 ) -> Constraint | None:
     """What a turn has to fit; None where nothing is asked: the model writes freely.
 
     ``answer`` are the rules of a response_format; ``grammar`` makes one of the rules of
-    an answer and of calls. Raises TypeError or ValueError.
+    an answer and of calls. With ``alone`` one is needed where there are tools, even if
+    nothing else is asked of their calls. Raises TypeError or ValueError.
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
-    if not (parts or must or any(tool.strict for tool in some)):
+    if not (parts or must or any(alone or tool.strict for tool in some)):
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()

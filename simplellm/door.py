@@ -24,6 +24,7 @@ from simplellm.choices import Choices, bad_sequences
 from simplellm.config import (
     ModelConfig,
     about,
+    check_kind,
     check_number,
     expect,
     expect_type,
@@ -233,6 +234,7 @@ class Door:
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         response_format: Format | Mapping[str, Any] | None = None,
         reasoning_effort: str = "medium",
         current_date: str | None = None,
@@ -249,6 +251,7 @@ class Door:
         wanted = "an object"
         given: Any = chat_template_kwargs
         expect_type("chat_template_kwargs", given, Mapping | None, wanted)
+        check_kind("parallel_tool_calls", parallel_tool_calls, bool)
         functions = [] if tool_choice == "none" else as_tools(tools or ())
         wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
@@ -268,9 +271,10 @@ class Door:
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
         rules = wanted_format.rules
-        grammar = partial(self.dialect.grammar, tokenizer, ids)
+        alone = self.dialect.several_calls and not parallel_tool_calls
+        grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
         asked = rules, functions, tool_choice
-        constrain = partial(turn_constraint, *asked, grammar=grammar)
+        constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
         return self.ask(ids, sampling_params, overrides, constrain)
 
     def ask(

@@ -57,11 +57,13 @@ class Opened:
         choice: Any = None,
         outputs: StructuredOutputs | None = None,
         prompt: str = "",
+        alone: bool = False,
     ) -> Any:
         """The grammar of a turn behind ``prompt``."""
-        make = partial(self.dialect.grammar, self.tokenizer, self.encode(prompt))
+        ids = self.encode(prompt)
+        make = partial(self.dialect.grammar, self.tokenizer, ids, alone=alone)
         rules = as_format(form).rules
-        constraint = turn_constraint(rules, tools, choice, outputs, make)
+        constraint = turn_constraint(rules, tools, choice, outputs, make, alone)
         assert constraint is not None
         return self.grammars.compile(constraint.text)
 
@@ -95,19 +97,20 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Opened]:
 
 
 ADDED, FOUND = '{"result": 5}', '{"city":"Rome"}'
-# How each family writes two calls (Llama one), and text in front of calls.
-WRITTEN = {
-    "qwen": (
-        f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>\n'
-        f'<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>'
-    ),
+# How each family writes a call, and two of them (Llama one).
+ONE = {
+    "qwen": f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>',
     "llama": f'{{"name": "add", "parameters": {ADDED}}}',
-    "mistral": (
-        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}, '
-        f'{{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]'
-    ),
-    "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]"
-    + FOUND,
+    "mistral": f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}]',
+    "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}",
+}
+WRITTEN = {
+    "qwen": ONE["qwen"]
+    + f'\n<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>',
+    "llama": ONE["llama"],
+    "mistral": ONE["mistral"][:-1]
+    + f', {{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]',
+    "tekken": ONE["tekken"] + f"[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{FOUND}",
 }
 MADE = [ToolCall("add", ADDED), ToolCall("find", FOUND)]
 
@@ -133,6 +136,26 @@ def test_calls_have_the_form_of_the_family(
     ids = own.encode(calls)
     expected = MADE[: 1 if kind == "llama" else 2]
     assert turn_of(own.dialect, own.tokenizer, ids) == ("", "", expected)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("form", [None, FORMAT])
+def test_a_call_may_have_to_be_alone(
+    opened: dict[str, Opened], kind: str, form: Any
+) -> None:
+    """Then there is a grammar, whatever else is asked."""
+    own, tools = opened[kind], [Tool("add", "", None), Tool("find", "", None)]
+    one, both = ONE[kind], WRITTEN[kind]
+    tag = "<|python_tag|>" * (kind == "llama")
+    for choice in (None, "required"):
+        alone = own.turn(form, tools, choice, alone=True)
+        assert own.fits(alone, tag + one)
+        assert tag or not own.fits(alone, both)
+        free = form is None and choice is None
+        assert own.fits(alone, "I'll look.\n" + tag + one) == free
+        asked = form is not None
+        assert own.fits(alone, ADDED) == (choice is None and (asked or not tag))
+    assert own.fits(own.turn(FORMAT, tools), tag + both)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -351,6 +374,40 @@ def test_what_is_asked_for_is_served(served: Served, path: str) -> None:
         text, calls = parts_of(path, ask(served, path, FITTING[path]))
         jsonschema.validate(json.loads(text), RESULT)
         assert not calls
+
+
+TWO_TOOLS = ({"name": "add"}, {"name": "find"})
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"tools": [{"type": "function", "function": one} for one in TWO_TOOLS]},
+    ITEMS: {"tools": [{"type": "function", **one} for one in TWO_TOOLS]},
+    BLOCKS: {
+        "tools": [{**one, "input_schema": {"type": "object"}} for one in TWO_TOOLS]
+    },
+}
+ALONE: dict[str, dict[str, Any]] = {
+    CHAT: {"parallel_tool_calls": False},
+    ITEMS: {"parallel_tool_calls": False},
+    BLOCKS: {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("path", LIMIT)
+def test_a_second_call_is_served_if_it_may_be(
+    served: Served, request: pytest.FixtureRequest, path: str
+) -> None:
+    llm, kind = served.service.llm, request.node.callspec.params["served"]
+    written = f"{ONE[kind]}; {ONE[kind]}" if kind == "llama" else WRITTEN[kind]
+    with saying(llm, written + llm.door.dialect.ends[0]):
+        _, calls = parts_of(path, ask(served, path, TOOLS[path]))
+        _, alone = parts_of(path, ask(served, path, TOOLS[path] | ALONE[path]))
+        options = {"tools": TOOLS[CHAT]["tools"], "max_tokens": 300, "temperature": 0}
+        told = llm.chat([USER], parallel_tool_calls=False, **options)
+    assert len(calls) == 2
+    first = [json.loads(one.arguments) for one in (*alone, *told.tool_calls)]
+    assert first == [json.loads(ADDED)] * 2
+    assert told.finish_reason == "tool_calls"
+    with pytest.raises(TypeError, match="parallel_tool_calls is None"):
+        llm.chat([USER], parallel_tool_calls=None)
 
 
 def test_a_streamed_call_adds_up(served: Served) -> None:

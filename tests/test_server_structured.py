@@ -104,6 +104,7 @@ def test_a_grammar_reaches_the_engine(
     [
         ("/v1/completions", {"response_format": {"type": "text"}}),
         ("/v1/chat/completions", {"tools": TOOLS}),
+        ("/v1/chat/completions", {"tools": TOOLS, "parallel_tool_calls": False}),
         ("/v1/chat/completions", {"tools": STRICT, "tool_choice": "none"}),
         ("/v1/chat/completions", {"response_format": {"type": "text"}}),
         ("/v1/responses", {"tools": FLAT, "text": {"format": {"type": "text"}}}),

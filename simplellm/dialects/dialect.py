@@ -7,7 +7,7 @@ from typing import Any
 
 from simplellm.config import ConfigError, ModelConfig, expect, raising, read_json
 from simplellm.dialects.encoder import needs, read_tokenizer
-from simplellm.dialects.forms import tags_grammar
+from simplellm.dialects.forms import CallForm, tags_grammar
 from simplellm.dialects.tags import TagParser
 from simplellm.folder import TURN_ENDS, find_file
 from simplellm.grammar import Grammar
@@ -33,7 +33,8 @@ class Dialect:
     format, and ``render`` makes the token ids of a prompt. ``parser`` and ``grammar``
     get the tokenizer and the prompt's ids: they are for what the model writes then. The
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
-    parser gets the grammar that came of it, if any.
+    parser gets the grammar that came of it, if any. Where a turn can have
+    ``several_calls``, the grammar is also told whether one has to stay alone.
     ``ends`` are the control tokens that end a turn, ``begin`` the ids in front of a
     text that is no chat.
     """
@@ -45,6 +46,7 @@ class Dialect:
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
+    several_calls: bool = False
 
 
 def render_harmony(
@@ -65,7 +67,7 @@ HARMONY = Dialect(
     with_format=with_format,
     render=render_harmony,
     parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
-    grammar=lambda tokenizer, prompt, answer, calls: turn_grammar(answer, calls),
+    grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
     ends=TURN_ENDS,
 )
 
@@ -117,6 +119,7 @@ def open_family(file: Path) -> tuple[Tokenizer, Dialect]:
         grammar=tags_grammar,
         ends=(named.get("eos_token", ""),),
         begin=begin,
+        several_calls=CallForm.of(tokenizer) is not None,
     )
     return tokenizer, dialect
 

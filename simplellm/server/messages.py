@@ -147,6 +147,7 @@ class AnthropicMessage(Generation):
         asked = door.ask_chat(
             **body.shown(door.dialect),
             tool_choice=None if choice is None else choice.as_openai,
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             response_format=Format(body.format.rules),  # its text is shown
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),

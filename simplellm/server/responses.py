@@ -72,6 +72,7 @@ class Response(Generation):
             to_harmony(before, given, body.instructions, tools, door.dialect.lead),
             tools=tools,
             tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
             response_format=body.format,
             reasoning_effort=body.effort,
             priority=body.priority,

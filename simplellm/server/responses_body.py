@@ -122,7 +122,7 @@ class ResponseBody(SampledBody):
         default=None, metadata={"schema": {"type": "array", "items": TOOL}}
     )
     tool_choice: str | dict[str, Any] = "auto"
-    # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
+    # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
     parallel_tool_calls: bool = True
     # Of tools that run in the server, of which there are none.
     max_tool_calls: int | None = declared(None)
