@@ -42,7 +42,7 @@ class Opened:
         write_text_side(folder, kind)
         self.tokenizer, self.dialect = open_family(folder / "tokenizer.json")
         special = self.tokenizer.special
-        ends = frozenset(special[name] for name in self.dialect.ends)
+        ends = frozenset(special[name] for name in self.dialect.ends if name in special)
         self.grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, ends)
         closers = (id for id, text in self.tokenizer.tokens.items() if text in CLOSERS)
         self.brief = [*special.values(), *closers]
@@ -287,13 +287,21 @@ CHAT, ITEMS, BLOCKS = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 LIMIT = {CHAT: "max_tokens", ITEMS: "max_output_tokens", BLOCKS: "max_tokens"}
 
 
-@pytest.fixture(scope="module", params=NAMED)
-def served(
+@pytest.fixture(scope="module", params=TEMPLATES)
+def answering(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
     folder = write_model(tmp_path_factory.mktemp("model") / "tiny")
     with family_llm(folder, request.param) as llm, serving(llm) as found:
         yield found
+
+
+@pytest.fixture
+def served(answering: Served) -> Served:
+    """One of those that know how calls are written."""
+    if not answering.service.llm.door.dialect.several_calls:
+        pytest.skip("its template knows no calls")
+    return answering
 
 
 @contextmanager
@@ -371,9 +379,50 @@ def test_what_is_asked_for_is_served(served: Served, path: str) -> None:
             text, calls = parts_of(path, ask(served, path, options))
             checked(calls, [FIND])
             assert calls and not text
-        text, calls = parts_of(path, ask(served, path, FITTING[path]))
+
+
+def test_answers_that_fit_are_served(
+    answering: Served, request: pytest.FixtureRequest, record_property: Any
+) -> None:
+    """Then a turn ends, by the model's own token for it."""
+    record_property("kind", request.node.callspec.params["answering"])
+    llm = answering.service.llm
+    for path in LIMIT:
+        with brief(llm):
+            text, calls = parts_of(path, ask(answering, path, FITTING[path]))
         jsonschema.validate(json.loads(text), RESULT)
         assert not calls
+    special = llm.tokenizer.special
+    end = next(name for name in reversed(llm.door.dialect.ends) if name in special)
+    with saying(llm, ADDED + end):
+        found = llm.chat([USER], response_format=FORMAT)
+    assert (found.content, found.finish_reason) == (ADDED, "stop")
+    assert found.token_ids[-1] == special[end]
+
+
+@pytest.mark.parametrize("path", LIMIT)
+def test_calls_without_a_form_are_refused_as_served(
+    answering: Served, path: str
+) -> None:
+    llm = answering.service.llm
+    if llm.door.dialect.several_calls:
+        pytest.skip("its calls have a form")
+    said = {"input": USER["content"]} if path == ITEMS else {"messages": [USER]}
+    said[LIMIT[path]] = 4
+    strict = {"tools": CALLED[path][0]["tools"]}
+    for options in (*CALLED[path], strict, TOOLS[path] | FITTING[path]):
+        error = answering.post(path, said | options).json()["error"]
+        assert "this model's calls have no tags" in error["message"]
+        assert path == BLOCKS or error["param"] == "tools"
+    ask(answering, path, TOOLS[path] | ALONE[path] | {LIMIT[path]: 4})
+
+
+def test_a_model_without_a_template_has_no_chats(tmp_path: Path) -> None:
+    with family_llm(write_model(tmp_path / "tiny"), "gpt2") as llm:
+        with pytest.raises(ValueError, match="expected chat_template"):
+            llm.chat([USER], response_format=FORMAT)
+        found = llm.generate("5 + 5 =", structured_outputs={"choice": ["10"]})
+        assert found.result()[0].text == "10"
 
 
 TWO_TOOLS = ({"name": "add"}, {"name": "find"})
@@ -395,7 +444,7 @@ ALONE: dict[str, dict[str, Any]] = {
 def test_a_second_call_is_served_if_it_may_be(
     served: Served, request: pytest.FixtureRequest, path: str
 ) -> None:
-    llm, kind = served.service.llm, request.node.callspec.params["served"]
+    llm, kind = served.service.llm, request.node.callspec.params["answering"]
     written = f"{ONE[kind]}; {ONE[kind]}" if kind == "llama" else WRITTEN[kind]
     with saying(llm, written + llm.door.dialect.ends[0]):
         _, calls = parts_of(path, ask(served, path, TOOLS[path]))

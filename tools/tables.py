@@ -193,6 +193,7 @@ FAMILY_HEADERS = (
     "formats beside ordinary numbers",
     "chat",
     "tools",
+    "answers that fit a schema",
     "tested against",
     "tokens a second on one H200, batch 1",
 )
@@ -215,6 +216,7 @@ def families(figures: Path) -> str:
             ", ".join(found["formats"]),
             "harmony" if harmony else "its template" if kind.get("rendered") else "",
             "yes" if harmony or kind.get("calls_read") else "",
+            "yes" if harmony or kind.get("answers_that_fit") else "",
             tested,
             speed_of(name, figures),
         )

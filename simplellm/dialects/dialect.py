@@ -23,6 +23,8 @@ from simplellm.harmony.turn import turn_grammar
 from simplellm.outputs import TurnParser
 from simplellm.tokenizer import Tokenizer, TokenizerError
 
+END_OF_TURN = "<end_of_turn>"  # Gemma's, which is not its eos_token
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -35,8 +37,8 @@ class Dialect:
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
     parser gets the grammar that came of it, if any. Where a turn can have
     ``several_calls``, the grammar is also told whether one has to stay alone.
-    ``ends`` are the control tokens that end a turn, ``begin`` the ids in front of a
-    text that is no chat.
+    ``ends`` are the control tokens that end a turn, as far as the tokenizer has them,
+    ``begin`` the ids in front of a text that is no chat.
     """
 
     lead: Lead
@@ -117,7 +119,7 @@ def open_family(file: Path) -> tuple[Tokenizer, Dialect]:
         render=template.render if template else no_template,
         parser=TagParser,
         grammar=tags_grammar,
-        ends=(named.get("eos_token", ""),),
+        ends=(named.get("eos_token", ""), END_OF_TURN),
         begin=begin,
         several_calls=CallForm.of(tokenizer) is not None,
     )
