@@ -408,7 +408,7 @@ def test_calls_without_a_form_are_refused_as_served(
     if llm.door.dialect.several_calls:
         pytest.skip("its calls have a form")
     said = {"input": USER["content"]} if path == ITEMS else {"messages": [USER]}
-    said[LIMIT[path]] = 4
+    said |= {LIMIT[path]: 4}
     strict = {"tools": CALLED[path][0]["tools"]}
     for options in (*CALLED[path], strict, TOOLS[path] | FITTING[path]):
         error = answering.post(path, said | options).json()["error"]

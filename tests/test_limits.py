@@ -100,7 +100,7 @@ def is_server(name: str) -> bool:
     return name.startswith("simplellm.server") or name in alone
 
 
-STRUCTURED = "grammar vocabulary structured schemas chat_options harmony.turn"
+STRUCTURED = "grammar vocabulary structured schemas endings chat_options harmony.turn"
 
 
 def is_structured(name: str) -> bool:

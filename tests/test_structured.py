@@ -411,7 +411,9 @@ def test_a_model_without_end_tokens_has_no_grammars(
 def test_a_model_without_a_tokenizer_has_no_grammars(door: Door) -> None:
     bare = replace(door, tokenizer=None)
     assert bare.ask([5], None, {}).tokens == [5]
-    with pytest.raises(ValueError, match=r"this model has no tokenizer\.json") as caught:
+    with pytest.raises(
+        ValueError, match=r"this model has no tokenizer\.json"
+    ) as caught:
         bare.ask([5], None, {"structured_outputs": {"regex": "a"}})
     assert getattr(caught.value, "param", None) == "structured_outputs"
 
