@@ -37,6 +37,7 @@ from simplellm.harmony.schema import as_tools
 from simplellm.outputs import TurnParser
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
+from simplellm.structured import WHERE, rules_text
 from simplellm.tokenizer import Tokenizer
 from simplellm.vocabulary import Grammars, refusal
 
@@ -270,10 +271,9 @@ class Door:
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        rules = wanted_format.rules
         alone = self.dialect.several_calls and not parallel_tool_calls
         grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
-        asked = rules, functions, tool_choice
+        asked = wanted_format, functions, tool_choice
         constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
         return self.ask(ids, sampling_params, overrides, constrain)
 
@@ -343,7 +343,11 @@ class Door:
         ok = self.tokenizer and self.eos_token_ids
         expect(ok, name, "given", f"none: this model has no {lacks}")
         try:
-            return self.compile(constraint.text)
+            found = self.compile(constraint.text)
+            if "lark_grammar" in (outputs := parts.get(WHERE, {})):
+                # Behind free thoughts that no text fits it would come out too late.
+                self.compile(rules_text(outputs))
+            return found
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():

@@ -103,7 +103,10 @@ class Endings:
             if not SAYING.isdisjoint(schema):
                 found.add((id(schema), ""))
             found |= {(id(schema), key) for key in CHOICES if listed(schema, key)}
-            waiting += [*listed(schema, "allOf"), self.targets.get(schema.get("$ref", ""))]
+            waiting += [
+                *listed(schema, "allOf"),
+                self.targets.get(schema.get("$ref", "")),
+            ]
         return frozenset(found) if self.left > 0 else frozenset()
 
     def wanted(self, demands: Demands) -> Iterator[list[Demands]]:

@@ -62,8 +62,9 @@ class Opened:
         """The grammar of a turn behind ``prompt``."""
         ids = self.encode(prompt)
         make = partial(self.dialect.grammar, self.tokenizer, ids, alone=alone)
-        rules = as_format(form).rules
-        constraint = turn_constraint(rules, tools, choice, outputs, make, alone)
+        constraint = turn_constraint(
+            as_format(form), tools, choice, outputs, make, alone
+        )
         assert constraint is not None
         return self.grammars.compile(constraint.text)
 

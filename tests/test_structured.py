@@ -84,8 +84,7 @@ def turn(
     outputs: StructuredOutputs | None = None,
 ) -> Any:
     """The matcher of a turn."""
-    rules = as_format(response_format).rules
-    constraint = turn_constraint(rules, tools, choice, outputs)
+    constraint = turn_constraint(as_format(response_format), tools, choice, outputs)
     assert constraint is not None
     return matcher(constraint.text)
 
@@ -822,9 +821,9 @@ def test_any_turn_is_parsed_as_it_was_meant(
         for number, schema in enumerate(arguments)
     ]
     given = FORMAT | {"json_schema": {"name": "x", "schema": answer}}
-    rules = as_format(given if answer else None).rules
+    form = as_format(given if answer else None)
     choice = "required" if must and tools else None
-    constraint = turn_constraint(rules, tools, choice, None)
+    constraint = turn_constraint(form, tools, choice, None)
     if constraint is None:
         return
     ids = wander(matcher(constraint.text), random.Random(seed))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+from simplellm.access import UnfitError
 from simplellm.request import EngineError, QueueFullError
 
 # JSON can go wrong in many ways. A body that has got past the checks is still to blame
@@ -92,6 +93,9 @@ def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | Non
             return error
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
+        case UnfitError():
+            wanted = "simpler structured_outputs, response format or tools"
+            return APIError(400, f"{error}; expected {wanted}", code="grammar_error")
         case EngineError():
             return unavailable(str(error), "engine_error")
         case TimeoutError():

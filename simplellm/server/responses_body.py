@@ -170,6 +170,15 @@ class ResponseBody(SampledBody):
         return {name: given.get(name) for name in names} | {"strict": True}
 
     @property
+    def told_choice(self) -> str | dict[str, Any]:
+        """The choice as the response tells it, also one that is spelled as in chats."""
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice
+        name = self.tool_choice.get("function", self.tool_choice)
+        name = name["name"] if isinstance(name, dict) else name
+        return {"type": "function", "name": name}
+
+    @property
     def logprobs(self) -> bool:
         """Whether those of the messages' tokens are to be told."""
         return LOGPROBS in (self.include or ())
