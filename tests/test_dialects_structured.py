@@ -199,6 +199,13 @@ def test_names_of_functions_are_text(opened: dict[str, Opened], kind: str) -> No
         assert calls and {call.name for call in calls} == {name}
 
 
+def test_names_that_json_would_escape_are_refused(opened: dict[str, Opened]) -> None:
+    for name in ("\x00", "a\x7f"):
+        for kind in NAMED:
+            with pytest.raises(ValueError, match=r"a name in tools is .* no escape"):
+                opened[kind].turn(None, [Tool(name, "", None)], "required")
+
+
 @pytest.mark.parametrize(
     "text", ['{"name": "f"}', "e\u0301cafe\u0301", "▁a  b", "Å", ""]
 )

@@ -147,12 +147,12 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3291, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_286, 9000),
-    "lines of families": (2255, 1200),
+    "lines of the package": (15_303, 9000),
+    "lines of families": (2274, 1200),
     "lines of formats": (1298, 700),
-    "lines of structured output": (1016, 700),
-    "lines of the server": (5900, 4000),
-    "lines of tools/": (6567, 5000),
+    "lines of structured output": (1116, 700),
+    "lines of the server": (5923, 4000),
+    "lines of tools/": (6572, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

@@ -118,6 +118,8 @@ def tags_grammar(
     special, form = tokenizer.special, CallForm.of(tokenizer)
     wanted = "none where something has to fit: this model's calls have no tags"
     expect(form or not calls, "tools", list(calls), wanted)
+    odd = next((name for name in calls if not name.isprintable()), None)
+    expect(odd is None, "a name in tools", odd, "characters that need no escape")
     texts = {f"call_{number}": rules for number, rules in enumerate(calls.values())}
     free, turns, rules = answer == FREE, [], []
     if form and calls:

@@ -79,10 +79,12 @@ def unavailable(message: str, code: str) -> APIError:
 def param_of(error: Exception, known: Container[str]) -> str | None:
     """The parameter among ``known`` that a refusal is about, as far as it says so.
 
-    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here.
+    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here,
+    and that of a chat are its messages.
     """
     param = getattr(error, "param", "")
     names = [param, param.removesuffix("s")]
+    names += ["messages", "input"] if param == "prompt" else []
     return next((n for n in names if re.split(r"[.\[]", n)[0] in known), None)
 
 

@@ -166,8 +166,9 @@ class ResponseBody(SampledBody):
         given = (self.text or Text()).format or {"type": "text"}
         if given["type"] != "json_schema":
             return {"type": given["type"]}
-        names = ("type", "name", "description", "schema")
-        return {name: given.get(name) for name in names} | {"strict": True}
+        fields = given.get("json_schema", given)  # which may stand as in chats
+        told = {name: fields.get(name) for name in ("name", "description", "schema")}
+        return {"type": "json_schema", **told, "strict": True}
 
     @property
     def told_choice(self) -> str | dict[str, Any]:
