@@ -2,12 +2,18 @@
 
 import os
 
+from simplellm.grammar import GrammarError
 from simplellm.request import EngineError
+
+
+class UnfitError(EngineError):
+    """A request failed by what it has to fit: another engine would fail as well."""
 
 
 def failure(what: str, cause: BaseException) -> EngineError:
     """The error for whoever waits, with what went wrong as its cause."""
-    error = EngineError(f"{what}: {cause!r}")
+    kind = UnfitError if isinstance(cause, GrammarError) else EngineError
+    error = kind(f"{what}: {cause!r}")
     error.__cause__ = cause
     return error
 

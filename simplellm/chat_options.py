@@ -26,10 +26,14 @@ FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
 
 @dataclass(frozen=True)
 class Format:
-    """The format of an answer: its ``rules``, or None, and what the model is told."""
+    """The format of an answer: its ``rules``, or None, and what the model is told.
+
+    ``where`` is the parameter that asks for it.
+    """
 
     rules: Rules | None = None
     text: str = ""
+    where: str = "response_format"
 
 
 def as_format(given: Any, where: str = "response_format") -> Format:
@@ -40,12 +44,13 @@ def as_format(given: Any, where: str = "response_format") -> Format:
     """
     if isinstance(given, Format | None):
         return given or Format()
+    asks = where
     expect_type(where, given, Mapping, "an object")
     kind = given.get("type")
     one_of(f"{where}.type", kind, ("text", "json_object", "json_schema"))
     if kind != "json_schema":
         rules = schema_rules(OBJECT, where) if kind == "json_object" else None
-        return Format(rules)
+        return Format(rules, "", asks)
     if "json_schema" in given:
         where, given = f"{where}.json_schema", given["json_schema"]
         expect_type(where, given, Mapping, "an object")
@@ -58,7 +63,7 @@ def as_format(given: Any, where: str = "response_format") -> Format:
     wanted = "up to 64 letters, digits, '_' and '-'"
     expect(FORMAT_NAME.fullmatch(str(name)), f"{where}.name", name, wanted)
     rules = schema_rules(schema, f"{where}.schema")
-    return Format(rules, format_text(str(name), about, schema or {}))
+    return Format(rules, format_text(str(name), about, schema or {}), asks)
 
 
 def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
@@ -104,42 +109,44 @@ class Constraint:
 
 
 def text_constraint(
-    outputs: StructuredOutputs | None, answer: Rules | None = None
+    outputs: StructuredOutputs | None, answer: Format | None = None
 ) -> Constraint | None:
     """What a text that is no chat has to fit, if anything.
 
-    ``answer`` are the rules of a response_format. Raises ValueError if both are given.
+    ``answer`` is a response_format. Raises ValueError if both are given.
     """
     parts = answer_parts(outputs, answer)
     return Constraint(rules_text(*parts.values()), parts) if parts else None
 
 
 def answer_parts(
-    outputs: StructuredOutputs | None, answer: Rules | None
+    outputs: StructuredOutputs | None, answer: Format | None
 ) -> dict[str, Rules]:
     """The rules of a text, or of a final answer, by what asks for them."""
-    twice = answer is not None and outputs is not None
-    expect(not twice, WHERE, outputs, "None beside response_format")
-    if outputs is not None:
-        return {WHERE: output_rules(outputs)}
-    return {} if answer is None else {"response_format": answer}
+    found = {} if not answer or answer.rules is None else {answer.where: answer.rules}
+    if outputs is None:
+        return found
+    expect(not found, WHERE, outputs, f"None beside {', '.join(found)}")
+    return {WHERE: output_rules(outputs)}
 
 
 def turn_constraint(
-    answer: Rules | None,
+    answer: Format | None,
     tools: Sequence[Tool],
     choice: Any,
     outputs: StructuredOutputs | None,
     grammar: Callable[[Rules | None, Mapping[str, Rules]], str] = turn_grammar,
+    alone: bool = False,
 ) -> Constraint | None:
     """What a turn has to fit; None where nothing is asked: the model writes freely.
 
-    ``answer`` are the rules of a response_format; ``grammar`` makes one of the rules of
-    an answer and of calls. Raises TypeError or ValueError.
+    ``answer`` is a response_format; ``grammar`` makes one of the rules of
+    an answer and of calls. With ``alone`` one is needed where there are tools, even if
+    nothing else is asked of their calls. Raises TypeError or ValueError.
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
-    if not (parts or must or any(tool.strict for tool in some)):
+    if not (parts or must or any(alone or tool.strict for tool in some)):
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()

@@ -24,6 +24,7 @@ from simplellm.choices import Choices, bad_sequences
 from simplellm.config import (
     ModelConfig,
     about,
+    check_kind,
     check_names,
     check_number,
     expect,
@@ -37,6 +38,7 @@ from simplellm.harmony.schema import as_tools
 from simplellm.outputs import TurnParser
 from simplellm.request import Request
 from simplellm.sampling_params import SamplingParams, StructuredOutputs
+from simplellm.structured import WHERE, rules_text
 from simplellm.tokenizer import Tokenizer
 from simplellm.vocabulary import Grammars, refusal
 
@@ -234,6 +236,7 @@ class Door:
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         response_format: Format | Mapping[str, Any] | None = None,
         reasoning_effort: str = "medium",
         current_date: str | None = None,
@@ -250,6 +253,7 @@ class Door:
         wanted = "an object"
         given: Any = chat_template_kwargs
         expect_type("chat_template_kwargs", given, Mapping | None, wanted)
+        check_kind("parallel_tool_calls", parallel_tool_calls, bool)
         functions = [] if tool_choice == "none" else as_tools(tools or ())
         wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
@@ -268,10 +272,10 @@ class Door:
         )
         if sampling_params is None:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
-        rules = wanted_format.rules
-        grammar = partial(self.dialect.grammar, tokenizer, ids)
-        asked = rules, functions, tool_choice
-        constrain = partial(turn_constraint, *asked, grammar=grammar)
+        alone = self.dialect.several_calls and not parallel_tool_calls
+        grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
+        asked = wanted_format, functions, tool_choice
+        constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
         return self.ask(ids, sampling_params, overrides, constrain)
 
     def ask(
@@ -336,8 +340,15 @@ class Door:
         """The compiled grammar. Raises ValueError that names the part to blame."""
         parts = constraint.parts
         name = " and ".join(parts) or "tool_choice"
+        lacks = "token that ends a text" if self.tokenizer else "tokenizer.json"
+        ok = self.tokenizer and self.eos_token_ids
+        expect(ok, name, "given", f"none: this model has no {lacks}")
         try:
-            return self.compile(constraint.text)
+            found = self.compile(constraint.text)
+            if "lark_grammar" in (outputs := parts.get(WHERE, {})):
+                # Behind free thoughts that no text fits it would come out too late.
+                self.compile(rules_text(outputs))
+            return found
         except GrammarError as error:
             wrong = f"{name}: {error}"
         for part, rules in parts.items():

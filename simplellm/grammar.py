@@ -49,6 +49,7 @@ class Grammar:
 def reason_of(matcher: Any) -> str:
     """Why llguidance has given up."""
     error: str = matcher.get_error()
+    error = error.replace("NoExtensionBias", "there is no text that fits")
     return error.removesuffix("<non-verbose/>").strip()
 
 

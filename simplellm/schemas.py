@@ -6,13 +6,15 @@ llguidance takes and then does wrong; they are refused, or said in another way.
 
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain
 from math import lcm
 from reprlib import repr as short
 from typing import Any
 from urllib.parse import unquote
+
+from simplellm.endings import Endings, listed, required_of
 
 # Keywords that say what an instance must be, and that llguidance can't do, or not at
 # all places. The last one is its own, and would loosen what others say.
@@ -337,65 +339,6 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     return value_problem(schema, path) or pattern_problem(schema, path)
 
 
-def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """The list under ``key``; empty if there is none."""
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
-
-
-def required_of(schema: Mapping[str, Any]) -> set[str]:
-    """The names that an object must have."""
-    return {name for name in listed(schema, "required") if isinstance(name, str)}
-
-
-def wants(schema: Mapping[str, Any], targets: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """Lists of schemas: a text that fits one of each has to end before it can."""
-    if "$ref" in schema:
-        yield [targets[schema["$ref"]]]
-    yield from ([one] for one in listed(schema, "allOf"))
-    yield from (some for key in ("anyOf", "oneOf") if (some := listed(schema, key)))
-    properties, least = schema.get("properties"), schema.get("minItems")
-    if schema.get("type") == "object" and isinstance(properties, dict):
-        yield from ([properties[n]] for n in properties.keys() & required_of(schema))
-    if schema.get("type") == "array" and isinstance(least, int):
-        first = listed(schema, "prefixItems")[: max(least, 0)]
-        yield from ([one] for one in first)
-        if least > len(first):
-            yield [schema.get("items")]
-
-
-def endless(
-    every: Sequence[Mapping[str, Any]], targets: Mapping[str, Any]
-) -> frozenset[int]:
-    """The ids of those that no text which ends can fit, as far as $refs go.
-
-    ``every`` schema that they lead to is asked again until no more of them can.
-    """
-    waiting, count = {*map(id, every)}, -1
-    left = every[::-1]  # what lies inside comes first
-    while len(waiting) != count:
-        count = len(waiting)
-        for schema in left:
-            if all(
-                any(id(o) not in waiting for o in s) for s in wants(schema, targets)
-            ):
-                waiting.discard(id(schema))
-        left = [schema for schema in left if id(schema) in waiting]
-    return frozenset(waiting)
-
-
-def needing_itself(
-    schema: Mapping[str, Any], without_end: Collection[int], targets: Mapping[str, Any]
-) -> int:
-    """The id of one that needs itself, of what ``schema`` needs to end."""
-    seen = set[int]()
-    while id(schema) not in seen:
-        seen.add(id(schema))
-        every = wants(schema, targets)
-        schema = next(s[0] for s in every if all(id(one) in without_end for one in s))
-    return id(schema)
-
-
 def problem_of(root: Any, where: str) -> str | None:
     """What a schema says that can't be done, or None. Raises RecursionError.
 
@@ -438,11 +381,12 @@ def problem_of(root: Any, where: str) -> str | None:
     if (circle := circle_of(every, root)) is not None:
         to = f"$ref {short(circle['$ref'])} leads back to it"
         return f"{paths[id(circle)]}: {to}, never inside"
-    if id(root) in (without_end := endless(every, pointers)):
-        path = paths[needing_itself(root, without_end, pointers)]
+    endings = Endings(every, pointers)
+    if not endings.has(root):
+        path = paths[endings.needing_itself(root)]
         return f"{path}: nothing that fits it ends; expected a way out of its $refs"
     for schema in every:
-        if id(schema) in without_end:  # an alternative, or what may be left out
+        if not endings.has(schema):  # an alternative, or what may be left out
             schema.pop("$ref", None)
             schema["allOf"] = [*listed(schema, "allOf"), False]
         say_exactly(schema)

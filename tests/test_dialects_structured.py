@@ -42,7 +42,7 @@ class Opened:
         write_text_side(folder, kind)
         self.tokenizer, self.dialect = open_family(folder / "tokenizer.json")
         special = self.tokenizer.special
-        ends = frozenset(special[name] for name in self.dialect.ends)
+        ends = frozenset(special[name] for name in self.dialect.ends if name in special)
         self.grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, ends)
         closers = (id for id, text in self.tokenizer.tokens.items() if text in CLOSERS)
         self.brief = [*special.values(), *closers]
@@ -57,11 +57,14 @@ class Opened:
         choice: Any = None,
         outputs: StructuredOutputs | None = None,
         prompt: str = "",
+        alone: bool = False,
     ) -> Any:
         """The grammar of a turn behind ``prompt``."""
-        make = partial(self.dialect.grammar, self.tokenizer, self.encode(prompt))
-        rules = as_format(form).rules
-        constraint = turn_constraint(rules, tools, choice, outputs, make)
+        ids = self.encode(prompt)
+        make = partial(self.dialect.grammar, self.tokenizer, ids, alone=alone)
+        constraint = turn_constraint(
+            as_format(form), tools, choice, outputs, make, alone
+        )
         assert constraint is not None
         return self.grammars.compile(constraint.text)
 
@@ -95,19 +98,20 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Opened]:
 
 
 ADDED, FOUND = '{"result": 5}', '{"city":"Rome"}'
-# How each family writes two calls (Llama one), and text in front of calls.
-WRITTEN = {
-    "qwen": (
-        f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>\n'
-        f'<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>'
-    ),
+# How each family writes a call, and two of them (Llama one).
+ONE = {
+    "qwen": f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>',
     "llama": f'{{"name": "add", "parameters": {ADDED}}}',
-    "mistral": (
-        f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}, '
-        f'{{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]'
-    ),
-    "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]"
-    + FOUND,
+    "mistral": f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}]',
+    "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}",
+}
+WRITTEN = {
+    "qwen": ONE["qwen"]
+    + f'\n<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>',
+    "llama": ONE["llama"],
+    "mistral": ONE["mistral"][:-1]
+    + f', {{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]',
+    "tekken": ONE["tekken"] + f"[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{FOUND}",
 }
 MADE = [ToolCall("add", ADDED), ToolCall("find", FOUND)]
 
@@ -133,6 +137,26 @@ def test_calls_have_the_form_of_the_family(
     ids = own.encode(calls)
     expected = MADE[: 1 if kind == "llama" else 2]
     assert turn_of(own.dialect, own.tokenizer, ids) == ("", "", expected)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("form", [None, FORMAT])
+def test_a_call_may_have_to_be_alone(
+    opened: dict[str, Opened], kind: str, form: Any
+) -> None:
+    """Then there is a grammar, whatever else is asked."""
+    own, tools = opened[kind], [Tool("add", "", None), Tool("find", "", None)]
+    one, both = ONE[kind], WRITTEN[kind]
+    tag = "<|python_tag|>" * (kind == "llama")
+    for choice in (None, "required"):
+        alone = own.turn(form, tools, choice, alone=True)
+        assert own.fits(alone, tag + one)
+        assert tag or not own.fits(alone, both)
+        free = form is None and choice is None
+        assert own.fits(alone, "I'll look.\n" + tag + one) == free
+        asked = form is not None
+        assert own.fits(alone, ADDED) == (choice is None and (asked or not tag))
+    assert own.fits(own.turn(FORMAT, tools), tag + both)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,6 +197,13 @@ def test_names_of_functions_are_text(opened: dict[str, Opened], kind: str) -> No
         ids = own.wander(grammar.walk(), random.Random(5))
         _, _, calls = turn_of(own.dialect, own.tokenizer, ids)
         assert calls and {call.name for call in calls} == {name}
+
+
+def test_names_that_json_would_escape_are_refused(opened: dict[str, Opened]) -> None:
+    for name in ("\x00", "a\x7f"):
+        for kind in NAMED:
+            with pytest.raises(ValueError, match=r"a name in tools is .* no escape"):
+                opened[kind].turn(None, [Tool(name, "", None)], "required")
 
 
 @pytest.mark.parametrize(
@@ -264,13 +295,21 @@ CHAT, ITEMS, BLOCKS = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 LIMIT = {CHAT: "max_tokens", ITEMS: "max_output_tokens", BLOCKS: "max_tokens"}
 
 
-@pytest.fixture(scope="module", params=NAMED)
-def served(
+@pytest.fixture(scope="module", params=TEMPLATES)
+def answering(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Served]:
     folder = write_model(tmp_path_factory.mktemp("model") / "tiny")
     with family_llm(folder, request.param) as llm, serving(llm) as found:
         yield found
+
+
+@pytest.fixture
+def served(answering: Served) -> Served:
+    """One of those that know how calls are written."""
+    if not answering.service.llm.door.dialect.several_calls:
+        pytest.skip("its template knows no calls")
+    return answering
 
 
 @contextmanager
@@ -348,9 +387,84 @@ def test_what_is_asked_for_is_served(served: Served, path: str) -> None:
             text, calls = parts_of(path, ask(served, path, options))
             checked(calls, [FIND])
             assert calls and not text
-        text, calls = parts_of(path, ask(served, path, FITTING[path]))
+
+
+def test_answers_that_fit_are_served(
+    answering: Served, request: pytest.FixtureRequest, record_property: Any
+) -> None:
+    """Then a turn ends, by the model's own token for it."""
+    record_property("kind", request.node.callspec.params["answering"])
+    llm = answering.service.llm
+    for path in LIMIT:
+        with brief(llm):
+            text, calls = parts_of(path, ask(answering, path, FITTING[path]))
         jsonschema.validate(json.loads(text), RESULT)
         assert not calls
+    special = llm.tokenizer.special
+    end = next(name for name in reversed(llm.door.dialect.ends) if name in special)
+    with saying(llm, ADDED + end):
+        found = llm.chat([USER], response_format=FORMAT)
+    assert (found.content, found.finish_reason) == (ADDED, "stop")
+    assert found.token_ids[-1] == special[end]
+
+
+@pytest.mark.parametrize("path", LIMIT)
+def test_calls_without_a_form_are_refused_as_served(
+    answering: Served, path: str
+) -> None:
+    llm = answering.service.llm
+    if llm.door.dialect.several_calls:
+        pytest.skip("its calls have a form")
+    said = {"input": USER["content"]} if path == ITEMS else {"messages": [USER]}
+    said |= {LIMIT[path]: 4}
+    strict = {"tools": CALLED[path][0]["tools"]}
+    for options in (*CALLED[path], strict, TOOLS[path] | FITTING[path]):
+        error = answering.post(path, said | options).json()["error"]
+        assert "this model's calls have no tags" in error["message"]
+        assert path == BLOCKS or error["param"] == "tools"
+    ask(answering, path, TOOLS[path] | ALONE[path] | {LIMIT[path]: 4})
+
+
+def test_a_model_without_a_template_has_no_chats(tmp_path: Path) -> None:
+    with family_llm(write_model(tmp_path / "tiny"), "gpt2") as llm:
+        with pytest.raises(ValueError, match="expected chat_template"):
+            llm.chat([USER], response_format=FORMAT)
+        found = llm.generate("5 + 5 =", structured_outputs={"choice": ["10"]})
+        assert found.result()[0].text == "10"
+
+
+TWO_TOOLS = ({"name": "add"}, {"name": "find"})
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"tools": [{"type": "function", "function": one} for one in TWO_TOOLS]},
+    ITEMS: {"tools": [{"type": "function", **one} for one in TWO_TOOLS]},
+    BLOCKS: {
+        "tools": [{**one, "input_schema": {"type": "object"}} for one in TWO_TOOLS]
+    },
+}
+ALONE: dict[str, dict[str, Any]] = {
+    CHAT: {"parallel_tool_calls": False},
+    ITEMS: {"parallel_tool_calls": False},
+    BLOCKS: {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("path", LIMIT)
+def test_a_second_call_is_served_if_it_may_be(
+    served: Served, request: pytest.FixtureRequest, path: str
+) -> None:
+    llm, kind = served.service.llm, request.node.callspec.params["answering"]
+    written = f"{ONE[kind]}; {ONE[kind]}" if kind == "llama" else WRITTEN[kind]
+    with saying(llm, written + llm.door.dialect.ends[0]):
+        _, calls = parts_of(path, ask(served, path, TOOLS[path]))
+        _, alone = parts_of(path, ask(served, path, TOOLS[path] | ALONE[path]))
+        options = {"tools": TOOLS[CHAT]["tools"], "max_tokens": 300, "temperature": 0}
+        told = llm.chat([USER], parallel_tool_calls=False, **options)
+    assert len(calls) == 2
+    first = [json.loads(one.arguments) for one in (*alone, *told.tool_calls)]
+    assert first == [json.loads(ADDED)] * 2
+    assert told.finish_reason == "tool_calls"
+    with pytest.raises(TypeError, match="parallel_tool_calls is None"):
+        llm.chat([USER], parallel_tool_calls=None)
 
 
 def test_a_streamed_call_adds_up(served: Served) -> None:

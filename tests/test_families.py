@@ -461,7 +461,7 @@ TENSORS: dict[str, tuple[str, Edit, Callable[..., Any], str]] = {
     "not turned": (
         "GPT2", dict,
         lambda tensors: {
-            k: v.T.contiguous() if "c_" in k else v for k, v in tensors.items()
+            k: v.t().contiguous() if "c_" in k else v for k, v in tensors.items()
         },
         "'h.0.attn.c_attn.weight' has shape [144, 48]; expected [48, 144]",
     ),

@@ -100,7 +100,7 @@ def is_server(name: str) -> bool:
     return name.startswith("simplellm.server") or name in alone
 
 
-STRUCTURED = "grammar vocabulary structured schemas chat_options harmony.turn"
+STRUCTURED = "grammar vocabulary structured schemas endings chat_options harmony.turn"
 
 
 def is_structured(name: str) -> bool:
@@ -147,12 +147,12 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_302, 9000),
-    "lines of families": (2268, 1200),
+    "lines of the package": (15_319, 9000),
+    "lines of families": (2287, 1200),
     "lines of formats": (1454, 700),
-    "lines of structured output": (1016, 700),
-    "lines of the server": (5971, 4000),
-    "lines of tools/": (6663, 5000),
+    "lines of structured output": (1116, 700),
+    "lines of the server": (5994, 4000),
+    "lines of tools/": (6668, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

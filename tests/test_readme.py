@@ -61,7 +61,10 @@ def test_families_are_recorded_with_the_tests_that_there_are():
         assert 0 < one["worst_error"] < 1e-4
         assert one["formats"] or name == "GPT-2"
     assert record["chats"].keys() <= KINDS.keys()
-    assert {kind for kind in TEMPLATES} <= record["chats"].keys()
+    for kind in TEMPLATES:
+        chats = record["chats"][kind]
+        assert chats["rendered"] and chats["answers_that_fit"]
+        assert bool(chats["calls_read"]) == (kind != "gemma")
     assert record["versions"].keys() >= {"python", "torch", "transformers"}
 
 

@@ -30,6 +30,7 @@ from simplellm import (
     QueueFullError,
     SamplingParams,
 )
+from simplellm.access import UnfitError
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
 from simplellm.request import Event, Request, TokenLogprobs
@@ -142,6 +143,7 @@ def test_an_event_arrives_as_it_was(error: Exception | None) -> None:
 
 def test_errors_stay_what_they_are_where_somebody_asks() -> None:
     kinds = {ConfigError: ValueError, torch.OutOfMemoryError: MemoryError}
+    kinds |= {UnfitError: UnfitError}
     for ours, theirs in kinds.items():
         found = wire.as_error(crossed(ours("so")))
         assert type(found) is theirs and str(found) == "so"

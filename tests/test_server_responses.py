@@ -660,7 +660,7 @@ def test_a_stream_that_fails(served: Served) -> None:
             assert hasty.post(PATH, {"input": "?"}).status_code == 504
 
 
-BAD: list[tuple[dict[str, Any], str | None]] = [
+BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": 5}, "input"),
     ({"input": []}, "input"),
@@ -743,13 +743,13 @@ BAD: list[tuple[dict[str, Any], str | None]] = [
     ({"input": "x", "metadata": {"a": "x" * 513}}, "metadata.a"),
     ({"input": "x", "metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ({"input": "x", "previous_response_id": "x"}, "previous_response_id"),
-    ({"input": "x" * 5000}, None),
+    ({"input": "x" * 5000}, "input"),
     ({"input": "x", "temprature": 1}, "temprature"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param"), BAD)
-def test_bad_bodies(served: Served, body: dict[str, Any], param: str | None) -> None:
+def test_bad_bodies(served: Served, body: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         answer = served.post(PATH, body | {"stream": stream})
         error = answer.json()["error"]

@@ -104,6 +104,7 @@ def test_a_grammar_reaches_the_engine(
     [
         ("/v1/completions", {"response_format": {"type": "text"}}),
         ("/v1/chat/completions", {"tools": TOOLS}),
+        ("/v1/chat/completions", {"tools": TOOLS, "parallel_tool_calls": False}),
         ("/v1/chat/completions", {"tools": STRICT, "tool_choice": "none"}),
         ("/v1/chat/completions", {"response_format": {"type": "text"}}),
         ("/v1/responses", {"tools": FLAT, "text": {"format": {"type": "text"}}}),
@@ -123,6 +124,7 @@ def test_a_response_tells_its_format(served: Served, asked: list[Any]) -> None:
     told = {"description": None, "strict": True}
     for given, shown in (
         (FORMAT, FORMAT | told),
+        (CHAT_FORMAT, FORMAT | told),
         ({"type": "json_object"}, {"type": "json_object"}),
     ):
         body = PATHS["/v1/responses"] | {"text": {"format": given}}
@@ -130,6 +132,66 @@ def test_a_response_tells_its_format(served: Served, asked: list[Any]) -> None:
             answer = served.post("/v1/responses", body).json()
         assert answer["text"]["format"] == shown
         assert answer["output"][-1]["content"][0]["text"] == '{"a": 1}'
+
+
+@pytest.mark.parametrize("function", [{"name": "add"}, "add"])
+def test_a_response_tells_its_choice(
+    served: Served, asked: list[Any], function: Any
+) -> None:
+    """As its own clients read it, also where it was spelled as in chats."""
+    for choice in ({"type": "function", "function": function}, "auto"):
+        body = PATHS["/v1/responses"] | {"tools": FLAT, "tool_choice": choice}
+        with saying(served.service.llm, SAID):
+            answer = served.post("/v1/responses", body).json()
+        named = {"type": "function", "name": "add"}
+        assert answer["tool_choice"] == ("auto" if choice == "auto" else named)
+
+
+ENDLESS_RULE = {"structured_outputs": {"grammar": "start: start"}}
+BAD_SCHEMA: dict[str, Any] = {"anyOf": []}
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    *((path, ENDLESS_RULE, "structured_outputs") for path in PATHS),
+    (
+        "/v1/responses",
+        {"text": {"format": FORMAT | {"schema": BAD_SCHEMA}}},
+        "text.format",
+    ),
+    (
+        "/v1/messages",
+        {"output_config": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}},
+        "output_config.format",
+    ),
+    ("/v1/responses", {"input": "x" * 9000}, "input"),
+    (
+        "/v1/chat/completions",
+        {"messages": [HELLO[0] | {"content": "x" * 9000}]},
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "options", "param"), BAD)
+def test_a_refusal_names_what_the_endpoint_knows(
+    served: Served, path: str, options: dict[str, Any], param: str
+) -> None:
+    answer = served.post(path, PATHS[path] | options)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    known = param if path != "/v1/messages" else None  # Anthropic's have none
+    assert error.get("param") == known
+    assert param in error["message"] or param in ("input", "messages")
+
+
+def test_what_goes_wrong_by_its_grammar_is_not_worth_a_retry(served: Served) -> None:
+    """It shows on the way only, and would on each server."""
+    path = "/v1/completions"
+    body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
+    outputs = {"regex": "(a|aa|aaa){1000}"}
+    answer = served.post(path, body | {"structured_outputs": outputs})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "grammar_error"
+    assert "too many expressions" in answer.text
+    assert "simpler structured_outputs" in answer.text
 
 
 def test_every_way_tells_the_model_the_format(served: Served, asked: list[Any]) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from models import HELLO, SMALL, TOKENIZER
 from simplellm import LLM, Message, SamplingParams, StructuredOutputs, Tool
 from simplellm.chat_options import as_format, text_constraint, turn_constraint
 from simplellm.door import Door
+from simplellm.grammar import GrammarError
 from simplellm.harmony import parse, tool_calls
 from simplellm.schemas import blamed
 from simplellm.structured import output_rules, rules_text
@@ -82,8 +84,7 @@ def turn(
     outputs: StructuredOutputs | None = None,
 ) -> Any:
     """The matcher of a turn."""
-    rules = as_format(response_format).rules
-    constraint = turn_constraint(rules, tools, choice, outputs)
+    constraint = turn_constraint(as_format(response_format), tools, choice, outputs)
     assert constraint is not None
     return matcher(constraint.text)
 
@@ -368,6 +369,52 @@ def test_what_llguidance_refuses_has_a_place(
         name = next(iter(options))
         with pytest.raises(ValueError, match=f"^{name}: .*, {re.escape(place)}"):
             door.ask_chat(HELLO, **options)
+
+
+JSON_ASKED: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": FORMAT}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [ADD]}, "tools[0].parameters"),
+    ({"tools": [FREE], "tool_choice": "required"}, "tools[0].parameters"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("options", "param"), JSON_ASKED, ids=str)
+def test_no_schema_is_to_blame_without_llguidance(
+    door: Door, options: dict[str, Any], param: str
+) -> None:
+    def missing(text: str) -> Any:
+        raise GrammarError("structured output needs llguidance; expected it")
+
+    with pytest.raises(ValueError) as caught:
+        replace(door, compiler=missing).ask_chat(HELLO, **options)
+    said = f"{param}: structured output needs llguidance; expected it"
+    assert str(caught.value) == said
+    assert getattr(caught.value, "param", None) == param
+
+
+@pytest.mark.parametrize(("options", "param"), JSON_ASKED, ids=str)
+def test_a_model_without_end_tokens_has_no_grammars(
+    door: Door, options: dict[str, Any], param: str
+) -> None:
+    """All else works: its texts end where max_tokens or a stop string says."""
+    bare = replace(door, eos_token_ids=frozenset())
+    bare.prepare()
+    assert bare.ask_chat(HELLO).stop_ids == frozenset()
+    with pytest.raises(ValueError, match="this model has no token that ends") as caught:
+        bare.ask_chat(HELLO, **options)
+    assert getattr(caught.value, "param", None) == param
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(door: Door) -> None:
+    bare = replace(door, tokenizer=None)
+    assert bare.ask([5], None, {}).tokens == [5]
+    with pytest.raises(
+        ValueError, match=r"this model has no tokenizer\.json"
+    ) as caught:
+        bare.ask([5], None, {"structured_outputs": {"regex": "a"}})
+    assert getattr(caught.value, "param", None) == "structured_outputs"
 
 
 def test_a_place_is_not_looked_for_without_an_end() -> None:
@@ -774,9 +821,9 @@ def test_any_turn_is_parsed_as_it_was_meant(
         for number, schema in enumerate(arguments)
     ]
     given = FORMAT | {"json_schema": {"name": "x", "schema": answer}}
-    rules = as_format(given if answer else None).rules
+    form = as_format(given if answer else None)
     choice = "required" if must and tools else None
-    constraint = turn_constraint(rules, tools, choice, None)
+    constraint = turn_constraint(form, tools, choice, None)
     if constraint is None:
         return
     ids = wander(matcher(constraint.text), random.Random(seed))

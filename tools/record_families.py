@@ -31,6 +31,7 @@ TESTS = (
     "test_formats_loaded.py::test_mxfp4",
     "test_dialects.py::test_chats_are_rendered_as_by_transformers",
     "test_dialects.py::test_turns_are_taken_apart",
+    "test_dialects_structured.py::test_answers_that_fit_are_served",
 )
 Found = dict[str, Any]
 
@@ -56,8 +57,10 @@ def summarize(report: Path) -> tuple[dict[str, Found], dict[str, Found]]:
     chats: dict[str, Found] = {}
     for test, found in passed(report):
         if "kind" in found:
-            kind = chats.setdefault(found["kind"], {"rendered": 0, "calls_read": 0})
+            none = {"rendered": 0, "calls_read": 0, "answers_that_fit": 0}
+            kind = chats.setdefault(found["kind"], none)
             kind["rendered"] += test.startswith("test_chats")
+            kind["answers_that_fit"] += test.startswith("test_answers")
             kind["calls_read"] += int(found.get("calls", 0))
             continue
         family = families.setdefault(

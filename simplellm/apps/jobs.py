@@ -34,8 +34,8 @@ IN_FLIGHT = 256  # requests that the engine has at a time
 RETRY_SECONDS = 0.2  # between two looks at a queue that was full
 HEAD = b'{"id": '  # how every line of the output begins
 FIELDS = [field.name for field in fields(SamplingParams)]  # of every request
-CHAT_FIELDS = "messages tools tool_choice response_format reasoning_effort".split()
-CHAT_FIELDS += FIELDS
+CHAT_FIELDS = "messages tools tool_choice parallel_tool_calls response_format".split()
+CHAT_FIELDS += ["reasoning_effort", *FIELDS]
 # What a result leaves out of an output.
 ASIDE = ("prompt_token_ids", "prompt", "index", "num_cached_tokens", "metrics")
 # What a request that an LLM does not take raises: JSON can go wrong in many ways.

@@ -7,7 +7,7 @@ from typing import Any
 
 from simplellm.config import ConfigError, ModelConfig, expect, raising, read_json
 from simplellm.dialects.encoder import needs, read_tokenizer
-from simplellm.dialects.forms import tags_grammar
+from simplellm.dialects.forms import CallForm, tags_grammar
 from simplellm.dialects.tags import TagParser
 from simplellm.folder import TURN_ENDS, find_file
 from simplellm.grammar import Grammar
@@ -23,6 +23,8 @@ from simplellm.harmony.turn import turn_grammar
 from simplellm.outputs import TurnParser
 from simplellm.tokenizer import Tokenizer, TokenizerError
 
+END_OF_TURN = "<end_of_turn>"  # Gemma's, which is not its eos_token
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -33,9 +35,10 @@ class Dialect:
     format, and ``render`` makes the token ids of a prompt. ``parser`` and ``grammar``
     get the tokenizer and the prompt's ids: they are for what the model writes then. The
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
-    parser gets the grammar that came of it, if any.
-    ``ends`` are the control tokens that end a turn, ``begin`` the ids in front of a
-    text that is no chat.
+    parser gets the grammar that came of it, if any. Where a turn can have
+    ``several_calls``, the grammar is also told whether one has to stay alone.
+    ``ends`` are the control tokens that end a turn, as far as the tokenizer has them,
+    ``begin`` the ids in front of a text that is no chat.
     """
 
     lead: Lead
@@ -45,6 +48,7 @@ class Dialect:
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
+    several_calls: bool = False
 
 
 def render_harmony(
@@ -65,7 +69,7 @@ HARMONY = Dialect(
     with_format=with_format,
     render=render_harmony,
     parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
-    grammar=lambda tokenizer, prompt, answer, calls: turn_grammar(answer, calls),
+    grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
     ends=TURN_ENDS,
 )
 
@@ -115,8 +119,9 @@ def open_family(file: Path) -> tuple[Tokenizer, Dialect]:
         render=template.render if template else no_template,
         parser=TagParser,
         grammar=tags_grammar,
-        ends=(named.get("eos_token", ""),),
+        ends=(named.get("eos_token", ""), END_OF_TURN),
         begin=begin,
+        several_calls=CallForm.of(tokenizer) is not None,
     )
     return tokenizer, dialect
 

@@ -30,34 +30,44 @@ class CallForm:
     """How models write calls, in Lark, but that control tokens go by their names.
 
     ``opening`` and ``ending`` stand around the arguments of a `call`, and ``calls`` are
-    those of a turn. In the opening, NAME is the function's name, and JSON_NAME that as
-    JSON has it. A ``bare`` call may also make up a turn without any tag.
+    those of a turn, where MORE are the ones behind the first. In the opening, NAME is
+    the function's name, and JSON_NAME that as JSON has it. A ``bare`` call may also
+    make up a turn without any tag.
     """
 
     opening: str
     ending: str
     calls: str
+    more: str = ""
     bare: bool = False
 
     def tags(self) -> list[str]:
         """The control tokens that it is written with."""
         return TAG.findall(" ".join([self.opening, self.ending, self.calls]))
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "CallForm | None":
+        """The one that a tokenizer's model knows, by its tags."""
+        special = {*tokenizer.special}
+        return next((form for form in FORMS if {*form.tags()} <= special), None)
+
 
 TAG = re.compile(r"\[[A-Z_]+\]|</?\w+>|<\|\w+\|>")
 JSON_OPENING = r'"{\"name\": " JSON_NAME ", \"%s\": "'
 # The first one whose tags a tokenizer has is its model's.
 FORMS = (
-    CallForm("[TOOL_CALLS] NAME ([CALL_ID] ID)? [ARGS]", "", "call+"),
+    CallForm("[TOOL_CALLS] NAME ([CALL_ID] ID)? [ARGS]", "", "call MORE", "call*"),
     CallForm(
         JSON_OPENING % "arguments",
         r'(", \"id\": \"" ID "\"")? "}"',
-        '[TOOL_CALLS] " "? "[" call (", " call)* "]"',
+        '[TOOL_CALLS] " "? "[" call MORE "]"',
+        '(", " call)*',
     ),
     CallForm(
         r'<tool_call> "\n" ' + JSON_OPENING % "arguments",
         r'"}\n" </tool_call>',
-        r'call ("\n" call)*',
+        "call MORE",
+        r'("\n" call)*',
     ),
     CallForm(JSON_OPENING % "parameters", '"}"', "<|python_tag|> call", bare=True),
 )
@@ -98,15 +108,18 @@ def tags_grammar(
     prompt: Sequence[int],
     answer: Rules | None,
     calls: Mapping[str, Rules],
+    alone: bool = False,
 ) -> str:
     """The grammar of a turn behind ``prompt``, as `turn_grammar` for harmony.
 
-    Thoughts are free. Raises ValueError where it is unknown how calls are written.
+    Thoughts are free; a call is ``alone`` where there may be no other. Raises
+    ValueError where it is unknown how calls are written.
     """
-    special = tokenizer.special
-    form = next((one for one in FORMS if {*one.tags()} <= {*special}), None)
-    wanted = "no strict tool and no tool_choice: this model's calls have no tags"
-    expect(form or not calls, "the tools to fit", list(calls), wanted)
+    special, form = tokenizer.special, CallForm.of(tokenizer)
+    wanted = "none where something has to fit: this model's calls have no tags"
+    expect(form or not calls, "tools", list(calls), wanted)
+    odd = next((name for name in calls if not name.isprintable()), None)
+    expect(odd is None, "a name in tools", odd, "characters that need no escape")
     texts = {f"call_{number}": rules for number, rules in enumerate(calls.values())}
     free, turns, rules = answer == FREE, [], []
     if form and calls:
@@ -114,7 +127,8 @@ def tags_grammar(
             filled(f"{form.opening} @{text} {form.ending}", special, function)
             for text, function in zip(texts, calls, strict=True)
         ]
-        rules = [f"calls: {filled(form.calls, special)}", f"call: {' | '.join(some)}"]
+        several = form.calls.replace("MORE", "" if alone else form.more)
+        rules = [f"calls: {filled(several, special)}", f"call: {' | '.join(some)}"]
         text = "UNLIKE" if form.bare else "TEXT"
         turns = [f"{text} calls?" if free else "calls"]
         turns += ["call"] if form.bare and (free or answer is None) else []

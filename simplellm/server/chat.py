@@ -58,7 +58,7 @@ class ChatBody(SampledBody):
     # None: "auto" where there are tools.
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
+    # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
     chat_template_kwargs: dict[str, Any] | None = None
@@ -104,6 +104,7 @@ class Chat(Generation):
             body.messages,
             tools=body.tools,
             tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
             response_format=body.response_format,
             reasoning_effort=body.reasoning_effort,
             chat_template_kwargs=body.chat_template_kwargs,

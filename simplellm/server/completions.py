@@ -75,7 +75,7 @@ class Completion(Generation):
         prompts = as_prompts(body.prompt)
         count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
         expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
-        answer = as_format(body.response_format).rules
+        answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
         requests = door.ask_all(prompts, None, params, constrain)
         super().__init__(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+from simplellm.access import UnfitError
 from simplellm.request import EngineError, QueueFullError
 
 # JSON can go wrong in many ways. A body that has got past the checks is still to blame
@@ -78,10 +79,12 @@ def unavailable(message: str, code: str) -> APIError:
 def param_of(error: Exception, known: Container[str]) -> str | None:
     """The parameter among ``known`` that a refusal is about, as far as it says so.
 
-    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here.
+    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here,
+    and that of a chat are its messages.
     """
     param = getattr(error, "param", "")
     names = [param, param.removesuffix("s")]
+    names += ["messages", "input"] if param == "prompt" else []
     return next((n for n in names if re.split(r"[.\[]", n)[0] in known), None)
 
 
@@ -92,6 +95,9 @@ def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | Non
             return error
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
+        case UnfitError():
+            wanted = "simpler structured_outputs, response format or tools"
+            return APIError(400, f"{error}; expected {wanted}", code="grammar_error")
         case EngineError():
             return unavailable(str(error), "engine_error")
         case TimeoutError():

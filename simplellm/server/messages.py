@@ -8,11 +8,11 @@ input is told once the call is over: half of one may turn out to be either.
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import orjson
 
-from simplellm.chat_options import Format
 from simplellm.harmony import Delta
 from simplellm.harmony.openai import function_name
 from simplellm.outputs import ChatChoice, Usage
@@ -147,7 +147,8 @@ class AnthropicMessage(Generation):
         asked = door.ask_chat(
             **body.shown(door.dialect),
             tool_choice=None if choice is None else choice.as_openai,
-            response_format=Format(body.format.rules),  # its text is shown
+            parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+            response_format=replace(body.format, text=""),  # that is shown
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),
             priority=body.priority,

@@ -101,7 +101,7 @@ class ToolChoice:
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None  # of the tool, and of no other type
-    # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
+    # A turn has one call at most; that of gpt-oss ends with its first one anyway.
     disable_parallel_tool_use: bool = False
 
     def __post_init__(self) -> None:

@@ -122,7 +122,7 @@ class ResponseBody(SampledBody):
         default=None, metadata={"schema": {"type": "array", "items": TOOL}}
     )
     tool_choice: str | dict[str, Any] = "auto"
-    # A turn of gpt-oss ends with its first call, so that there is nothing to choose.
+    # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
     parallel_tool_calls: bool = True
     # Of tools that run in the server, of which there are none.
     max_tool_calls: int | None = declared(None)
@@ -166,8 +166,18 @@ class ResponseBody(SampledBody):
         given = (self.text or Text()).format or {"type": "text"}
         if given["type"] != "json_schema":
             return {"type": given["type"]}
-        names = ("type", "name", "description", "schema")
-        return {name: given.get(name) for name in names} | {"strict": True}
+        fields = given.get("json_schema", given)  # which may stand as in chats
+        told = {name: fields.get(name) for name in ("name", "description", "schema")}
+        return {"type": "json_schema", **told, "strict": True}
+
+    @property
+    def told_choice(self) -> str | dict[str, Any]:
+        """The choice as the response tells it, also one that is spelled as in chats."""
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice
+        name = self.tool_choice.get("function", self.tool_choice)
+        name = name["name"] if isinstance(name, dict) else name
+        return {"type": "function", "name": name}
 
     @property
     def logprobs(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from simplellm.access import UnfitError
 from simplellm.door import sample_of
 from simplellm.grammar import Grammar, GrammarError
 from simplellm.request import (
@@ -34,7 +35,10 @@ SENT = "tokens max_tokens bad_sequences priority deadline submitted number".spli
 UNSENT = ("stop", "structured_outputs")
 # Errors that stay what they are, by their names and their bases' names; PyTorch's own
 # becomes Python's, since the server lacks it.
-KEPT = (EngineError, QueueFullError, GrammarError, TypeError, ValueError, MemoryError)
+KEPT = (
+    *(UnfitError, EngineError, QueueFullError, GrammarError),
+    *(TypeError, ValueError, MemoryError),
+)
 ERROR_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in KEPT}
 ERROR_KINDS["OutOfMemoryError"] = MemoryError
 
