@@ -57,7 +57,7 @@ def test_the_document_is_true(
             *("--header", f"Authorization: Bearer {KEY}"),
             *("--checks", "all", "--exclude-checks", UNSAID),
             *("--phases", phases, "--max-examples", str(examples)),
-            *("--request-timeout", str(PATIENCE)),
+            *("--request-timeout", str(PATIENCE), "--max-response-time", str(PATIENCE)),
             *("--continue-on-failure", "--seed", "1", "--no-color"),
         ],
         cwd=tmp_path,
