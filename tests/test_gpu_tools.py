@@ -211,6 +211,7 @@ def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
     assert not any(y.isnan().any() for y in called)
 
 
+@pytest.mark.exhaustive
 def test_other_families_are_measured_by_name(tmp_path, monkeypatch):
     sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48}
     sizes |= {"num_hidden_layers": 1, "head_dim": 16}

@@ -455,6 +455,7 @@ def test_an_idle_engine_that_hangs(folder: Path) -> None:
         assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
 
 
+@pytest.mark.exhaustive
 def test_a_slow_engine_does_not_hang(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

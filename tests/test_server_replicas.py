@@ -314,8 +314,15 @@ def text_of(served: Served, asked: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("sent", "words"),
-    [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "made no progress in 8 seconds")],
-    ids=["killed", "stopped"],
+    [
+        pytest.param(signal.SIGKILL, "ended", id="killed"),
+        pytest.param(
+            signal.SIGSTOP,
+            "made no progress in 8 seconds",
+            id="stopped",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
 )
 def test_a_replica_that_is_lost(
     near: LLM, both: LLM, served: Served, sent: int, words: str
@@ -354,6 +361,7 @@ def test_a_replica_that_is_lost(
     assert place.load == place.found(replicas.digests_of(first)) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_prompt_that_hangs_its_engine(both: LLM, served: Served) -> None:
     """The engine is killed as if it had been stopped; the other one goes on."""
     streamed = text_of(served, body([14, 15], max_tokens=60))
