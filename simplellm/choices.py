@@ -90,16 +90,17 @@ class Choices:
         left = without(bits, completed) if completed else bits
         return left if left.any() else bits
 
-    def advance(self, request: Request, most: int) -> list[int]:
+    def advance(self, request: Request, several: bool) -> list[int]:
         """Walk on with the request's new tokens; those that have to come next.
 
-        They are ``most``, the others wait: so the text is always cut in the same way.
+        Without ``several`` there is one at most, and the others wait, so that the text
+        is cut into the same tokens.
         """
         assert self.walk is not None
         self.walk.advance(request.tokens[request.num_prompt + self.walk.length :])
         if self.forces and not self.coming:
             self.coming = self.walk.forced()
-        count = min(most, request.max_tokens - request.num_output)
+        count = request.max_tokens - request.num_output if several else 1
         found, self.coming = self.coming[:count], self.coming[count:]
         return found
 

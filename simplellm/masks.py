@@ -17,7 +17,6 @@ from simplellm.filters import Mask
 from simplellm.grammar import Filler
 from simplellm.request import Request
 from simplellm.transfer import pinned, upload
-from simplellm.vocabulary import MOST_FORCED
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the
 # step then takes longer by more than is saved: of 256 constrained requests an H200 made
@@ -67,7 +66,7 @@ class Masks:
         """
         rows: dict[int, Tensor] = {}
         walking: dict[int, Request] = {}
-        most = MOST_FORCED if len(requests) <= FORCING else 1
+        several = len(requests) <= FORCING
         for place, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
                 continue
@@ -76,7 +75,7 @@ class Masks:
             if choices.walk is None:
                 rows[place] = on_device(choices, request, self.device)
                 continue
-            request.forced = choices.advance(request, most)
+            request.forced = choices.advance(request, several)
             if not request.forced:
                 walking[place] = request
         if not (rows or walking):

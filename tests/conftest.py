@@ -44,6 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """It says much about random models."""
+    from transformers import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
 @pytest.fixture
 def processes() -> Iterator[Callable[..., Any]]:
     from serving import Process

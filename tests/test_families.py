@@ -5,7 +5,7 @@ another: a mistake with any of them is seen.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from simplellm.load import load_model
 from simplellm.names import tensor_names
 from simplellm.ops import PLAIN
 from simplellm.ops_numpy import NUMPY
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 TOLERANCE = 1e-4  # worst relative error of a position's logits in float32
 MAIN = {  # one of each family
@@ -490,12 +492,3 @@ def test_pickles_are_never_loaded(theirs, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"only pickle files, which run code"):
         LLM(tmp_path, device="cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """transformers says much about random models."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)

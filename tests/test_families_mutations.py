@@ -5,18 +5,19 @@ checkpoints are those of families.py, config.json in the words of the hub's file
 Some mistakes change nothing that can be measured: they are listed as such.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from families import CASES, write
 from test_mutations import TILED, Mutation
 
 from simplellm import build, checkpoint, model, ops, rope
 from simplellm.families import family, qwen2, variants
 from simplellm.load import load_model
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 # Below the 1e-4 of test_families.py: in a gated network, a GELU's tanh moves 9e-5.
 TOLERANCE = 4e-5
@@ -292,12 +293,3 @@ def test_equal_in_other_words(name, mutation, worst_error, monkeypatch) -> None:
     error = worst_error(name)
     print(f"{error:.1e}")
     assert error < TOLERANCE
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """transformers says much about random models."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)

@@ -5,14 +5,13 @@ numbers, and whose linear layers round their inputs where the format says so. Ro
 is written down here once more, in float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from families import GEMMA_ROPE, case, change, put, rewrite, rope, sparse, write
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +30,8 @@ from simplellm.scaled import Scaled
 from simplellm.sizes import weight_bytes
 from simplellm.stored import encoded, tensors
 from simplellm.weights import MXFP4
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 # The same numbers, added up in another order. Where inputs are rounded, the last bit of
 # a sum decides now and then to which of two neighbors, which may be 1/8 apart, and all
@@ -576,12 +577,3 @@ def test_a_family_of_no_linear_layers(tmp_path: Path) -> None:
     change(tmp_path, lambda data: data | {"quantization_config": config})
     with pytest.raises(ConfigError, match=r"the format of \S+ is 'FP8 in blocks'"):
         Checkpoint(tmp_path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    """transformers says much about random models."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
