@@ -4,6 +4,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -81,6 +83,19 @@ def compile_case(case: Case, target: GPUTarget = HOPPER):
         options["launch_pdl"] = case.constants["PDL"]
     source = ASTSource(case.kernel, signature, case.constants, aligned)
     return triton.compile(source, target=target, options=options)
+
+
+def stack_bytes(compiled) -> int:
+    """What a thread has in memory of its own, as for registers that were too few."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    (found,) = re.findall(r"STACK:(\d+)", told.stdout)
+    return int(found)
 
 
 def lines_before_the_wait(ttir: str) -> list[str]:

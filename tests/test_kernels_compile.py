@@ -4,6 +4,7 @@ Those of projections and experts are in test_kernels_compile_experts.py.
 """
 
 import pytest
+import torch
 from kernels_compiler import (
     Case,
     assert_compiles_and_fits,
@@ -21,6 +22,8 @@ from simplellm.kernels import (
     decode,
     draw,
     filters,
+    gated,
+    linear,
     norm,
     penalties,
     prefill,
@@ -43,6 +46,7 @@ EARLY = {
     "slots_ptr",
     "add_norm_kernel": "weight_ptr",
     "other_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
+    "gated_gemv_kernel": "weight_ptr",
 }
 GPT_OSS = (8, 8, 64)  # kv heads, heads a group, head_dim
 OTHER_HEADS = (8, 4, 128), (4, 2, 256)  # as Qwen3 and Gemma have them
@@ -118,18 +122,27 @@ def filter_cases(weights, first):
 
 
 def other_norm_case(size, parts, sandwich):
-    start = variants.other_norm_launcher(size, parts)
+    start = variants.other_norm_launcher(size, parts, None)
     if parts == 0:  # GPT-2's first
-        types, without = "*bf16 *fp32 *fp32 *bf16 fp32", "update_ptr update_weight_ptr"
+        types, without = "*bf16 *fp32 *fp32 *bf16", "update_ptr update_weight_ptr"
     else:
-        types, without = "*bf16 *fp32 *fp32 *fp32 *bf16 fp32", "bias_ptr"
+        types, without = "*bf16 *fp32 *fp32 *fp32 *bf16", "bias_ptr"
         without = without if sandwich else "update_weight_ptr"
-    return case_of(start, types, without)
+    return case_of(start, f"{types} i32 fp32", f"{without} scales_ptr")
 
 
 def activation_case(size, parts, activation):
-    start, _ = variants.activation_launcher(size, parts, activation)
-    return case_of(start, f"{'*bf16' if parts == 1 else '*fp32'} *bf16")
+    how = size, parts, activation, torch.bfloat16, None
+    start, _ = variants.activation_launcher(*how)
+    first = "*bf16" if parts == 1 else "*fp32"
+    return case_of(start, f"{first} *bf16 i32", "scales_ptr")
+
+
+def gated_case(tokens, shape, activation="swiglu"):
+    config = linear.choose(tokens, *shape)
+    start, _ = gated.gated_launcher(config, tokens, shape, activation)
+    types = "*bf16 *bf16 *bf16 i32" + " i32" * isinstance(config, linear.Dot)
+    return case_of(start, types, aligned=("stride_x",))
 
 
 PENALIZE = launcher(
@@ -165,6 +178,8 @@ CASES = [
     activation_case(12288, 1, "swiglu"),
     activation_case(10240, 2, "geglu"),
     activation_case(3072, 5, "gelu"),
+    *(gated_case(tokens, (24576, 4096)) for tokens in (1, 8, 64)),
+    gated_case(1, (20480, 2560), "geglu"),
 ]
 MORE = [
     *(case for heads in MORE_HEADS for case in attention_cases(heads)),

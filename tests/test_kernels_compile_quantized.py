@@ -14,9 +14,10 @@ from kernels_compiler import (
     kernel_name,
     kernels_of,
     parameters,
+    stack_bytes,
 )
 
-from simplellm.kernels import quantized, rounding
+from simplellm.kernels import quantized, rounding, variants
 from simplellm.scaled import E4M3, LARGEST
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
@@ -30,35 +31,58 @@ NAMES = {E4M3: "*fp8e4nv", torch.int8: "*i8"}
 # Out and in, of Qwen3-8B: its queries, keys and values, and the end of its MLP.
 QKV, DOWN = (6144, 4096), (4096, 12288)
 TOKENS = 1, 2, 4, 64, 2048
-EARLY = {"scaled_gemv_kernel": "weight_ptr scales_ptr bias_ptr"}
+EARLY = {
+    "scaled_gemv_kernel": "weight_ptr scales_ptr bias_ptr",
+    "other_norm_kernel": "weight_ptr",
+}
 
 
-def product_case(kind, shape, tokens, invariant=False):
-    tile, dtype, inputs = FORMATS[kind]
-    tile = tile[0], tile[1] or shape[1]
+def product_case(kind, shape, tokens, invariant=False, rounded=False, wide="*bf16"):
+    """With an input of type ``wide`` if it is not rounded ahead."""
+    (rows, columns), dtype, inputs = FORMATS[kind]
     out, size = shape
-    config = quantized.choose_scaled(tokens, out, size, tile, True)
+    tile = rows, columns or size
+    config = quantized.choose_scaled(tokens, out, size, tile, True, rounded)
     if invariant:
         config = quantized.choose_scaled_invariant(out, size, tile, True)
-    most = int(LARGEST[dtype]) if inputs else 0
+    few = isinstance(config, quantized.Gemv)
+    most = int(LARGEST[dtype]) if inputs and not (rounded and few) else 0
     start, _ = quantized.scaled_launcher(config, tokens, shape, tile, most)
     weight = f"{NAMES[dtype]} *fp32"
     y = "*bf16" if config.parts == 1 else "*fp32"
-    x, without, last = f"{NAMES[dtype]} *fp32", "bias_ptr", "i32 i32"
-    if isinstance(config, quantized.Gemv):
-        x, last = "*bf16", "i32"
-    elif not inputs:
-        x, without = "*bf16", "x_scales_ptr bias_ptr"
-    types = f"{x} {weight} {y} {last}"
+    x, without = f"{NAMES[dtype]} *fp32", "bias_ptr"
+    if not inputs or (few and not rounded):
+        x, without = wide, "x_scales_ptr bias_ptr"
+    types = f"{x} {weight} {y} i32 i32{'' if few else ' i32'}"
     return case_of(start, types, without, aligned=("stride_x",))
 
 
 def round_case(kind, shape):
     tile, dtype, _ = FORMATS[kind]
-    most = int(LARGEST[dtype])
-    start = rounding.round_launcher(shape[1], tile[1] or shape[1], most)
+    how = rounding.Rounding(tile[1] or shape[1], dtype)
+    start = rounding.round_launcher(shape[1], how)
     types = f"*bf16 {NAMES[dtype]} *fp32 i32 i32"
     return case_of(start, types, aligned=("stride_x",))
+
+
+def norm_case(kind, size, parts):
+    """Of an RMSNorm that rounds."""
+    (_, columns), dtype, _ = FORMATS[kind]
+    how = rounding.Rounding(columns or size, dtype)
+    start = variants.other_norm_launcher(size, parts, how)
+    update, without = ("*fp32", "") if parts else ("", "update_ptr ")
+    types = f"*bf16 {update} *fp32 {NAMES[dtype]} *fp32 i32 fp32"
+    return case_of(start, types, f"{without}update_weight_ptr bias_ptr")
+
+
+def activation_case(kind, size, parts):
+    """Of one that rounds."""
+    (_, columns), dtype, _ = FORMATS[kind]
+    how = rounding.Rounding(columns or size, dtype)
+    given = size, parts, "swiglu", torch.bfloat16, how
+    start, _ = variants.activation_launcher(*given)
+    first = "*bf16" if parts == 1 else "*fp32"
+    return case_of(start, f"{first} {NAMES[dtype]} *fp32 i32")
 
 
 CASES = [
@@ -66,6 +90,10 @@ CASES = [
     *(product_case(kind, QKV, 2) for kind in ("FP8 in blocks", "INT8")),
     product_case("FP8 in blocks", QKV, 2048),
     *(round_case(kind, DOWN) for kind in ("FP8 in blocks", "INT8")),
+    *(product_case(kind, QKV, 1, False, True) for kind in ("FP8 in blocks", "INT8")),
+    product_case("FP8 in blocks", DOWN, 1, False, True),
+    *(norm_case(kind, QKV[1], 3) for kind in ("FP8 in blocks", "INT8")),
+    activation_case("FP8 in blocks", DOWN[1], 1),
 ]
 MORE = [
     product_case(kind, shape, tokens, invariant)
@@ -75,6 +103,19 @@ MORE = [
     for invariant in (False, True)
 ]
 MORE += [round_case(kind, QKV) for kind in FORMATS]
+ROUNDED = "FP8 in blocks", "FP8", "INT8"
+MORE += [
+    product_case(kind, shape, tokens, False, True)
+    for kind in ROUNDED
+    for shape in (QKV, DOWN, (4096, 16384))
+    for tokens in (1, 2)
+]
+MORE += [norm_case(kind, QKV[1], parts) for kind in ROUNDED for parts in (0, 1)]
+MORE += [activation_case("FP8 in blocks", DOWN[1], 3)]
+MORE += [  # wide inputs take the most shared memory
+    product_case("INT8, weights alone", QKV, tokens, wide="*fp32")
+    for tokens in (16, 64, 128, 2048)
+]
 MORE = [case for case in MORE if case not in CASES]
 
 
@@ -103,13 +144,26 @@ def test_no_program_is_over_before_it_waits(case):
     assert_every_program_waits(case)
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("kind", ["FP8 in blocks", "FP8"])
-def test_threads_keep_what_they_load_of_the_weight(kind, tokens):
+def test_threads_keep_what_they_load_of_the_weight(kind, rounded):
     """In registers, and where x is, without a way through shared memory."""
-    compiled = compile_case(product_case(kind, QKV, tokens))
+    compiled = compile_case(product_case(kind, QKV, 1, False, rounded))
     assert compiled.metadata.shared < 1024
     assert ".local" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("shape", [QKV, DOWN, (4096, 16384)])
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_16_bytes_of_the_weight_come_at_once_for_what_is_rounded(kind, shape):
+    """And with x beside them they fit into registers."""
+    compiled = compile_case(product_case(kind, shape, 1, False, True))
+    early, _ = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
+    config = quantized.choose_scaled(1, *shape, shape[::-1], True, True)
+    loads = re.findall(r"ld\.global\S*\.v4\.b32", early)
+    held = sum(quantized.split_columns(shape[1])) * config.rows
+    assert len(loads) >= held / (16 * 32 * config.warps)
+    assert stack_bytes(compiled) == 0
 
 
 DOTS = [case for case in CASES if kernel_name(case) == "scaled_dot_kernel"]
@@ -122,6 +176,15 @@ def test_tensor_cores_multiply_8_bits_where_both_have_them(case):
     alone = case.types.startswith("*bf16")
     expected = "f32.bf16.bf16" if alone else "f32.e4m3.e4m3" if is_fp8(case) else None
     assert kinds == {expected or "s32.s8.s8"}
+
+
+@pytest.mark.parametrize("case", DOTS, ids=lambda case: case.types)
+def test_the_kernel_behind_starts_when_the_sums_are_there(case):
+    """Its programs would take the places of those that this one still has to start."""
+    ptx = compile_case(case).asm["ptx"]
+    before, after = ptx.split("griddepcontrol.launch_dependents")
+    assert "griddepcontrol.wait" in before and "wgmma.mma_async" in before
+    assert "wgmma.mma_async" not in after and "st.global" in after
 
 
 @pytest.mark.parametrize("tokens", [64, 2048])

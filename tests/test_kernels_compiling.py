@@ -22,14 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from simplellm.kernels import launch
+from simplellm.kernels import fragments, launch
 from simplellm.kernels.compiling import (
     THREADS,
     compile_in_threads,
     compile_kernels,
     hash_kernels,
 )
+from simplellm.kernels.rounding import Rounded, RoundedNorm, Rounding
+from simplellm.layers import Dense
 from simplellm.ops import PLAIN, Ops
+from simplellm.scaled import E4M3, Scaled
 
 
 @triton.jit
@@ -264,6 +267,35 @@ def test_what_does_not_compile_gives_way_to_the_plain_operation(
     said = [message.split()[0] for message in caplog.messages]
     assert sorted(said) == ["add_norm", "experts"]  # once each
     assert all("PassManager::run failed" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("name", ["add_norm", "project", "dense"])
+def test_where_one_operation_is_plain_nothing_is_rounded_ahead(name: str) -> None:
+    """Neither in the trial, nor in the model that is loaded afterwards."""
+    ops = broken_ops(RuntimeError("PassManager::run failed"), name)
+    weight = Scaled.of(torch.ones(8, 3), (1, 0), torch.int8, True)
+    norm = RoundedNorm(torch.ones(3), Rounding(3, torch.int8))
+    x = torch.ones(2, 3)
+    values, scales = weight.round_inputs(x)
+    ahead = Rounded(values, scales.T, 2, 3, x.dtype)
+    mlp = Dense(weight, None, Scaled.of(torch.ones(3, 4), (1, 0), E4M3, True), None)
+    arguments: dict[str, Any] = {
+        "add_norm": (x, None, norm, 1e-5),
+        "project": (ahead, weight, None),
+        "dense": (ahead, mlp),
+    }
+    expected: dict[str, Any] = {
+        "add_norm": (x, None, norm.weight, 1e-5),
+        "project": (x, weight, None),
+        "dense": (x, mlp),
+    }
+    found: list[Any] = []
+    steps = [lambda ops: found.append(getattr(ops, name)(*arguments[name]))]
+    table = compile_kernels(ops, steps, CPU)
+    plain = getattr(PLAIN, name)(*expected[name])
+    torch.testing.assert_close(found, [plain])
+    assert getattr(table, name) is getattr(PLAIN, name)
+    assert table.prepare is fragments.prepare
 
 
 def test_what_compiles_stays(caplog: pytest.LogCaptureFixture) -> None:

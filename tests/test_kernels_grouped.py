@@ -12,12 +12,15 @@ from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.families import FAMILIES
 from simplellm.formats import SCHEMES
+from simplellm.kernels import grouped
 from simplellm.kernels.fragments import prepare
 from simplellm.kernels.fused import fused
 from simplellm.kernels.grouped import (
     GROUPINGS,
     INVARIANT_GROUPING,
     Grouping,
+    Pairs,
+    are_few,
     choose_grouping,
     experts,
     multiply_groups,
@@ -172,6 +175,60 @@ def assert_halves(mlp: Experts, x, ids, scores, live, grouping: Grouping) -> Non
     assert torch.equal(out.isnan().all(-1), ~real[:, None].expand(ids.shape))
 
 
+UNSORTED = [
+    pytest.param(kind, tokens, marks=() if few else exhaustive)
+    for kind in FORMATS
+    for tokens in range(1, 6)
+    for few in [tokens == 3 if kind in ("INT8", "FP8 in blocks") else tokens == 1]
+]
+
+
+@pytest.mark.parametrize(("kind", "tokens"), UNSORTED)
+def test_pairs_that_are_not_sorted_get_the_same_bits(kernel_device, kind, tokens):
+    """In other places between the halves. Padding is neither read nor written."""
+    mlp = make_experts(kernel_device, kind)
+    weight = FORMATS[kind] is not None
+    grouping = choose_grouping(1, len(mlp.router), mlp.top_k, weight)
+    live = number(max(1, tokens - 1), kernel_device)
+    x = tokens_for(mlp, tokens)
+    x[live:] = torch.nan
+    ids = torch.tensor([[0, 3], [3, 0], [0, 1], [2, 0], [1, 3]], dtype=torch.int32)
+    ids = ids[:tokens].to(kernel_device)
+    ids[live:] = 2**30  # no expert
+    scores = torch.linspace(0.1, 1, 2 * tokens, device=kernel_device).view(ids.shape)
+
+    def halves(order: Dispatch | Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = x.new_full((ids.numel(), INTERMEDIATE), torch.nan)
+        multiply_groups(hidden, x, mlp.gate_up, None, order, mlp.top_k, grouping)
+        out = x.new_full((*ids.shape, HIDDEN), torch.nan)
+        multiply_groups(out, hidden, mlp.down, scores, order, mlp.top_k, grouping)
+        return hidden, out
+
+    order = dispatch(ids, len(mlp.router), grouping.tokens, live)
+    (hidden, out), (sorted_hidden, sorted_out) = halves(Pairs(ids, live)), halves(order)
+    places = order.pairs[: live.item() * mlp.top_k].long()
+    assert torch.equal(hidden[places], sorted_hidden[: len(places)])
+    assert torch.equal(out[:live], sorted_out[:live])
+    assert not out[:live].isnan().any()
+    assert hidden[len(places) :].isnan().all() and out[live:].isnan().all()
+
+
+def test_pairs_are_sorted_where_they_share_experts():
+    assert [n for n in range(1, 20) if are_few(n, 128, 8)] == [1, 2, 3, 4]
+    assert [n for n in range(1, 20) if are_few(n, 512, 10)] == [1, 2, 3]
+    assert [n for n in range(1, 20) if are_few(n, 8, 2)] == [1]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_few_experts_are_the_plain_ones(kernel_device, monkeypatch, tokens):
+    """Without a sort."""
+    monkeypatch.setattr(grouped, "dispatch", None)
+    mlp = make_experts(kernel_device, "FP8 in blocks", count=16, **TINY)
+    x, live = tokens_for(mlp, tokens), number(tokens, kernel_device)
+    found = experts(x, mlp, live).sum(1)
+    torch.testing.assert_close(found, ops.experts(x, mlp, live), **ROUNDED)
+
+
 HALVES = [
     pytest.param(kind, dtype, way, marks=() if few else exhaustive)
     for number_of_kind, kind in enumerate(FORMATS)
@@ -265,9 +322,9 @@ def test_blocks_are_of_sizes_that_can_be_sorted_and_multiplied():
 
 
 def test_larger_batches_have_larger_blocks():
-    sizes = 1, 64, 129, 512, 769, 16384
+    sizes = 1, 5, 64, 129, 512, 769, 16384
     found = [choose_grouping(tokens, 128, 8).tokens for tokens in sizes]
-    assert found == [16, 16, 64, 64, 128, 128]
+    assert found == [16, 16, 16, 64, 64, 128, 128]
 
 
 @KINDS
@@ -285,21 +342,22 @@ def test_a_layer_stays_as_it_is(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("count", "tokens"), [(5, 40), (32, 4)])
 @KINDS
-def test_experts_can_be_captured(kind):
-    """The host is not asked: a replay takes other tokens, and fewer."""
-    sizes = {"hidden": 256, "intermediate": 128}
+def test_experts_can_be_captured(kind, count, tokens):
+    """The host is not asked: a replay takes other tokens, and fewer. Sorted or not."""
+    sizes = {"count": count, "hidden": 256, "intermediate": 128}
     mlp = make_experts("cuda", kind, dtype=torch.bfloat16, **sizes)
-    x, live = tokens_for(mlp, 40), number(40, "cuda")
+    x, live = tokens_for(mlp, tokens), number(tokens, "cuda")
     experts(x, mlp, live)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = experts(x, mlp, live)
-    for count in (40, 23):
-        x.copy_(tokens_for(mlp, 40, seed=count))
-        live.fill_(count)
+    for some in (tokens, tokens // 2 + 1):
+        x.copy_(tokens_for(mlp, tokens, seed=some))
+        live.fill_(some)
         graph.replay()
-        assert torch.equal(out[:count], experts(x, mlp, live)[:count])
+        assert torch.equal(out[:some], experts(x, mlp, live)[:some])
 
 
 SIZES = {

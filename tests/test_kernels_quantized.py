@@ -50,6 +50,23 @@ CLOSE = {
     torch.float32: dict(rtol=1e-4, atol=1e-4),
     torch.float16: dict(rtol=2e-3, atol=2e-2),
 }
+# Of the results' root mean square: Hopper's tensor cores keep about 14 bits of a sum of
+# products of e4m3.
+SHORT_SUMS = 1e-3
+
+
+def assert_close(got, expected, weight):
+    """Whether sums of products with ``weight`` are those that are expected."""
+    close = CLOSE[got.dtype]
+    fp8 = weight.inputs and weight.values.dtype == E4M3
+    if got.is_cuda and fp8 and got.dtype == torch.float32:
+        close = dict(rtol=0, atol=SHORT_SUMS * expected.pow(2).mean().sqrt().item())
+    integers = weight.inputs and weight.values.dtype == torch.int8
+    if got.is_cuda and integers and got.dtype == torch.float16:
+        # Of many ties one may go the other way, where a GPU rounds a product and a sum
+        # at once: by a 127th of 4, the largest x, times as large a weight.
+        close = dict(rtol=2e-3, atol=4 / 127 * 4)
+    torch.testing.assert_close(got, expected, **close)
 
 
 def inputs(device, kind, tokens, shape, dtype=torch.float32):
@@ -82,7 +99,7 @@ def test_each_way_is_the_plain_product(kernel_device, kind, config, shape, token
         x, weight, bias = inputs(kernel_device, kind, tokens, shape, dtype)
         given = bias if has_bias else None
         got = multiply(x, weight, given, config)
-        torch.testing.assert_close(got, ops.linear(x, weight, given), **CLOSE[dtype])
+        assert_close(got, ops.linear(x, weight, given), weight)
 
 
 @KINDS
@@ -103,10 +120,10 @@ def test_project_takes_any_number_of_tokens(kernel_device, kind, tokens):
     for invariant in (False, True):
         got = added(project(x, weight, bias, batch_invariant=invariant), x.dtype)
         expected = ops.linear(x, weight, bias)
-        torch.testing.assert_close(got, expected, **CLOSE[x.dtype])
+        assert_close(got, expected, weight)
         logits = torch.full_like(expected, torch.nan)
         best = head(x, weight, logits, batch_invariant=invariant)
-        torch.testing.assert_close(logits, ops.linear(x, weight), **CLOSE[x.dtype])
+        assert_close(logits, ops.linear(x, weight), weight)
         assert torch.equal(best.long(), logits.argmax(-1))
 
 
@@ -217,9 +234,10 @@ def test_what_cublas_has_not_is_for_triton(kernel_device, monkeypatch):
 def test_what_is_chosen():
     square, row = (128, 128), (1, 4096)
     for tile in (square, row):
-        assert isinstance(choose_scaled(2, 6144, 4096, tile, True), Gemv)
-        assert isinstance(choose_scaled(3, 6144, 4096, tile, True), Dot)
-        assert choose_scaled(64, 4096, 4096, tile, True).parts == 4
+        assert isinstance(choose_scaled(1, 6144, 4096, tile, True), Gemv)
+        assert isinstance(choose_scaled(2, 6144, 4096, tile, True), Dot)
+        assert choose_scaled(16, 4096, 4096, tile, True).parts == 4
+        assert choose_scaled(64, 4096, 4096, tile, True).parts == 6
         assert choose_scaled(64, 4096, 4096, tile, False).parts == 1
         assert choose_scaled(64, 24576, 4096, tile, True).parts == 1
         assert choose_scaled(2048, 4096, 4096, tile, True).parts == 1

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from simplellm.kernels.variants import plainly, prepare_weights
 from simplellm.layers import Experts
 from simplellm.ops import PLAIN, Ops
 
@@ -189,7 +190,7 @@ def compile_kernels(
                 raise_others(error)
                 broken.setdefault(name, error)
         plain = no_experts if name == "experts" else getattr(PLAIN, name)
-        return plain(*args)
+        return plain(*map(plainly, args))
 
     trial = ops
     if not batch_invariant:
@@ -212,6 +213,8 @@ def compile_kernels(
             type(error).__name__,
             str(error).strip().partition("\n")[0],
         )
-    # Plain experts read the checkpoint's layout.
+    # Plain experts read the checkpoint's layout; others' inputs are not rounded ahead.
     plain = {*broken, "prepare"} if "experts" in broken else {*broken}
+    if plain & {"add_norm", "project", "dense"}:
+        ops = replace(ops, prepare=prepare_weights)
     return replace(ops, **{name: getattr(PLAIN, name) for name in plain})

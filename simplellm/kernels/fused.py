@@ -9,13 +9,12 @@ from simplellm.kernels.attention import attend
 from simplellm.kernels.decode import Scratch
 from simplellm.kernels.draw import draw
 from simplellm.kernels.experts import experts as packed_experts
-from simplellm.kernels.fragments import prepare
 from simplellm.kernels.grouped import experts
 from simplellm.kernels.norm import embed
 from simplellm.kernels.penalties import penalize
 from simplellm.kernels.quantized import head, project
 from simplellm.kernels.rope import rope_and_cache
-from simplellm.kernels.variants import add_norm, dense
+from simplellm.kernels.variants import add_norm, dense, prepare
 from simplellm.ops import Ops
 
 
@@ -32,13 +31,8 @@ def fused(
     token goes through the same kernels in the same way whatever else is in a step, so
     that its hidden state and its logits have the same bits.
     """
-    scratch = Scratch.create(
-        max_num_seqs,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        device,
-    )
+    heads = config.num_attention_heads, config.num_key_value_heads
+    scratch = Scratch.create(max_num_seqs, *heads, config.head_dim, device)
     # gpt-oss has no table of names, and its experts are MXFP4.
     feed = experts if config.names else packed_experts
     return Ops(

@@ -6,6 +6,9 @@ the left operand and tokens as the right one, for one token or thousands. As in
 the product, and what each step of 128 columns of e4m3 adds is taken out of the tensor
 cores.
 
+With few pairs, hardly any two of which share an expert, sorting them would take longer
+than it saves: each is a block of its own.
+
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
 columns of a weight, I intermediate size, C scales of a token.
 """
@@ -18,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels.launch import Launcher, follow, launcher
+from simplellm.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.kernels.launch import Launcher, launcher
 from simplellm.kernels.quantized import load_scales
 from simplellm.kernels.rounding import round_rows
 from simplellm.kernels.routing import Dispatch, dispatch, route_tokens
@@ -27,20 +31,41 @@ from simplellm.scaled import Scaled
 from simplellm.weights import Weight
 
 
-@triton.jit
-def grouped_rows(N: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
-    """This program's rows of a weight [N, K], and which of them there are.
+class Pairs(NamedTuple):
+    """In place of a `Dispatch`: pairs as they are, each a block of its own."""
 
-    If PAIRED, the first half of all rows are gates, the other their ups. A program has
-    8 gates, then their 8 ups, and so on, so that a thread gets both of a unit.
+    ids: Tensor  # int32 [T, k]
+    live: Tensor  # int32 [1], tokens that are no padding
+
+
+@triton.jit
+def grouped_block(
+    ids_ptr,
+    live_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """This program's expert, how many pairs it has; their positions, pairs, and mask.
+
+    Of `Pairs`, where ids is not None, or of a `Dispatch`.
     """
-    row = tl.arange(0, BLOCK_N)
-    if PAIRED:
-        units = tl.program_id(0) * (BLOCK_N // 2) + row // 16 * 8 + row % 8
-        return units + row // 8 % 2 * (N // 2), units < N // 2
+    block = tl.program_id(1)
+    if ids_ptr is not None:
+        count = (block // TOP_K < tl.load(live_ptr)).to(tl.int32)
+        expert = tl.load(ids_ptr + block)
+        positions = block + tl.arange(0, BLOCK_T)
+        return expert, count, positions, positions, positions < block + count
     else:
-        rows = tl.program_id(0) * BLOCK_N + row
-        return rows, rows < N
+        expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
+        first = tl.load(blocks_ptr + 2 * block + 1)
+        end = tl.load(offsets_ptr + expert + 1)
+        positions = first + tl.arange(0, BLOCK_T)
+        valid = positions < end
+        pairs = tl.load(pairs_ptr + positions, valid, 0)
+        return expert, end - first, positions, pairs, valid
 
 
 @triton.jit
@@ -106,13 +131,15 @@ def grouped_sums(
     return out
 
 
-@triton.jit(do_not_specialize=["x_count"])
+@triton.jit(do_not_specialize=["x_count"], do_not_specialize_on_alignment=["live_ptr"])
 def grouped_kernel(
     x_ptr,
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
     scores_ptr,
+    ids_ptr,
+    live_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
@@ -140,34 +167,43 @@ def grouped_kernel(
 
     out[pair] = weight[expert] @ x[position] * scores[pair]
 
-    x has x_count rows.
+    x has x_count rows. The other half may start once the first one has what is known
+    of blocks: it reads that, and scores, without waiting.
     """
-    follow(PDL)
-    block = tl.program_id(1)
-    expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
-    first = tl.load(blocks_ptr + 2 * block + 1)
-    end = tl.load(offsets_ptr + expert + 1)
-    if first < end:
-        positions = first + tl.arange(0, BLOCK_T)
-        valid = positions < end
-        pairs = tl.load(pairs_ptr + positions, valid, 0)
-        rows, inside = grouped_rows(N, BLOCK_N, PAIRED)
+    FEW: tl.constexpr = ids_ptr is not None
+    if PDL and PAIRED:
+        tl.extra.cuda.gdc_wait()
+        if FEW:  # all programs fit beside those of the other half
+            tl.extra.cuda.gdc_launch_dependents()
+    expert, count, positions, pairs, valid = grouped_block(
+        ids_ptr, live_ptr, pairs_ptr, offsets_ptr, blocks_ptr, TOP_K, BLOCK_T
+    )
+    if PAIRED:
+        units, rows = paired_rows(N, BLOCK_N)
+    else:
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    if not PAIRED:
+        factors = tl.load(scores_ptr + pairs, valid, 0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    if count > 0:
         out = grouped_sums(
             *(x_ptr, x_scales_ptr, pairs // TOP_K if PAIRED else positions, valid),
             *(x_count, weight_ptr, scales_ptr, rows, inside, expert),
             *(N, K, DEPTH, TILE_ROWS, COLUMNS),
         )
+        if PDL and not (PAIRED and FEW):
+            # Earlier, kernels behind would take processors that programs of this one
+            # have not been given yet.
+            tl.extra.cuda.gdc_launch_dependents()
         if PAIRED:
-            HALF: tl.constexpr = BLOCK_N // 2
-            both = tl.reshape(out, (BLOCK_N // 16, 2, 8, BLOCK_T))
-            gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
-            gate = tl.reshape(gate, (HALF, BLOCK_T))
-            out = gate / (1 + tl.exp(-gate)) * tl.reshape(up, (HALF, BLOCK_T))
-            units = tl.program_id(0) * HALF + tl.arange(0, HALF)
+            gate, up = split_pairs(out)
+            out = curve(gate, "swiglu") * up
             here = units < N // 2
             where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
         else:
-            out *= tl.load(scores_ptr + pairs, valid, 0)[None, :]
+            out *= factors[None, :]
             here = inside
             where = pairs.to(tl.int64)[None, :] * N + rows[:, None]
         out = out.to(out_ptr.dtype.element_ty)
@@ -191,7 +227,19 @@ GROUPINGS: tuple[tuple[float, Grouping], ...] = (
     (48, Grouping(rows=128, tokens=64, warps=8, stages=4)),
     (math.inf, Grouping(rows=128, tokens=128, warps=8, stages=4)),
 )
+# For `Pairs`, of ordinary numbers and of 8 bits.
+FEW_NUMBERS = Grouping(rows=128, tokens=16, warps=4, stages=6)
+FEW_SCALED = Grouping(rows=128, tokens=16, warps=8, stages=4)
+FEW_PAIRS = 32
 INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
+
+
+def are_few(tokens: int, experts: int, top_k: int) -> bool:
+    """Whether pairs are not to be sorted: two of one expert read its weights twice.
+
+    Those of a single token have different ones.
+    """
+    return tokens == 1 or tokens * top_k <= min(FEW_PAIRS, experts // 4)
 
 
 @lru_cache(8192)
@@ -203,6 +251,8 @@ def choose_grouping(
     Weights that are ``scaled`` need registers for sums and for what a step adds: there
     are none for the largest tiles.
     """
+    if are_few(tokens, experts, top_k):
+        return FEW_SCALED if scaled else FEW_NUMBERS
     mean = tokens * top_k / experts
     found = next(grouping for most, grouping in GROUPINGS if mean <= most)
     return found._replace(tokens=min(found.tokens, 64)) if scaled else found
@@ -242,15 +292,16 @@ def multiply_groups(
     x: Tensor,
     weight: Weight,
     scores: Tensor | None,
-    dispatch: Dispatch,
+    order: Dispatch | Pairs,
     top_k: int,
     grouping: Grouping,
 ) -> None:
     """One half of the experts: fill ``out``.
 
-    The first one without ``scores``: x [T, hidden] -> [n, I], in the order of
-    ``dispatch``, whose blocks have grouping.tokens pairs. The other one with ``scores``
-    [T, k]: x [n, I], from the first -> [T, k, hidden]. Padding's are not written.
+    The first one without ``scores``: x [T, hidden] -> [n, I], in this ``order``. The
+    blocks of a `Dispatch` have grouping.tokens pairs. The other one with ``scores``
+    [T, k]: x [n, I], from the first, launched just before -> [T, k, hidden]. Padding's
+    are not written.
     """
     values, scales, x_scales = weight, None, None
     tile, shape = (1, 0), tuple(weight.shape)
@@ -265,9 +316,14 @@ def multiply_groups(
     assert isinstance(values, Tensor)
     paired = scores is None
     start = grouped_launcher(grouping, shape, values.itemsize, tile, top_k, paired)
+    blocks: tuple[Tensor | None, ...]
+    if isinstance(order, Pairs):
+        count, blocks = order.ids.numel(), (*order, None, None, None)
+    else:
+        count, blocks = order.blocks.shape[0], (None, None, *order)
     start(
-        (-(-shape[1] // grouping.rows), dispatch.blocks.shape[0], 1),
-        *(x, x_scales, values, scales, scores, *dispatch, out, x.shape[0]),
+        (-(-shape[1] // grouping.rows), count, 1),
+        *(x, x_scales, values, scales, scores, *blocks, out, x.shape[0]),
     )
 
 
@@ -281,15 +337,16 @@ def experts(
     the others.
     """
     count, top_k = len(mlp.router), mlp.top_k
-    grouping = INVARIANT_GROUPING
+    grouping, few = INVARIANT_GROUPING, False
     if not batch_invariant:
         scaled = isinstance(mlp.gate_up, Scaled)
         grouping = choose_grouping(x.shape[0], count, top_k, scaled)
+        few = are_few(x.shape[0], count, top_k)
     router = mlp.router, mlp.router_bias, top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
-    pairs = dispatch(ids, count, grouping.tokens, live)
+    order = Pairs(ids, live) if few else dispatch(ids, count, grouping.tokens, live)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
-    multiply_groups(hidden, x, mlp.gate_up, None, pairs, top_k, grouping)
+    multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
     out = x.new_empty(*ids.shape, mlp.down.shape[1])
-    multiply_groups(out, hidden, mlp.down, scores, pairs, top_k, grouping)
+    multiply_groups(out, hidden, mlp.down, scores, order, top_k, grouping)
     return out

@@ -185,11 +185,13 @@ def dot_tile(
     With PDL, AHEAD steps of the weight are on their way to the L2 cache before the
     wait for x. More of them than the cache can hold beside those of the other programs
     would be read twice.
+
+    The next kernel may start behind the loop, when all programs of this one have long
+    had a place: those of kernels to come would take theirs, and they crowd on the rest.
     """
     depth = tl.arange(0, DEPTH)
     weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
         for step in tl.static_range(AHEAD):
             soon = start + step * DEPTH
@@ -208,6 +210,8 @@ def dot_tile(
             w = tl.load(weight_rows + at[None, :], (rows < N)[:, None] & inside, 0)
             x = tl.load(x_rows + at[None, :], (columns_t < tokens)[:, None] & inside, 0)
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     return total
 
 
@@ -303,15 +307,19 @@ def count_parts(size_out: int, size_in: int) -> int:
 
 
 def other_projections(size_out: int, size_in: int) -> Table:
-    """The table for a weight that nobody has measured."""
-    # A thread has registers for up to about 128 numbers of the weight.
-    gemv = Gemv(rows=4, warps=4) if size_in <= 4096 else Gemv(rows=2, warps=8)
+    """The table for a weight of another model, measured in steps of some of them."""
     parts = count_parts(size_out, size_in)
-    dot = Dot(rows=64, depth=64, parts=parts, warps=4, stages=6)
+    # Of short rows, more steps are under way; of many rows, programs with more of them
+    # read the tokens less often, which takes long once there are many of these, too.
+    gemv, dot = Gemv(rows=2, warps=8), Dot(64, 128, parts, warps=4, stages=3)
+    if size_in < 4096:
+        gemv, dot = Gemv(rows=8, warps=4), Dot(64, 64, parts, warps=4, stages=6)
+    many = dot
     if size_out >= MANY_ROWS:
-        dot = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
-    few = 4 if size_in <= 16384 else 0
-    return (few, gemv), (64, dot)
+        many = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
+    table: Table = (32, dot), (64, many)
+    # A thread has registers for about 128 numbers of the weight.
+    return ((1, gemv), *table) if size_in <= 16384 else table
 
 
 def choose_in(table: Table, tokens: int) -> Product | None:
@@ -338,23 +346,31 @@ def split_columns(size: int) -> tuple[int, int]:
     return block, power_of_two(rest) if rest else 0
 
 
-@lru_cache(8192)
-def product_launcher(
+def product_options(
     config: Product, tokens: int, size_out: int, size_in: int
-) -> tuple[Launcher, tuple[int, int, int]]:
-    """For so many tokens; and the grid."""
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Constexprs and so on of the kernel for so many tokens; and the grid."""
     programs = -(-size_out // config.rows)
     options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
     options |= {"pdl": config.pdl, "num_warps": config.warps}
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
         options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
-        return launcher(gemv_kernel, **options), (programs, 1, 1)
+        return options, (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"AHEAD": config.ahead, "num_stages": config.stages}
-    grid = programs, config.parts, -(-tokens // width)
-    return launcher(dot_kernel, **options), grid
+    return options, (programs, config.parts, -(-tokens // width))
+
+
+@lru_cache(8192)
+def product_launcher(
+    config: Product, tokens: int, size_out: int, size_in: int
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """For so many tokens; and the grid."""
+    options, grid = product_options(config, tokens, size_out, size_in)
+    kernel = gemv_kernel if isinstance(config, Gemv) else dot_kernel
+    return launcher(kernel, **options), grid
 
 
 def multiply_into(

@@ -1,20 +1,44 @@
 """What families compute in other ways than gpt-oss does, in Triton.
 
+Where the product behind a norm or an activation rounds its input, to 8 bits, their
+kernels do so in its place.
+
 T tokens, N hidden size, I intermediate size, S parts of a sum.
 """
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from simplellm.kernels.fragments import prepare as prepare_weights
+from simplellm.kernels.gated import curve, multiply_gated
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.norm import add_norm as add_rms_norm
 from simplellm.kernels.norm import sum_parts
 from simplellm.kernels.quantized import project
-from simplellm.layers import Dense, LayerNorm, Norm, SandwichNorm
+from simplellm.kernels.rounding import (
+    Rounded,
+    RoundedNorm,
+    Rounding,
+    empty_input,
+    input_arguments,
+    rounding_constants,
+    rounding_of,
+    store_rounded,
+)
+from simplellm.layers import Dense, Layer, LayerNorm, Norm, SandwichNorm
+from simplellm.weights import Weight
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @triton.jit
@@ -27,7 +51,7 @@ def norm_row(row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
         return tl.load(row_ptr + columns, columns < N, 0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def other_norm_kernel(
     residual_ptr,
     update_ptr,
@@ -35,17 +59,22 @@ def other_norm_kernel(
     weight_ptr,
     bias_ptr,
     normed_ptr,
+    scales_ptr,
+    room,
     eps,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program a row: residual += sum of the parts; normed = a norm of it.
 
     With update_weight, the sum's RMSNorm is added in its place. With bias, normed is
     a LayerNorm: (residual - mean) / sqrt(variance + eps) * weight + bias; else it is an
-    RMSNorm. Without parts, nothing is added.
+    RMSNorm. Without parts, nothing is added. With scales, normed is `store_rounded`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -53,7 +82,8 @@ def other_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     update_weight = norm_row(update_weight_ptr, N, BLOCK)
-    weight, bias = norm_row(weight_ptr, N, BLOCK), norm_row(bias_ptr, N, BLOCK)
+    weight = norm_row(weight_ptr, N, BLOCK)
+    bias = norm_row(bias_ptr, N, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = norm_row(residual_ptr + row * N, N, BLOCK)
@@ -69,55 +99,102 @@ def other_norm_kernel(
         x = x.to(tl.float32)
     if bias_ptr is not None:
         x = tl.where(inside, x - tl.sum(x, 0) / N, 0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight + bias
-    tl.store(normed_ptr + row * N + columns, y.to(normed_ptr.dtype.element_ty), inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / N + eps) * weight
+    if bias_ptr is not None:
+        y += bias
+    if scales_ptr is None:
+        y = y.to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * N + columns, y, inside)
+    else:
+        y = y.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        store_rounded(
+            *(y, row, 0, normed_ptr, scales_ptr, room, N, COLUMNS, MOST, FLOOR)
+        )
 
 
 @cache
-def other_norm_launcher(size: int, parts: int) -> Launcher:
-    """For rows of ``size`` numbers, and updates in so many parts."""
+def other_norm_launcher(size: int, parts: int, rounding: Rounding | None) -> Launcher:
+    """For rows of ``size`` numbers, and updates in so many parts.
+
+    With ``rounding``, the norm is rounded.
+    """
     block = power_of_two(size)
-    return launcher(other_norm_kernel, N=size, PARTS=parts, BLOCK=block, num_warps=8)
+    options = rounding_constants(block, size, rounding) | {"N": size, "PARTS": parts}
+    return launcher(other_norm_kernel, BLOCK=block, num_warps=8, **options)
 
 
 def add_norm(
-    residual: Tensor, update: Tensor | None, norm: Norm, eps: float
-) -> tuple[Tensor, Tensor]:
+    residual: Tensor, update: Tensor | None, norm: Norm | RoundedNorm, eps: float
+) -> tuple[Tensor, Any]:
     """Add ``update`` to ``residual`` in place; return it and its norm, [T, N] both.
 
     As `norm.add_norm`, whose kernel does it for a norm that is a weight [N] alone. What
-    is added is rounded once, with the sum.
+    is added is rounded once, with the sum. A `RoundedNorm` makes a `Rounded`, of which
+    tables of operations know nothing.
     """
     if isinstance(norm, Tensor):
         return add_rms_norm(residual, update, norm, eps)
-    tokens, size = residual.shape
-    normed = torch.empty_like(residual)
+    size = residual.shape[1]
+    rounding = norm.rounding if isinstance(norm, RoundedNorm) else None
+    normed = empty_input(residual, size, residual.dtype, rounding)
     parts = 0
     if update is not None:
         parts = 1 if update.ndim == 2 else update.shape[1]
     inner = norm.update if isinstance(norm, SandwichNorm) else None
     bias = norm.bias if isinstance(norm, LayerNorm) else None
-    start = other_norm_launcher(size, parts)
-    grid = tokens, 1, 1
-    start(grid, residual, update, inner, norm.weight, bias, normed, eps)
+    start = other_norm_launcher(size, parts, rounding)
+    args = residual, update, inner, norm.weight, bias, *input_arguments(normed), eps
+    start((len(residual), 1, 1), *args)
     return residual, normed
 
 
-@triton.jit
+def rounded_norm(norm: Norm, weight: Weight) -> Any:
+    """``norm`` in front of a product with ``weight`` [N, K].
+
+    A `RoundedNorm` if it is an RMSNorm alone, and the product rounds its input.
+    """
+    if not isinstance(norm, Tensor):
+        return norm
+    rounding = rounding_of(weight, power_of_two(len(norm)))
+    return RoundedNorm(norm, rounding) if rounding else norm
+
+
+def prepare(layer: Layer) -> Layer:
+    """``layer`` as `fragments.prepare` has it, with norms that round where they can."""
+    layer = prepare_weights(layer)
+    norms = {"attn_norm": rounded_norm(layer.attn_norm, layer.attn.qkv)}
+    if isinstance(layer.mlp, Dense):
+        norms["mlp_norm"] = rounded_norm(layer.mlp_norm, layer.mlp.gate_up)
+    return replace(layer, **norms)
+
+
+def plainly(value: Any) -> Any:
+    """An argument of an operation as `ops` knows it: nothing is rounded ahead."""
+    if isinstance(value, RoundedNorm):
+        return value.weight
+    return value.dequantize() if isinstance(value, Rounded) else value
+
+
+@triton.jit(do_not_specialize=["room"])
 def activation_kernel(
     first_ptr,
     out_ptr,
+    scales_ptr,
+    room,
     INNER: tl.constexpr,  # I
     PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for BLOCK numbers of a token: out = curve(gate) * up.
 
-    first [T, S, 2I] are parts whose sums are all of gate, then all of up; curve(gate) =
-    gate * sigmoid(slope), with gate as slope, or for "geglu" sqrt(8 / pi) * (gate +
-    0.044715 * gate^3), which is GELU's tanh in other words. "gelu" has gate alone.
+    first [T, S, 2I] are parts whose sums are all of gate, then all of up; "gelu" has
+    gate alone. With scales, out in DTYPE is `store_rounded`.
     """
     follow(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -126,42 +203,67 @@ def activation_kernel(
     WIDTH: tl.constexpr = INNER if ACTIVATION == "gelu" else 2 * INNER
     parts = first_ptr + token * (PARTS * WIDTH) + columns
     gate = sum_parts(0.0, parts, inside, WIDTH, PARTS, tl.float32)
-    slope = gate
-    if ACTIVATION != "swiglu":
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    y = gate / (1 + tl.exp(-slope))
+    y = curve(gate, ACTIVATION)
     if ACTIVATION != "gelu":
         y *= sum_parts(0.0, parts + INNER, inside, WIDTH, PARTS, tl.float32)
-    y = y.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * INNER + columns, y, inside)
+    y = y.to(DTYPE)
+    if scales_ptr is None:
+        tl.store(out_ptr + token * INNER + columns, y, inside)
+    else:
+        first = tl.program_id(1) * BLOCK
+        store_rounded(
+            *(y.to(tl.float32), token, first, out_ptr, scales_ptr, room),
+            *(INNER, COLUMNS, MOST, FLOOR),
+        )
+
+
+def activation_block(size: int) -> int:
+    """How many of a row's ``size`` numbers a program makes."""
+    return min(1024, power_of_two(size))
 
 
 @cache
-def activation_launcher(size: int, parts: int, activation: str) -> tuple[Launcher, int]:
-    """For rows of ``size`` numbers, from so many parts; and the programs of a row."""
-    block = min(1024, power_of_two(size))
+def activation_launcher(
+    size: int,
+    parts: int,
+    activation: str,
+    dtype: torch.dtype,
+    rounding: Rounding | None,
+) -> tuple[Launcher, int]:
+    """For rows of ``size`` numbers, from so many parts; and the programs of a row.
+
+    With ``rounding``, what is made of ``dtype`` is rounded.
+    """
+    block = activation_block(size)
     options = {"INNER": size, "PARTS": parts, "ACTIVATION": activation}
+    options |= {"DTYPE": TRITON_DTYPES[dtype]} | rounding_constants(
+        block, size, rounding
+    )
     start = launcher(activation_kernel, BLOCK=block, num_warps=4, **options)
     return start, -(-size // block)
 
 
-def activate_parts(first: Tensor, mlp: Dense, dtype: torch.dtype) -> Tensor:
+def activate_parts(first: Tensor, mlp: Dense, dtype: torch.dtype) -> Tensor | Rounded:
     """[T, I] in ``dtype`` of the first product's [T, 2I] or parts [T, S, 2I]."""
-    tokens, size = first.shape[0], mlp.down.shape[-1]
+    size = mlp.down.shape[-1]
     parts = 1 if first.ndim == 2 else first.shape[1]
-    out = first.new_empty(tokens, size, dtype=dtype)
-    start, programs = activation_launcher(size, parts, mlp.activation)
-    start((tokens, programs, 1), first, out)
+    rounding = rounding_of(mlp.down, activation_block(size))
+    out = empty_input(first, size, dtype, rounding)
+    options = size, parts, mlp.activation, dtype, rounding
+    start, programs = activation_launcher(*options)
+    start((len(first), programs, 1), first, *input_arguments(out))
     return out
 
 
-def dense(x: Tensor, mlp: Dense, batch_invariant: bool = False) -> Tensor:
+def dense(x: Tensor | Rounded, mlp: Dense, batch_invariant: bool = False) -> Tensor:
     """A feed-forward network for all tokens: x [T, N] -> [T, N] or parts [T, S, N].
 
     Each of the two products goes the way that `project` chooses for it, with ordinary
     weights or those of 8 bits. With ``batch_invariant`` no token's result depends on
     the others.
     """
-    first = project(x, mlp.gate_up, mlp.gate_up_bias, batch_invariant)
-    hidden = activate_parts(first, mlp, x.dtype)
+    hidden: Tensor | Rounded | None = multiply_gated(x, mlp, batch_invariant)
+    if hidden is None:
+        first = project(x, mlp.gate_up, mlp.gate_up_bias, batch_invariant)
+        hidden = activate_parts(first, mlp, x.dtype)
     return project(hidden, mlp.down, mlp.down_bias, batch_invariant)
