@@ -147,12 +147,12 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_319, 9000),
-    "lines of families": (2287, 1200),
-    "lines of formats": (1454, 700),
+    "lines of the package": (15_502, 9000),
+    "lines of families": (2446, 1200),
+    "lines of formats": (1644, 700),
     "lines of structured output": (1116, 700),
     "lines of the server": (5994, 4000),
-    "lines of tools/": (6668, 5000),
+    "lines of tools/": (6666, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

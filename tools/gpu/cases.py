@@ -23,6 +23,7 @@ from simplellm.checkpoint import RandomCheckpoint
 from simplellm.config import MODELS
 from simplellm.kernels.fragments import Fragments, unpack
 from simplellm.kernels.fused import fused
+from simplellm.kernels.variants import plainly
 from simplellm.layers import Attention, Experts, Layer
 from simplellm.model import Model
 from simplellm.ops import PLAIN, route
@@ -204,15 +205,12 @@ class Cases:
         return self.make("embed", str(tokens), "embed", [arguments] * 2, nbytes)
 
     def norm(self, tokens: int, parts: int) -> Case:
-        width = self.config.hidden_size
+        width, eps = self.config.hidden_size, self.config.rms_norm_eps
+        layers = self.layers(2.0 * tokens * (2 + parts) * width)
+        norms = [plainly(layer.attn_norm) for layer in layers]  # one that rounds not
         arguments = [
-            (
-                normal(tokens, width),
-                normal(tokens, parts, width),
-                layer.attn_norm,
-                self.config.rms_norm_eps,
-            )
-            for layer in self.layers(2.0 * tokens * (2 + parts) * width)
+            (normal(tokens, width), normal(tokens, parts, width), norm, eps)
+            for norm in norms
         ]
         nbytes = 2.0 * tokens * width * (3 + parts)
         return self.make("norm", f"{tokens} / {parts}", "add_norm", arguments, nbytes)
