@@ -10,7 +10,8 @@ tests/conftest.py: it is "cuda" where there is a GPU, else "cpu" inside `interpr
 
 The interpreter is silently wrong for arithmetic on bfloat16 (loads and stores are
 right) and raises on inline assembly. Its conversions from and to e4m3 round wrongly
-and lose NaN: `interpreted` has PyTorch do them.
+and lose NaN: `interpreted` has PyTorch do them. It multiplies matrices of bfloat16 as
+float32, which holds the same numbers.
 """
 
 import importlib
@@ -20,11 +21,16 @@ from contextlib import contextmanager
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    TensorHandle,
+)
 from triton.runtime.jit import JITFunction
 
 import simplellm.kernels
@@ -79,6 +85,19 @@ def convert_float(
     return converted.view(integer[converted.itemsize]).numpy()
 
 
+def widened(value: TensorHandle) -> TensorHandle:
+    """bfloat16, of which the interpreter has the bits alone, as float32."""
+    if value.dtype.scalar != tl.bfloat16:
+        return value
+    bits = value.data.astype(np.uint32) << 16
+    return TensorHandle(bits.view(np.float32), tl.float32)
+
+
+def dot(builder, a, b, *rest, original=InterpreterBuilder.create_dot):
+    """The interpreter's product of matrices, right for bfloat16 too."""
+    return original(builder, widened(a), widened(b), *rest)
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Within it, launching a kernel of the package interprets it, on CPU tensors."""
@@ -92,8 +111,9 @@ def interpreted() -> Iterator[None]:
                 if isinstance(member, JITFunction):
                     new = swapped.setdefault(id(member), interpret(member))
                     setattr(owner, name, method(new) if owner is tl.tensor else new)
-        patched = mock.patch.object(interpreter, "_convert_float", convert_float)
-        with patched, triton.knobs.runtime.scope():
+        converts = mock.patch.object(interpreter, "_convert_float", convert_float)
+        multiplies = mock.patch.object(InterpreterBuilder, "create_dot", dot)
+        with converts, multiplies, triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
             yield
     finally:
