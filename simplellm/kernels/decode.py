@@ -52,6 +52,15 @@ DECODE_TILES = {
     64: DecodeTiles(64, 4, 3, least=1024, early=True),
     128: DecodeTiles(64, 4, 2, least=1024),
 }
+# Those of heads of 128, as timed alone on an H100 on 2026-11-25. Blocks are for heads of
+# 64, as above: half as many keys of 128.
+WIDE_TILES = {
+    1: DecodeTiles(128, 4, 2, least=64, early=True, carveout=64),
+    5: DecodeTiles(128, 4, 3, least=64, early=True),
+    16: DecodeTiles(128, 8, 3, least=256, early=True),
+    32: DecodeTiles(128, 8, 3, least=512, early=True),
+    64: DecodeTiles(64, 4, 4, least=1024, early=True),
+}
 # 64 sequences with a window of 128 took 7.4 us in one tile, 8.7 us in two.
 DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 
@@ -59,7 +68,8 @@ DECODE_WINDOW = DecodeTiles(block=128, warps=4, stages=1)
 @cache
 def decode_tiles(batch: int, dim: int, window: int | None) -> DecodeTiles:
     """What the kernel runs with for so many sequences, and heads of ``dim``."""
-    tiles = DECODE_TILES[max(least for least in DECODE_TILES if least <= batch)]
+    table = DECODE_TILES if dim <= 64 else WIDE_TILES
+    tiles = table[max(least for least in table if least <= batch)]
     if window is not None and window <= DECODE_WINDOW.block:
         tiles = DECODE_WINDOW
     return tiles._replace(block=block_of(tiles.block, dim))
