@@ -47,7 +47,7 @@ class Engine(Access):
         # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
         # thread that holds it.
         self.lock = threading.RLock()
-        # A SimpleQueue may be put to from a finalizer, which may run in any thread.
+        # Aborts, and None to wake the thread. Finalizers may put, too, in any thread.
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None

@@ -9,7 +9,7 @@ from simplellm.config import EngineConfig, check_number, expect
 from simplellm.door import MAX_SAMPLES, Loaded, Messages, Prompt, is_several, sample_of
 from simplellm.harmony import Delta
 from simplellm.outputs import ChatOutput, RequestOutput
-from simplellm.reader import Delivery, Families, RequestFuture, future_of
+from simplellm.reader import Delivery, RequestFuture, Samples, future_of
 from simplellm.reply import ChatReply, Reply, TextReply
 from simplellm.request import Request
 from simplellm.results import outputs, turn, turns
@@ -112,8 +112,8 @@ class LLM:
         ``use_tqdm`` shows a bar that counts them.
         """
         asked = self.door.ask_all(prompts, sampling_params, overrides)
-        families = self._families(asked)
-        return future_of(self, self._delivery, families, outputs, show=use_tqdm)
+        samples = self._samples(asked)
+        return future_of(self, self._delivery, samples, outputs, show=use_tqdm)
 
     def stream(
         self,
@@ -127,7 +127,7 @@ class LLM:
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
         asked = self.door.ask(prompt, sampling_params, overrides)
-        return Stream(self, self._delivery, self._family(asked))
+        return Stream(self, self._delivery, self._one_sample(asked))
 
     def stream_async(
         self,
@@ -140,7 +140,7 @@ class LLM:
         The request starts with the iteration, its ``timeout`` with this call.
         """
         asked = self.door.ask(prompt, sampling_params, overrides)
-        return AsyncStream(Replies(self, self._delivery, self._family(asked)))
+        return AsyncStream(Replies(self, self._delivery, self._one_sample(asked)))
 
     @overload
     def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
@@ -168,8 +168,8 @@ class LLM:
         """The future of what `chat` returns, as that of `generate`."""
         asked = self.door.ask_chats(messages, options)
         result = turns if is_several(messages) else turn
-        families = self._families(asked, chat=True)
-        return future_of(self, self._delivery, families, result, show=use_tqdm)
+        samples = self._samples(asked, chat=True)
+        return future_of(self, self._delivery, samples, result, show=use_tqdm)
 
     async def chat_async(self, messages: Any, **options: Any) -> Any:
         """`chat`, for ``await``. Cancelling the task ends the requests."""
@@ -181,15 +181,15 @@ class LLM:
         ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
         `ChatChoice` that it has come to.
         """
-        family = self._family(self.door.ask_chat(messages, **options), chat=True)
-        return Stream(self, self._delivery, family)
+        sample = self._one_sample(self.door.ask_chat(messages, **options), chat=True)
+        return Stream(self, self._delivery, sample)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
     ) -> AsyncStream[Delta]:
         """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
-        family = self._family(self.door.ask_chat(messages, **options), chat=True)
-        return AsyncStream(Replies(self, self._delivery, family))
+        sample = self._one_sample(self.door.ask_chat(messages, **options), chat=True)
+        return AsyncStream(Replies(self, self._delivery, sample))
 
     def replies(
         self,
@@ -204,7 +204,7 @@ class LLM:
         ``chat``, a Delta.
         """
         asked = [asked] if isinstance(asked, Request) else asked
-        found = Replies(self, self._delivery, self._families(asked, n, chat))
+        found = Replies(self, self._delivery, self._samples(asked, n, chat))
         found.submit()
         return found
 
@@ -225,9 +225,9 @@ class LLM:
 
     # Requests
 
-    def _families(
+    def _samples(
         self, asked: Sequence[Request], n: int | None = None, chat: bool = False
-    ) -> Families:
+    ) -> Samples:
         """Each request's samples, which run, and the replies that they will fill."""
         if n is not None:
             check_number("n", n, int, 1, MAX_SAMPLES)
@@ -237,13 +237,13 @@ class LLM:
                 return ChatReply(one, self.tokenizer, self.door.parser(one))
             return TextReply(one, self.door.tokenizer)
 
-        families = (
+        samples = (
             [sample_of(one, k) for k in range(n or one.params.n)] for one in asked
         )
-        return [[(one, reply_to(one)) for one in family] for family in families]
+        return [[(one, reply_to(one)) for one in some] for some in samples]
 
-    def _family(self, asked: Request, chat: bool = False) -> Families:
-        """`_families` for a stream: the only sample of one request."""
+    def _one_sample(self, asked: Request, chat: bool = False) -> Samples:
+        """`_samples` for a stream: the only sample of one request."""
         n = asked.params.n
         expect(n == 1, "n", n, "1 for a stream; `replies` reads several")
-        return self._families([asked], chat=chat)
+        return self._samples([asked], chat=chat)

@@ -21,7 +21,7 @@ from simplellm.reply import Reply
 from simplellm.request import Event, Request
 
 LOGGER = logging.getLogger("simplellm")
-Families = Sequence[Sequence[tuple[Request, Reply]]]  # samples, prompt by prompt
+Samples = Sequence[Sequence[tuple[Request, Reply]]]  # prompt by prompt
 END = object()  # behind the last part of an answer
 
 
@@ -82,19 +82,19 @@ class Delivery:
         self.engine.start()
         self.thread.start()
 
-    def submit(self, families: Sequence[Sequence[Reader]]) -> None:
-        """Queue the requests of ``families``, each the samples of one prompt.
+    def submit(self, samples: Sequence[Sequence[Reader]]) -> None:
+        """Queue the requests of ``samples``, prompt by prompt.
 
         Raises QueueFullError or EngineError and then has taken none of them.
         """
-        readers = [reader for family in families for reader in family]
+        readers = [*itertools.chain.from_iterable(samples)]
         for reader in readers:
             reader.request.number = next(self.numbers)
             self.readers[reader.request.number] = reader
-        for first, *others in families:
+        for first, *others in samples:
             first.request.siblings = [reader.request for reader in others]
         try:
-            self.engine.submit([family[0].request for family in families])
+            self.engine.submit([first.request for first, *_ in samples])
         except BaseException:
             for reader in readers:
                 self.readers.pop(reader.request.number, None)
@@ -218,13 +218,13 @@ class RequestFuture(Future[Any]):
 
 
 def readers_of(
-    families: Families, deliver: Callable[[int, Any], object]
+    samples: Samples, deliver: Callable[[int, Any], object]
 ) -> list[list[Reader]]:
     """A reader for each sample; ``deliver`` also gets its index among all."""
     index = itertools.count()
     return [
-        [Reader(*sample, partial(deliver, next(index))) for sample in family]
-        for family in families
+        [Reader(*sample, partial(deliver, next(index))) for sample in some]
+        for some in samples
     ]
 
 
@@ -238,14 +238,14 @@ class Collector:
     def __init__(
         self,
         future: RequestFuture,
-        families: Families,
+        samples: Samples,
         result: Callable[[list[list[Reader]]], Any],
         bar: tqdm,
     ) -> None:
         assert future.delivery is not None
         self.delivery, self.result = future.delivery, result
-        self.families = readers_of(families, self.deliver)
-        readers = list(itertools.chain.from_iterable(self.families))
+        self.samples = readers_of(samples, self.deliver)
+        readers = list(itertools.chain.from_iterable(self.samples))
         future.readers, self.left = readers, len(readers)  # replies to come
         self.bar = bar
         delivery = self.delivery
@@ -257,13 +257,13 @@ class Collector:
         if part is END or failed:
             self.left -= 1
             self.bar.update()
-        over = self.left <= 0 or (failed and len(self.families) == 1)
+        over = self.left <= 0 or (failed and len(self.samples) == 1)
         if not over or (future := self.future()) is None:
             return
         readers = future.readers
         with suppress(InvalidStateError):  # it may have been cancelled
             try:
-                future.set_result(self.result(self.families))
+                future.set_result(self.result(self.samples))
             except Exception as error:  # its frames would hold memory
                 future.set_exception(error.with_traceback(None))
         self.bar.close()
@@ -274,7 +274,7 @@ class Collector:
 def future_of(
     owner: Any,
     delivery: Delivery,
-    families: Families,
+    samples: Samples,
     result: Callable[[list[list[Reader]]], Any],
     show: bool = False,
 ) -> RequestFuture:
@@ -282,7 +282,7 @@ def future_of(
 
     To ``show`` how many are, there is a bar on standard error.
     """
-    future, count = RequestFuture(owner, delivery), sum(map(len, families))
+    future, count = RequestFuture(owner, delivery), sum(map(len, samples))
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
-    delivery.submit(Collector(future, families, result, bar).families)
+    delivery.submit(Collector(future, samples, result, bar).samples)
     return future

@@ -1,19 +1,20 @@
 """What calls return, once their replies are done: outputs, turns of chats, usage."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from simplellm.outputs import ChatOutput, RequestOutput, Usage
 from simplellm.reader import Reader
 from simplellm.request import EngineError
 
-Readers = Sequence[Sequence[Reader]]  # of samples, prompt by prompt
+Readers = Sequence[Sequence[Reader]]  # of `Samples`
 
 
-def usage(families: Readers) -> Usage:
+def usage(samples: Readers) -> Usage:
     """How many tokens some prompts and all their samples took, so far."""
-    firsts = [family[0] for family in families]
-    replies = [reader.reply for family in families for reader in family]
+    firsts = [first for first, *_ in samples]
+    replies = [reader.reply for reader in chain.from_iterable(samples)]
     return Usage(
         prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
         completion_tokens=sum(len(reply.token_ids) for reply in replies),
@@ -22,13 +23,13 @@ def usage(families: Readers) -> Usage:
     )
 
 
-def complete(families: Readers, found: list[Any]) -> list[Any]:
+def complete(samples: Readers, found: list[Any]) -> list[Any]:
     """``found``, which has None in place of what failed.
 
     Raises the error of what failed; of several prompts, EngineError with the first
     one's index, and with what was found.
     """
-    errors = [next((r.error for r in family if r.error), None) for family in families]
+    errors = [next((r.error for r in some if r.error), None) for some in samples]
     for index, error in enumerate(errors):
         if error is not None and len(errors) == 1:
             raise error
@@ -40,22 +41,20 @@ def complete(families: Readers, found: list[Any]) -> list[Any]:
     return found
 
 
-def outputs(families: Readers) -> list[RequestOutput]:
+def outputs(samples: Readers) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
-    readers = [reader for family in families for reader in family]
+    readers = chain.from_iterable(samples)
     found = [None if r.error else r.reply.output() for r in readers]
-    return complete(families, found)
+    return complete(samples, found)
 
 
-def turns(families: Readers) -> list[ChatOutput]:
+def turns(samples: Readers) -> list[ChatOutput]:
     """What `LLM.chat` gives for several conversations."""
-    found = [
-        None if any(r.error for r in family) else turn([family]) for family in families
-    ]
-    return complete(families, found)
+    found = [None if any(r.error for r in some) else turn([some]) for some in samples]
+    return complete(samples, found)
 
 
-def turn(families: Readers) -> ChatOutput:
+def turn(samples: Readers) -> ChatOutput:
     """What `LLM.chat` gives for one."""
-    choices: list[Any] = outputs(families)
-    return ChatOutput(choices, usage(families))
+    choices: list[Any] = outputs(samples)
+    return ChatOutput(choices, usage(samples))

@@ -237,7 +237,7 @@ class Runner:
         """Sample a token for each of ``requests``, whose logits are there."""
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
-            return self._land(requests, Sampled(self.output[:0]))
+            return self._fetch(requests, Sampled(self.output[:0]))
         columns = self._columns_of(requests)
         counting = self.counts.arrange(requests)
         mask = self.masks.arrange(requests)
@@ -255,7 +255,7 @@ class Runner:
                 mask=mask,
             )
             self.output[:count] = sampled.tokens
-        return self._land(requests, sampled)
+        return self._fetch(requests, sampled)
 
     def _columns_of(self, requests: Sequence[Request]) -> Columns:
         """The sampling parameters of ``requests``, kept for as long as these stay."""
@@ -271,7 +271,7 @@ class Runner:
         self._columns = None
         self.counts.forget()
 
-    def _land(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
+    def _fetch(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
         landing = self.landing[self.turn][: len(requests)]
         landing.copy_(sampled.tokens, non_blocking=True)

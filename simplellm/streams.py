@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from simplellm.outputs import Usage, merge
-from simplellm.reader import END, Delivery, Families, readers_of
+from simplellm.reader import END, Delivery, Samples, readers_of
 from simplellm.results import usage
 
 Part = TypeVar("Part")
@@ -92,11 +92,11 @@ class Parts:
 
     ends = False  # whether END comes too, behind the last part of each reply
 
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
+    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
         self.owner, self.delivery = owner, delivery  # the owner stays open meanwhile
         self.inbox = Inbox()
-        self.families = readers_of(families, self.inbox.put)
-        self.readers = list(itertools.chain.from_iterable(self.families))
+        self.samples = readers_of(samples, self.inbox.put)
+        self.readers = list(itertools.chain.from_iterable(self.samples))
         self.left = len(self.readers)  # replies to come
         self.taken: deque[tuple[int, Any]] = deque()  # out of the inbox
 
@@ -122,7 +122,7 @@ class Parts:
 
     def usage(self) -> Usage:
         """How many tokens it took so far."""
-        return usage(self.families)
+        return usage(self.samples)
 
     def close(self) -> None:
         """The reader wants no more."""
@@ -138,11 +138,11 @@ class Parts:
 class Stream(Parts, Iterator[Part]):
     """The parts of one reply, for a thread."""
 
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
-        super().__init__(owner, delivery, families)
+    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
+        super().__init__(owner, delivery, samples)
         self.arrived = threading.Event()
         self.inbox.wake = self.arrived.set
-        delivery.submit(self.families)
+        delivery.submit(self.samples)
 
     def __next__(self) -> Part:
         while not self.taken:
@@ -171,8 +171,8 @@ class Replies(Parts, AsyncIterator[tuple[int, Any]]):
     one and is cancelled ends them all.
     """
 
-    def __init__(self, owner: Any, delivery: Delivery, families: Families) -> None:
-        super().__init__(owner, delivery, families)
+    def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
+        super().__init__(owner, delivery, samples)
         self.arrived = asyncio.Event()
 
     def submit(self) -> None:
@@ -180,7 +180,7 @@ class Replies(Parts, AsyncIterator[tuple[int, Any]]):
         loop = asyncio.get_running_loop()
         bell = self.delivery.bells.setdefault(loop, Bell(loop))
         self.inbox.wake = partial(bell.ring, self.arrived)
-        self.delivery.submit(self.families)
+        self.delivery.submit(self.samples)
 
     async def __anext__(self) -> tuple[int, Any]:
         while not self.taken:

@@ -56,10 +56,10 @@ def grammars(llm: LLM) -> Grammars:
 
 def run(llm: LLM, asked: Sequence[Request]) -> list[RequestOutput]:
     """The outputs of requests of the door, all at once."""
-    families = llm._families(asked)
-    found: list[RequestOutput] = future_of(
-        llm, llm._delivery, families, outputs
-    ).result(timeout=120)
+    samples = llm._samples(asked)
+    found: list[RequestOutput] = future_of(llm, llm._delivery, samples, outputs).result(
+        timeout=120
+    )
     return found
 
 
@@ -218,7 +218,7 @@ def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> Non
     free = ask(llm, None)
     wanted = run(llm, [free])[0].token_ids
     futures = [
-        future_of(llm, llm._delivery, llm._families([one]), outputs)
+        future_of(llm, llm._delivery, llm._samples([one]), outputs)
         for one in (free, ask(llm, broken), ask(llm, grammar))
     ]
     assert futures[0].result(timeout=60)[0].token_ids == wanted
@@ -247,7 +247,7 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
 
     monkeypatch.setattr(llm.engine.runner, "launch", counting)
     futures = [
-        future_of(llm, llm._delivery, llm._families([one]), outputs)
+        future_of(llm, llm._delivery, llm._samples([one]), outputs)
         for one in (*others, ask(llm, broken))
     ]
     with pytest.raises(EngineError, match="this request failed"):

@@ -1,27 +1,28 @@
-"""simplellm/README.md tells the truth: its files are there, and so are its names."""
+"""simplellm/README.md tells the truth: its files are there, its names, its floors."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
+from test_limits import FILES, module_imports
 
 PACKAGE = Path(__file__).parents[1] / "simplellm"
 PAGE = (PACKAGE / "README.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`]+)`", PAGE)
 PLACES = sorted({word for word in CODE if re.fullmatch(r"[\w/]+(\.py|/)", word)})
+FLOORS, _, REST = PAGE.partition("## Five decisions")
 NAMES = sorted({word for word in CODE if re.fullmatch(r"\w+(\.(?!py$)\w+)?", word)})
 
 
-def definitions() -> set[str]:
-    """Functions, classes and constants of the package; "Class.member" for members."""
+def definitions(path: Path) -> set[str]:
+    """A file's functions, classes and constants; "Class.member" for members."""
     found: set[str] = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            found |= names_of(node)
-            if isinstance(node, ast.ClassDef):
-                members = set().union(*map(names_of, ast.walk(node)))
-                found |= {f"{node.name}.{member}" for member in members}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        found |= names_of(node)
+        if isinstance(node, ast.ClassDef):
+            members = set().union(*map(names_of, ast.walk(node)))
+            found |= {f"{node.name}.{member}" for member in members}
     return found
 
 
@@ -38,27 +39,59 @@ def names_of(node: ast.AST) -> set[str]:
     return names | {t.attr for t in targets if isinstance(t, ast.Attribute)}
 
 
+def floors() -> dict[str, int]:
+    """The floor of each module, 0 at the top; a file's own word counts first."""
+    rows = re.findall(r"^\| \w+ \| (.*[`/].*) \|$", FLOORS, re.MULTILINE)
+    named = {
+        place: floor
+        for floor, row in enumerate(rows)
+        for place in re.findall(r"`([\w/]+(?:\.py|/))`", row)
+    }
+    found = {}
+    for module, path in FILES.items():
+        place = path.relative_to(PACKAGE).as_posix()
+        folder = place.partition("/")[0] + "/"
+        if (floor := named.get(place, named.get(folder))) is not None:
+            found[module] = floor
+    return found
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_every_file_is_there(place: str) -> None:
     assert (PACKAGE / place).exists()
 
 
-def test_every_file_is_named() -> None:
-    """On a floor, by itself or with its folder."""
-    floors = PAGE.partition("## Five decisions")[0]
-    for path in PACKAGE.rglob("*.py"):
-        place = path.relative_to(PACKAGE).as_posix()
-        folder = place.partition("/")[0] + "/"
-        named = f"`{place}`" in floors or ("/" in place and f"`{folder}`" in floors)
-        assert named or place == "__init__.py", f"{place} is on no floor"
+def test_every_link_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", PAGE)
+    assert links
+    assert [link for link in links if not (PACKAGE / link).exists()] == []
+
+
+def test_every_file_is_on_a_floor() -> None:
+    """By itself or with its folder."""
+    assert FILES.keys() - floors().keys() == {"simplellm"}
+
+
+def test_nothing_is_imported_from_a_floor_above() -> None:
+    on = floors()
+    assert len({*on.values()}) == 6
+    above = [
+        f"{name} imports {other}"
+        for name, below in module_imports().items()
+        for other in below & on.keys()
+        if on[other] < on[name]
+    ]
+    assert above == []
 
 
 def test_every_name_is_defined() -> None:
-    known = definitions() | {"None"}
+    known = set().union(*map(definitions, FILES.values())) | {"None"}
     assert [name for name in NAMES if name not in known] == []
 
 
 def test_the_page_names_all_hops() -> None:
-    hops = re.findall(r"^\| (\d+) \| `([\w.]+)`", PAGE, re.MULTILINE)
-    assert [int(number) for number, _ in hops] == list(range(1, len(hops) + 1))
+    hops = re.findall(r"^\| (\d+) \| `([\w.]+)` \| `([\w.]+)`", REST, re.MULTILINE)
+    assert [int(number) for number, *_ in hops] == list(range(1, len(hops) + 1))
     assert len(hops) > 10
+    for _, name, file in hops:
+        assert name in definitions(PACKAGE / file)

@@ -114,7 +114,7 @@ def test_a_request_arrives_as_it_was() -> None:
     first.siblings = [sample_of(first, index) for index in (1, 2)]
     for number, sample in enumerate(first.siblings, start=40):
         sample.number = number
-    found = wire.request_of(crossed(wire.as_family(first)), lambda t: Grammar(t, "c"))
+    found = wire.request_of(crossed(wire.as_samples(first)), lambda t: Grammar(t, "c"))
     for ours, theirs in zip(
         [first, *first.siblings], [found, *found.siblings], strict=True
     ):
@@ -565,7 +565,7 @@ def test_a_server_that_reads_nothing(folder: Path) -> None:
         assert next(arriving) == {} and "how" in next(arriving)
         params = SamplingParams(logprobs=20, temperature=0, seed=0)
         families = [
-            wire.as_family(Request([number], length, params, number=number))
+            wire.as_samples(Request([number], length, params, number=number))
             for number in range(count)
         ]
         link.sendall(wire.as_frame(["submit", families]))

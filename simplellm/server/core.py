@@ -84,12 +84,12 @@ class Core:
             LOGGER.exception("the engine's process failed")
         os._exit(1)  # there is nobody left to compute for
 
-    def submit(self, families: list[dict[str, Any]]) -> None:
+    def submit(self, prompts: list[dict[str, Any]]) -> None:
         """Queue requests; that they are refused is an event of each."""
-        every = [family["number"] for family in families]
-        every += [number for family in families for _, number in family["siblings"]]
+        every = [first["number"] for first in prompts]
+        every += [number for first in prompts for _, number in first["siblings"]]
         try:
-            self.engine.submit([request_of(f, self.compile) for f in families])
+            self.engine.submit([request_of(first, self.compile) for first in prompts])
         except Exception as error:
             for number in every:
                 event = Event(number, finish_reason="error", error=error)

@@ -25,9 +25,9 @@ from simplellm.request import EngineError, Event, Request
 from simplellm.server.start import WATCHDOG_TIMEOUT
 from simplellm.server.wire import (
     as_error,
-    as_family,
     as_frame,
     as_plain,
+    as_samples,
     event_of,
     frames,
 )
@@ -106,7 +106,7 @@ class RemoteEngine(Access):
         """
         self.check_process()
         every = [one.number for first in requests for one in (first, *first.siblings)]
-        frame = as_frame(["submit", [*map(as_family, requests)]])
+        frame = as_frame(["submit", [*map(as_samples, requests)]])
         with self.lock:
             self.check_open()
             self.open.update(every)

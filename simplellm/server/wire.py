@@ -77,7 +77,7 @@ def as_error(told: Sequence[str]) -> Exception:
 # Requests
 
 
-def as_family(first: Request) -> dict[str, Any]:
+def as_samples(first: Request) -> dict[str, Any]:
     """A prompt's first sample; of the others, which are drawn alike, their numbers."""
     params = vars(first.params).items()
     return {
@@ -89,14 +89,14 @@ def as_family(first: Request) -> dict[str, Any]:
     }
 
 
-def request_of(family: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
-    """The request that `as_family` was given, with its siblings."""
-    params, siblings = family.pop("params"), family.pop("siblings")
-    grammar, deadline = family.pop("grammar"), family.pop("deadline")
+def request_of(told: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
+    """The request that `as_samples` was given, with its siblings."""
+    params, siblings = told.pop("params"), told.pop("siblings")
+    grammar, deadline = told.pop("grammar"), told.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
         params["logit_bias"] = {int(token): added for token, added in bias.items()}
     first = Request(
-        **family | {"stop_ids": frozenset(family["stop_ids"])},
+        **told | {"stop_ids": frozenset(told["stop_ids"])},
         params=SamplingParams(**params),
         grammar=None if grammar is None else compile(grammar),
         deadline=math.inf if deadline is None else deadline,
