@@ -52,8 +52,8 @@ DECODE_TILES = {
     64: DecodeTiles(64, 4, 3, least=1024, early=True),
     128: DecodeTiles(64, 4, 2, least=1024),
 }
-# Those of heads of 128, as timed alone on an H100 on 2026-11-25. Blocks are for heads of
-# 64, as above: half as many keys of 128.
+# Those of heads of 128, as timed alone on an H100 on 2026-11-25. Blocks are for heads
+# of 64, as above: half as many keys of 128.
 WIDE_TILES = {
     1: DecodeTiles(128, 4, 2, least=64, early=True, carveout=64),
     5: DecodeTiles(128, 4, 3, least=64, early=True),

@@ -308,8 +308,8 @@ def count_parts(size_out: int, size_in: int) -> int:
 def other_projections(size_out: int, size_in: int) -> Table:
     """The table for a weight of another model, measured in steps of some of them."""
     parts = count_parts(size_out, size_in)
-    # Of short rows, more steps are under way; of many rows, fewer, so that there is room
-    # for all programs at once, some four on a processor.
+    # Of short rows, more steps are under way; of many rows, fewer, so that there is
+    # room for all programs at once, some four on a processor.
     gemv, dot = Gemv(rows=2, warps=8), Dot(64, 128, parts, warps=4, stages=3)
     if size_in < 4096:
         gemv, dot = Gemv(rows=8, warps=4), Dot(64, 64, parts, warps=4, stages=6)
