@@ -295,8 +295,6 @@ MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
 INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
 ENOUGH = 264  # programs, for all processors of an H100 or H200
 MOST_PARTS = 8
-# Rows of a weight from which on all processors get a program with 128 of them.
-MANY_ROWS = 128 * 132
 
 
 def count_parts(size_out: int, size_in: int) -> int:
@@ -308,17 +306,12 @@ def count_parts(size_out: int, size_in: int) -> int:
 def other_projections(size_out: int, size_in: int) -> Table:
     """The table for a weight of another model, measured in steps of some of them."""
     parts = count_parts(size_out, size_in)
-    # Of short rows, more steps are under way; of many rows, fewer, so that there is
-    # room for all programs at once, some four on a processor.
+    # Of short rows, more steps are under way.
     gemv, dot = Gemv(rows=2, warps=8), Dot(64, 128, parts, warps=4, stages=3)
     if size_in < 4096:
         gemv, dot = Gemv(rows=8, warps=4), Dot(64, 64, parts, warps=4, stages=6)
-    many = dot
-    if size_out >= MANY_ROWS:
-        many = Dot(rows=64, depth=128, parts=1, warps=4, stages=2)
-    table: Table = (32, dot), (64, many)
     # A thread has registers for about 128 numbers of the weight.
-    return ((1, gemv), *table) if size_in <= 16384 else table
+    return ((1, gemv), (64, dot)) if size_in <= 16384 else ((64, dot),)
 
 
 def choose_in(table: Table, tokens: int) -> Product | None:

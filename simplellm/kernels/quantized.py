@@ -23,7 +23,6 @@ from torch import Tensor
 from simplellm.kernels.head import head as head_dense
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.linear import (
-    MANY_ROWS,
     MOST_PARTS,
     Dot,
     Gemv,
@@ -45,6 +44,8 @@ from simplellm.scaled import LARGEST, LEAST_TILE, Scaled
 from simplellm.weights import Weight
 
 PLACES = 3 * 132  # programs of 64 rows that all processors of an H200 hold at once
+# Rows of a weight from which on all processors get a program with 128 of them.
+MANY_ROWS = 128 * 132
 
 
 @triton.jit
