@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from simplellm.apps.quantize import TARGETS, described
 from simplellm.config import ModelConfig
 from simplellm.families import read_config
 
@@ -44,10 +45,12 @@ FP8: dict[str, Any] = dict(quant_method="fp8", activation_scheme="dynamic")
 FP8 |= dict(
     weight_block_size=[128, 128], modules_to_not_convert=["lm_head", "mlp.gate"]
 )
+INT8 = described(TARGETS["int8"], ["lm_head"])
 # By name, the record's and config.json.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", QWEN_8B),
     "Qwen3-8B-FP8": ("qwen3-fp8", QWEN_8B | {"quantization_config": FP8}),
+    "Qwen3-8B-INT8": ("qwen3-int8", QWEN_8B | {"quantization_config": INT8}),
     "Llama-3.1-8B": ("llama-3", LLAMA_8B),
     "Llama-3.1-8B-FP8": ("llama-3-fp8", LLAMA_8B | {"quantization_config": FP8}),
     "Qwen3-30B-A3B": ("qwen3-moe", QWEN_30B),
