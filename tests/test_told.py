@@ -444,10 +444,13 @@ def told_a_lock() -> list[str]:
     two, one = (of(how, 256, "share") for how in ways)
     gaps = [1e3 * min(of(how, 64, "gap_p50")) for how in ways]
     (same,) = {round(share, 2) for how in ways for share in of(how, 64, "share")}
+    larger = {row["streams"]: row["share"] for row in recorded("a-clients")["rows"]}
     return [
+        f"With gpt-oss-120b, on an H100, it's {larger[256]:.2f} with 256 streams and "
+        f"{larger[64]:.2f} with 64",
         f"with 256 streams {min(two):.2f} and {max(two):.2f} in two runs, in one "
         f"process {max(one):.2f} and {min(one):.2f}; with 64 it is {same:.2f} both "
-        f"ways, but pieces come every {gaps[0]:.0f} ms instead of {gaps[1]:.0f}"
+        f"ways, but pieces come every {gaps[0]:.0f} ms instead of {gaps[1]:.0f}",
     ]
 
 
@@ -555,7 +558,10 @@ def told_readme() -> list[str]:
     changed = sorted(run["differ"] for run in record["contrast"] if run["differ"])
     slower = sorted(run["ratio"] for run in record["cost"].values())
     even = [round(r["tokens_per_second"]) for r in recorded("12-steady")["rows"]]
+    one, two = (max(row["rates"]) for row in recorded("a-replicas")["rows"])
     return [
+        f"Two engines on two H100s write {two / one:.2f} times as much as one, "
+        f"{two:,.0f} tokens",
         f"Without it, {changed[0]} to {changed[-1]} of 64 greedy answers changed",
         f"take {slower[0]:.2f} to {slower[-1]:.2f} times as long with it",
         f"writes {even[0]:,} tokens a second with 1,000 tokens in and 1,000 out, "
