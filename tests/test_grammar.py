@@ -210,6 +210,18 @@ def test_max_tokens_in_the_middle_says_length(llm: LLM, grammars: Grammars) -> N
         assert text.startswith(output.text) and output.text
 
 
+def test_a_model_that_likes_digits_comes_to_an_end(llm: LLM) -> None:
+    """Though the schema says nothing of how many there may be."""
+    asked = {"type": "object", "properties": {"result": {"type": "integer"}}}
+    asked |= {"required": ["result"], "additionalProperties": False}
+    (seven,) = llm.tokenizer.encode("7")
+    options = {"structured_outputs": {"json": asked}, "logit_bias": {seven: 100}}
+    future = llm.generate("Hello", temperature=0, max_tokens=60, **options)
+    (output,) = future.result(timeout=60)
+    assert output.finish_reason == "stop"
+    assert json.loads(output.text) == {"result": 7777777777777777777}
+
+
 def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> None:
     """As where llguidance gives up in the middle: its error, and nobody else's."""
     grammar = grammars.compile(NUMBERS)
