@@ -4,10 +4,11 @@ A grammar is checked and compiled once. Each request that must follow it walks t
 it with its own tokens, and asks before each new one which it may get.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -39,11 +40,12 @@ class Grammar:
     # The same compiled again. Copies of one share its lexer, behind a lock: the masks
     # of their walks are made one after another, however many threads there are.
     others: Sequence[Any] = ()
+    turns: Iterator[int] = field(default_factory=count)
 
     def walk(self, number: int | None = None) -> "Walk":
         """A walk from the beginning, by the request of this number."""
         every = self.matcher, *self.others
-        return Walk(every[(number or 0) % len(every)].deep_copy(), number)
+        return Walk(every[next(self.turns) % len(every)].deep_copy(), number)
 
 
 def reason_of(matcher: Any) -> str:

@@ -14,7 +14,7 @@ from reprlib import repr as short
 from typing import Any
 from urllib.parse import unquote
 
-from simplellm.endings import Endings, listed, required_of
+from simplellm.endings import Endings, kinds_of, listed, required_of
 
 # Keywords that say what an instance must be, and that llguidance can't do, or not at
 # all places. The last one is its own, and would loosen what others say.
@@ -66,6 +66,16 @@ PART = re.compile(
 PATTERN = re.compile(f"(?:{PART.pattern})*", re.DOTALL)
 # What ECMA-262 takes for white space; to stand between brackets.
 WHITE = r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+
+# A model at a loss writes digits for as long as it may. So integers have as many digits
+# as ids of 64 bits, but end below llguidance's own last one, and numbers that a schema
+# bounds have as many decimals as it can count. Of the others it knows one expression
+# only: with an exponent, and without an end.
+LAST_INTEGER, LAST_DECIMAL = 9 * 10**18, 1e-10
+SIDES = (
+    ("minimum", "exclusiveMinimum", -LAST_INTEGER),
+    ("maximum", "exclusiveMaximum", LAST_INTEGER),
+)
 
 # What a $ref may not lead to: there a schema would be a value too.
 VALUE_WITHIN = re.compile(r"(?<!properties)(?<!\$defs)(?<!definitions)/(const|enum)\b")
@@ -293,6 +303,25 @@ def say_exactly(schema: dict[str, Any]) -> None:
         schema["allOf"] = [*listed(schema, "allOf"), FORMAT_PATTERNS[form]]
 
 
+def say_finitely(schema: dict[str, Any], decimals: bool) -> None:
+    """Bound the digits of a schema's numbers, but where it says nothing of them.
+
+    Those of a fraction too if ``decimals``: no other schema has a multipleOf, beside
+    which llguidance's count of them may overflow.
+    """
+    kinds = kinds_of(schema) or {"number"}
+    given = [[schema[key] for key in keys if key in schema] for *keys, _ in SIDES]
+    bounded = any(given) or "multipleOf" in schema
+    if "integer" not in kinds and not ("number" in kinds and bounded):
+        return
+    for (key, _, most), some in zip(SIDES, given, strict=True):
+        if not some:
+            schema[key] = most
+    wide = given[0] != given[1] and schema.keys().isdisjoint(("enum", "const"))
+    if decimals and wide and "number" in kinds:
+        schema.setdefault("multipleOf", LAST_DECIMAL)
+
+
 def exact_pattern(pattern: str) -> str:
     """A pattern whose white space and whose dot are those of ECMA-262."""
 
@@ -385,9 +414,11 @@ def problem_of(root: Any, where: str) -> str | None:
     if not endings.has(root):
         path = paths[endings.needing_itself(root)]
         return f"{path}: nothing that fits it ends; expected a way out of its $refs"
+    decimals = not any("multipleOf" in schema for schema in every)
     for schema in every:
         if not endings.has(schema):  # an alternative, or what may be left out
             schema.pop("$ref", None)
             schema["allOf"] = [*listed(schema, "allOf"), False]
         say_exactly(schema)
+        say_finitely(schema, decimals)
     return None

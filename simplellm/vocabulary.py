@@ -27,8 +27,8 @@ LIMITS = {
 # letters in a few, and who waits for their tokens holds up all that the engine runs.
 MOST_FORCED = 1000  # characters
 # Lexers of a grammar, so that as many threads can make masks of its walks at once. What
-# takes longer to compile has one only.
-MOST_LEXERS, QUICK = min(4, os.cpu_count() or 1), 0.005
+# takes more seconds of the processor's to compile has one only.
+MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
@@ -85,7 +85,7 @@ class Grammars:
     def compile(self, text: str) -> "Grammar":
         """``text`` is Lark or JSON, as llguidance takes it. Raises GrammarError."""
         library, known = llguidance(), (self.vocabulary, text)
-        limits, begin = library.LLParserLimits(**LIMITS), time.perf_counter()
+        limits, begin = library.LLParserLimits(**LIMITS), time.thread_time()
         matcher = library.LLMatcher(*known, log_level=0, limits=limits)
         # Some that allow no text at all, or too much at once, show it with a mask only.
         first = matcher.deep_copy()
@@ -93,7 +93,7 @@ class Grammars:
         if first.is_error():
             reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
-        more = MOST_LEXERS - 1 if time.perf_counter() - begin < QUICK else 0
+        more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
         others = [
             library.LLMatcher(*known, log_level=0, limits=limits) for _ in range(more)
         ]

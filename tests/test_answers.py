@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
-from evaluate_schemas import SKILLS, chosen, evaluate, verdict
+from evaluate_schemas import SKILLS, WAYS, chosen, evaluate, verdict
 
 from simplellm import LLM
 
@@ -24,7 +24,7 @@ def test_answers_under_a_schema_are_valid() -> None:
     some = chosen(8)
     assert {problem.skill for problem, *_ in some} == {*SKILLS}
     with LLM(device="cpu") as llm:
-        for how in ("structured_outputs", "response_format"):
+        for how in WAYS[1:]:
             found = evaluate(llm, some, how, "medium")
             assert found["valid"] == found["of"] == 8
 
@@ -44,6 +44,7 @@ def test_what_is_no_json_of_the_schema_is_noticed() -> None:
 def test_the_recorded_answers_under_schemas_are_all_valid() -> None:
     recorded = json.loads((ROOT / "figures/b-answers.json").read_text())
     for ways in recorded["efforts"].values():
+        assert [*ways] == [*WAYS]
         for row in ways.values():
             assert row["valid"] == row["of"] == 200
             assert row["right"] == sum(row[skill] for skill in SKILLS)

@@ -176,6 +176,53 @@ def test_answers_fit(opened: dict[str, Opened], kind: str) -> None:
     assert own.fits(digits, "132") and not own.fits(digits, "x")
 
 
+BEGUN: list[tuple[dict[str, Any], str, bool]] = [
+    ({"choice": [" yes", "no"]}, " yes", True),
+    ({"choice": ["no", "\n\n\nyes"]}, "\n\n\nyes", True),
+    ({"regex": r"\s+[ab]"}, "\n\n  a", True),
+    ({"regex": "[^a]b"}, "\nb", True),
+    ({"regex": r".*\.5"}, "  1.5", True),
+    ({"regex": r"[\x0a-\x7e]b"}, " b", True),
+    ({"grammar": 'start: " a" | "b"'}, " a", True),
+    ({"choice": ["yes", 'a" | " \\']}, 'a" | " \\', False),
+    ({"regex": r"^\d+\.[0-9]{2}-(?:[a-c]|\S)$"}, "1.50-a", False),
+]
+
+
+@pytest.mark.parametrize(("outputs", "text", "blank"), BEGUN)
+def test_an_answer_keeps_the_white_space_it_has_to_have(
+    opened: dict[str, Opened], outputs: Any, text: str, blank: bool
+) -> None:
+    """Where it may have some, all that is in front of it is its own."""
+    for kind, own in opened.items():
+        grammar = own.turn(outputs=StructuredOutputs(**outputs))
+
+        def taken(ids: Sequence[int], grammar: Any = grammar) -> bool:
+            matcher = grammar.walk().matcher
+            count: int = matcher.try_consume_tokens(ids)
+            return count == len(ids) and matcher.is_accepting()
+
+        def found(ids: Sequence[int], own: Any = own, grammar: Any = grammar) -> Any:
+            return turn_of(own.dialect, own.tokenizer, ids, grammar)
+
+        ids, more = spelled(own, text), spelled(own, f" {text}")
+        assert taken(ids) and found(ids) == ("", text, [])
+        assert taken(more) or blank
+        if taken(more):
+            assert found(more) == ("", f" {text}" if blank else text, [])
+        if kind == "qwen":
+            tags = own.tokenizer.special
+            thought = [tags["<think>"], *spelled(own, "Hm.\n"), tags["</think>"]]
+            ids = [*thought, *spelled(own, "\n\n"), *ids]
+            assert taken(ids) and found(ids) == ("Hm.", text, [])
+
+
+def spelled(own: Opened, text: str) -> list[int]:
+    """The tokens of a text, byte by byte."""
+    every = {token: id for id, token in own.tokenizer.tokens.items()}
+    return [every[bytes([byte])] for byte in text.encode()]
+
+
 def test_thoughts_that_the_prompt_begins(opened: dict[str, Opened]) -> None:
     own = opened["qwen"]
     grammar = own.turn(FORMAT, prompt="<|im_start|>assistant\n<think>\n")

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from simplellm.results import outputs
 from simplellm.scheduler import Work
 from simplellm.structured import rules_text, schema_rules
 from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import MOST_FORCED, Grammars
+from simplellm.vocabulary import MOST_FORCED, QUICK, Grammars
 
 pytest.importorskip("llguidance")
 
@@ -210,6 +211,20 @@ def test_max_tokens_in_the_middle_says_length(llm: LLM, grammars: Grammars) -> N
         assert text.startswith(output.text) and output.text
 
 
+def test_a_model_that_likes_digits_comes_to_an_end(llm: LLM) -> None:
+    """Though the schema says nothing of how many there may be."""
+    properties = {"result": {"type": "integer"}}
+    closed = {"required": ["result"], "additionalProperties": False}
+    asked = {"json": {"type": "object", "properties": properties} | closed}
+    (seven,) = llm.tokenizer.encode("7")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
+    options |= {"structured_outputs": asked, "logit_bias": {seven: 100}}
+    future = llm.generate("Hello", **options)
+    (output,) = future.result(timeout=60)
+    assert output.finish_reason == "stop"
+    assert json.loads(output.text) == {"result": 7777777777777777777}
+
+
 def test_who_leaves_the_grammar_fails_alone(llm: LLM, grammars: Grammars) -> None:
     """As where llguidance gives up in the middle: its error, and nobody else's."""
     grammar = grammars.compile(NUMBERS)
@@ -295,6 +310,48 @@ def test_walks_of_a_grammar_have_several_lexers(
         bits = np.zeros((5, -(-grammars.vocab_size // 32)), np.uint32)
         Filler().fill(walks, bits)
         assert bits.any() and (bits == bits[0]).all()
+
+
+def test_a_busy_engine_leaves_a_grammar_its_lexers(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for Python's lock does not compile slowly."""
+    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
+    over = threading.Event()
+
+    def busy() -> None:
+        while not over.is_set():
+            pass
+
+    threads = [threading.Thread(target=busy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    begin = time.perf_counter()
+    try:
+        grammar = grammars.compile(PAIRS)
+    finally:
+        over.set()
+    assert time.perf_counter() - begin > QUICK, "it had to wait"
+    assert 1 + len(grammar.others) == 3
+
+
+class Copied:
+    """In place of a matcher: it tells of which one a walk is a copy."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def deep_copy(self) -> str:
+        return self.name
+
+
+def test_walks_share_the_lexers_evenly() -> None:
+    """Whichever requests of a step it is that follow the grammar."""
+    grammar = Grammar("", Copied("a"), [Copied("b"), Copied("c")])
+    numbers = range(0, 18, 3)
+    found = [grammar.walk(number) for number in numbers]
+    assert [walk.matcher for walk in found] == [*"abcabc"]
+    assert [walk.number for walk in found] == [*numbers]
 
 
 @pytest.mark.parametrize("text", ["start: nothing", "start: /(/", "", "{"])

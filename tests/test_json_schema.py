@@ -8,11 +8,14 @@ import json
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
+pytest.importorskip("jsonschema")
 
 from json_schemas import (
+    END,
     RECORD,
     disagreements,
     judge,
@@ -22,6 +25,8 @@ from json_schemas import (
     takes,
     verdicts,
 )
+from models import TOKENIZER
+from random_schemas import errors
 
 BIG = 2**53 + 1
 # What llguidance alone would take, and the schema that it would take it for.
@@ -163,12 +168,58 @@ def test_a_trap_is_refused(name: str) -> None:
         ({"type": "string", "pattern": "^\\[\\]\\\\.$"}, ['"[]\\\\x"']),
         ({"const": 'a\n\t\b\f\r"\\/'}, ['"a\\n\\t\\b\\f\\r\\"\\\\/"']),
         ({"enum": [2**53, -(2**53)]}, [str(2**53), str(-(2**53))]),
+        (
+            {"type": "integer"},
+            ["0", "-7", "1234567890123456789", "-8999999999999999999"],
+        ),
+        ({"type": "integer", "minimum": 2**53}, [str(2**53), "1234567890123456789"]),
+        ({"type": "integer", "multipleOf": 3, "maximum": -1}, ["-3", "-999"]),
+        ({"type": ["integer", "string"]}, ["5", '"5"']),
+        ({"type": "integer", "const": 2**53}, [str(2**53)]),
+        ({"type": "number"}, ["6.02214076e23", "-0.50", "1" * 50]),
+        ({"type": "number", "minimum": 0}, ["0.0", "1.50", "8" * 18, "0.0123456789"]),
+        ({"type": "number", "minimum": 0.03, "maximum": 0.03}, ["0.03"]),
+        ({"type": "number", "minimum": 0, "enum": [0.03, 0.06]}, ["0.03", "0.06"]),
+        ({"minimum": 1, "allOf": [{"multipleOf": 7}]}, ["7", "70", '"a"']),
     ],
     ids=str,
 )
 def test_the_cure_of_a_trap_leaves_what_fits(schema: Any, texts: list[str]) -> None:
     matcher = matcher_of(schema)
     assert [text for text in texts if not takes(matcher, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "most"),
+    [
+        ({"type": "integer"}, 19),
+        ({"type": "integer", "exclusiveMinimum": 12}, 19),
+        ({"type": ["null", "integer"], "maximum": 12}, 20),
+        ({"type": "integer", "maximum": 12, "minimum": 0}, 2),
+        ({"type": "integer", "multipleOf": 7}, 20),
+        ({"type": "number", "minimum": 0}, 30),
+        ({"type": "number", "exclusiveMaximum": 1, "minimum": -1}, 13),
+        ({"maximum": 2.5}, 31),
+        ({"type": "number", "multipleOf": 0.01}, 23),
+        ({"allOf": [{"type": "number", "minimum": 0}, {"maximum": 9}]}, 12),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("digit", ["1", "9", "0"])
+def test_a_number_ends_for_a_model_that_likes_digits(
+    schema: Any, most: int, digit: str
+) -> None:
+    """It takes its favorite one wherever it may, else another, else another sign."""
+    matcher, text = matcher_of(schema), ""
+    likes = [TOKENIZER.encode(sign)[0] for sign in f"{digit}0123456789-."]
+    while not matcher.is_stopped():
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")
+        token = next((id for id in likes if allowed[id]), END)
+        text += TOKENIZER.decode([token]) if token != END else ""
+        assert allowed[token] and matcher.consume_token(token)
+        assert len(text) <= most, text
+    assert errors(schema, text) == []
 
 
 def test_spellings_say_the_same() -> None:

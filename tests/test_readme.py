@@ -78,12 +78,12 @@ def test_speeds_of_families_are_those_of_their_records(tmp_path):
 
 def test_answers_in_json_are_counted():
     rows = {"freely": {"right": 9}, "structured_outputs": {"of": 10, "valid": 8}}
-    rows["structured_outputs"]["right"] = 7
+    rows["structured_outputs"]["right"] = 5
+    rows["bounded"] = {"right": 7}
     run = {"date": "D", "command": "C", "efforts": {"high": rows}}
     said = " ".join(tables.answers(run).split())
-    assert (
-        "8 valid answers to 10 questions, 7 of them right; left free, it gets 9" in said
-    )
+    assert "8 valid answers to 10 questions, 5 of them right; 7 if the integer" in said
+    assert "Left free, it gets 9 of them right." in said
     assert said.endswith("Recorded D with `C`.")
 
 

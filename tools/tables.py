@@ -110,13 +110,13 @@ def evaluation(recorded: dict[str, Any]) -> str:
 def answers(recorded: dict[str, Any]) -> str:
     """How many answers under a schema are valid and right, from their record."""
     rows = recorded["efforts"]["high"]
-    free, held = rows["freely"], rows["structured_outputs"]
+    free, held, narrow = rows["freely"], rows["structured_outputs"], rows["bounded"]
     return (
         "Its training had no answers in JSON. Held to a schema (an integer, or one of "
         f"two\nnumbers), it gives {held['valid']} valid answers to {held['of']} "
-        f"questions, {held['right']} of them right;\nleft free, it gets "
-        f"{free['right']} of them right. Recorded {recorded['date']} with\n"
-        f"`{recorded['command']}`."
+        f"questions, {held['right']} of them right;\n{narrow['right']} if the integer "
+        f"has bounds. Left free, it gets {free['right']} of them right. Recorded\n"
+        f"{recorded['date']} with\n`{recorded['command']}`."
     )
 
 

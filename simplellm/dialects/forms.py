@@ -23,6 +23,8 @@ TAGS = (
     *(CALLS, ID_START, ARGUMENTS),
 )
 FINAL = "final"  # the grammar of an answer that has to fit
+# How such an answer stands in a turn: alone, or behind white space that is none of it.
+ANSWER, GAP_ANSWER = f"@{FINAL}", f"GAP @{FINAL}"
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,29 @@ FORMS = (
 )
 # UNLIKE is text that does not begin as a bare call. GAP is what stands before an
 # answer: line breaks behind thoughts, and the space that SentencePiece begins with.
+# There is none where an answer may begin with these itself, and BREAKS behind thoughts.
+BREAKS = "\n\n"
 SHARED_TEXTS = r"""
 TEXT: /(?s:.*)/
 UNLIKE: /(\s*[^{\s](?s:.*))?/
 GAP: /[ \n]{0,2}/
 ID: /[a-zA-Z0-9]{9}/
 """
+
+# An expression, and a choice whose texts don't begin with white space, as structured.py
+# writes them. The parts of an expression that match none, and what else may match some.
+EXPRESSION = re.compile(r"start: /(.*)/\n", re.DOTALL)
+CHOICE = re.compile(r'start: CHOICE\nCHOICE:(?: (?:\| )?"(?! |\\n)(?:\\.|[^"\\])*")+\n')
+PRINTED = re.compile(r"\\[dwS!-/:-@\[-^`{-~]")
+BLANK = re.compile(r"[\x00- .\\]|\[[:^]")
+
+
+def may_begin_blank(answer: Rules) -> bool:
+    """Whether a text may begin with a space or a line break, for all that is known."""
+    lark = answer.get("lark_grammar", "")
+    if expression := EXPRESSION.fullmatch(lark):
+        return BLANK.search(PRINTED.sub("", expression[1])) is not None
+    return "json_schema" not in answer and not CHOICE.fullmatch(lark)
 
 
 def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
@@ -132,20 +151,26 @@ def tags_grammar(
         text = "UNLIKE" if form.bare else "TEXT"
         turns = [f"{text} calls?" if free else "calls"]
         turns += ["call"] if form.bare and (free or answer is None) else []
+    gap = "GAP"
     if answer is not None and not (free and turns):
+        exact = not free and may_begin_blank(answer)
+        gap = quoted(BREAKS) if exact else gap
         texts[FINAL] = answer
-        turns.append(f"GAP @{FINAL}")
+        turns.append(ANSWER if exact else GAP_ANSWER)
     thoughts = ""
     if is_thinking(tokenizer, prompt):
-        thoughts = filled(f"TEXT {THINK_END} GAP", special)
+        thoughts = filled(f"TEXT {THINK_END} {gap}", special)
     elif THINK_END in special:
-        thoughts = filled(f"({THINK_START} TEXT {THINK_END} GAP)?", special)
+        thoughts = filled(f"({THINK_START} TEXT {THINK_END} {gap})?", special)
     start = f"start: {thoughts} ({' | '.join(turns)})"
     turn = {"lark_grammar": "\n".join([start, *rules, SHARED_TEXTS])}
     named = [{"name": name, **given} for name, given in texts.items()]
     return json.dumps({"grammars": [turn, *named]})
 
 
-def has_final(grammar: Grammar) -> bool:
-    """Whether answers have to fit something in a grammar that `tags_grammar` made."""
-    return any(one.get("name") == FINAL for one in json.loads(grammar.text)["grammars"])
+def turn_rule(grammar: Grammar | None) -> str:
+    """What a turn is made of in a grammar that `tags_grammar` made; "" without one."""
+    if grammar is None:
+        return ""
+    turn = json.loads(grammar.text)["grammars"][0]["lark_grammar"]
+    return str(turn.partition("\n")[0])

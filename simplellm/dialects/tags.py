@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from simplellm.dialects.forms import (
+    ANSWER,
     ARGUMENTS,
+    BREAKS,
     CALL_START,
     CALLS,
+    GAP_ANSWER,
     ID_START,
     PYTHON,
     TAGS,
+    THINK_END,
     THINK_START,
-    has_final,
     is_thinking,
+    turn_rule,
 )
 from simplellm.grammar import Grammar
 from simplellm.harmony import Delta, Message
@@ -76,8 +80,12 @@ class TagParser:
         special = tokenizer.special
         self._tags = {special[name]: name for name in TAGS if name in special}
         self._tag = ""  # that begins calls, if it was the latest one
+        turn = turn_rule(grammar)
         # Whether a call may go without a tag. JSON that was asked for is an answer.
-        self._bare = PYTHON in special and not (grammar and has_final(grammar))
+        self._bare = PYTHON in special and ANSWER not in turn
+        # White space in front of an answer is part of it, but for that behind thoughts.
+        self._exact = ANSWER in turn and GAP_ANSWER not in turn
+        self._gap = ""
         self._tokens = tokenizer.tokens
         self._decoder = StreamDecoder(tokenizer)
         # Of a text or a call's arguments, and what isn't in it yet.
@@ -136,6 +144,7 @@ class TagParser:
             return [*deltas, self._call(name[1])]
         deltas += self._close()
         self._tag = tag if tag in (CALL_START, PYTHON, CALLS) else ""
+        self._gap = BREAKS if tag == THINK_END else ""
         answer = None if self._tag else self._answer
         self._open("analysis" if tag == THINK_START else answer)
         return deltas
@@ -168,11 +177,20 @@ class TagParser:
     def _text(self, text: str, deltas: list[Delta]) -> str:
         """Take ``text``, but hold back line breaks: a tag may follow."""
         text = self._held + text
-        text = text if self._texts else text.lstrip(" \n")
+        if not self._texts:
+            text = self._begun(text)
         shown = text.rstrip("\n")
         self._held = text[len(shown) :]
         self._say(shown, deltas)
         return ""
+
+    def _begun(self, text: str) -> str:
+        """A message's first ``text`` without what only stands in front of it."""
+        if not (self._exact and self.message and self.message.channel == "final"):
+            return text.lstrip(" \n")
+        if self._gap and text.startswith(self._gap):
+            text, self._gap = text.removeprefix(self._gap), ""
+        return text
 
     def _beginning(self, text: str, deltas: list[Delta]) -> str:
         """Look whether ``text`` begins a call; what of it is left to be taken."""

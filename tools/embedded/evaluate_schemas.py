@@ -2,10 +2,11 @@
 
     python tools/embedded/evaluate_schemas.py --json figures/b-answers.json
 
-Each problem is asked three times, greedily: freely, where the answer is right as in
-evaluate.py; with a response_format, which the model is told of; and with
-structured_outputs, of which it isn't. An answer in JSON is valid if jsonschema says so,
-and right if it is the expected value.
+Each problem is asked four times, greedily: freely, where the answer is right as in
+evaluate.py; with a response_format, which the model is told of; with
+structured_outputs, of which it isn't; and so once more, "bounded", by a schema that
+says how large the integer may be. An answer in JSON is valid if jsonschema says so, and
+right if it is the expected value.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from simplellm.results import ChatOutput
 # What an answer is called is what the model calls it in its thoughts.
 SKILLS = ("addition", "subtraction", "counting", "comparing")
 MAX_TOKENS = 300
+WAYS = ("freely", "structured_outputs", "response_format", "bounded")
+COUNT, RESULT = {"minimum": 0, "maximum": 13}, {"minimum": -999, "maximum": 1998}
 Asked = tuple[Problem, dict[str, Any], dict[str, Any]]  # its schema, and what is right
 
 
 def asked_of(problem: Problem) -> Asked:
-    """The form of an answer, as narrow as one knows it to be."""
+    """The form of an answer: an integer, or one of what is compared."""
     answer = problem.answer
-    value: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 13}
+    value: dict[str, Any] = {"type": "integer"}
     right: Any
     if problem.skill == "counting":
         name, right = "total", int(re.findall(r"\d+", answer)[0])
@@ -45,7 +48,6 @@ def asked_of(problem: Problem) -> Asked:
         value = {"enum": sorted([right, other])}
     else:
         name, right = "result", int(answer.rpartition(" = ")[2])
-        value |= {"minimum": -999, "maximum": 1998}
     schema = {"type": "object", "properties": {name: value}, "required": [name]}
     return problem, schema | {"additionalProperties": False}, {name: right}
 
@@ -66,7 +68,17 @@ def options_of(how: str, schema: dict[str, Any]) -> dict[str, Any]:
     if how == "response_format":
         named = {"name": "answer", "strict": True, "schema": schema}
         return {how: {"type": "json_schema", "json_schema": named}}
-    return {how: {"json": schema}} if how == "structured_outputs" else {}
+    return {} if how == "freely" else {"structured_outputs": {"json": schema}}
+
+
+def bounded(asked: Asked) -> Asked:
+    """The same with an integer as narrow as one knows it to be."""
+    problem, schema, right = asked
+    if problem.skill == "comparing":
+        return asked
+    ((name, value),) = schema["properties"].items()
+    value = value | (COUNT if problem.skill == "counting" else RESULT)
+    return problem, schema | {"properties": {name: value}}, right
 
 
 def verdict(how: str, asked: Asked, output: ChatOutput) -> tuple[bool, bool]:
@@ -84,6 +96,7 @@ def verdict(how: str, asked: Asked, output: ChatOutput) -> tuple[bool, bool]:
 
 def evaluate(llm: LLM, some: list[Asked], how: str, effort: str) -> dict[str, Any]:
     """What became of the problems, asked in one way: by skill, right answers."""
+    some = [bounded(asked) for asked in some] if how == "bounded" else some
     futures = [
         llm.chat_future(
             [{"role": "user", "content": problem.question}],
@@ -115,7 +128,7 @@ def main() -> None:
     with LLM(device="cpu") as llm:
         for effort in ("high", "medium"):
             results[effort] = {}
-            for how in ("freely", "structured_outputs", "response_format"):
+            for how in WAYS:
                 results[effort][how] = evaluate(llm, some, how, effort)
                 print(f"{effort:8}{how:20}{results[effort][how]}")
     if args.json:
