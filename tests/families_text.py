@@ -99,6 +99,15 @@ def gpt2() -> Tokenizer:
     return byte_level(None, "<|endoftext|>")
 
 
+def of_old(config: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json as the library wrote it once, and as GPT-2's on the hub is."""
+    model = config["model"]
+    for name in ("type", "byte_fallback", "ignore_merges"):
+        del model[name]
+    model["merges"] = [" ".join(pair) for pair in model["merges"]]
+    return config
+
+
 def sentencepiece(kind: str) -> Tokenizer:
     """BPE with byte fallback: "mistral" (of either age) or "gemma"."""
     specials = ["<unk>", "<s>", "</s>"]
@@ -466,7 +475,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def write_text_side(folder: Path, kind: str, template: Any = None) -> Path:
     """tokenizer.json, its config and the chat template of a kind."""
-    KINDS[kind]().save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    KINDS[kind]().save(str(file))
+    if kind == "gpt2":
+        file.write_text(json.dumps(of_old(json.loads(file.read_text("utf-8")))))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SETTINGS[kind]}
     template = TEMPLATES.get(kind) if template is None else template
     if template is not None:

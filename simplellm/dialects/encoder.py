@@ -24,13 +24,14 @@ class Encoder:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        kind = config["model"]["type"]
-        one_of("model.type", kind, ("BPE",))
-        vocab: dict[str, int] = {**config["model"]["vocab"]}
+        model = config["model"]
+        old = "BPE" if "merges" in model else None  # GPT-2's file says no type
+        one_of("model.type", model.get("type", old), ("BPE",))
+        vocab: dict[str, int] = {**model["vocab"]}
         # Nothing is unknown where there are all bytes.
         plain = {**config, "added_tokens": [], "post_processor": None}
         plain |= {"truncation": None, "padding": None}
-        plain["model"] = {**config["model"], "vocab": vocab, "unk_token": None}
+        plain["model"] = {**model, "vocab": vocab, "unk_token": None}
         self.special: dict[str, int] = {}
         patterns = []
         for token in config["added_tokens"]:
