@@ -33,6 +33,7 @@ SPLIT = (
 )
 QWEN = "<|endoftext|> <|im_start|> <|im_end|>"
 QWEN_TAGS = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
+WORDS = "covid19 6G-RAN2"  # as people add them for their field
 LLAMA = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> "
     "<|eot_id|> <|eom_id|> <|python_tag|>"
@@ -75,7 +76,7 @@ def without_regex() -> Any:
 
 
 def qwen() -> Tokenizer:
-    return byte_level(SPLIT, QWEN, QWEN_TAGS, nfc=True)
+    return byte_level(SPLIT, QWEN, f"{QWEN_TAGS} {WORDS}", nfc=True)
 
 
 def llama() -> Tokenizer:
@@ -147,7 +148,7 @@ def sentencepiece(kind: str) -> Tokenizer:
         tokenizer.add_special_tokens(added("<start_of_turn> <end_of_turn>"))
         runs = [AddedToken("\n" * n, normalized=False, special=False) for n in (2, 3)]
         tokenizer.add_tokens(runs)
-        tokenizer.add_tokens(added("<table> <unused0>", special=False))
+        tokenizer.add_tokens(added("<table> </td> <unused0>", special=False))
     else:
         tokenizer.add_special_tokens(added(MISTRAL))
     return tokenizer

@@ -6,19 +6,21 @@ transformers are the references.
 
 import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from checkpoints import TINY
 from families_text import KINDS, SETTINGS, TEMPLATES, write_text_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from simplellm.config import ConfigError
-from simplellm.dialects.dialect import Dialect, open_family
+from simplellm.dialects.dialect import Dialect, open_family, open_text
 from simplellm.harmony import Message, ToolCall, from_openai, tool_calls
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import is_reasoning
@@ -43,7 +45,8 @@ NAMES = (
     "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> <|eot_id|> "
     "<|start_header_id|> <|python_tag|> <s> </s> <unk> [INST] [/INST] [TOOL_CALLS] "
     "[CALL_ID] [ARGS] "
-    "<bos> <eos> <start_of_turn> <end_of_turn> <table> <unused0> <0x0A>"
+    "<bos> <eos> <start_of_turn> <end_of_turn> <table> </td> <unused0> <0x0A> "
+    "covid19"
 ).split()
 PIECES = st.one_of(
     st.text(max_size=8),
@@ -118,6 +121,112 @@ def test_text_begins_as_transformers_begins_it(opened: Opened, kind: str) -> Non
         expected = [first, *(id for id in expected if id != first)]
     assert [*dialect.begin, *tokenizer.encode("The dog <3")] == expected
     assert len(dialect.begin) == (kind not in ("qwen", "gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("gemma", "<table>a</td>\n\n\nb"), ("qwen", "To 6G-RAN2 with covid19.")],
+)
+def test_added_tokens_may_be_text(opened: Opened, kind: str, text: str) -> None:
+    """HTML, white space and words, which people read and write, control nothing."""
+    tokenizer, dialect, library, _ = opened[kind]
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text, add_special_tokens=False).ids
+    known = library.get_added_tokens_decoder()
+    assert sum(id in known for id in ids) == (3 if kind == "gemma" else 2)
+    assert tokenizer.decode(ids, skip_special=True) == text
+    assert turn_of(dialect, tokenizer, ids) == ("", text, [])
+    prompt = render(dialect, tokenizer, [{"role": "user", "content": text}], [])
+    assert str(ids)[1:-1] in str(prompt)
+
+
+def test_an_added_token_is_what_it_says(tmp_path: Path) -> None:
+    """Where the library itself makes an odd byte of its `ü`."""
+    write_text_side(tmp_path, "qwen")
+    file = tmp_path / "tokenizer.json"
+    text = file.read_text("utf-8").replace("covid19", "Z\u00fcrich")
+    file.write_text(text, "utf-8")
+    tokenizer, _ = open_family(file)
+    ids = tokenizer.encode("Z\u00fcrich")
+    assert len(ids) == 1 and tokenizer.decode(ids) == "Z\u00fcrich"
+
+
+def test_a_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None:
+    """The smallest Gemma 3 has that of its sisters, with a token for images."""
+    write_text_side(tmp_path, "gemma")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    rows = open_family(file)[0].vocab_size
+    image = {**config["added_tokens"][0], "id": rows, "content": "<image_soft_token>"}
+    config["added_tokens"].append(image)
+    file.write_text(json.dumps(config))
+    gemma = replace(TINY, model_type="gemma3_text", vocab_size=rows)
+    tokenizer, dialect = open_text(tmp_path, gemma)
+    assert tokenizer is not None and tokenizer.vocab_size == rows
+    user = {"role": "user", "content": "<image_soft_token>"}
+    ids = render(dialect, tokenizer, [user], [])
+    assert max(ids) < rows and "<image_soft_token>" in tokenizer.decode(ids)
+    with pytest.raises(ConfigError, match=f"has {rows - 1} token ids; expected at"):
+        open_text(tmp_path, replace(gemma, vocab_size=rows - 2))
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    """Change a field of a tokenizer.json, or an entry of a list in it."""
+
+    def edit(config: dict[str, Any]) -> None:
+        *way, last = path.split(".")
+        place: Any = config
+        for key in way:
+            place = place[int(key) if key.isdigit() else key]
+        place[last] = value
+
+    return edit
+
+
+BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
+    "another model": (put("model.type", "Unigram"), "model.type is 'Unigram'"),
+    "an old WordPiece": (
+        lambda config: [config["model"].pop(key) for key in ("type", "merges")],
+        "model.type is None; expected one of 'BPE'",
+    ),
+    "vocab": (put("model.vocab", [["a", 0]]), "model.vocab is list; expected an obj"),
+    "an id of text": (put("model.vocab.a", "0"), "a token's id is '0'; expected 0 to"),
+    "an id below 0": (put("model.vocab.zz", -1), "a token's id is -1; expected 0 to"),
+    "an id twice": (put("model.vocab.zz", 1), "ids that two tokens have is 1"),
+    "no byte": (lambda config: config["model"]["vocab"].pop("!"), "expected a token"),
+    "merges": (put("model.merges", [["qq", "zz"]]), "Token `qq` out of vocabulary"),
+    "decoder": (put("decoder", None), "decoder is 'null'; expected one with ByteLevel"),
+    "pieces": (put("pre_tokenizer", {"type": "?"}), "Exception: data did not match"),
+    "no added tokens": (lambda config: config.pop("added_tokens"), "added_tokens is"),
+    "an added token": (put("added_tokens", [5]), "an entry of added_tokens is int"),
+    "a name": (put("added_tokens.0.content", ""), "a name in added_tokens is ''"),
+    "half a character": (
+        put("added_tokens.0.content", "<\ud800>"), "can't encode character",
+    ),
+    "what comes first": (
+        put(
+            "post_processor",
+            {"single": [{"SpecialToken": {"id": "x"}}],
+             "special_tokens": {"x": {"ids": [10**9]}}},
+        ),
+        "post_processor is (1000000000,); expected ids of control tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_TOKENIZERS)
+def test_bad_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
+    """With the name of the file, and of what is wrong in it."""
+    edit, words = BAD_TOKENIZERS[name]
+    write_text_side(tmp_path, "qwen")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    edit(config)
+    file.write_text(json.dumps(config))
+    with pytest.raises(TokenizerError) as caught:
+        open_family(file)
+    assert str(caught.value).startswith(f"{file}: ") and words in str(caught.value)
 
 
 def test_lone_surrogates_are_refused(opened: Opened) -> None:

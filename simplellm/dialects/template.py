@@ -5,15 +5,14 @@ is: `Encoder.mixed` says how they are told apart.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from simplellm.config import ConfigError, about, expect_type, one_of, raising
-from simplellm.dialects.encoder import Encoder
+from simplellm.config import ConfigError, expect_type, one_of, raising
+from simplellm.dialects.encoder import Encoder, guarded
 from simplellm.dialects.sandbox import compiled, rendered
 from simplellm.harmony import EFFORTS, Message, Tool
 from simplellm.tokenizer import Tokenizer, TokenizerError
@@ -94,16 +93,6 @@ class ChatTemplate:
         with guarded(ValueError, self.place):
             text = rendered(self.templates[name], variables)
         return self.encoder.mixed(text)
-
-
-@contextmanager
-def guarded(kind: type[ValueError], place: str) -> Iterator[None]:
-    """Turn whatever goes wrong in a stranger's program into a ``kind``."""
-    try:
-        yield
-    except Exception as error:
-        wrong = kind(f"{place}: {type(error).__name__}: {error}")
-        raise about(wrong, "messages") from None
 
 
 def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
