@@ -62,4 +62,3 @@ COMMON = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-MAYBE = (None, True, False)

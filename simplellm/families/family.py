@@ -22,8 +22,11 @@ from simplellm.names import Name
 
 Data = dict[str, Any]  # a parsed config.json
 
-# What no model here has, by its field of config.json: the values that it may have.
-NOWHERE: dict[str, tuple[object, ...]] = {
+# By its field of config.json, the values that a thing may have in every model here.
+EVERYWHERE: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu"),
+    "attention_bias": (None, False, True),
+    "mlp_bias": (None, False, True),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -42,13 +45,16 @@ class Family:
     architectures: tuple[str, ...]  # likewise
     names: tuple[Name, ...]  # what its tensors are called by us and on the hub
     defaults: Data  # transformers', for what a config.json omits
+    activation: str = "swiglu"
     fields: Callable[[Data], Mapping[str, Any]] = lambda data: {}  # of `ModelConfig`
     # Fields of config.json that have another name here.
     keys: Mapping[str, str] = field(default_factory=dict)
     # Values that a field of config.json may have.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Patterns in tensors' names, and what we expect there; None: nobody needs it.
-    spellings: tuple[tuple[str, str | None], ...] = ()
+    spellings: tuple[tuple[str, str | None], ...] = (
+        (r"\.rotary_emb\.inv_freq$", None),
+    )
 
     def spelled(self, config: ModelConfig, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
@@ -71,14 +77,20 @@ class Family:
         data = {**self.defaults, **renamed}
         for name in as_texts("architectures", data.get("architectures"), 8, 800):
             one_of("an entry of architectures", name, self.architectures)
-        for key, known in {**NOWHERE, **self.fixed}.items():
+        for key, known in {**EVERYWHERE, **self.fixed}.items():
             one_of(key, data.get(key), known)
         scaling, theta = rope(data)
         found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
         count = found["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
         expect(isinstance(types, list), "layer_types", types, "a list")
-        found |= {"layer_types": tuple(types), **self.fields({**data, **found})}
+        found |= {
+            "activation": self.activation,
+            "attention_bias": bool(data.get("attention_bias")),
+            "mlp_bias": bool(data.get("mlp_bias")),
+            "layer_types": tuple(types),
+            **self.fields({**data, **found}),
+        }
         if "sliding_attention" not in found["layer_types"]:
             found["sliding_window"] = None
         return ModelConfig(

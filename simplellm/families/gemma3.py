@@ -30,7 +30,6 @@ def gemma_fields(data: Data) -> dict[str, Any]:
         for n in range(data["num_hidden_layers"])
     )
     return {
-        "activation": "geglu",
         "norm_offset": 1.0,
         "embedding_scale": data["hidden_size"] ** 0.5,
         "local_rope_theta": local_theta(data),
@@ -71,6 +70,7 @@ GEMMA3 = Family(
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
+    activation="geglu",
     fields=gemma_fields,
     fixed={
         "hidden_activation": ("gelu_pytorch_tanh",),
