@@ -400,10 +400,15 @@ def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
     assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
 
 
-def test_base_models_have_no_chats(opened: Opened) -> None:
-    tokenizer, dialect, _, _ = opened["gpt2"]
-    with pytest.raises(ValueError, match="chat template of this model"):
-        render(dialect, tokenizer, [USER], [])
+def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:
+    without = [opened["gpt2"][:2]]
+    empty: list[Any] = ["", []]
+    for template in empty:
+        write_text_side(tmp_path, "qwen", template)
+        without.append(open_family(tmp_path / "tokenizer.json"))
+    for tokenizer, dialect in without:
+        with pytest.raises(ValueError, match="chat template of this model"):
+            render(dialect, tokenizer, [USER], [])
 
 
 REFUSED = {

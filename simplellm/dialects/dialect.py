@@ -16,7 +16,7 @@ from simplellm.config import (
 from simplellm.dialects.encoder import needs, read_tokenizer
 from simplellm.dialects.forms import CallForm, tags_grammar
 from simplellm.dialects.tags import TagParser
-from simplellm.folder import TURN_ENDS, find_file
+from simplellm.folder import find_file
 from simplellm.grammar import Grammar
 from simplellm.harmony import (
     HarmonyParser,
@@ -77,7 +77,7 @@ HARMONY = Dialect(
     render=render_harmony,
     parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
     grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
-    ends=TURN_ENDS,
+    ends=("<|return|>", "<|call|>", "<|endoftext|>"),
 )
 
 

@@ -30,6 +30,8 @@ class Encoder:
     """
 
     def __init__(self, config: Mapping[str, Any], rows: int = MAX_SIZE) -> None:
+        from tokenizers import Tokenizer as LibraryTokenizer
+
         model = part("", config, "model", Mapping)
         old = "BPE" if "merges" in model else None  # GPT-2's file says no type
         one_of("model.type", model.get("type", old), ("BPE",))
@@ -39,18 +41,16 @@ class Encoder:
         plain |= {"truncation": None, "padding": None}
         plain["model"] = {**model, "vocab": vocab, "unk_token": None}
         self.special: dict[str, int] = {}
-        patterns, texts = [], {*()}
+        patterns = []
         for token in part("", config, "added_tokens", list):
             expect_type("an entry of added_tokens", token, Mapping, "an object")
             name, id = token.get("content"), token.get("id")
-            expect(
-                isinstance(name, str) and name, "a name in added_tokens", name, "text"
-            )
+            ok = isinstance(name, str) and name
+            expect(ok, "a name in added_tokens", name, "text")
             vocab.pop(name, None)
             if not token.get("special") and is_text(name):
                 plain["added_tokens"].append(token)
                 vocab[name] = id
-                texts.add(name)
                 continue
             if isinstance(id, int) and id >= rows:
                 continue
@@ -67,14 +67,16 @@ class Encoder:
         self.begin = first_ids(config)  # in front of a text that is no chat
         known = {*self.begin} <= {*self.special.values()}
         expect(known, "post_processor", self.begin, "ids of control tokens")
+        texts = {token["content"] for token in plain["added_tokens"]}
         self.tokens = bytes_of(vocab, texts, json.dumps(config.get("decoder")))
-        self._first = library_tokenizer(plain)
+        self._first = LibraryTokenizer.from_str(json.dumps(plain))
         # Some put a space in front of a text, but not behind its control tokens.
         later = json.dumps(plain.get("pre_tokenizer"))
         later = later.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
         plain["pre_tokenizer"] = json.loads(later)
         same = plain["pre_tokenizer"] == config.get("pre_tokenizer")
-        self._later = self._first if same else library_tokenizer(plain)
+        later = json.dumps(plain)
+        self._later = self._first if same else LibraryTokenizer.from_str(later)
         patterns.sort(key=lambda pair: -len(pair[0]))  # the longest one counts
         self._names = re.compile("|".join(p for _, p in patterns) or r"(?!)")
         edges = sorted({char for name, _ in patterns for char in name[0] + name[-1]})
@@ -137,13 +139,6 @@ def is_text(name: str) -> bool:
     plain = name.strip(" \t\r\n" + SPACE)
     tag = plain and is_sign(name[0]) and is_sign(name[-1])
     return not tag or HTML.fullmatch(name) is not None
-
-
-def library_tokenizer(config: Mapping[str, Any]) -> Any:
-    """The library's tokenizer of a tokenizer.json. Raises what the library does."""
-    from tokenizers import Tokenizer as LibraryTokenizer
-
-    return LibraryTokenizer.from_str(json.dumps(config))
 
 
 def needs(library: str) -> None:

@@ -49,23 +49,16 @@ class GenerationTag(Extension):
 class Meters(NodeTransformer):
     """Has a template ask, wherever it copies or repeats something."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = metered(node.iter)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        match node:
+            case nodes.For():
+                node.iter = metered(node.iter)
+            case nodes.Concat():
+                node.nodes = [metered(part, "written") for part in node.nodes]
+            case nodes.Filter() | nodes.Getitem(arg=nodes.Slice()):
+                return metered(node)
         return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
-        self.generic_visit(node)
-        node.nodes = [metered(part, "written") for part in node.nodes]
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:
-        self.generic_visit(node)
-        return metered(node)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
-        self.generic_visit(node)
-        return metered(node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def metered(node: nodes.Node, meter: str = "made") -> nodes.Filter:

@@ -17,9 +17,6 @@ from simplellm.dialects.sandbox import compiled, rendered
 from simplellm.harmony import EFFORTS, Message, Tool
 from simplellm.tokenizer import Tokenizer, TokenizerError
 
-PLACE = "chat_template.jinja"
-TEMPLATE_FIELD = "tokenizer_config.json: chat_template"
-
 
 @dataclass(frozen=True)
 class ChatTemplate:
@@ -39,10 +36,11 @@ class ChatTemplate:
         cls, folder: Path, config: Mapping[str, Any], encoder: Encoder
     ) -> "ChatTemplate | None":
         """That of a checkpoint folder, if it has one. Raises ConfigError."""
-        given, place = config.get("chat_template"), str(folder / TEMPLATE_FIELD)
-        if (file := folder / PLACE).is_file():
+        given = config.get("chat_template")
+        place = str(folder / "tokenizer_config.json: chat_template")
+        if (file := folder / "chat_template.jinja").is_file():
             given, place = file.read_bytes().decode(errors="replace"), str(file)
-        if given is None:
+        if not given:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]

@@ -67,12 +67,22 @@ class Family:
 
     @raising(ConfigError)
     def config(self, data: Data) -> ModelConfig:
-        """The config that a parsed config.json describes. Raises ConfigError."""
-        model_type = data["model_type"]
-        text = data.get("text_config") or {}
+        """The config that a parsed config.json describes.
+
+        Raises ConfigError, which has the file's names of fields.
+        """
+        try:
+            return self._config(data)
+        except (TypeError, ValueError) as error:
+            theirs = {ours: key for key, ours in self.keys.items()}
+            told = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), str(error))
+            error.args = (told,)
+            raise
+
+    def _config(self, outer: Data) -> ModelConfig:
+        text = outer.get("text_config") or {}
         expect(isinstance(text, dict), "text_config", text, "an object")
-        eos = end_token_ids(data) or end_token_ids(text)
-        given = {**data, **text}
+        given = {**outer, **text}
         renamed = {self.keys.get(key, key): value for key, value in given.items()}
         data = {**self.defaults, **renamed}
         for name in as_texts("architectures", data.get("architectures"), 8, 800):
@@ -81,6 +91,7 @@ class Family:
             one_of(key, data.get(key), known)
         scaling, theta = rope(data)
         found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
+        ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))
         count = found["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
         expect(isinstance(types, list), "layer_types", types, "a list")
@@ -95,29 +106,31 @@ class Family:
             found["sliding_window"] = None
         return ModelConfig(
             **found,
-            model_type=model_type,
+            model_type=outer["model_type"],
             names=self.names,
             rope_scaling=scaling,
-            eos_token_ids=eos,
+            eos_token_ids=next(filter(None, ends), ()),
         )
 
 
 def sizes(data: Data) -> dict[str, Any]:
     """``data`` with what follows from other numbers where a file leaves it out."""
+    given = {key: value for key, value in data.items() if value is not None}
     names = "hidden_size", "num_attention_heads"
     for name in names:
         check_number(name, data.get(name), int, 1, MAX_SIZE)
     hidden, heads = (data[name] for name in names)
-    found = {"num_local_experts": 0, "num_experts_per_tok": 0, **data}
-    if found.get("head_dim") is None:
-        wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
-        expect(hidden % heads == 0, "hidden_size", hidden, wanted)
-        found["head_dim"] = hidden // heads
-    if found.get("num_key_value_heads") is None:
-        found["num_key_value_heads"] = heads
-    if found.get("intermediate_size") is None:
-        found["intermediate_size"] = 4 * hidden
-    return found
+    wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
+    whole = "head_dim" in given or hidden % heads == 0
+    expect(whole, "hidden_size", hidden, wanted)
+    found = {
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+    return found | given
 
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:
