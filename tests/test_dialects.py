@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from simplellm.config import ConfigError
 from simplellm.dialects.dialect import Dialect, open_family, open_text
+from simplellm.dialects.sandbox import compiled, rendered
 from simplellm.harmony import Message, ToolCall, from_openai, tool_calls
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import is_reasoning
@@ -411,6 +412,43 @@ def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:
             render(dialect, tokenizer, [USER], [])
 
 
+GIVEN = "messages[1].tool_calls[0].function.arguments"
+PROGRAMS = (
+    "{% for m in messages %}{{ m.content.replace('a', 'b').replace('b', 'c', 1) }}"
+    "{{ ', '.join([m.role, 'x']) }}{{ m.content.strip().split('\n')[0] }}{% endfor %}",
+    "{% set all %}{% for m in messages %}{{ m.content|replace('a', 'b')|trim }}"
+    "{% endfor %}{% endset %}{{ all|length }}{{ all|upper }}{{ all[::-1] }}",
+    "{{ messages|join('|', attribute='role') }}"
+    "{{ messages|map(attribute='role')|join }}"
+    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}",
+    "{{ G|tojson(indent=2) }}{{ G|items|list }}{{ G|dictsort }}{{ G|string }}{{ G }}",
+    "{% macro f(x, y=2) %}{{ x }}{{ y }}{{ caller() }}{% endmacro %}"
+    "{% for m in messages %}{% call f(m.role) %}!{% endcall %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for m in messages %}{% if not loop.last %}"
+    "{% set n.x = n.x + [m.role, loop.index, loop.nextitem.role] %}{% endif %}"
+    "{% endfor %}{{ n.x }}{{ n.x * 2 }}{{ 'ab' * 3 }}{{ 7 // 2 }}{{ 7 % 4 }}",
+    "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}"
+    "{% break %}{% endfor %}{% filter upper %}é{{ messages[-1].role }}{% endfilter %}",
+    "{{ nothing }}{{ nothing|d('-') }}{{ messages[0].none is defined }}"
+    "{{ messages[0].get('none', 1) }}{{ dict(messages[0], z=None) }}{{ [true, 1.0] }}",
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_templates_mean_what_they_do_to_transformers(
+    opened: Opened, program: str
+) -> None:
+    given = json.loads(CALL["function"]["arguments"])
+    call = {"function": {"name": "f", "arguments": {**given, "a": "é<"}}}
+    messages = [{**USER, "content": "a\nab "}, {**ANSWER, "tool_calls": [call]}]
+    program = program.replace("G", GIVEN)
+    theirs = AutoTokenizer.from_pretrained(str(opened["qwen"][3]))
+    expected = theirs.apply_chat_template(
+        messages, chat_template=program, tokenize=False
+    )
+    assert rendered(compiled(program), {"messages": messages}) == expected != ""
+
+
 REFUSED = {
     "a syntax error": ("{{ messages", "TemplateSyntaxError"),
     "an unknown filter": ("{{ 'x'|center(99999999999) }}", "a filter is 'center'"),
@@ -462,6 +500,8 @@ ENDLESS = {
     "a number": "{% set n = namespace(x=9) %}"
     "{% for a in r %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a power": "{{ 9 ** 9 ** 9 }}",
+    "a refund": "{{ 1|made(-9999999999) }}",
+    "a refund in other words": "{{ [1]|map('made', -9999999999)|list }}",
     "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "a format": "{{ '%99999999999d' % 1 }}",
     "another format": "{{ '{:99999999999}'.format(1) }}",
