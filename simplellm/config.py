@@ -226,15 +226,16 @@ def read_json(path: str | Path) -> dict[str, Any]:
     raise ConfigError(wrong)
 
 
-def end_token_ids(data: Mapping[str, Any]) -> tuple[int, ...]:
+def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The ids that ``eos_token_id`` names: one, a list of them, or none.
 
     Raises ValueError for anything else.
     """
     found = data.get("eos_token_id")
     ids = () if found is None else found if isinstance(found, list) else (found,)
-    ok = all(type(i) is int for i in ids)
-    expect(ok, "eos_token_id", found, "a token id or a list of them")
+    ok = all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    wanted = f"a token id or a list of them, each 0 to {vocab_size - 1}"
+    expect(ok, "eos_token_id", found, wanted)
     return tuple(ids)
 
 

@@ -147,10 +147,10 @@ class Door:
     def open(cls, folder: Path, config: ModelConfig) -> "Door":
         """The door of a checkpoint folder, with room for all that the model has."""
         tokenizer, dialect = open_text(folder, config)
-        default_params, generation_ends = read_generation_config(folder)
-        ends = turn_ends(config, tokenizer, generation_ends, dialect.ends)
+        params, listed = read_generation_config(folder, config.vocab_size)
+        ends = turn_ends(config, tokenizer, listed, dialect.ends)
         limit = config.max_position_embeddings
-        return cls(config, tokenizer, default_params, ends, limit, dialect=dialect)
+        return cls(config, tokenizer, params, ends, limit, dialect=dialect)
 
     @cached_property
     def grammars(self) -> Grammars:

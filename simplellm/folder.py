@@ -21,9 +21,6 @@ from simplellm.sampling_params import SamplingParams
 from simplellm.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
-TURN_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")
-
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -62,11 +59,12 @@ def find_file(folder: Path, name: str) -> Path | None:
     if folder.is_dir():
         names = (folder.absolute(), folder.resolve())  # it may be "." or a link
         places += [path.parent for path in names if path.name == "original"]
-    found = [place / name for place in places if (place / name).is_file()]
-    return found[0] if found else None
+    return next(filter(Path.is_file, (place / name for place in places)), None)
 
 
-def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...]]:
+def read_generation_config(
+    folder: Path, vocab_size: int
+) -> tuple[SamplingParams, tuple[int, ...]]:
     """How to sample and what ends a turn, by generation_config.json if there is one.
 
     Raises ConfigError, which names the file.
@@ -74,7 +72,7 @@ def read_generation_config(folder: Path) -> tuple[SamplingParams, tuple[int, ...
     file = find_file(folder, "generation_config.json")
     with raising(ConfigError, file):
         generation = read_json(file) if file else {}
-        return recommended(generation), end_token_ids(generation)
+        return recommended(generation), end_token_ids(generation, vocab_size)
 
 
 def recommended(generation: Mapping[str, Any]) -> SamplingParams:
@@ -97,7 +95,7 @@ def turn_ends(
     config: ModelConfig,
     tokenizer: Tokenizer | None,
     recommended: tuple[int, ...],
-    names: Sequence[str] = TURN_ENDS,
+    names: Sequence[str],
 ) -> frozenset[int]:
     """The tokens that end a turn, by the config, generation_config.json and ``names``.
 

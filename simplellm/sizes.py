@@ -101,7 +101,8 @@ def activation_bytes(
     inner = max(config.intermediate_size, config.dense_intermediate_size or 0)
     rows = (inner + config.hidden_size) * max(config.num_experts_per_tok, 1)
     rows += 3 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
-    return tokens * rows * itemsize + 4 * samples * config.vocab_size
+    tables = 8 * config.max_position_embeddings * config.head_dim  # of rotations, made
+    return tokens * rows * itemsize + 4 * samples * config.vocab_size + tables
 
 
 def free_bytes(device: torch.device) -> tuple[int, int]:

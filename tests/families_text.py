@@ -33,6 +33,7 @@ SPLIT = (
 )
 QWEN = "<|endoftext|> <|im_start|> <|im_end|>"
 QWEN_TAGS = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
+WORDS = "covid19 6G-RAN2"  # as people add them for their field
 LLAMA = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> "
     "<|eot_id|> <|eom_id|> <|python_tag|>"
@@ -75,7 +76,7 @@ def without_regex() -> Any:
 
 
 def qwen() -> Tokenizer:
-    return byte_level(SPLIT, QWEN, QWEN_TAGS, nfc=True)
+    return byte_level(SPLIT, QWEN, f"{QWEN_TAGS} {WORDS}", nfc=True)
 
 
 def llama() -> Tokenizer:
@@ -97,6 +98,15 @@ def llama() -> Tokenizer:
 
 def gpt2() -> Tokenizer:
     return byte_level(None, "<|endoftext|>")
+
+
+def of_old(config: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json as the library wrote it once, and as GPT-2's on the hub is."""
+    model = config["model"]
+    for name in ("type", "byte_fallback", "ignore_merges"):
+        del model[name]
+    model["merges"] = [" ".join(pair) for pair in model["merges"]]
+    return config
 
 
 def sentencepiece(kind: str) -> Tokenizer:
@@ -138,7 +148,7 @@ def sentencepiece(kind: str) -> Tokenizer:
         tokenizer.add_special_tokens(added("<start_of_turn> <end_of_turn>"))
         runs = [AddedToken("\n" * n, normalized=False, special=False) for n in (2, 3)]
         tokenizer.add_tokens(runs)
-        tokenizer.add_tokens(added("<table> <unused0>", special=False))
+        tokenizer.add_tokens(added("<table> </td> <unused0>", special=False))
     else:
         tokenizer.add_special_tokens(added(MISTRAL))
     return tokenizer
@@ -466,7 +476,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def write_text_side(folder: Path, kind: str, template: Any = None) -> Path:
     """tokenizer.json, its config and the chat template of a kind."""
-    KINDS[kind]().save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    KINDS[kind]().save(str(file))
+    if kind == "gpt2":
+        file.write_text(json.dumps(of_old(json.loads(file.read_text("utf-8")))))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SETTINGS[kind]}
     template = TEMPLATES.get(kind) if template is None else template
     if template is not None:

@@ -6,19 +6,22 @@ transformers are the references.
 
 import json
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from checkpoints import TINY
 from families_text import KINDS, SETTINGS, TEMPLATES, write_text_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from simplellm.config import ConfigError
-from simplellm.dialects.dialect import Dialect, open_family
+from simplellm.dialects.dialect import Dialect, open_family, open_text
+from simplellm.dialects.sandbox import compiled, rendered
 from simplellm.harmony import Message, ToolCall, from_openai, tool_calls
 from simplellm.harmony.schema import as_tools
 from simplellm.outputs import is_reasoning
@@ -43,7 +46,8 @@ NAMES = (
     "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> <|eot_id|> "
     "<|start_header_id|> <|python_tag|> <s> </s> <unk> [INST] [/INST] [TOOL_CALLS] "
     "[CALL_ID] [ARGS] "
-    "<bos> <eos> <start_of_turn> <end_of_turn> <table> <unused0> <0x0A>"
+    "<bos> <eos> <start_of_turn> <end_of_turn> <table> </td> <unused0> <0x0A> "
+    "covid19"
 ).split()
 PIECES = st.one_of(
     st.text(max_size=8),
@@ -118,6 +122,112 @@ def test_text_begins_as_transformers_begins_it(opened: Opened, kind: str) -> Non
         expected = [first, *(id for id in expected if id != first)]
     assert [*dialect.begin, *tokenizer.encode("The dog <3")] == expected
     assert len(dialect.begin) == (kind not in ("qwen", "gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("gemma", "<table>a</td>\n\n\nb"), ("qwen", "To 6G-RAN2 with covid19.")],
+)
+def test_added_tokens_may_be_text(opened: Opened, kind: str, text: str) -> None:
+    """HTML, white space and words, which people read and write, control nothing."""
+    tokenizer, dialect, library, _ = opened[kind]
+    ids = tokenizer.encode(text)
+    assert ids == library.encode(text, add_special_tokens=False).ids
+    known = library.get_added_tokens_decoder()
+    assert sum(id in known for id in ids) == (3 if kind == "gemma" else 2)
+    assert tokenizer.decode(ids, skip_special=True) == text
+    assert turn_of(dialect, tokenizer, ids) == ("", text, [])
+    prompt = render(dialect, tokenizer, [{"role": "user", "content": text}], [])
+    assert str(ids)[1:-1] in str(prompt)
+
+
+def test_an_added_token_is_what_it_says(tmp_path: Path) -> None:
+    """Where the library itself makes an odd byte of its `ü`."""
+    write_text_side(tmp_path, "qwen")
+    file = tmp_path / "tokenizer.json"
+    text = file.read_text("utf-8").replace("covid19", "Z\u00fcrich")
+    file.write_text(text, "utf-8")
+    tokenizer, _ = open_family(file)
+    ids = tokenizer.encode("Z\u00fcrich")
+    assert len(ids) == 1 and tokenizer.decode(ids) == "Z\u00fcrich"
+
+
+def test_a_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None:
+    """The smallest Gemma 3 has that of its sisters, with a token for images."""
+    write_text_side(tmp_path, "gemma")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    rows = open_family(file)[0].vocab_size
+    image = {**config["added_tokens"][0], "id": rows, "content": "<image_soft_token>"}
+    config["added_tokens"].append(image)
+    file.write_text(json.dumps(config))
+    gemma = replace(TINY, model_type="gemma3_text", vocab_size=rows)
+    tokenizer, dialect = open_text(tmp_path, gemma)
+    assert tokenizer is not None and tokenizer.vocab_size == rows
+    user = {"role": "user", "content": "<image_soft_token>"}
+    ids = render(dialect, tokenizer, [user], [])
+    assert max(ids) < rows and "<image_soft_token>" in tokenizer.decode(ids)
+    with pytest.raises(ConfigError, match=f"has {rows - 1} token ids; expected at"):
+        open_text(tmp_path, replace(gemma, vocab_size=rows - 2))
+
+
+def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    """Change a field of a tokenizer.json, or an entry of a list in it."""
+
+    def edit(config: dict[str, Any]) -> None:
+        *way, last = path.split(".")
+        place: Any = config
+        for key in way:
+            place = place[int(key) if key.isdigit() else key]
+        place[last] = value
+
+    return edit
+
+
+BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no model": (lambda config: config.pop("model"), "model is NoneType; expected an"),
+    "another model": (put("model.type", "Unigram"), "model.type is 'Unigram'"),
+    "an old WordPiece": (
+        lambda config: [config["model"].pop(key) for key in ("type", "merges")],
+        "model.type is None; expected one of 'BPE'",
+    ),
+    "vocab": (put("model.vocab", [["a", 0]]), "model.vocab is list; expected an obj"),
+    "an id of text": (put("model.vocab.a", "0"), "a token's id is '0'; expected 0 to"),
+    "an id below 0": (put("model.vocab.zz", -1), "a token's id is -1; expected 0 to"),
+    "an id twice": (put("model.vocab.zz", 1), "ids that two tokens have is 1"),
+    "no byte": (lambda config: config["model"]["vocab"].pop("!"), "expected a token"),
+    "merges": (put("model.merges", [["qq", "zz"]]), "Token `qq` out of vocabulary"),
+    "decoder": (put("decoder", None), "decoder is 'null'; expected one with ByteLevel"),
+    "pieces": (put("pre_tokenizer", {"type": "?"}), "Exception: data did not match"),
+    "no added tokens": (lambda config: config.pop("added_tokens"), "added_tokens is"),
+    "an added token": (put("added_tokens", [5]), "an entry of added_tokens is int"),
+    "a name": (put("added_tokens.0.content", ""), "a name in added_tokens is ''"),
+    "half a character": (
+        put("added_tokens.0.content", "<\ud800>"), "can't encode character",
+    ),
+    "what comes first": (
+        put(
+            "post_processor",
+            {"single": [{"SpecialToken": {"id": "x"}}],
+             "special_tokens": {"x": {"ids": [10**9]}}},
+        ),
+        "post_processor is (1000000000,); expected ids of control tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_TOKENIZERS)
+def test_bad_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
+    """With the name of the file, and of what is wrong in it."""
+    edit, words = BAD_TOKENIZERS[name]
+    write_text_side(tmp_path, "qwen")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    edit(config)
+    file.write_text(json.dumps(config))
+    with pytest.raises(TokenizerError) as caught:
+        open_family(file)
+    assert str(caught.value).startswith(f"{file}: ") and words in str(caught.value)
 
 
 def test_lone_surrogates_are_refused(opened: Opened) -> None:
@@ -291,10 +401,52 @@ def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
     assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
 
 
-def test_base_models_have_no_chats(opened: Opened) -> None:
-    tokenizer, dialect, _, _ = opened["gpt2"]
-    with pytest.raises(ValueError, match="chat template of this model"):
-        render(dialect, tokenizer, [USER], [])
+def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:
+    without = [opened["gpt2"][:2]]
+    empty: list[Any] = ["", []]
+    for template in empty:
+        write_text_side(tmp_path, "qwen", template)
+        without.append(open_family(tmp_path / "tokenizer.json"))
+    for tokenizer, dialect in without:
+        with pytest.raises(ValueError, match="chat template of this model"):
+            render(dialect, tokenizer, [USER], [])
+
+
+GIVEN = "messages[1].tool_calls[0].function.arguments"
+PROGRAMS = (
+    "{% for m in messages %}{{ m.content.replace('a', 'b').replace('b', 'c', 1) }}"
+    "{{ ', '.join([m.role, 'x']) }}{{ m.content.strip().split('\n')[0] }}{% endfor %}",
+    "{% set all %}{% for m in messages %}{{ m.content|replace('a', 'b')|trim }}"
+    "{% endfor %}{% endset %}{{ all|length }}{{ all|upper }}{{ all[::-1] }}",
+    "{{ messages|join('|', attribute='role') }}"
+    "{{ messages|map(attribute='role')|join }}"
+    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}",
+    "{{ G|tojson(indent=2) }}{{ G|items|list }}{{ G|dictsort }}{{ G|string }}{{ G }}",
+    "{% macro f(x, y=2) %}{{ x }}{{ y }}{{ caller() }}{% endmacro %}"
+    "{% for m in messages %}{% call f(m.role) %}!{% endcall %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for m in messages %}{% if not loop.last %}"
+    "{% set n.x = n.x + [m.role, loop.index, loop.nextitem.role] %}{% endif %}"
+    "{% endfor %}{{ n.x }}{{ n.x * 2 }}{{ 'ab' * 3 }}{{ 7 // 2 }}{{ 7 % 4 }}",
+    "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}"
+    "{% break %}{% endfor %}{% filter upper %}é{{ messages[-1].role }}{% endfilter %}",
+    "{{ nothing }}{{ nothing|d('-') }}{{ messages[0].none is defined }}"
+    "{{ messages[0].get('none', 1) }}{{ dict(messages[0], z=None) }}{{ [true, 1.0] }}",
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_templates_mean_what_they_do_to_transformers(
+    opened: Opened, program: str
+) -> None:
+    given = json.loads(CALL["function"]["arguments"])
+    call = {"function": {"name": "f", "arguments": {**given, "a": "é<"}}}
+    messages = [{**USER, "content": "a\nab "}, {**ANSWER, "tool_calls": [call]}]
+    program = program.replace("G", GIVEN)
+    theirs = AutoTokenizer.from_pretrained(str(opened["qwen"][3]))
+    expected = theirs.apply_chat_template(
+        messages, chat_template=program, tokenize=False
+    )
+    assert rendered(compiled(program), {"messages": messages}) == expected != ""
 
 
 REFUSED = {
@@ -348,6 +500,8 @@ ENDLESS = {
     "a number": "{% set n = namespace(x=9) %}"
     "{% for a in r %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a power": "{{ 9 ** 9 ** 9 }}",
+    "a refund": "{{ 1|made(-9999999999) }}",
+    "a refund in other words": "{{ [1]|map('made', -9999999999)|list }}",
     "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "a format": "{{ '%99999999999d' % 1 }}",
     "another format": "{{ '{:99999999999}'.format(1) }}",

@@ -16,7 +16,7 @@ from families import CASES, SIZES, Case, change, older, rewrite, write
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from simplellm import LLM, EngineConfig
+from simplellm import LLM, EngineConfig, sizes
 from simplellm.apps.info import describe
 from simplellm.build import placement
 from simplellm.checkpoint import Checkpoint, CheckpointError, RandomCheckpoint
@@ -194,6 +194,15 @@ def test_gpt2_as_the_hub_has_it(theirs, tmp_path: Path) -> None:
         return tensors | {"h.0.attn.bias": mask}
 
     rewrite(tmp_path, bare)
+    assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+def test_angles_that_old_files_hold(theirs, tmp_path: Path) -> None:
+    """Until 2023 transformers stored the frequencies of rotations as well."""
+    oracle = theirs("Llama")
+    write(tmp_path, oracle.model)
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    rewrite(tmp_path, lambda tensors: {**tensors, name: torch.ones(5)})
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
@@ -376,6 +385,25 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
         "hidden_size is 50; expected a multiple of num_attention_heads, 6",
     ),
     "a text for a size": ("Llama", given(hidden_size="48"), "hidden_size is '48'"),
+    "a name of the hub's": ("GPT2", given(n_embd="48"), "n_embd is '48'; expected an"),
+    "another network's size": (
+        "Qwen3-MoE", given(moe_intermediate_size=0), "moe_intermediate_size is 0",
+    ),
+    "that of few layers": (
+        "Qwen3-MoE", given(intermediate_size="80"), ": intermediate_size is '80'",
+    ),
+    "heads of the hub's": (
+        "GPT2", given(n_head=5), "n_embd is 48; expected a multiple of n_head, 5",
+    ),
+    "local theta": (
+        "Gemma3", given(rope_parameters=None, rope_local_base_freq=0),
+        "rope_local_base_freq is 0; expected more than 1",
+    ),
+    "a token below 0": ("Qwen3", given(eos_token_id=-1), "eos_token_id is -1"),
+    "a token too many": (
+        "Qwen3", given(eos_token_id=[7, 101]),
+        "eos_token_id is [7, 101]; expected a token id or a list of them, each 0 to 1",
+    ),
     "odd head_dim": ("Llama", given(head_dim=9), "head_dim is 9; expected an even"),
     "bias": ("Qwen3", given(attention_bias="yes"), "attention_bias is 'yes'"),
     "tied": ("Qwen3", given(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
@@ -485,6 +513,15 @@ def test_tensors_that_contradict(fault: str, theirs, tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu")
     assert str(error.value).startswith(str(tmp_path))
     assert message in str(error.value)
+
+
+def test_positions_beyond_all_memory(theirs, tmp_path: Path, monkeypatch) -> None:
+    """The angles of all positions are a table; there is a word about its size."""
+    write(tmp_path, theirs("Llama").model)
+    change(tmp_path, given(max_position_embeddings=2**31 - 1))
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**11, 10**11))
+    with pytest.raises(MemoryError, match=r"about 17\d\.\d for a step"):
+        LLM(tmp_path, ENGINE, device="cpu")
 
 
 def test_pickles_are_never_loaded(theirs, tmp_path: Path) -> None:

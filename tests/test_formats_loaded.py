@@ -16,6 +16,8 @@ from families import GEMMA_ROPE, case, change, put, rewrite, rope, sparse, write
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from simplellm import LLM, EngineConfig
 from simplellm.apps.cli import main
@@ -308,6 +310,22 @@ def test_tiles_that_are_cut_off(tmp_path: Path) -> None:
     assert errors(logits(tmp_path), expected).median() < TOLERANCE
 
 
+@pytest.mark.parametrize("form", ROUNDED)
+def test_routers_need_not_be_listed(form: str, made, tmp_path: Path) -> None:
+    """To transformers they are no linear layers, and so nothing that is rounded."""
+    skip, model = ["lm_head"], CASES["Qwen3-MoE"]().build()
+    replace_with_fp8_linear(model, skip, FineGrainedFP8Config())
+    kinds = {
+        name: type(m).__name__ for name, m in model.model.layers[0].named_modules()
+    }
+    assert kinds["self_attn.q_proj"] == "FP8Linear" and "Router" in kinds["mlp.gate"]
+    one = made("Qwen3-MoE", form)
+    copy(one.folder, tmp_path)
+    field = "modules_to_not_convert" if form == "fp8" else "ignore"
+    change(tmp_path, given(**{field: skip}))
+    assert torch.equal(logits(tmp_path), logits(one.folder))
+
+
 def test_experts_in_squares(made) -> None:
     """Of each expert's parts, which lie apart, and with what lies beside them."""
     checkpoint = Checkpoint(made("Qwen3-MoE", "fp8").folder)
@@ -447,6 +465,7 @@ def in_squares(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 Q = "model.layers.1.self_attn.q_proj.weight"
+ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 def same(value: dict[str, Any]) -> dict[str, Any]:
@@ -525,8 +544,13 @@ FAULTS: dict[str, tuple[str, str, Edit, Edit, type[Exception], str]] = {
         f"expected that of {Q}, INT8",
     ),
     "a router": (
-        "Qwen3-MoE", "int8", ignoring("model.nothing"), same, ConfigError,
-        "the format of model.layers.0.mlp.gate.weight is 'INT8'; expected ordinary",
+        "Qwen3-MoE", "int8", same,
+        lambda tensors: tensors | {f"{ROUTER}_scale": torch.ones(5, 1)},
+        CheckpointError, f"holds '{ROUTER}_scale' too",
+    ),
+    "a router's numbers": (
+        "Qwen3-MoE", "int8", same, tensor(ROUTER, lambda x: x.char()),
+        CheckpointError, f"'{ROUTER}' is 'I8'; expected BF16, F16, F32",
     ),
     "no method": (
         "Qwen3", "fp8", given(quant_method=None), same, ConfigError,

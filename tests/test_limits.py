@@ -148,7 +148,10 @@ BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
     "lines of the package": (15_502, 9000),
-    "lines of families": (2489, 1200),
+    # Since 2446: what is wrong in a tokenizer.json is told by its field, an error has
+    # config.json's own names, added words and HTML are text, and an answer keeps the
+    # white space that it has to begin with.
+    "lines of families": (2520, 1200),
     "lines of formats": (1644, 700),
     "lines of structured output": (1149, 700),
     "lines of the server": (5994, 4000),

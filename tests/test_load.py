@@ -237,6 +237,7 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
         ({"eos_token_id": "<|return|>"}, "eos_token_id is '<|return|>'; expected"),
         ({"eos_token_id": ["1044"]}, "eos_token_id is ['1044']; expected"),
         ({"eos_token_id": 5.5}, "eos_token_id is 5.5; expected"),
+        ({"eos_token_id": [1, 1100]}, "eos_token_id is [1, 1100]; expected"),
         ({"top_k": 50.0}, "top_k is 50.0; expected an integer"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a number"),
         ({"top_p": 0}, "top_p is 0; expected more than 0"),

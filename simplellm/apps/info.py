@@ -22,8 +22,8 @@ def published(config: ModelConfig) -> dict[str, tuple[str, int]]:
     for parts in stored_shapes(config, "huggingface", packed=True).values():
         for name, shape in parts.items():
             quantized = name.endswith(("_blocks", "_scales"))
-            count = prod(shape)
-            stored[name] = ("U8", count) if quantized else ("BF16", 2 * count)
+            size = prod(shape)
+            stored[name] = ("U8", size) if quantized else ("BF16", 2 * size)
     return stored
 
 
@@ -80,13 +80,12 @@ def describe(path: str | None) -> Iterator[str]:
         form = config.formats.get(ours)
         for name in names:
             dtype, size = stored[name]
-            said = form.name.split()[0] if form else dtype
+            said = form.name.split()[0] if form else dtype.replace("U8", "MXFP4")
             parts.setdefault(kind(ours), []).append((said, size))
     nbytes = sum(size for _, size in stored.values())
     yield ROW.format("part", "stored as", "parameters", "bytes", "share")
     for part, count in parameters.items():  # tied, the embedding is the LM head
-        dtypes = ("MXFP4" if dtype == "U8" else dtype for dtype, _ in parts[part])
         size = sum(size for _, size in parts[part])
-        kinds = ", ".join(dict.fromkeys(dtypes))
+        kinds = ", ".join(dict(parts[part]))
         yield ROW.format(part, kinds, f"{count:,}", f"{size:,}", f"{size / nbytes:.1%}")
     yield ROW.format("total", "", f"{total:,}", f"{nbytes:,}", "100.0%")

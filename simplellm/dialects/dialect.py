@@ -5,11 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simplellm.config import ConfigError, ModelConfig, expect, raising, read_json
+from simplellm.config import (
+    MAX_SIZE,
+    ConfigError,
+    ModelConfig,
+    expect,
+    raising,
+    read_json,
+)
 from simplellm.dialects.encoder import needs, read_tokenizer
 from simplellm.dialects.forms import CallForm, tags_grammar
 from simplellm.dialects.tags import TagParser
-from simplellm.folder import TURN_ENDS, find_file
+from simplellm.folder import find_file
 from simplellm.grammar import Grammar
 from simplellm.harmony import (
     HarmonyParser,
@@ -70,7 +77,7 @@ HARMONY = Dialect(
     render=render_harmony,
     parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
     grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
-    ends=TURN_ENDS,
+    ends=("<|return|>", "<|call|>", "<|endoftext|>"),
 )
 
 
@@ -87,7 +94,7 @@ def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dial
     if config.model_type == "gpt_oss":
         tokenizer, dialect = Tokenizer.from_file(file), HARMONY
     else:
-        tokenizer, dialect = open_family(file)
+        tokenizer, dialect = open_family(file, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
             f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
@@ -96,14 +103,14 @@ def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dial
     return tokenizer, dialect
 
 
-def open_family(file: Path) -> tuple[Tokenizer, Dialect]:
-    """The same of another model than gpt-oss, by its tokenizer.json."""
+def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
+    """The same of another model than gpt-oss, of so many ``rows``."""
     with raising(TokenizerError, file):
         needs("tokenizers")
         needs("jinja2")
     from simplellm.dialects.template import ChatTemplate, special_tokens
 
-    tokenizer, encoder = read_tokenizer(file)
+    tokenizer, encoder = read_tokenizer(file, rows)
     settings_file = file.with_name("tokenizer_config.json")
     with raising(ConfigError, settings_file):
         settings = read_json(settings_file) if settings_file.is_file() else {}

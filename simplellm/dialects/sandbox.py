@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateRuntimeError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -49,23 +50,16 @@ class GenerationTag(Extension):
 class Meters(NodeTransformer):
     """Has a template ask, wherever it copies or repeats something."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = metered(node.iter)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        match node:
+            case nodes.For():
+                node.iter = metered(node.iter)
+            case nodes.Concat():
+                node.nodes = [metered(part, "written") for part in node.nodes]
+            case nodes.Filter() | nodes.Getitem(arg=nodes.Slice()):
+                return metered(node)
         return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
-        self.generic_visit(node)
-        node.nodes = [metered(part, "written") for part in node.nodes]
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Filter:
-        self.generic_visit(node)
-        return metered(node)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
-        self.generic_visit(node)
-        return metered(node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def metered(node: nodes.Node, meter: str = "made") -> nodes.Filter:
@@ -117,7 +111,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "replace": lambda text, *args: self.grown(str(text).replace, *args),
             "string": lambda some: str(self.written(some)),
             "tojson": self.tojson,
-            "made": self.made,
+            "made": lambda value: self.made(value),  # a template may not say a size
             "written": self.written,
         }
 
@@ -138,11 +132,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def written(self, value: Any) -> Any:
         """``value``, about to become text: all that is in it counts."""
         self.made(value)
-        if isinstance(value, dict):
-            self.written([*value.keys(), *value.values()])
-        elif isinstance(value, list | tuple):
-            for part in value:
-                self.written(part)
+        parts = [*value, *value.values()] if isinstance(value, dict) else value
+        for part in parts if isinstance(parts, list | tuple) else ():
+            self.written(part)
         return value
 
     def grown(self, method: Any, *args: Any) -> Any:
@@ -152,7 +144,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.made(None, len(method.__self__) * (before - self.left))
         return method(*args)
 
-    def joined(self, some: Any, by: Any = "") -> str:
+    def joined(self, some: Any, by: Any = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            some = map(make_attrgetter(self, attribute), some)
         return self.grown(str(by).join, [str(self.written(part)) for part in some])
 
     def tojson(
@@ -179,8 +173,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, what: Any, /, *args: Any, **kwargs: Any) -> Any:
         grows = isinstance(getattr(what, "__self__", None), str)
         if grows and what.__name__ in ("join", "replace"):
-            join = what.__name__ == "join"
-            given = [list(args[0])] if join else [*args, *kwargs.values()]
+            # Within loops Jinja adds keywords of its own.
+            given = [list(args[0])] if what.__name__ == "join" else args
             return self.grown(what, *given)
         return self.made(super().call(context, what, *args, **kwargs))
 

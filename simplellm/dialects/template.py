@@ -5,21 +5,17 @@ is: `Encoder.mixed` says how they are told apart.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from simplellm.config import ConfigError, about, expect_type, one_of, raising
-from simplellm.dialects.encoder import Encoder
+from simplellm.config import ConfigError, expect_type, one_of, raising
+from simplellm.dialects.encoder import Encoder, guarded
 from simplellm.dialects.sandbox import compiled, rendered
 from simplellm.harmony import EFFORTS, Message, Tool
 from simplellm.tokenizer import Tokenizer, TokenizerError
-
-PLACE = "chat_template.jinja"
-TEMPLATE_FIELD = "tokenizer_config.json: chat_template"
 
 
 @dataclass(frozen=True)
@@ -40,10 +36,11 @@ class ChatTemplate:
         cls, folder: Path, config: Mapping[str, Any], encoder: Encoder
     ) -> "ChatTemplate | None":
         """That of a checkpoint folder, if it has one. Raises ConfigError."""
-        given, place = config.get("chat_template"), str(folder / TEMPLATE_FIELD)
-        if (file := folder / PLACE).is_file():
+        given = config.get("chat_template")
+        place = str(folder / "tokenizer_config.json: chat_template")
+        if (file := folder / "chat_template.jinja").is_file():
             given, place = file.read_bytes().decode(errors="replace"), str(file)
-        if given is None:
+        if not given:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
@@ -94,16 +91,6 @@ class ChatTemplate:
         with guarded(ValueError, self.place):
             text = rendered(self.templates[name], variables)
         return self.encoder.mixed(text)
-
-
-@contextmanager
-def guarded(kind: type[ValueError], place: str) -> Iterator[None]:
-    """Turn whatever goes wrong in a stranger's program into a ``kind``."""
-    try:
-        yield
-    except Exception as error:
-        wrong = kind(f"{place}: {type(error).__name__}: {error}")
-        raise about(wrong, "messages") from None
 
 
 def concealed(value: Any, hidden: Mapping[int, int]) -> Any:

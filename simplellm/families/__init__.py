@@ -28,10 +28,7 @@ from simplellm.families.qwen3 import QWEN3
 from simplellm.families.qwen3_moe import QWEN3_MOE
 from simplellm.formats import format_names, formats, read_quantization
 
-ALL = (
-    *(GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2),
-    *(MISTRAL, MIXTRAL, GEMMA3, GPT2),
-)
+ALL = GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2
 # By what config.json calls its model_type.
 FAMILIES: dict[str, Family] = {
     model_type: family for family in ALL for model_type in family.model_types

@@ -36,7 +36,11 @@ MLP = (
 )
 
 
-def decoder(*attention: Name, mlp: tuple[Name, ...] = MLP) -> tuple[Name, ...]:
+def decoder(
+    *attention: Name,
+    mlp: tuple[Name, ...] = MLP,
+    mlp_norm: str = "post_attention_layernorm.weight",
+) -> tuple[Name, ...]:
     """The name table of a decoder with an RMSNorm before each of its parts.
 
     ``attention`` is what a layer has beside the matrices of `ATTENTION`.
@@ -46,7 +50,7 @@ def decoder(*attention: Name, mlp: tuple[Name, ...] = MLP) -> tuple[Name, ...]:
         layered("attn_norm.weight", "hidden", "input_layernorm.weight"),
         *ATTENTION,
         *attention,
-        layered("mlp_norm.weight", "hidden", "post_attention_layernorm.weight"),
+        layered("mlp_norm.weight", "hidden", mlp_norm),
         *mlp,
         hub("norm.weight", "hidden", "model.norm.weight"),
         hub("lm_head.weight", "V hidden", "lm_head.weight", "V"),
@@ -62,4 +66,3 @@ COMMON = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-MAYBE = (None, True, False)

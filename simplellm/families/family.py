@@ -22,8 +22,11 @@ from simplellm.names import Name
 
 Data = dict[str, Any]  # a parsed config.json
 
-# What no model here has, by its field of config.json: the values that it may have.
-NOWHERE: dict[str, tuple[object, ...]] = {
+# By its field of config.json, the values that a thing may have in every model here.
+EVERYWHERE: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu"),
+    "attention_bias": (None, False, True),
+    "mlp_bias": (None, False, True),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -42,13 +45,16 @@ class Family:
     architectures: tuple[str, ...]  # likewise
     names: tuple[Name, ...]  # what its tensors are called by us and on the hub
     defaults: Data  # transformers', for what a config.json omits
+    activation: str = "swiglu"
     fields: Callable[[Data], Mapping[str, Any]] = lambda data: {}  # of `ModelConfig`
     # Fields of config.json that have another name here.
     keys: Mapping[str, str] = field(default_factory=dict)
     # Values that a field of config.json may have.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Patterns in tensors' names, and what we expect there; None: nobody needs it.
-    spellings: tuple[tuple[str, str | None], ...] = ()
+    spellings: tuple[tuple[str, str | None], ...] = (
+        (r"\.rotary_emb\.inv_freq$", None),
+    )
 
     def spelled(self, config: ModelConfig, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
@@ -61,51 +67,70 @@ class Family:
 
     @raising(ConfigError)
     def config(self, data: Data) -> ModelConfig:
-        """The config that a parsed config.json describes. Raises ConfigError."""
-        model_type = data["model_type"]
-        text = data.get("text_config") or {}
+        """The config that a parsed config.json describes.
+
+        Raises ConfigError, which has the file's names of fields.
+        """
+        try:
+            return self._config(data)
+        except (TypeError, ValueError) as error:
+            theirs = {ours: key for key, ours in self.keys.items()}
+            told = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), str(error))
+            error.args = (told,)
+            raise
+
+    def _config(self, outer: Data) -> ModelConfig:
+        text = outer.get("text_config") or {}
         expect(isinstance(text, dict), "text_config", text, "an object")
-        eos = end_token_ids(data) or end_token_ids(text)
-        given = {**data, **text}
+        given = {**outer, **text}
         renamed = {self.keys.get(key, key): value for key, value in given.items()}
         data = {**self.defaults, **renamed}
         for name in as_texts("architectures", data.get("architectures"), 8, 800):
             one_of("an entry of architectures", name, self.architectures)
-        for key, known in {**NOWHERE, **self.fixed}.items():
+        for key, known in {**EVERYWHERE, **self.fixed}.items():
             one_of(key, data.get(key), known)
         scaling, theta = rope(data)
         found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
+        ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))
         count = found["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
         expect(isinstance(types, list), "layer_types", types, "a list")
-        found |= {"layer_types": tuple(types), **self.fields({**data, **found})}
+        found |= {
+            "activation": self.activation,
+            "attention_bias": bool(data.get("attention_bias")),
+            "mlp_bias": bool(data.get("mlp_bias")),
+            "layer_types": tuple(types),
+            **self.fields({**data, **found}),
+        }
         if "sliding_attention" not in found["layer_types"]:
             found["sliding_window"] = None
         return ModelConfig(
             **found,
-            model_type=model_type,
+            model_type=outer["model_type"],
             names=self.names,
             rope_scaling=scaling,
-            eos_token_ids=eos,
+            eos_token_ids=next(filter(None, ends), ()),
         )
 
 
 def sizes(data: Data) -> dict[str, Any]:
     """``data`` with what follows from other numbers where a file leaves it out."""
+    given = {key: value for key, value in data.items() if value is not None}
     names = "hidden_size", "num_attention_heads"
     for name in names:
         check_number(name, data.get(name), int, 1, MAX_SIZE)
     hidden, heads = (data[name] for name in names)
-    found = {"num_local_experts": 0, "num_experts_per_tok": 0, **data}
-    if found.get("head_dim") is None:
-        wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
-        expect(hidden % heads == 0, "hidden_size", hidden, wanted)
-        found["head_dim"] = hidden // heads
-    if found.get("num_key_value_heads") is None:
-        found["num_key_value_heads"] = heads
-    if found.get("intermediate_size") is None:
-        found["intermediate_size"] = 4 * hidden
-    return found
+    wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
+    whole = "head_dim" in given or hidden % heads == 0
+    expect(whole, "hidden_size", hidden, wanted)
+    found = {
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+    return found | given
 
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:

@@ -6,7 +6,7 @@ The text part of the models that see images is the same; images are not read.
 from typing import Any
 
 from simplellm.config import MAX_SIZE, check_number, expect, one_of
-from simplellm.families.decoder import ATTENTION, MLP, QK_NORMS, hub, layered
+from simplellm.families.decoder import MLP, QK_NORMS, decoder, layered
 from simplellm.families.family import Data, Family
 
 
@@ -17,7 +17,7 @@ def local_theta(data: Data) -> Any:
     expect(isinstance(local, dict), "sliding_attention", local, "an object")
     kinds = (None, "default")
     one_of("rope_type of sliding_attention", local.get("rope_type"), kinds)
-    return local.get("rope_theta", data["rope_local_base_freq"])
+    return local.get("rope_theta", data["local_rope_theta"])
 
 
 def gemma_fields(data: Data) -> dict[str, Any]:
@@ -30,7 +30,6 @@ def gemma_fields(data: Data) -> dict[str, Any]:
         for n in range(data["num_hidden_layers"])
     )
     return {
-        "activation": "geglu",
         "norm_offset": 1.0,
         "embedding_scale": data["hidden_size"] ** 0.5,
         "local_rope_theta": local_theta(data),
@@ -42,18 +41,18 @@ GEMMA3 = Family(
     name="Gemma 3",
     model_types=("gemma3_text", "gemma3"),
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    names=(
-        hub("embed_tokens.weight", "V hidden", "model.embed_tokens.weight"),
-        layered("attn_norm.weight", "hidden", "input_layernorm.weight"),
-        *ATTENTION,
+    names=decoder(
         *QK_NORMS,
         layered("attn_post_norm.weight", "hidden", "post_attention_layernorm.weight"),
-        layered("mlp_norm.weight", "hidden", "pre_feedforward_layernorm.weight"),
-        *MLP,
-        layered("mlp_post_norm.weight", "hidden", "post_feedforward_layernorm.weight"),
-        hub("norm.weight", "hidden", "model.norm.weight"),
-        hub("lm_head.weight", "V hidden", "lm_head.weight", "V"),
+        mlp_norm="pre_feedforward_layernorm.weight",
+        mlp=(
+            *MLP,
+            layered(
+                "mlp_post_norm.weight", "hidden", "post_feedforward_layernorm.weight"
+            ),
+        ),
     ),
+    keys={"rope_local_base_freq": "local_rope_theta"},
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -69,8 +68,9 @@ GEMMA3 = Family(
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
+        "local_rope_theta": 1e4,
     },
+    activation="geglu",
     fields=gemma_fields,
     fixed={
         "hidden_activation": ("gelu_pytorch_tanh",),

@@ -53,7 +53,8 @@ GPT2 = Family(
         "tie_word_embeddings": True,
         "rope_theta": 10_000.0,  # of no use: see `learned_positions`
     },
-    fields=lambda data: {"activation": "gelu", "learned_positions": True},
+    activation="gelu",
+    fields=lambda data: {"learned_positions": True},
     fixed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (None, True),

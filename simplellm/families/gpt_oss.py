@@ -49,7 +49,7 @@ def read_gpt_oss(data: Mapping[str, Any]) -> ModelConfig:
         layer_types = [LAYER_TYPES[n % 2] for n in range(count)]
     ok = isinstance(layer_types, list)
     expect(ok, "layer_types", layer_types, "a list")
-    eos = end_token_ids(data)
+    eos = end_token_ids(data, found["vocab_size"])
     if original and not eos:  # its tokenizer knows
         eos = tuple(i for i in HARMONY_EOS if i < found["vocab_size"])
     return ModelConfig(

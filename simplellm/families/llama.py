@@ -1,6 +1,6 @@
 """Llama 3, 3.1, 3.2 and 3.3: the decoder that others vary."""
 
-from simplellm.families.decoder import BIASES, COMMON, MAYBE, MLP, decoder, layered
+from simplellm.families.decoder import BIASES, COMMON, MLP, decoder, layered
 from simplellm.families.family import Family
 
 MLP_BIASES = (
@@ -20,15 +20,5 @@ LLAMA = Family(
         "intermediate_size": 11008,
         "max_position_embeddings": 2048,
     },
-    fields=lambda data: {
-        "activation": "swiglu",
-        "attention_bias": bool(data.get("attention_bias")),
-        "mlp_bias": bool(data.get("mlp_bias")),
-    },
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": MAYBE,
-        "mlp_bias": MAYBE,
-        "layer_types": (None,),
-    },
+    fixed={"layer_types": (None,)},
 )

@@ -1,4 +1,4 @@
-"""Mistral 7B and Mixtral: Llama with a window in the first release, or with experts."""
+"""Mistral 7B: Llama, in the first release with a window."""
 
 from typing import Any
 
@@ -27,6 +27,6 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     names=decoder(),
     defaults=MISTRAL_SIZES | {"sliding_window": 4096},
-    fields=lambda data: {"activation": "swiglu", **same_windows(data)},
-    fixed={"hidden_act": ("silu",), "layer_types": (None,)},
+    fields=same_windows,
+    fixed={"layer_types": (None,)},
 )

@@ -27,6 +27,6 @@ MIXTRAL = Family(
     },
     # The softmax over all experts, whose chosen shares are made to add up to 1, is that
     # over the chosen alone.
-    fields=lambda data: {"activation": "swiglu", **same_windows(data)},
-    fixed={"hidden_act": ("silu",), "layer_types": (None,)},
+    fields=same_windows,
+    fixed={"layer_types": (None,)},
 )

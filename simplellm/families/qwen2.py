@@ -3,7 +3,7 @@
 from typing import Any
 
 from simplellm.config import MAX_SIZE, check_number
-from simplellm.families.decoder import COMMON, MAYBE, QKV_BIAS, decoder
+from simplellm.families.decoder import COMMON, QKV_BIAS, decoder
 from simplellm.families.family import Data, Family
 
 QWEN: Data = COMMON | {
@@ -37,6 +37,6 @@ QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
     names=decoder(*QKV_BIAS),
     defaults=QWEN,
-    fields=lambda data: {"activation": "swiglu", **upper_windows(data)},
-    fixed={"hidden_act": ("silu",), "use_sliding_window": MAYBE},
+    fields=upper_windows,
+    fixed={"use_sliding_window": (None, True, False)},
 )

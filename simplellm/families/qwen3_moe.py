@@ -3,7 +3,7 @@
 from typing import Any
 
 from simplellm.config import MAX_SIZE, as_ids, check_kind, check_number
-from simplellm.families.decoder import BIASES, MAYBE, MLP, QK_NORMS, decoder, layered
+from simplellm.families.decoder import BIASES, MLP, QK_NORMS, decoder, layered
 from simplellm.families.family import Data, Family
 from simplellm.families.qwen2 import QWEN
 
@@ -23,8 +23,6 @@ def moe_fields(data: Data) -> dict[str, Any]:
     check_kind("norm_topk_prob", normed, bool)
     without = as_ids("mlp_only_layers", data.get("mlp_only_layers"))
     return {
-        "activation": "swiglu",
-        "attention_bias": bool(data.get("attention_bias")),
         "norm_topk_prob": normed,
         "dense_layers": tuple(
             n
@@ -57,9 +55,5 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     fields=moe_fields,
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": MAYBE,
-        "use_sliding_window": (None, False),
-    },
+    fixed={"use_sliding_window": (None, False)},
 )

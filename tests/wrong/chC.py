@@ -90,8 +90,7 @@ def family(**changes):
         "architectures": ("Phi3ForCausalLM",),
         "names": names(),
         "defaults": COMMON | SIZES | {"rms_norm_eps": 1e-5, "sliding_window": None},
-        "fields": lambda data: {"activation": "swiglu", **same_windows(data)},
-        "fixed": {"hidden_act": ("silu",)},
+        "fields": same_windows,
     }
     return Family(**{**right, **changes})
 
@@ -103,7 +102,7 @@ def expects_llamas_names():
 
 @wrong("phi3", "sliding_window 19")
 def forgets_the_window():
-    return family(fields=lambda data: {"activation": "swiglu"})
+    return family(fields=lambda data: {})
 
 
 @wrong("phi3", "1e-05 for Phi-3")
@@ -122,19 +121,9 @@ def takes_mistrals_window():
     return family(defaults=known | {"sliding_window": 4096})
 
 
-@wrong("phi3", "name the activation")
-def forgets_the_activation():
-    return family(fields=same_windows)
-
-
-@wrong("phi3", "hidden_act gelu")
-def lets_everything_in():
-    return family(fixed={})
-
-
 @wrong("phi3", "other logits")
 def takes_another_activation():
-    return family(fields=lambda data: {"activation": "geglu", **same_windows(data)})
+    return family(activation="geglu")
 
 
 def in_tiles(x, tile):
