@@ -11,21 +11,19 @@ the kernels would take with other tilings is for tune.py. Ends with 1 if a resul
 wrong.
 """
 
-import argparse
-import json
 import math
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
-import triton
+from records import header, parser, save
 from torch import Tensor
 from torch.nn import functional
 
@@ -176,10 +174,9 @@ def measure_network(name: str, kind: str, tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--formats", default=",".join(FORMATS))
+    options = asked.parse_args()
     kinds = options.formats.split(",")
     rows = [
         measure(name, kind, tokens)
@@ -194,17 +191,8 @@ def main() -> int:
         for kind in ("bf16", *kinds)
         for tokens in TOKENS
     ]
-    record = {
-        "label": "products and feed-forward networks of dense families",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": shlex.join(["python", "tools/gpu/quantized.py", *sys.argv[1:]]),
-        "rows": rows,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    label = "products and feed-forward networks of dense families"
+    save({"label": label, **header(), "rows": rows}, options.json)
     heads = "tokens us bf16 torch read faster error".split()
     widths = 7, 8, 8, 8, 6, 8, 8
     columns = (f"{head:>{n}}" for head, n in zip(heads, widths, strict=True))

@@ -16,16 +16,13 @@ slowed by it. Shares are of what an H200's memory gave at best.
 """
 
 import argparse
-import json
 import math
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib import import_module
 from itertools import product, starmap
@@ -33,9 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
-import triton
 from cases import Case, Cases, random_model
+from records import header, parser, save
 from torch import Tensor
 
 from simplellm.kernels.decode import DecodeTiles, decode_tiles
@@ -312,27 +311,17 @@ def tune(options: argparse.Namespace) -> Iterator[Row]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="gpt-oss-120b")
-    parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
-    parser.add_argument("--shapes", help="some of the table's second column")
-    parser.add_argument("--variants", action="store_true", help="other tilings too")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--model", default="gpt-oss-120b")
+    asked.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    asked.add_argument("--shapes", help="some of the table's second column")
+    asked.add_argument("--variants", action="store_true", help="other tilings too")
+    options = asked.parse_args()
     torch.manual_seed(0)
-    rows = []
+    record = header() | {"rows": []}
     for row in tune(options):
-        rows.append(row)
-        if options.json:
-            record = {
-                "date": date.today().isoformat(),
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "command": shlex.join(["python", "tools/gpu/tune.py", *sys.argv[1:]]),
-                "rows": rows,
-            }
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record["rows"].append(row)
+        save(record, options.json)
 
 
 if __name__ == "__main__":
