@@ -10,11 +10,8 @@ the server must run nothing, hold no page, file or thread more than before, and 
 memory must not have grown.
 """
 
-import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import re
 import subprocess
@@ -23,15 +20,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from records import header, parser, save
 from soak import FLAT, flatness, resident_mib
 
-from simplellm.apps.report import versions
 from simplellm.apps.traffic import (
     Outcome,
     Send,
@@ -327,26 +323,17 @@ def soak_server(seconds: float, clients: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--crowds", help="sizes, as in 1,8,32, instead of a soak")
-    parser.add_argument("--json", type=Path, help="where to write what happened")
-    options = parser.parse_args()
-    found = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": versions(),
-        "command": " ".join(["python tools/soak_server.py", *sys.argv[1:]]),
-    }
+    asked = parser(__doc__)
+    asked.add_argument("--minutes", type=float, default=60)
+    asked.add_argument("--clients", type=int, default=32)
+    asked.add_argument("--crowds", help="sizes, as in 1,8,32, instead of a soak")
+    options = asked.parse_args()
     if options.crowds:
-        found |= crowds([int(count) for count in options.crowds.split(",")])
+        found = crowds([int(count) for count in options.crowds.split(",")])
     else:
-        found |= soak_server(60 * options.minutes, options.clients)
-    text = json.dumps(found, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        found = soak_server(60 * options.minutes, options.clients)
+    save(header() | found, options.json)
+    print(json.dumps(found, indent=1))
     return int(bool(found["wrong"]))
 
 
