@@ -218,13 +218,7 @@ def eager(model: str) -> Found:
     return {"eager host, ms": 1e3 * host, "eager step, ms": 1e3 * step}
 
 
-CASES = {
-    "decode": decode,
-    "prefill": prefill,
-    "first": first,
-    "load": load,
-    "sampling": sampling,
-}
+CASES = {case.__name__: case for case in (decode, prefill, first, load, sampling)}
 
 
 @contextlib.contextmanager
@@ -307,13 +301,10 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         for name in dict.fromkeys(name for row in mine for name in row["found"]):
+            having = [row for row in mine if name in row["found"]]
             old, new = (
-                [
-                    r["found"][name]
-                    for r in mine
-                    if r["tree"] == t and name in r["found"]
-                ]
-                for t in ("old", "new")
+                [row["found"][name] for row in having if row["tree"] == tree]
+                for tree in ("old", "new")
             )
             if not (old and new):
                 continue
