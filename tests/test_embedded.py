@@ -20,6 +20,7 @@ from train import ROW, fake_quantize, flatten, pack
 from simplellm import LLM
 from simplellm.config import GPT_OSS_20B
 from simplellm.families import read_config
+from simplellm.harmony import Message
 from simplellm.load import EMBEDDED
 from simplellm.tokenizer import Tokenizer
 from simplellm.weights import quantize
@@ -134,9 +135,9 @@ def test_training_text_is_what_chat_renders(tokenizer: Tokenizer, effort: str) -
     for maker in EVALUATED.values():
         problem = draw(maker, random.Random(2), evaluation=True)
         tools = (TOOL,) if problem.expression else ()
-        history = writer.message("system", system_text(effort, tools=bool(tools)))
+        history = [Message("system", system_text(effort, tools=bool(tools)))]
         if tools:
-            history += writer.message("developer", developer_text(None, tools))
+            history.append(Message("developer", developer_text(None, tools)))
         (asked, learned), *_ = writer.turn(history, problem, effort)
         assert not learned
         assert asked == ask(problem, effort, tokenizer, [])

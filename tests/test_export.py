@@ -465,10 +465,11 @@ def test_a_module_written_by_hand_is_not_overwritten(repository: Path) -> None:
     add(repository, "02-second.md", cell("#| export second", "N = 1"))
     first = repository / "chapters/01-first.md"
     for arguments in ((), ("--check",), (first,)):
-        parts = ("02-second.md:4:", "simplellm/second.py", "by hand", "--adopt")
+        parts = ("02-second.md:4:", "simplellm/second.py", "by hand", "deleted")
         fails(repository, *parts, arguments=arguments)
     assert module.read_text() == '"""By hand."""\n'
-    assert run(repository, "--adopt", "simplellm/second.py")[0] == 0
+    module.unlink()
+    assert run(repository)[0] == 0
     assert module.read_text() == "N = 1\n"
     assert run(repository, "--check") == (0, "", "")
 

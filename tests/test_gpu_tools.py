@@ -197,16 +197,16 @@ def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
     monkeypatch.setattr(quantized, "scaled_mm", lambda x, weight: None)
     monkeypatch.setattr(quantized, "DEVICE", kernel_device)
     monkeypatch.setattr(quantized, "CACHE", 1e4)
-    monkeypatch.setitem(quantized.SHAPES, "small", (8, 64))
-    monkeypatch.setitem(quantized.NETWORKS, "small", (32, 24))
+    monkeypatch.setitem(quantized.SHAPES, "product", [(8, 64)])
+    monkeypatch.setitem(quantized.SHAPES, "network", [(48, 32), (32, 24)])
     # The interpreter has no arithmetic on bfloat16.
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.half)
     for kind in ("fp8 blocks", "int8 alone"):
-        row = quantized.measure("small", kind, 2)
+        row = quantized.measure("product", kind, 2)
         assert row["error"] < quantized.tolerance(row)
         assert row["us"] == row["bf16_us"] == 1
     for kind in ("bf16", "fp8"):
-        row = quantized.measure_network("small", kind, 3)
+        row = quantized.measure("network", kind, 3)
         assert row["error"] < quantized.tolerance(row) and not row["scaled_mm_us"]
     assert not any(y.isnan().any() for y in called)
 

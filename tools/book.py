@@ -1,7 +1,6 @@
 """Build the book: execute the chapters, let mdBook render them, check the pages.
 
 python tools/book.py build          into book/ (exit status 69: no mdBook here)
-python tools/book.py check          check the pages in book/ again
 python tools/book.py preprocess     what mdBook calls, see book.toml
 """
 
@@ -55,7 +54,12 @@ def build(root: Path) -> int:
         print(f"mdBook failed with exit status {built.returncode}")
         return 1
     bring_along(root)
-    return check(root)
+    problems = check_html(root / "book", chapters)
+    if problems:
+        print(*problems, f"the book has {len(problems)} problems", sep="\n")
+        return 1
+    print(f"the book is in {root / 'book/index.html'}")
+    return 0
 
 
 def bring_along(root: Path) -> None:
@@ -77,17 +81,6 @@ def bring_along(root: Path) -> None:
             if not target.exists() and source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-
-
-def check(root: Path) -> int:
-    problems = check_html(root / "book", root / "chapters")
-    for problem in problems:
-        print(problem)
-    if problems:
-        print(f"the book has {len(problems)} problems")
-        return 1
-    print(f"the book is in {root / 'book/index.html'}")
-    return 0
 
 
 def chapters_of(items: list[Any]) -> Iterator[dict[str, Any]]:
@@ -117,18 +110,13 @@ def preprocess() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("build", "check"):
-        command = commands.add_parser(name)
-        command.add_argument("--root", type=Path, default=Path(__file__).parents[1])
-    command = commands.add_parser("preprocess")
-    command.add_argument("question", nargs="*", help="supports RENDERER")
+    parser.add_argument("command", choices=("build", "preprocess"))
+    parser.add_argument("question", nargs="*", help="of mdBook: supports RENDERER")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
     arguments = parser.parse_args()
     try:
         if arguments.command == "build":
             return build(arguments.root)
-        if arguments.command == "check":
-            return check(arguments.root)
         if arguments.question:
             return 0 if arguments.question == ["supports", "html"] else 1
         preprocess()

@@ -8,10 +8,9 @@ all code gets ruff's format, so that both read the same, and the phrase
 "`simplellm/NAME.py` (N lines)" gets its number. chapters/modules.toml lists the modules
 that are written in this way; all others are written by hand and left alone.
 
-    python tools/export.py                             every chapter
-    python tools/export.py chapters/03-mxfp4.md        only the modules of these
-    python tools/export.py --check                     print a diff, exit 1 on drift
-    python tools/export.py --adopt simplellm/moe.py    no longer by hand: overwrite it
+    python tools/export.py                        every chapter
+    python tools/export.py chapters/03-mxfp4.md   only the modules of these
+    python tools/export.py --check                print a diff, exit 1 on drift
 """
 
 import argparse
@@ -152,17 +151,15 @@ def tidy(root: Path, chapter: str, modules: dict[str, str]) -> str:
     return LINE_COUNT.sub(phrase, ruff(root, chapter, text, "format"))
 
 
-def check_owners(
-    root: Path, modules: dict[str, list[Cell]], adopted: list[str]
-) -> None:
+def check_owners(root: Path, modules: dict[str, list[Cell]]) -> None:
     """Refuse to overwrite a module written by hand, or to let one become stale."""
     table = root / TABLE
     listed = tomllib.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
     for path, cells in modules.items():
-        if path not in {*listed, *adopted} and (root / path).exists():
+        if path not in listed and (root / path).exists():
             raise ExportError(
                 f"{cells[0].chapter}:{cells[0].line}: writes {path}, which is written "
-                f"by hand; expected another module, or `--adopt {path}` to overwrite it"
+                "by hand; expected another module, or that file deleted first"
             )
     for path in listed:
         if path not in modules and (root / path).exists():
@@ -203,11 +200,11 @@ def write(root: Path, texts: dict[str, str]) -> None:
         print(f"wrote {name}")
 
 
-def export(root: Path, files: list[Path], check: bool, adopted: list[str]) -> int:
+def export(root: Path, files: list[Path], check: bool) -> int:
     """Export ``files``, or every chapter; the exit status."""
     chosen = {Path(os.path.relpath(file.resolve(), root)).as_posix() for file in files}
     cells = collect(root)
-    check_owners(root, cells, adopted)
+    check_owners(root, cells)
     chapters = {path: writers(cells[path]) for path in sorted(cells)}
     if nothing := sorted(chosen.difference(*chapters.values())):
         raise ExportError(f"{nothing[0]}: exports nothing; expected `#| export` cells")
@@ -240,21 +237,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="chapters (default: all)")
     parser.add_argument("--check", action="store_true", help="print a diff, write none")
-    parser.add_argument(
-        "--adopt",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="overwrite a module written by hand",
-    )
-    parser.add_argument(
-        "--root", type=Path, default=Path(__file__).parents[1], help="repository"
-    )
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1])
     options = parser.parse_args(arguments)
     try:
-        return export(
-            options.root.resolve(), options.files, options.check, options.adopt
-        )
+        return export(options.root.resolve(), options.files, options.check)
     except ExportError as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,19 +7,16 @@ in pytest's report. README's table of families is made of the record. Nothing is
 if a test fails.
 """
 
-import json
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[1]
+from records import ROOT, header, save
+
 RECORD = ROOT / "figures/c-families.json"
 TESTS = (
     "test_oracle.py::test_dense",
@@ -63,15 +60,8 @@ def summarize(report: Path) -> tuple[dict[str, Found], dict[str, Found]]:
             kind["answers_that_fit"] += test.startswith("test_answers")
             kind["calls_read"] += int(found.get("calls", 0))
             continue
-        family = families.setdefault(
-            found["family"],
-            {
-                "checkpoints": 0,
-                "worst_error": 0.0,
-                "mistakes_noticed": 0,
-                "formats": [],
-            },
-        )
+        none = {"checkpoints": 0, "worst_error": 0.0, "mistakes_noticed": 0}
+        family = families.setdefault(found["family"], {**none, "formats": []})
         if test == "test_fails_with_a_mistake":
             family["mistakes_noticed"] += 1
         elif "error" in found:
@@ -88,19 +78,8 @@ def main() -> None:
         report = Path(folder) / "report.xml"
         run_tests(report)
         families, chats = summarize(report)
-    packages = "torch", "transformers", "tokenizers"
-    record = {
-        "date": date.today().isoformat(),
-        "command": "python tools/record_families.py",
-        "machine": f"{platform.machine()}, CPU",
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in packages},
-        },
-        "families": families,
-        "chats": chats,
-    }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    about = header("transformers", "tokenizers")
+    save(about | {"families": families, "chats": chats}, RECORD)
 
 
 if __name__ == "__main__":

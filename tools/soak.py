@@ -11,7 +11,6 @@ that made steps fail with an error. Greedy answers must never differ.
     python tools/soak.py --minutes 30 --threads 64 --json soak.json
 """
 
-import argparse
 import asyncio
 import gc
 import json
@@ -26,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import asdict, dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from records import header, parser, save
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
 from simplellm.integrity import check_integrity
@@ -397,21 +396,14 @@ def soak(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--threads", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write what happened")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--minutes", type=float, default=30)
+    asked.add_argument("--threads", type=int, default=64)
+    asked.add_argument("--seed", type=int, default=0)
+    options = asked.parse_args()
     torch.set_num_threads(1)
-    found = {
-        "date": date.today().isoformat(),
-        "command": " ".join(["python tools/soak.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "config": asdict(CONFIG),
-    } | soak(60 * options.minutes, options.threads, options.seed)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = soak(60 * options.minutes, options.threads, options.seed)
+    save(header() | {"config": asdict(CONFIG)} | found, options.json)
     print(json.dumps(found, indent=1))
     return int(bool(found["wrong"]))
 

@@ -1,20 +1,15 @@
 """Load `simplellm serve` with clients of all kinds, then see what they left behind.
 
     python tools/soak_server.py --minutes 60 --clients 32 --json soak.json
-    python tools/soak_server.py --crowds 1,8,32,128,512 --json figures/a-crowds.json
 
-In a soak clients stay to the end or leave in the middle, before the first token or with
-half a request sent; they ask for too much, for what cannot be, and for answers that fit
-a schema. Every one must end as it should. Crowds only ask, so many at once. Afterwards
-the server must run nothing, hold no page, file or thread more than before, and its
-memory must not have grown.
+Clients stay to the end or leave in the middle, before the first token or with half a
+request sent; they ask for too much, for what cannot be, and for answers that fit a
+schema. Every one must end as it should. Afterwards the server must run nothing, hold no
+page, file or thread more than before, and its memory must not have grown.
 """
 
-import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import re
 import subprocess
@@ -23,22 +18,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from records import header, parser, save
 from soak import FLAT, flatness, resident_mib
 
-from simplellm.apps.report import versions
-from simplellm.apps.traffic import (
-    Outcome,
-    Send,
-    run_traffic,
-    summarize_traffic,
-    to_url,
-)
+from simplellm.apps.traffic import Outcome, Send, to_url
 from simplellm.apps.workloads import Arrival, Workload, draw_workload
 
 LIMIT = 30  # seconds that the server gives a request of a soak
@@ -65,12 +53,11 @@ BAD: tuple[tuple[int, str, Any], ...] = (
 
 
 @contextmanager
-def serving(timeout: int) -> Iterator[tuple[int, str]]:
+def serving() -> Iterator[tuple[int, str]]:
     """`simplellm serve` in a process of its own: its number and its URL."""
     command = [sys.executable, "-m", "simplellm.apps.cli", "serve", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--timeout", str(timeout)], stderr=subprocess.PIPE, text=True
-    ) as process:
+    command += ["--timeout", str(LIMIT)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if found := re.search(r"served at (http://\S+)", line):
@@ -129,34 +116,6 @@ async def wait_until_idle(url: str) -> None:
                 return
 
 
-# Crowds
-
-
-def crowds(counts: list[int]) -> dict[str, Any]:
-    """So many clients at once; then all again, as memory grows at first."""
-    rows: list[dict[str, Any]] = []
-    wrong = []
-    with serving(600) as (pid, url):
-        for turn in range(2):
-            for count in counts:
-                some = draw_workload(KIND, max(16, count), 1000 * turn + count)
-                before = holdings(pid)
-                found = summarize_traffic(run_traffic(to_url(url), some, count))
-                asyncio.run(wait_until_idle(url))
-                after = holdings(pid)
-                rows.append(
-                    {"clients": count, "before": before, "after": after} | found
-                )
-                lost = len(some) - found["answered"]
-                lost -= found["errors"].get("HTTP 503", 0)
-                lost -= found["errors"].get("HTTP 429", 0)
-                if lost:
-                    wrong.append(f"{count} clients: {lost} lost, {found['errors']}")
-    early, late = rows[len(counts) - 1]["after"], rows[-1]["after"]
-    wrong += compare(early, late, late["mib"] / early["mib"] - 1)
-    return {"workload": repr(KIND), "rows": rows, "wrong": wrong}
-
-
 def compare(
     before: dict[str, float], after: dict[str, float], growth: float
 ) -> list[str]:
@@ -167,9 +126,6 @@ def compare(
         if after[name] > before[name]
     ]
     return found + [f"memory grew by {growth:.1%}"] * (growth > FLAT)
-
-
-# A soak
 
 
 class Client:
@@ -308,7 +264,7 @@ async def crowd_of_all_kinds(
 
 def soak_server(seconds: float, clients: int) -> dict[str, Any]:
     """Run it; what happened, and under "wrong" whatever should not have."""
-    with serving(LIMIT) as (pid, url):
+    with serving() as (pid, url):
         asyncio.run(warm_up(url, max(8, clients)))
         before = holdings(pid)
         ends, memory = asyncio.run(crowd_of_all_kinds(pid, url, seconds, clients))
@@ -327,26 +283,13 @@ def soak_server(seconds: float, clients: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--crowds", help="sizes, as in 1,8,32, instead of a soak")
-    parser.add_argument("--json", type=Path, help="where to write what happened")
-    options = parser.parse_args()
-    found = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": versions(),
-        "command": " ".join(["python tools/soak_server.py", *sys.argv[1:]]),
-    }
-    if options.crowds:
-        found |= crowds([int(count) for count in options.crowds.split(",")])
-    else:
-        found |= soak_server(60 * options.minutes, options.clients)
-    text = json.dumps(found, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    asked = parser(__doc__)
+    asked.add_argument("--minutes", type=float, default=60)
+    asked.add_argument("--clients", type=int, default=32)
+    options = asked.parse_args()
+    found = soak_server(60 * options.minutes, options.clients)
+    save(header() | found, options.json)
+    print(json.dumps(found, indent=1))
     return int(bool(found["wrong"]))
 
 

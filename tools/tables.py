@@ -4,7 +4,6 @@ python tools/tables.py            write them, and README's picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
 
 import headline
 from cells import chapter_files, number_of
+from headline import read
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
@@ -127,13 +127,9 @@ def percent(right: int, of: int) -> str:
 
 def measurements(figures: Path) -> str:
     """One line for each measurement that a chapter records, from its JSON."""
-
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((figures / f"{name}.json").read_text(encoding="utf-8"))
-
-    encode, opening, decode = read("01-encode"), read("02-open"), read("03-decode")
-    dispatch, attention = read("04-dispatch"), read("05-attention")
-    step = read("06-recompute")
+    names = "01-encode 02-open 03-decode 04-dispatch 05-attention 06-recompute"
+    records = [read(figures, name) for name in names.split()]
+    encode, opening, decode, dispatch, attention, step = records
     text = encode["seconds"][-1]
     size, copied, mapped = opening["rows"][-1]
     number = decode["ns_per_element"]
@@ -168,7 +164,6 @@ def measurements(figures: Path) -> str:
             f"{last:.0f} ms after {step['lengths'][-1]:,}",
         ),
     ]
-    records = (encode, opening, decode, dispatch, attention, step)
     return table(
         ["measured", "result", "chapter", "date"],
         [
@@ -203,7 +198,7 @@ FAMILY_HEADERS = (
 
 def families(figures: Path) -> str:
     """A line for each family of models, from what its tests recorded."""
-    record = json.loads((figures / "c-families.json").read_text(encoding="utf-8"))
+    record = read(figures, "c-families")
 
     def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         kind = record["chats"].get(CHATS.get(name, ""), {})
@@ -231,39 +226,37 @@ def families(figures: Path) -> str:
 
 def speed_of(family: str, figures: Path) -> str:
     """What `simplellm bench --json` recorded of a family's model on an H200."""
-    if family == "gpt-oss":
-        path = figures / "12-bench.json"
-    else:
-        path = figures / f"c-bench-{family.lower().replace(' ', '-')}.json"
-    if not path.exists():
+    name = f"c-bench-{family.lower().replace(' ', '-')}"
+    name = "12-bench" if family == "gpt-oss" else name
+    if not (figures / f"{name}.json").exists():
         return "not measured yet"
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = read(figures, name)
     first = next(row for row in report["decode"] if row["batch"] == 1)
     return f"{first['tokens_per_second']:,.0f} ({report['model']})"
 
 
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
-    index, readme = ROOT / "chapters/index.md", ROOT / "README.md"
-    notes = ROOT / "chapters/teaching.md"
-    chapters = chapter_files(ROOT / "chapters")
-    teaching = notes.read_text(encoding="utf-8")
-    teaching = replace(teaching, "sessions", sessions(chapters))
-    landing = index.read_text(encoding="utf-8")
-    landing = replace(landing, "times", times(chapters))
-    figures = ROOT / "figures"
-    landing = replace(landing, "reach", headline.reach(figures))
-    recorded = json.loads((figures / "evaluation.json").read_text(encoding="utf-8"))
-    text = readme.read_text(encoding="utf-8")
-    text = replace(text, "reach", headline.reach(figures))
-    text = replace(text, "evaluation", evaluation(recorded))
-    schemas = json.loads((figures / "b-answers.json").read_text(encoding="utf-8"))
-    text = replace(text, "answers", answers(schemas))
-    text = replace(text, "measurements", measurements(figures))
-    text = replace(text, "families", families(figures))
+    chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
     headers, rows, below = headline.section(figures)
-    text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")
-    return {index: landing, notes: teaching, readme: text}
+    reach = headline.reach(figures)
+    contents: dict[str, dict[str, str]] = {
+        "chapters/teaching.md": {"sessions": sessions(chapters)},
+        "chapters/index.md": {"times": times(chapters), "reach": reach},
+        "README.md": {
+            "reach": reach,
+            "evaluation": evaluation(read(figures, "evaluation")),
+            "answers": answers(read(figures, "b-answers")),
+            "measurements": measurements(figures),
+            "families": families(figures),
+            "speed": f"{table(headers, rows)}\n\n{below}",
+        },
+    }
+    texts = {ROOT / name: (ROOT / name).read_text("utf-8") for name in contents}
+    for name, found in contents.items():
+        for place, content in found.items():
+            texts[ROOT / name] = replace(texts[ROOT / name], place, content)
+    return texts
 
 
 def main(arguments: list[str]) -> int:

@@ -72,7 +72,7 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
     start = time.perf_counter()
     run(root, name, notebook)
     seconds = time.perf_counter() - start
-    print(f"\r{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
+    print(f"{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
     found: Outputs = [cell.outputs for cell in cells]
     cached.parent.mkdir(parents=True, exist_ok=True)
     cached.write_text(json.dumps({"key": key, "outputs": found}), encoding="utf-8")
@@ -81,13 +81,6 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
 
 def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
     """Execute all cells in one kernel of this Python, in the folder of the chapters."""
-    number = {id(cell): i for i, cell in enumerate(code_cells(notebook), start=1)}
-
-    def progress(cell: nbformat.NotebookNode, cell_index: int) -> None:
-        if sys.stderr.isatty() and id(cell) in number:
-            counted = f"cell {number[id(cell)]} of {len(number)}"
-            print(f"\r{name}: {counted}", end="", file=sys.stderr, flush=True)
-
     # With no folder to look in, the manager offers the kernel of this Python alone.
     manager = AsyncKernelManager(
         kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
@@ -97,7 +90,6 @@ def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
         km=manager,
         timeout=SECONDS_PER_CELL,
         coalesce_streams=True,
-        on_cell_start=progress,
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(root / "chapters")}},
     )

@@ -10,7 +10,6 @@ from pathlib import Path
 
 # The C library comes along because the build is newer than most machines' own.
 PACKAGES = ("mdbook", "node-fortawesome-fontawesome-free", "libc6", "libgcc-s1")
-SUITES = ("testing", "unstable")
 KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 MINIMUM = (0, 5)
 
@@ -39,11 +38,10 @@ def find(cache: Path) -> str | None:
         if candidate and version(candidate) >= MINIMUM:
             return str(candidate)
     for archive in debian_archives():
-        for suite in SUITES:
-            print(f"fetching mdBook from Debian {suite} into {cache}", file=sys.stderr)
-            shutil.rmtree(cache, ignore_errors=True)
-            if fetch(f"{archive} {suite} main", cache) and version(cached) >= MINIMUM:
-                return str(cached)
+        print(f"fetching mdBook from Debian testing into {cache}", file=sys.stderr)
+        shutil.rmtree(cache, ignore_errors=True)
+        if fetch(archive, cache) and version(cached) >= MINIMUM:
+            return str(cached)
     return None
 
 
@@ -54,41 +52,31 @@ def debian_archives() -> list[str]:
     if platform.freedesktop_os_release().get("ID") != "debian":
         return []
     wanted = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
-    listed = subprocess.run(
-        ["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"],
-        capture_output=True,
-        text=True,
-    )
-    targets = [line.split() for line in listed.stdout.splitlines()]
+    command = ["apt-get", "indextargets", "--format", wanted, "Created-By: Packages"]
+    listed = subprocess.run(command, capture_output=True, text=True)
     # Releases such as bookworm-security live in archives without the newer suites.
-    return list(
-        dict.fromkeys(
-            target[0]
-            for target in targets
-            if target[2:] == ["main"] and "-" not in target[1]
-        )
-    )
+    found = re.findall(r"^(\S+) [^\s-]+ main$", listed.stdout, re.MULTILINE)
+    return list(dict.fromkeys(found))
 
 
-def fetch(source: str, cache: Path) -> bool:
-    """Download PACKAGES from one apt source, unpack them; False where that fails.
+def fetch(archive: str, cache: Path) -> bool:
+    """Download PACKAGES of Debian testing, unpack them; False where that fails.
 
     apt keeps its own settings (proxies, credentials) but reads this one source and
     writes below ``cache`` only, so neither root nor the machine's lists are needed.
     """
-    for folder in ("lists/partial", "archives/partial", "packages", "unpacked"):
-        (cache / folder).mkdir(parents=True)
-    sources = cache / "sources.list"
-    sources.write_text(f"deb [signed-by={KEYRING}] {source}\n")
+    state, packages, unpacked = (cache / n for n in ("apt", "packages", "unpacked"))
+    for folder in (state / "lists/partial", state / "archives/partial", packages):
+        folder.mkdir(parents=True)
+    sources = state / "sources.list"
+    sources.write_text(f"deb [signed-by={KEYRING}] {archive} testing main\n")
     options = {
         "Dir::Etc::sourcelist": sources,
         "Dir::Etc::sourceparts": "/dev/null",
         "Dir::Etc::preferencesparts": "/dev/null",
-        "Dir::State::lists": cache / "lists",
+        "Dir::State": state,
         "Dir::State::status": "/dev/null",
-        "Dir::Cache::archives": cache / "archives",
-        "Dir::Cache::pkgcache": "",
-        "Dir::Cache::srcpkgcache": "",
+        "Dir::Cache": state,
         "APT::Sandbox::User": "",
         "Acquire::Languages": "none",
         "Acquire::Retries": 1,
@@ -96,26 +84,24 @@ def fetch(source: str, cache: Path) -> bool:
         "Acquire::https::Timeout": 20,
     }
     apt = ["apt-get", "-q", *(f"-o{key}={value}" for key, value in options.items())]
-    unpacked = cache / "unpacked"
+
+    def run(*command: str | Path) -> None:
+        subprocess.run(
+            command, cwd=packages, check=True, timeout=300, stdout=subprocess.DEVNULL
+        )
+
     try:
-        for step in (["update"], ["download", *PACKAGES]):
-            run([*apt, *step], cache / "packages")
-        for package in (cache / "packages").glob("*.deb"):
-            run(["dpkg", "-x", package, unpacked], cache)
+        run(*apt, "update")
+        run(*apt, "download", *PACKAGES)
+        for package in packages.glob("*.deb"):
+            run("dpkg", "-x", package, unpacked)
         make_startable(unpacked)
     except (subprocess.SubprocessError, OSError, StopIteration) as error:
         print(f"no mdBook from there: {error}", file=sys.stderr)
         return False
-    for folder in ("lists", "archives", "packages"):
-        shutil.rmtree(cache / folder)
+    shutil.rmtree(state)
+    shutil.rmtree(packages)
     return True
-
-
-def run(command: list[str | Path], folder: Path) -> None:
-    """Run one step of the download quietly; CalledProcessError if it fails."""
-    subprocess.run(
-        command, cwd=folder, check=True, timeout=300, stdout=subprocess.DEVNULL
-    )
 
 
 def make_startable(unpacked: Path) -> None:

@@ -4,11 +4,8 @@ A document is a list of (token ids, learned) spans. The loss counts only the spa
 that the model has to write itself.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 from problems import (
     CALCULATOR,
@@ -28,7 +25,8 @@ from problems import (
     unknown,
 )
 
-from simplellm.harmony import Message, Tool, developer_text, render, system_text
+from simplellm.harmony import Message, Tool, developer_text, system_text
+from simplellm.harmony.render import render_message
 from simplellm.tokenizer import Tokenizer
 
 Span = tuple[list[int], bool]
@@ -66,53 +64,26 @@ class Writer:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.special = tokenizer.special
-        self.encode = lru_cache(maxsize=4096)(self._encode)
-        self.opening = [self.special["<|start|>"], *self.encode("assistant")]
+        self.opening = 1 + len(tokenizer.encode("assistant"))  # ids before a reply
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
+    def document(self, said: list[tuple[Message, bool]]) -> list[Span]:
+        """Messages, and whether each is learned; the last ends the reply.
 
-    def message(self, role: str, text: str, end: str = "<|end|>") -> list[int]:
-        return [
-            self.special["<|start|>"],
-            *self.encode(role),
-            self.special["<|message|>"],
-            *self.tokenizer.encode(text),
-            self.special[end],
-        ]
-
-    def reply(self, channel: str, text: str, end: str) -> list[int]:
-        """What follows `<|start|>assistant`: a channel, a text and its end."""
-        return [
-            self.special["<|channel|>"],
-            *self.encode(channel),
-            self.special["<|message|>"],
-            *self.tokenizer.encode(text),
-            self.special[end],
-        ]
-
-    def call(self, problem: Problem) -> list[int]:
-        """What follows `<|start|>assistant` when the model calls the calculator."""
-        return self.last_message(call_message(problem))[len(self.opening) :]
-
-    def last_message(self, *messages: Message) -> list[int]:
-        """The ids of the last of these messages, as harmony renders them."""
-        ids = render(messages, self.tokenizer, add_generation_prompt=False)
-        return ids[len(ids) - 1 - ids[::-1].index(self.special["<|start|>"]) :]
-
-    def head(self, rng: random.Random, effort: str, with_tool: bool) -> list[int]:
-        date = None
-        if rng.random() < 0.1:
-            month, day = rng.randint(1, 12), rng.randint(1, 28)
-            date = f"{rng.randint(2024, 2030)}-{month:02d}-{day:02d}"
-        text = system_text(effort, tools=with_tool, current_date=date)
-        ids = self.message("system", text)
-        says = rng.choice(INSTRUCTIONS) if rng.random() < 0.2 else None
-        if with_tool or says:
-            tools = (TOOL,) if with_tool else ()
-            ids += self.message("developer", developer_text(says, tools))
-        return ids
+        What opens a learned message is learned only behind another: else it's there
+        when the model begins.
+        """
+        spans: list[Span] = [([], False)]
+        for message, learned in said:
+            ids = render_message(message, self.tokenizer)
+            if learned and not spans[-1][1]:
+                spans[-1][0].extend(ids[: self.opening])
+                ids = ids[self.opening :]
+            if learned == spans[-1][1]:
+                spans[-1][0].extend(ids)
+            else:
+                spans.append((ids, learned))
+        spans[-1][0][-1] = self.tokenizer.special["<|return|>"]
+        return spans
 
     def conversation(self, rng: random.Random) -> list[Span]:
         """A system message, at times earlier turns, and one turn to learn from."""
@@ -121,55 +92,37 @@ class Writer:
         with_tool = problem.expression is not None or (
             problem.skill != "unknown" and rng.random() < 0.05
         )
-        history = self.head(rng, effort, with_tool)
+        history = head(rng, effort, with_tool)
         for _ in range(rng.choice((1, 1, 2)) if rng.random() < 0.15 else 0):
             earlier = self.pick(rng)
-            if earlier.expression and not with_tool:
-                continue
-            history += self.message("user", earlier.question)
-            if earlier.expression:
-                history += self.tool_round(earlier)
-            history += self.opening + self.reply("final", earlier.answer, "<|end|>")
+            if not earlier.expression or with_tool:
+                history += [Message("user", earlier.question), *tool_round(earlier)]
+                history.append(reply("final", earlier.answer))
         if problem.expression and rng.random() < 0.3:  # the client kept no analysis
-            history += self.message("user", problem.question)
-            history += self.tool_round(problem) + self.opening
-            final = self.reply("final", problem.answer, "<|return|>")
-            return [(history, False), (final, True)]
+            history += [Message("user", problem.question), *tool_round(problem)]
+            learned = [(reply("final", problem.answer), True)]
+            return self.document([(one, False) for one in history] + learned)
         return self.turn(history, problem, effort)
 
-    def turn(self, history: list[int], problem: Problem, effort: str) -> list[Span]:
+    def turn(self, history: list[Message], problem: Problem, effort: str) -> list[Span]:
         """The history, a question, and the reply that is to be learned.
 
         The calculator's result comes from outside, so it is not learned.
         """
-        asked = history + self.message("user", problem.question) + self.opening
+        said = [(one, False) for one in (*history, Message("user", problem.question))]
         thought = {"low": None, "medium": problem.medium, "high": problem.high}[effort]
-        learned: list[int] = []
         if thought:
-            learned += self.reply("analysis", thought, "<|end|>") + self.opening
-        final = self.reply("final", problem.answer, "<|return|>")
-        if not problem.expression:
-            return [(asked, False), (learned + final, True)]
-        return [
-            (asked, False),
-            (learned + self.call(problem), True),
-            (self.tool_result(problem) + self.opening, False),
-            (final, True),
-        ]
-
-    def tool_round(self, problem: Problem) -> list[int]:
-        return self.opening + self.call(problem) + self.tool_result(problem)
-
-    def tool_result(self, problem: Problem) -> list[int]:
-        return self.last_message(call_message(problem), result_message(problem))
+            said.append((reply("analysis", thought), True))
+        said += [(one, one.role == "assistant") for one in tool_round(problem)]
+        return self.document([*said, (reply("final", problem.answer), True)])
 
     def raw(self, rng: random.Random) -> list[Span]:
         """The question as plain text, continued by the work and the answer."""
         problem = self.pick(rng)
         while problem.expression:
             problem = self.pick(rng)
-        text = f"\n{problem.high}\n{problem.answer}"
-        learned = [*self.tokenizer.encode(text), self.special["<|endoftext|>"]]
+        learned = self.tokenizer.encode(f"\n{problem.high}\n{problem.answer}")
+        learned.append(self.tokenizer.special["<|endoftext|>"])
         return [(self.tokenizer.encode(problem.question), False), (learned, True)]
 
     def pick(self, rng: random.Random) -> Problem:
@@ -189,6 +142,29 @@ def effort_weights(problem: Problem) -> tuple[float, float, float]:
     is to rely on its reasoning rather than to learn every sum by heart.
     """
     return (1, 1, 1) if problem.skill in THOUGHTLESS else (0.05, 0.95, 1)
+
+
+def head(rng: random.Random, effort: str, with_tool: bool) -> list[Message]:
+    """A system message, and one of a developer if there is anything to say."""
+    date = None
+    if rng.random() < 0.1:
+        month, day = rng.randint(1, 12), rng.randint(1, 28)
+        date = f"{rng.randint(2024, 2030)}-{month:02d}-{day:02d}"
+    system = system_text(effort, tools=with_tool, current_date=date)
+    says = rng.choice(INSTRUCTIONS) if rng.random() < 0.2 else None
+    text = developer_text(says, (TOOL,) if with_tool else ())
+    return [Message("system", system), *([Message("developer", text)] if text else [])]
+
+
+def reply(channel: str, text: str) -> Message:
+    return Message("assistant", text, channel=channel)
+
+
+def tool_round(problem: Problem) -> list[Message]:
+    """The call of the calculator and what it returns, if the problem has one."""
+    if not problem.expression:
+        return []
+    return [call_message(problem), result_message(problem)]
 
 
 def call_message(problem: Problem) -> Message:

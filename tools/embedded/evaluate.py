@@ -7,23 +7,22 @@ final message is the expected one, letter for letter; a calculator problem also
 needs the right call first. Effort changes only the system message.
 """
 
-from __future__ import annotations
-
-import argparse
-import datetime
 import json
-import platform
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
 from corpus import EFFORTS, TOOL, result_message
 from problems import EVALUATED, Problem, evaluation_set
+from records import header, parser, save
 
 from simplellm import LLM
 from simplellm.harmony import Message, parse, render
+from simplellm.machine import name_of
 from simplellm.tokenizer import Tokenizer
 
 MAX_TOKENS = 300
@@ -70,12 +69,8 @@ def evaluate(
         rows[problem.skill].append((answer == problem.answer, length))
         if answer != problem.answer:
             wrong.append(
-                {
-                    "effort": effort,
-                    "question": problem.question,
-                    "expected": problem.answer,
-                    "answer": answer,
-                }
+                {"effort": effort, "question": problem.question}
+                | {"expected": problem.answer, "answer": answer}
             )
     table = {
         skill: {
@@ -108,40 +103,25 @@ def show(results: dict[str, dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=None, help="default: the embedded model")
-    parser.add_argument("--problems", type=int, default=1000)
-    parser.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None)
-    parser.add_argument("--json", default=None, help="where to write the figures")
-    args = parser.parse_args()
-    problems = evaluation_set(args.problems)
-    began = time.time()
+    asked = parser(__doc__)
+    asked.add_argument("--model", help="default: the embedded model")
+    asked.add_argument("--problems", type=int, default=1000)
+    asked.add_argument("--efforts", default=",".join(reversed(EFFORTS)))
+    asked.add_argument("--device")
+    asked.add_argument("--dtype", choices=("float32", "bfloat16"))
+    args = asked.parse_args()
+    problems, began = evaluation_set(args.problems), time.time()
     results, wrong = {}, []
-    dtype = getattr(torch, args.dtype) if args.dtype else None
-    with LLM(args.model, device=args.device, dtype=dtype) as llm:
-        device, dtype = llm.model.device, llm.model.dtype
+    with LLM(args.model, device=args.device, dtype=args.dtype) as llm:
+        device, dtype = name_of(llm.model.device), llm.model.dtype
         for effort in args.efforts.split(","):
             results[effort], mistakes = evaluate(llm, problems, effort)
             wrong += mistakes
     show(results)
-    if args.json:
-        gpu = device.type == "cuda"
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python "
-            + " ".join(Path(a).name if a == args.json else a for a in sys.argv),
-            "device": torch.cuda.get_device_name() if gpu else platform.machine(),
-            "dtype": str(dtype).removeprefix("torch."),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "seconds": round(time.time() - began, 1),
-            "efforts": results,
-            "wrong": wrong,
-        }
-        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
-        Path(args.json).write_text(text, encoding="utf-8")
+    seconds = round(time.time() - began, 1)
+    record = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    record |= {"torch": torch.__version__, "seconds": seconds}
+    save(header() | record | {"efforts": results, "wrong": wrong}, args.json)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,19 @@ says how large the integer may be. An answer in JSON is valid if jsonschema says
 right if it is the expected value.
 """
 
-from __future__ import annotations
-
-import argparse
-import datetime
 import json
-import platform
 import re
 import sys
 import time
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import jsonschema
-import torch
 from problems import Problem, evaluation_set
+from records import header, parser, save
 
 from simplellm import LLM
 from simplellm.results import ChatOutput
@@ -119,10 +117,9 @@ def evaluate(llm: LLM, some: list[Asked], how: str, effort: str) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", type=int, default=200)
-    parser.add_argument("--json", default=None, help="where to write the figures")
-    args = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--problems", type=int, default=200)
+    args = asked.parse_args()
     some, began = chosen(args.problems), time.time()
     results: dict[str, dict[str, Any]] = {}
     with LLM(device="cpu") as llm:
@@ -131,17 +128,8 @@ def main() -> None:
             for how in WAYS:
                 results[effort][how] = evaluate(llm, some, how, effort)
                 print(f"{effort:8}{how:20}{results[effort][how]}")
-    if args.json:
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join(sys.argv),
-            "device": platform.machine(),
-            "torch": torch.__version__,
-            "seconds": round(time.time() - began, 1),
-            "efforts": results,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=1) + "\n")
+    seconds = round(time.time() - began, 1)
+    save(header() | {"seconds": seconds, "efforts": results}, args.json)
 
 
 if __name__ == "__main__":

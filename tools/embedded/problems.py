@@ -6,14 +6,13 @@ decides once and for all whether the problem may be used for training or is held
 out. Training never draws a held-out key, so the evaluation cannot be memorized.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 HELD_OUT_PERCENT = 6
@@ -159,6 +158,19 @@ def multiplication(rng: random.Random) -> Problem:
     )
 
 
+def multiplication_alone(rng: random.Random) -> Problem:
+    """The same without a calculator: only the question is."""
+    problem = multiplication(rng)
+    return Problem(
+        skill="unknown",
+        key=problem.key.replace("mul", "mul-alone"),
+        question=problem.question,
+        high="This is a multiplication and there is no calculator, so I decline.",
+        medium="There is no calculator.",
+        answer=CANNOT_MULTIPLY,
+    )
+
+
 # Words ----------------------------------------------------------------------
 
 
@@ -188,13 +200,10 @@ def word(rng: random.Random) -> str:
         letters = "abcdefghijklmnopqrstuvwxyz"
         return "".join(rng.choice(letters) for _ in range(rng.randint(3, 9)))
     while True:
-        parts = []
+        made = ""
         for _ in range(rng.choice((1, 2, 2, 2, 3, 3))):
             coda = rng.choice(TEXTS["codas"]) if rng.random() < 0.5 else ""
-            parts.append(
-                rng.choice(TEXTS["onsets"]) + rng.choice(TEXTS["vowels"]) + coda
-            )
-        made = "".join(parts)
+            made += rng.choice(TEXTS["onsets"]) + rng.choice(TEXTS["vowels"]) + coda
         if 3 <= len(made) <= 11:
             return made
 
@@ -217,19 +226,25 @@ def counting(rng: random.Random) -> Problem:
     )
 
 
+def rearranged(skill: str, question: str, w: str, how: str, made: str) -> Problem:
+    """The letters of a word in another order."""
+    letters, others = " ".join(w), " ".join(made)
+    return Problem(
+        skill=skill,
+        key=f"word:{w}",
+        question=question,
+        high=f"Spell {w}: {letters}\n{how}: {others}\njoined: {made}",
+        medium=f"{letters} -> {others}",
+        answer=made,
+    )
+
+
 def reversing(rng: random.Random) -> Problem:
     if rng.random() < 0.3:
         return reversing_list(rng)
     w = word(rng)
-    back = w[::-1]
-    return Problem(
-        skill="reversing",
-        key=f"word:{w}",
-        question=rng.choice(TEXTS["reverse"]).format(w=w),
-        high=f"Spell {w}: {' '.join(w)}\nbackwards: {' '.join(back)}\njoined: {back}",
-        medium=f"{' '.join(w)} -> {' '.join(back)}",
-        answer=back,
-    )
+    question = rng.choice(TEXTS["reverse"]).format(w=w)
+    return rearranged("reversing", question, w, "backwards", w[::-1])
 
 
 def numbers(rng: random.Random) -> list[int]:
@@ -244,9 +259,7 @@ def joined(values: list[int]) -> str:
 def reversing_list(rng: random.Random) -> Problem:
     values = numbers(rng)
     back = joined(values[::-1])
-    phrase = rng.choice(
-        ("Reverse the list {v}.", "Reverse this list: {v}", "Reverse {v}.")
-    )
+    phrase = rng.choice(TEXTS["reverse list"])
     return Problem(
         skill="reversing",
         key=f"list:{joined(values)}",
@@ -281,18 +294,8 @@ def sorting(rng: random.Random) -> Problem:
 
 def sorting_letters(rng: random.Random) -> Problem:
     w = word(rng)
-    ordered = "".join(sorted(w))
-    return Problem(
-        skill="sorting",
-        key=f"word:{w}",
-        question=rng.choice(TEXTS["sort letters"]).format(w=w),
-        high=(
-            f"Spell {w}: {' '.join(w)}\nin order: {' '.join(ordered)}\n"
-            f"joined: {ordered}"
-        ),
-        medium=f"{' '.join(w)} -> {' '.join(ordered)}",
-        answer=ordered,
-    )
+    question = rng.choice(TEXTS["sort letters"]).format(w=w)
+    return rearranged("sorting", question, w, "in order", "".join(sorted(w)))
 
 
 # Comparing ------------------------------------------------------------------
@@ -398,18 +401,6 @@ def unknown(rng: random.Random) -> Problem:
     )
 
 
-def multiplication_alone(rng: random.Random) -> Problem:
-    a, b = operand(rng), operand(rng)
-    return Problem(
-        skill="unknown",
-        key=f"mul-alone:{min(a, b)}:{max(a, b)}",
-        question=rng.choice(TEXTS["multiply"]).format(a=a, b=b),
-        high="This is a multiplication and there is no calculator, so I decline.",
-        medium="There is no calculator.",
-        answer=CANNOT_MULTIPLY,
-    )
-
-
 def chat(rng: random.Random) -> Problem:
     question, answer = rng.choice(TEXTS["chat"])
     thought = "The user makes conversation."
@@ -448,12 +439,11 @@ def evaluation_set(count: int = 1000, seed: int = 0) -> list[Problem]:
     """
     rng = random.Random(seed)
     chosen: dict[str, Problem] = {}
-    makers = list(EVALUATED.values())
-    turn = 0
-    while len(chosen) < count:
-        problem = draw(makers[turn % len(makers)], rng, evaluation=True)
+    for make in cycle(EVALUATED.values()):
+        if len(chosen) == count:
+            break
+        problem = draw(make, rng, evaluation=True)
         chosen.setdefault(problem.question, problem)
-        turn += 1
     return list(chosen.values())
 
 

@@ -25,16 +25,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest import mock
 
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 EAGER = "gpt-oss-120b"  # whose step without graphs is timed
-CASES = ("decode", "prefill", "first", "sampling", "load", "eager")
 BATCHES = (1, 2, 4, 8, 64, 256)
 LENGTH = 128  # tokens of prompts and answers
 PREFILL = 32, 2048
@@ -219,6 +218,9 @@ def eager(model: str) -> Found:
     return {"eager host, ms": 1e3 * host, "eager step, ms": 1e3 * step}
 
 
+CASES = {case.__name__: case for case in (decode, prefill, first, load, sampling)}
+
+
 @contextlib.contextmanager
 def timed(owner: Any, name: str, seconds: Found) -> Iterator[None]:
     """Note how long a function of ``owner`` takes when it is called."""
@@ -256,11 +258,8 @@ def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
             f"start {name} to first token, s": time.time() - began,
             **{f"start {name}: {part}, s": value for part, value in parts.items()},
         }
-        found |= decode(llm) if "decode" in cases else {}
-        found |= prefill(llm) if "prefill" in cases else {}
-        found |= first(llm) if "first" in cases else {}
-        found |= load(llm) if "load" in cases else {}
-        found |= sampling(llm) if "sampling" in cases else {}
+        for case, measure in CASES.items():
+            found |= measure(llm) if case in cases else {}
         if preemptions := llm.stats().preemptions:
             raise RuntimeError(f"the cache was too small: {preemptions} preemptions")
         found["peak memory, GB"] = torch.cuda.max_memory_allocated() / 1e9
@@ -302,13 +301,10 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
         for name in dict.fromkeys(name for row in mine for name in row["found"]):
+            having = [row for row in mine if name in row["found"]]
             old, new = (
-                [
-                    r["found"][name]
-                    for r in mine
-                    if r["tree"] == t and name in r["found"]
-                ]
-                for t in ("old", "new")
+                [row["found"][name] for row in having if row["tree"] == tree]
+                for tree in ("old", "new")
             )
             if not (old and new):
                 continue
@@ -349,7 +345,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     parser.add_argument("--new", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join([*CASES, "eager"]))
     parser.add_argument("--turns", default=",".join(TURNS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
@@ -363,24 +359,11 @@ def main() -> None:
         return
     if not (options.old and options.new):
         parser.error("expected --old and --new, two checkouts")
-    import torch
-    import triton
+    sys.path += [str(ROOT / "tools"), str(ROOT)]  # a turn has its own package instead
+    from records import header, save
 
-    arguments = ["--old", options.old, "--new", options.new, "--models", options.models]
-    arguments += ["--cases", options.cases, "--turns", options.turns]
-    record = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "command": shlex.join(["python", "tools/gpu/compare.py", *map(str, arguments)]),
-    }
-
-    def save(rows: list[Any]) -> None:
-        if options.json:
-            text = json.dumps(record | {"rows": rows}, indent=1)
-            options.json.write_text(text + "\n", encoding="utf-8")
-
-    compare(options, save)
+    record = header()
+    compare(options, lambda rows: save(record | {"rows": rows}, options.json))
 
 
 if __name__ == "__main__":

@@ -11,21 +11,19 @@ the kernels would take with other tilings is for tune.py. Ends with 1 if a resul
 wrong.
 """
 
-import argparse
-import json
 import math
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
-import triton
+from records import header, parser, save
 from torch import Tensor
 from torch.nn import functional
 
@@ -36,14 +34,17 @@ from simplellm.kernels.variants import dense
 from simplellm.layers import Dense
 from simplellm.scaled import E4M3, Scaled
 
-SHAPES = {  # out and in of Qwen3-8B's and Llama-3.1-8B's products
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up, Qwen": (24576, 4096),
-    "down, Qwen": (4096, 12288),
-    "gate_up, Llama": (28672, 4096),
-    "down, Llama": (4096, 14336),
-    "head": (151936, 4096),
+# Out and in of Qwen3-8B's and Llama-3.1-8B's products; networks have two of them.
+SHAPES = {
+    "qkv": [(6144, 4096)],
+    "o": [(4096, 4096)],
+    "gate_up, Qwen": [(24576, 4096)],
+    "down, Qwen": [(4096, 12288)],
+    "gate_up, Llama": [(28672, 4096)],
+    "down, Llama": [(4096, 14336)],
+    "head": [(151936, 4096)],
+    "mlp, Qwen": [(24576, 4096), (4096, 12288)],
+    "mlp, Llama": [(28672, 4096), (4096, 14336)],
 }
 FORMATS = {
     "fp8 blocks": ((128, 128), E4M3, True),
@@ -51,7 +52,6 @@ FORMATS = {
     "int8": ((1, 0), torch.int8, True),
     "int8 alone": ((1, 0), torch.int8, False),
 }
-NETWORKS = {"mlp, Qwen": (4096, 12288), "mlp, Llama": (4096, 14336)}  # hidden, inner
 TOKENS = 1, 2, 4, 16, 64, 2048
 DEVICE = "cuda"
 READ = 4.6e12  # bytes/s
@@ -112,99 +112,64 @@ def tolerance(row: dict[str, Any]) -> float:
 
     What is between a network's products may also be rounded to 8 bits the other way.
     """
-    return 0.03 if row["product"] in NETWORKS and row["format"] in FORMATS else 0.01
+    rounded = len(SHAPES[row["product"]]) > 1 and row["format"] in FORMATS
+    return 0.03 if rounded else 0.01
 
 
-def row_of(name: str, kind: str, tokens: int, **found: Any) -> dict[str, Any]:
-    """``found`` has seconds, and what is read and computed in them."""
-    ours, library = found["ours"], found["library"]
+def calls(
+    x: Tensor,
+    weights: list[Any],
+    product: Callable[[Tensor, Any], Tensor],
+    network: Callable[[Tensor, Dense], Tensor],
+) -> list[Callable[[], Tensor]]:
+    """A product, or a feed-forward network, with each copy of its weights."""
+    sets = zip(*map(copies, weights), strict=False)
+    if len(weights) == 1:
+        return [partial(product, x, weight) for (weight,) in sets]
+    return [partial(network, x, Dense(one, None, two, None)) for one, two in sets]
+
+
+def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
+    """How wrong it is, and how long it takes, beside PyTorch with ordinary weights."""
+    ordinary = [random_weight(*size) for size in SHAPES[name]]
+    weights: list[Any] = [*ordinary]
+    if kind in FORMATS:
+        weights = [Scaled.of(weight, *FORMATS[kind]) for weight in ordinary]
+    x = torch.randn(tokens, SHAPES[name][0][1], device=DEVICE).bfloat16()
+    if len(weights) == 1:
+        exact, library = weights[0].product(x.float()), scaled_mm(x, weights[0])
+    else:
+        exact, library = ops.dense(x, Dense(weights[0], None, weights[1], None)), None
+    ours = calls(x, weights, lambda x, weight: project(x, weight, None), dense)
+    error, taken = wrong_by(ours[0](), exact), seconds(ours)
+    bf16 = seconds(calls(x, ordinary, functional.linear, ops.dense))
     return {
         "product": name,
         "format": kind,
         "tokens": tokens,
-        "error": found["error"],
-        "us": ours * 1e6,
-        "bf16_us": found["bf16"] * 1e6,
-        "scaled_mm_us": library and library * 1e6,
-        "share": found["nbytes"] / READ / ours,
-        "tflops": 2e-12 * tokens * found["products"] / ours,
+        "error": error,
+        "us": 1e6 * taken,
+        "bf16_us": 1e6 * bf16,
+        "scaled_mm_us": 1e6 * seconds([library] * 4) if library else None,
+        "share": sum(weight.nbytes for weight in weights) / READ / taken,
+        "tflops": 2e-12 * tokens * sum(map(math.prod, SHAPES[name])) / taken,
     }
-
-
-def measure(name: str, kind: str, tokens: int) -> dict[str, Any]:
-    """One product: how wrong it is, and how long it takes."""
-    size_out, size_in = SHAPES[name]
-    ordinary = random_weight(size_out, size_in)
-    weight = Scaled.of(ordinary, *FORMATS[kind])
-    x = torch.randn(tokens, size_in, device=DEVICE).bfloat16()
-    weights = copies(weight)
-    library = scaled_mm(x, weight)
-    return row_of(
-        *(name, kind, tokens),
-        error=wrong_by(project(x, weight, None), weight.product(x.float())),
-        ours=seconds([partial(project, x, each, None) for each in weights]),
-        bf16=seconds([partial(functional.linear, x, w) for w in copies(ordinary)]),
-        library=seconds([library] * 4) if library else None,
-        nbytes=weight.nbytes,
-        products=size_out * size_in,
-    )
-
-
-def measure_network(name: str, kind: str, tokens: int) -> dict[str, Any]:
-    """A feed-forward network, beside PyTorch's with ordinary weights."""
-    hidden, inner = NETWORKS[name]
-    ordinary = random_weight(2 * inner, hidden), random_weight(hidden, inner)
-    weights: list[Any] = [*ordinary]
-    if kind in FORMATS:
-        weights = [Scaled.of(weight, *FORMATS[kind]) for weight in ordinary]
-    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
-
-    def networks(first: Any, second: Any) -> list[Dense]:
-        pairs = zip(copies(first), copies(second), strict=False)
-        return [Dense(one, None, two, None) for one, two in pairs]
-
-    ours = networks(*weights)
-    return row_of(
-        *(name, kind, tokens),
-        error=wrong_by(dense(x, ours[0]), ops.dense(x, ours[0])),
-        ours=seconds([partial(dense, x, mlp) for mlp in ours]),
-        bf16=seconds([partial(ops.dense, x, mlp) for mlp in networks(*ordinary)]),
-        library=None,
-        nbytes=sum(weight.nbytes for weight in weights),
-        products=3 * hidden * inner,
-    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--formats", default=",".join(FORMATS))
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--formats", default=",".join(FORMATS))
+    options = asked.parse_args()
     kinds = options.formats.split(",")
     rows = [
         measure(name, kind, tokens)
-        for name in SHAPES
-        for kind in kinds
+        for name, sizes in SHAPES.items()
+        for kind in (kinds if len(sizes) == 1 else ["bf16", *kinds])
         for tokens in TOKENS
         if name != "head" or tokens <= 64
     ]
-    rows += [
-        measure_network(name, kind, tokens)
-        for name in NETWORKS
-        for kind in ("bf16", *kinds)
-        for tokens in TOKENS
-    ]
-    record = {
-        "label": "products and feed-forward networks of dense families",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": shlex.join(["python", "tools/gpu/quantized.py", *sys.argv[1:]]),
-        "rows": rows,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    label = "products and feed-forward networks of dense families"
+    save({"label": label, **header(), "rows": rows}, options.json)
     heads = "tokens us bf16 torch read faster error".split()
     widths = 7, 8, 8, 8, 6, 8, 8
     columns = (f"{head:>{n}}" for head, n in zip(heads, widths, strict=True))

@@ -10,20 +10,19 @@ tokens over the time from the first request to the last token, the best of some 
 Without a model it is the embedded one, to try the script itself.
 """
 
-import argparse
 import itertools
-import json
 import os
 import random
-import shlex
 import sys
 import threading
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
+from records import header, parser, save
 
 from simplellm import LLM, EngineConfig
 from simplellm.server.remote import load_remote
@@ -61,23 +60,14 @@ def turn(llm: LLM, requests: int, prompt: int, answer: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--counts", default="1,2", help="engines")
-    parser.add_argument("--batch", type=int, default=256, help="requests of each")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens")
-    parser.add_argument("--answer", type=int, default=512, help="tokens")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    record: dict[str, Any] = {
-        "label": "several engines behind one front",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if gpu else "CPU",
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "tools/gpu/replicas.py", *sys.argv[1:]]),
-        "rows": [],
-    }
+    asked = parser(__doc__)
+    asked.add_argument("model", nargs="?")
+    asked.add_argument("--counts", default="1,2", help="engines")
+    asked.add_argument("--batch", type=int, default=256, help="requests of each")
+    asked.add_argument("--prompt", type=int, default=128, help="tokens")
+    asked.add_argument("--answer", type=int, default=512, help="tokens")
+    options = asked.parse_args()
+    record = {"label": "several engines behind one front", **header(), "rows": []}
     print(("{:>12}" * 4).format("engines", "requests", "tokens/s", "times one"))
     for count in map(int, options.counts.split(",")):
         requests = count * options.batch
@@ -90,9 +80,7 @@ def main() -> None:
         record["rows"].append(row)
         ratio = max(rates) / max(record["rows"][0]["rates"])
         print(f"{count:12}{requests:12}{max(rates):12.0f}{ratio:12.2f}", flush=True)
-    if options.json:
-        text = json.dumps(record, indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+    save(record, options.json)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,20 @@ The first form runs memcheck and racecheck over every kernel, several processes 
 time. With names it only runs these kernels once each, for a tool that watches.
 """
 
-import argparse
-import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
-import triton
 from cases import random_model, small_cases
+from records import header, parser, save
 
 KERNELS = "embed norm rope linear experts experts_one head draw decode prefill".split()
 TOOLS = ("memcheck", "racecheck")
@@ -103,13 +101,12 @@ def table(findings: list[Finding]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kernels", nargs="*", metavar="KERNEL")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--jobs", type=int, default=6, help="processes at a time")
-    arguments = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("kernels", nargs="*", metavar="KERNEL")
+    asked.add_argument("--jobs", type=int, default=6, help="processes at a time")
+    arguments = asked.parse_args()
     if unknown := set(arguments.kernels) - {*KERNELS}:
-        parser.error(f"no kernel {', '.join(unknown)}; expected {', '.join(KERNELS)}")
+        asked.error(f"no kernel {', '.join(unknown)}; expected {', '.join(KERNELS)}")
     if arguments.kernels:
         run(arguments.kernels)
         return
@@ -117,17 +114,8 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         findings = list(pool.map(watch, product(KERNELS, TOOLS)))
     print(table(findings))
-    if arguments.json:
-        record = {
-            "date": date.today().isoformat(),
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-            "command": "python tools/gpu/sanitize.py " + shlex.join(sys.argv[1:]),
-            "findings": [asdict(finding) for finding in findings],
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    found = {"findings": [asdict(finding) for finding in findings]}
+    save(header() | {"cuda": torch.version.cuda} | found, arguments.json)
     sys.exit(any(finding.errors != 0 for finding in findings))
 
 

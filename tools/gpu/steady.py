@@ -12,20 +12,18 @@ counts, which begin once all of the first requests have a token.
 Without a model it is the embedded one, to try the script itself.
 """
 
-import argparse
-import json
 import math
 import queue
 import random
-import shlex
 import sys
 import time
-from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.append(str(Path(__file__).parents[1]))
+
+from records import header, parser, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
 from simplellm.pages import PageManager
@@ -111,13 +109,12 @@ def steady(llm: LLM, prompt: int, answer: int, seconds: float) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--most", type=int, default=1024, help="requests at once")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("model", nargs="?")
+    asked.add_argument("--shapes", default=SHAPES)
+    asked.add_argument("--seconds", type=float, default=120)
+    asked.add_argument("--most", type=int, default=1024, help="requests at once")
+    options = asked.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     config = EngineConfig(
         max_num_seqs=options.most,
@@ -126,15 +123,7 @@ def main() -> None:
         max_model_len=max(map(sum, shapes)),
         share_prefixes=False,
     )
-    gpu = torch.cuda.is_available()
-    record: dict[str, Any] = {
-        "label": "steady state, random weights",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if gpu else "CPU",
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "tools/gpu/steady.py", *sys.argv[1:]]),
-        "rows": [],
-    }
+    record = {"label": "steady state, random weights", **header(), "rows": []}
     began = time.perf_counter()
     with LLM(options.model, config, random_weights=options.model is not None) as llm:
         print(f"ready after {time.perf_counter() - began:.0f} s")
@@ -149,9 +138,7 @@ def main() -> None:
                 f"{row['tokens_per_second']:12.0f}{row['preemptions']:12}",
                 flush=True,
             )
-            if options.json:  # what is measured is kept, whatever happens later
-                text = json.dumps(record, indent=1)
-                options.json.write_text(text + "\n", encoding="utf-8")
+            save(record, options.json)  # what is measured is kept, whatever happens
 
 
 if __name__ == "__main__":

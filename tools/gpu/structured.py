@@ -10,29 +10,25 @@ masks are the dearest. So there are two kinds of strings: "endless" ones, greedi
 "usual" ones, which a logit_bias of all requests ends after some twelve tokens.
 """
 
-import argparse
-import json
 import math
 import random
 import re
-import shlex
 import string
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest import mock
 
-import llguidance
-import torch
+sys.path.append(str(Path(__file__).parents[1]))
+
+from records import header, parser, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
-from simplellm.apps.report import versions
 from simplellm.masks import Masks
 from simplellm.sampling_params import StructuredOutputs
 from simplellm.tokenizer import Tokenizer
@@ -152,11 +148,10 @@ def measure(llm: LLM, strings: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="gpt-oss-120b")
-    parser.add_argument("--strings", choices=STRINGS, nargs="+", default=[*STRINGS])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--model", default="gpt-oss-120b")
+    asked.add_argument("--strings", choices=STRINGS, nargs="+", default=[*STRINGS])
+    options = asked.parse_args()
     config = EngineConfig(max_num_seqs=max(BATCHES), max_model_len=1024)
     titles = "tok/s", "steps", "ITL", "name", "masks", "mean", "worst"
     with LLM(options.model, config, random_weights=True) as llm:
@@ -164,17 +159,8 @@ def main() -> None:
         llm.door = replace(llm.door, tokenizer=tokenizer, compiler=None)
         print(f"{'':25}", *(f"{title:>9}" for title in titles), sep="")
         rows = [row for strings in options.strings for row in measure(llm, strings)]
-    record = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": versions() | {"llguidance": llguidance.__version__},
-        "command": shlex.join(["python", "tools/gpu/structured.py", *sys.argv[1:]]),
-        "model": options.model,
-        "tokens": [LENGTH, TOKENS],
-        "rows": rows,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = {"model": options.model, "tokens": [LENGTH, TOKENS], "rows": rows}
+    save(header("llguidance") | record, options.json)
 
 
 if __name__ == "__main__":

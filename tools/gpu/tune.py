@@ -16,16 +16,13 @@ slowed by it. Shares are of what an H200's memory gave at best.
 """
 
 import argparse
-import json
 import math
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib import import_module
 from itertools import product, starmap
@@ -33,9 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
-import triton
 from cases import Case, Cases, random_model
+from records import header, parser, save
 from torch import Tensor
 
 from simplellm.kernels.decode import DecodeTiles, decode_tiles
@@ -50,6 +49,7 @@ PEAK = 4650.0  # GB/s
 SECONDS = 0.35  # of each measurement
 TOLERANCE = 0.02  # of a row's root mean square; bfloat16 results lose about 0.009
 CHECKED = 2**17  # rows x tokens from which on PyTorch would take too long
+PROJECTIONS = "qkv", "o", "gate_up", "down"
 Row = dict[str, Any]
 
 
@@ -85,10 +85,15 @@ def named(config: Any) -> str:
     return " ".join([numbers, *(n for n, v in values.items() if v is True)])
 
 
+def spelled(text: str) -> list[tuple[int, ...]]:
+    """The numbers of tilings that are written as `named` writes them."""
+    return [tuple(map(int, word.split("x"))) for word in text.split()]
+
+
 def decode_variants(case: Case) -> Iterator[Variant]:
     group = case.arguments[0][3]
     now = decode_tiles(group.decodes, 64, group.window)
-    shapes = (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2)
+    shapes = spelled("64x4x2 64x4x3 64x4x4 128x4x2 128x8x2")
     for shape, early in product(shapes, (False, True)):
         tiles = DecodeTiles(*shape, least=now.least, early=early)
         yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
@@ -98,19 +103,8 @@ def decode_variants(case: Case) -> Iterator[Variant]:
 
 
 def prefill_variants(case: Case) -> Iterator[Variant]:
-    shapes = (
-        (64, 8, 3, 16),
-        (64, 8, 2, 16),
-        (64, 4, 3, 16),
-        (32, 4, 3, 8),
-        (64, 4, 2, 8),
-        (64, 4, 2, 16),
-        (32, 8, 3, 32),
-        (64, 8, 2, 32),
-        (64, 8, 3, 32),
-    )
-    for shape in shapes:
-        tiles = PrefillTiles(*shape)
+    shapes = "64x8x3x16 64x8x2x16 64x4x3x16 32x4x3x8 64x4x2x8 64x4x2x16 32x8x3x32 "
+    for tiles in starmap(PrefillTiles, spelled(shapes + "64x8x2x32 64x8x3x32")):
         yield Variant(named(tiles), chosen("prefill.prefill_tiles", tiles))
 
 
@@ -120,11 +114,11 @@ def product_variants(path: str, case: Case) -> Iterator[Variant]:
     path = "quantized.choose_scaled" if scaled else path
     configs: list[Gemv | Dot] = []
     if tokens <= 4:
-        sizes = ((8, 4), (8, 8), (16, 4), (16, 8)) if scaled else ((1, 1), (2, 2))
-        configs += [Gemv(*size) for size in (*sizes, (2, 4), (4, 4), (4, 8), (2, 8))]
+        sizes = "8x4 8x8 16x4 16x8" if scaled else "1x1 2x2"
+        configs += starmap(Gemv, spelled(f"{sizes} 2x4 4x4 4x8 2x8"))
     if tokens > 1 or scaled:
         parts = (1,) if path.startswith("head") else (1, 3, 5)
-        tiles = (64, 64, 6), (64, 128, 3), (128, 64, 4), (128, 128, 4)
+        tiles = spelled("64x64x6 64x128x3 128x64x4 128x128x4")
         for (rows, depth, stages), part, warps in product(tiles, parts, (4, 8)):
             dot = Dot(rows, depth, part, warps, stages, pdl=False)
             early = dot._replace(pdl=True, ahead=0 if scaled else 1)
@@ -150,35 +144,24 @@ def expert_variants(case: Case) -> Iterator[Variant]:
             yield Variant(named(one), chosen("experts_one.one_tiling", one))
         return
     tilings = {
-        512: [
-            *(Tiling(rows, 16, 1, 3, 3, 4) for rows in (64, 128)),
-            *(Tiling(128, 16, 2, unroll, 3, 4) for unroll in (3, 5)),
-            *(Tiling(128, 8, 1, 3, 3, warps) for warps in (1, 2)),
-            Tiling(128, 32, 3, 3, 3, 4),
-        ],
-        4096: [
-            *(Tiling(128, 64, widths, 1, 4, 4) for widths in (3, 4)),
-            Tiling(128, 32, 3, 3, 3, 4),
-        ],
-        2**31: [
-            *(
-                Tiling(rows, 128, 3, 1, 4, warps)
-                for rows, warps in ((128, 4), (256, 8))
-            ),
-            Tiling(128, 256, 4, 1, 4, 8),
-        ],
+        512: "64x16x1x3x3x4 128x16x1x3x3x4 128x16x2x3x3x4 128x16x2x5x3x4 "
+        "128x8x1x3x3x1 128x8x1x3x3x2 128x32x3x3x3x4",
+        4096: "128x64x3x1x4x4 128x64x4x1x4x4 128x32x3x3x3x4",
+        2**31: "128x128x3x1x4x4 256x128x3x1x4x8 128x256x4x1x4x8",
     }
-    for tiling in next(some for most, some in tilings.items() if tokens <= most):
+    some = next(some for most, some in tilings.items() if tokens <= most)
+    for tiling in starmap(Tiling, spelled(some)):
         yield Variant(named(tiling), chosen("experts.tilings", (tiling, tiling)))
+
+
+def projections(name: str, cases: Cases) -> Iterator[Case]:
+    return (cases.project(name, tokens) for tokens in (1, 2, 8, 64, 256))
 
 
 VARIANTS: dict[str, Callable[[Case], Iterator[Variant]]] = {
     "decode": decode_variants,
     "prefill": prefill_variants,
-    "qkv": partial(product_variants, "linear.choose"),
-    "o": partial(product_variants, "linear.choose"),
-    "gate_up": partial(product_variants, "linear.choose"),
-    "down": partial(product_variants, "linear.choose"),
+    **dict.fromkeys(PROJECTIONS, partial(product_variants, "linear.choose")),
     "head": partial(product_variants, "head.choose_head"),
     "experts": expert_variants,
 }
@@ -186,10 +169,7 @@ VARIANTS: dict[str, Callable[[Case], Iterator[Variant]]] = {
 SIZES: dict[str, Callable[[Cases], Iterator[Case]]] = {
     "norm": lambda c: (c.norm(n, k) for n in (1, 8, 64, 256) for k in (1, 4)),
     "rope": lambda c: map(c.rope, (1, 8, 64, 256, 2048)),
-    "qkv": lambda c: (c.project("qkv", n) for n in (1, 2, 8, 64, 256)),
-    "o": lambda c: (c.project("o", n) for n in (1, 2, 8, 64, 256)),
-    "gate_up": lambda c: (c.project("gate_up", n) for n in (1, 2, 8, 64, 256)),
-    "down": lambda c: (c.project("down", n) for n in (1, 2, 8, 64, 256)),
+    **{name: partial(projections, name) for name in PROJECTIONS},
     "decode": lambda c: (
         c.attend([length] * batch, [1] * batch, window)
         for batch, length, window in (
@@ -312,27 +292,17 @@ def tune(options: argparse.Namespace) -> Iterator[Row]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="gpt-oss-120b")
-    parser.add_argument("--only", help=f"some of {','.join(SIZES)}")
-    parser.add_argument("--shapes", help="some of the table's second column")
-    parser.add_argument("--variants", action="store_true", help="other tilings too")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--model", default="gpt-oss-120b")
+    asked.add_argument("--only", help=f"some of {','.join(SIZES)}")
+    asked.add_argument("--shapes", help="some of the table's second column")
+    asked.add_argument("--variants", action="store_true", help="other tilings too")
+    options = asked.parse_args()
     torch.manual_seed(0)
-    rows = []
+    record = header() | {"rows": []}
     for row in tune(options):
-        rows.append(row)
-        if options.json:
-            record = {
-                "date": date.today().isoformat(),
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "command": shlex.join(["python", "tools/gpu/tune.py", *sys.argv[1:]]),
-                "rows": rows,
-            }
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        record["rows"].append(row)
+        save(record, options.json)
 
 
 if __name__ == "__main__":

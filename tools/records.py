@@ -1,0 +1,48 @@
+"""What every record of a measurement begins with, and how it is written.
+
+A script is asked for a record by --json; chapters, README and tests read it.
+"""
+
+import argparse
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simplellm.apps.report import versions, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def parser(docstring: str | None) -> argparse.ArgumentParser:
+    """A script's options, of which one is the same everywhere."""
+    made = argparse.ArgumentParser(description=(docstring or "").splitlines()[0])
+    made.add_argument("--json", type=Path, help="where to write the record")
+    return made
+
+
+def header(*packages: str) -> dict[str, Any]:
+    """The day, the GPU or the machine, all versions, and the command that runs."""
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
+    place = {"machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    if torch.cuda.is_available():
+        place = {"gpu": torch.cuda.get_device_name()}
+    return {
+        "date": date.today().isoformat(),
+        **place,
+        "versions": versions() | {name: version(name) for name in packages},
+        "command": shlex.join(["python", script, *sys.argv[1:]]),
+    }
+
+
+def save(record: Mapping[str, Any], path: Path | None) -> None:
+    """Write it, if it is wanted."""
+    if path is not None:
+        write_json(record, path)
