@@ -17,7 +17,7 @@ def usage(families: Readers) -> Usage:
     return Usage(
         prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
         completion_tokens=sum(len(reply.token_ids) for reply in replies),
-        cached_tokens=sum(first.reply.progress.cached for first in firsts),
+        cached_tokens=sum(first.reply.cached_tokens for first in firsts),
         reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
     )
 
@@ -58,4 +58,4 @@ def turns(families: Readers) -> list[ChatOutput]:
 def turn(families: Readers) -> ChatOutput:
     """What `LLM.chat` gives for one."""
     choices: list[Any] = outputs(families)
-    return ChatOutput(choices, usage(families))
+    return ChatOutput(**vars(choices[0]), choices=choices, usage=usage(families))
