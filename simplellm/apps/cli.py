@@ -50,7 +50,7 @@ from simplellm.apps.options import (
     TopP,
     Where,
     check_folder,
-    given,
+    sampling_options,
 )
 from simplellm.apps.screen import Screen, converse, read_lines, respond
 from simplellm.apps.serving import serve_model
@@ -151,14 +151,7 @@ def talk(
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not chatting and not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    options = given(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop,
-        seed=seed,
-    )
+    options = sampling_options(ctx)
     options["reasoning_effort"] = reasoning_effort
     options["tools"] = [CALCULATOR] if calculator else None
     first = [{"role": "developer", "content": developer}] if developer else []
@@ -211,6 +204,7 @@ def summarize(
 
 @app.command(cls=PlainUsage)
 def batch(
+    ctx: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -244,13 +238,7 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    defaults = given(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop,
-    )
+    defaults = sampling_options(ctx)
     check_files(source, target)
     requests = jobs.read_requests(source)
     failures: list[Exception] = []
