@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -285,7 +284,7 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
-        from simplellm.apps.bench_formats import measure_formats
+        from simplellm.apps.bench_formats import COLUMNS, measure_formats
         from simplellm.llm import LLM
     draw: Any = None
     if plot is not None:
@@ -302,13 +301,13 @@ def bench(
         report.show_traffic(record, screen.out)
         draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats:
-        rows, record = measure_formats(LLM, model, **options, **command)
-        screen.out.print(report.tabulate(rows))
+        record = measure_formats(LLM, model, **options, **command)
+        screen.out.print(report.tabulate(record["rows"], COLUMNS))
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
-        steps = measure(plan, LLM, model, **options, **command)
-        report.show(steps, screen.out)
-        draw, record = partial(report.plot, steps), asdict(steps)
+        record = measure(plan, LLM, model, **options, **command)
+        report.show(record, screen.out)
+        draw = partial(report.plot, record)
     if json_file is not None:
         report.write_json(record, json_file)
     if plot is not None:
