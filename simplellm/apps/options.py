@@ -98,7 +98,7 @@ ResultsFile = Annotated[
 SAMPLING = [spec.name for spec in fields(SamplingParams)]
 
 
-def sampling_options(ctx: typer.Context) -> dict[str, Any]:
+def sampling(ctx: typer.Context) -> dict[str, Any]:
     """The sampling parameters among a command's options that were given.
 
     Raises TypeError or ValueError for what is wrong with them, before a model loads.
