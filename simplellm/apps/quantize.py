@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -101,6 +101,18 @@ def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, T
     }
 
 
+def all_rounded(
+    infos: Iterable[TensorInfo], data: Any, forms: Forms, progress: tqdm
+) -> dict[str, Tensor]:
+    """What becomes of a file's tensors, by name; ``data`` is the file."""
+    parts: dict[str, Tensor] = {}
+    for info in infos:
+        with raising(CheckpointError, info.name):
+            parts |= rounded(tensor_view(data, info), info.name, forms[info.name])
+        progress.update(info.nbytes)
+    return parts
+
+
 def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
     """The quantization_config of a format; the modules ``left`` stay as they are."""
     if form is MXFP4_EXPERTS:
@@ -176,12 +188,8 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
         folder = Path(t) / target.name
         folder.mkdir()
         for file, data in shards.items():
-            parts: dict[str, Tensor] = {}
-            for name, info in infos.items():
-                if info.file == file:
-                    with raising(CheckpointError, name):
-                        parts |= rounded(tensor_view(data, info), name, forms[name])
-                    progress.update(info.nbytes)
+            here = [info for info in infos.values() if info.file == file]
+            parts = all_rounded(here, data, forms, progress)
             save_file(parts, folder / file.name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(parts, file.name)
             after += sum(part.nbytes for part in parts.values())
