@@ -33,7 +33,7 @@ BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
 PROBLEMS = EMBEDDED / "problems.json"  # held out, made by tools/embedded/problems.py
 
 
-COLUMNS = {
+FORMAT_ROWS = {
     "format": ("layers' weights", "s"),
     "weights": ("bytes", ",d"),
     "one": ("tok/s\nbatch 1", ",.1f"),  # of the median step

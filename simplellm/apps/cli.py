@@ -257,7 +257,7 @@ def bench(
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
-        from simplellm.apps.bench_formats import COLUMNS, measure_formats
+        from simplellm.apps.bench_formats import FORMAT_ROWS, measure_formats
         from simplellm.llm import LLM
     draw: Any = None
     if plot is not None:
@@ -275,7 +275,7 @@ def bench(
         draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats:
         record = measure_formats(LLM, model, **start, **command)
-        screen.out.print(report.tabulate(record["rows"], COLUMNS))
+        screen.out.print(report.tabulate(record["rows"], FORMAT_ROWS))
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
         record = measure(plan, LLM, model, **start, **command)

@@ -23,8 +23,8 @@ from simplellm.sizes import weight_bytes
 
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
 
-Columns = Mapping[str, tuple[str, str]]  # by field, a heading and a format
-DECODES: Columns = {
+Headings = Mapping[str, tuple[str, str]]  # by field, a heading and a format
+DECODE_ROWS: Headings = {
     "batch": ("batch", "d"),
     "input_len": ("in", "d"),
     "output_len": ("out", "d"),
@@ -36,7 +36,7 @@ DECODES: Columns = {
     "limit": ("limit\ntok/s", ".0f"),
     "share": ("of it", ".1%"),
 }
-PREFILLS: Columns = {
+PREFILL_ROWS: Headings = {
     "batch": ("prompts", "d"),
     "input_len": ("tokens", ",d"),
     "tokens_per_second": ("tok/s", ",.0f"),
@@ -123,13 +123,13 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     for line in lines:
         console.out(line, highlight=False)
     decodes = [*record["decode"], *record["context"]]
-    for rows, columns in ((decodes, DECODES), (record["prefill"], PREFILLS)):
+    for rows, columns in ((decodes, DECODE_ROWS), (record["prefill"], PREFILL_ROWS)):
         if rows:
             console.print()
             console.print(tabulate(rows, columns))
 
 
-def tabulate(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
+def tabulate(rows: Sequence[Mapping[str, Any]], columns: Headings) -> Table:
     """The fields of the rows that are columns of a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading, _ in columns.values():
