@@ -19,31 +19,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Importing torch takes a second or more: a name brings its module when first used.
-_MODULE_OF = {
-    "ChatChoice": "outputs",
-    "ChatOutput": "outputs",
-    "Checkpoint": "checkpoint",
-    "CheckpointError": "checkpoint",
-    "ConfigError": "config",
-    "Delta": "harmony",
-    "EngineConfig": "config",
-    "EngineError": "request",
-    "LLM": "llm",
-    "Message": "harmony",
-    "Model": "model",
-    "ModelConfig": "config",
-    "QueueFullError": "request",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "Stats": "stats",
-    "StructuredOutputs": "sampling_params",
-    "Tokenizer": "tokenizer",
-    "TokenizerError": "tokenizer",
-    "Tool": "harmony",
-    "ToolCall": "harmony",
-    "Usage": "outputs",
-    "load_model": "load",
+_NAMES_OF = {
+    "checkpoint": ("Checkpoint", "CheckpointError"),
+    "config": ("ConfigError", "EngineConfig", "ModelConfig"),
+    "harmony": ("Delta", "Message", "Tool", "ToolCall"),
+    "llm": ("LLM",),
+    "load": ("load_model",),
+    "model": ("Model",),
+    "outputs": ("ChatChoice", "ChatOutput", "RequestOutput", "Usage"),
+    "request": ("EngineError", "QueueFullError"),
+    "sampling_params": ("SamplingParams", "StructuredOutputs"),
+    "stats": ("Stats",),
+    "tokenizer": ("Tokenizer", "TokenizerError"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 __all__ = list(_MODULE_OF)
 
 

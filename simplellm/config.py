@@ -87,15 +87,10 @@ def expect(
         raise about(error(f"{name} is {short(value)}; expected {wanted}"), name)
 
 
-def one_of(
-    name: str,
-    value: object,
-    known: Sequence[object],
-    error: type[Exception] = ValueError,
-) -> None:
-    """Raise ``error`` for something of ``name`` that is not known here."""
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """Raise ValueError for something of ``name`` that is not known here."""
     wanted = f"one of {', '.join(map(repr, known))}"
-    expect(value in known, name, value, wanted, error)
+    expect(value in known, name, value, wanted)
 
 
 def check_names(what: str, names: Iterable[str], known: Sequence[str]) -> None:

@@ -140,7 +140,7 @@ class LLM:
         The request starts with the iteration, its ``timeout`` with this call.
         """
         asked = self.door.ask(prompt, sampling_params, overrides)
-        return AsyncStream(Replies(self, self._delivery, self._one_sample(asked)))
+        return AsyncStream(self, self._delivery, self._one_sample(asked))
 
     @overload
     def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
@@ -189,7 +189,7 @@ class LLM:
     ) -> AsyncStream[Delta]:
         """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
         sample = self._one_sample(self.door.ask_chat(messages, **options), chat=True)
-        return AsyncStream(Replies(self, self._delivery, sample))
+        return AsyncStream(self, self._delivery, sample)
 
     def replies(
         self,

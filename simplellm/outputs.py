@@ -23,18 +23,10 @@ class Times:
     preemptions: int  # how often it gave its pages to others
 
 
-def cumulative(logprobs: Sequence[TokenLogprobs] | None) -> float | None:
-    """The log-probability of all tokens, one after the other; None of unknown ones."""
-    return None if logprobs is None else sum(entry.logprob for entry in logprobs)
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the samples of a text and of a chat have in common.
 
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """One sample of a request; from a stream, what one event added to it.
-
-    ``text`` leaves out special tokens (unless skip_special_tokens is False) and the
-    token that ended it, as vLLM's V1 does (unless include_stop_str_in_output);
-    ``token_ids`` hold them all.
     ``finish_reason`` is "stop" (an end-of-turn token, a stop token or a stop string),
     "length", "timeout" or "abort" (cancelled, or the LLM closed); None while it goes
     on. ``logprobs`` has an entry for each token, or is None if nobody asked for it.
@@ -42,17 +34,14 @@ class RequestOutput:
     prompt's samples, the first has them, and of a stream its first part.
     """
 
-    text: str
-    token_ids: list[int]
+    token_ids: list[int]  # all of them, those too that are no part of a text
     finish_reason: str | None
     logprobs: list[TokenLogprobs] | None
-    prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     # The stop string or the one of stop_token_ids that ended it; None: something else.
     stop_reason: str | int | None = None
-    # Equal outputs say the same; these tell where it comes from. Of a stream, the last
+    # Equal samples say the same; these tell where they come from. Of a stream, the last
     # part has them.
-    prompt: str | None = field(default=None, compare=False)  # if it was given as text
     index: int = field(default=0, compare=False)  # among the samples of its prompt
     num_cached_tokens: int = field(default=0, compare=False)  # of the prompt's
     metrics: Times | None = field(default=None, compare=False)
@@ -60,12 +49,27 @@ class RequestOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of the tokens' log-probabilities; None if nobody asked for them."""
-        return cumulative(self.logprobs)
+        if self.logprobs is None:
+            return None
+        return sum(entry.logprob for entry in self.logprobs)
 
 
-@dataclass(frozen=True)
-class ChatChoice:
-    """One turn of the assistant, its parts apart; the rest as in RequestOutput.
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput(Sample):
+    """One sample of a request; from a stream, what one event added to it.
+
+    ``text`` leaves out special tokens (unless skip_special_tokens is False) and the
+    token that ended it, as vLLM's V1 does (unless include_stop_str_in_output).
+    """
+
+    text: str
+    prompt_token_ids: list[int]
+    prompt: str | None = field(default=None, compare=False)  # if it was given as text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatChoice(Sample):
+    """One turn of the assistant, its parts apart.
 
     A turn that came to its own end and calls functions has the ``finish_reason``
     "tool_calls".
@@ -74,18 +78,6 @@ class ChatChoice:
     reasoning: str  # the analysis channel
     content: str  # what is meant for the user
     tool_calls: list[ToolCall]
-    finish_reason: str | None
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    stop_reason: str | int | None = None
-    index: int = field(default=0, compare=False)
-    metrics: Times | None = field(default=None, compare=False)
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log-probabilities; None if nobody asked for them."""
-        return cumulative(self.logprobs)
 
     def message(self) -> dict[str, Any]:
         """The turn as an OpenAI message, for the messages of the next turn."""
@@ -102,79 +94,69 @@ class Usage:
     reasoning_tokens: int  # of the completions', those of text in the analysis channel
 
 
-@dataclass(frozen=True)
-class ChatOutput:
-    """One or more answers to the same messages; the first one's parts are at hand."""
+@dataclass(frozen=True, kw_only=True)
+class ChatOutput(ChatChoice):
+    """One or more answers to the same messages; it is itself the first of them."""
 
     choices: list[ChatChoice]
     usage: Usage
 
-    @property
-    def reasoning(self) -> str:
-        return self.choices[0].reasoning
 
-    @property
-    def content(self) -> str:
-        return self.choices[0].content
+class BaseReply:
+    """What a reply knows of its request beside what the tokens say.
 
-    @property
-    def tool_calls(self) -> list[ToolCall]:
-        return self.choices[0].tool_calls
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.choices[0].finish_reason
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        return self.choices[0].stop_reason
-
-    @property
-    def index(self) -> int:
-        return self.choices[0].index
-
-    @property
-    def metrics(self) -> Times | None:
-        return self.choices[0].metrics
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs] | None:
-        return self.choices[0].logprobs
-
-
-class Progress:
-    """What a reply notes of its request beside tokens and text."""
+    ``finish_reason`` is None until the end; what comes after it is ignored.
+    """
 
     def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-        self.prompt, self.index = asked.text, asked.index
-        self.arrival = asked.submitted
-        self.stop_ids = asked.params.stop_token_ids
+        self.tokenizer, self.params = tokenizer, asked.params
+        self.prompt_token_ids, self.prompt = list(asked.tokens), asked.text
+        self.index, self.arrival = asked.index, asked.submitted
         self.begun: float | None = None
         self.first: float | None = None
         self.finished: float | None = None
-        self.cached = self.preemptions = 0
-        self.stop_reason: str | int | None = None
+        self.cached_tokens = self.preemptions = 0
+        self.reasoning_tokens = 0  # of the reasoning's text, without its markers
+        self.token_ids: list[int] = []
+        scored = asked.params.logprobs is not None
+        self.logprobs: list[TokenLogprobs] | None = [] if scored else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
-    def note(self, event: Event, found: str | None) -> None:
-        """Take in an event; ``found`` is the stop string that it completed, if any."""
-        self.cached, self.preemptions = event.cached_tokens, event.preemptions
+    def scores(self, event: Event) -> list[TokenLogprobs] | None:
+        """The log-probabilities of an event's tokens; None if nobody asked for them."""
+        some = event.logprobs or ()
+        return None if self.logprobs is None else self.with_text(some)
+
+    def note(
+        self,
+        event: Event,
+        count: int,
+        scores: Sequence[TokenLogprobs] | None,
+        found: str | None,
+    ) -> None:
+        """Take in an event, of which ``count`` tokens are part of the reply.
+
+        ``found`` is the stop string that it completed, if any.
+        """
+        self.token_ids += event.tokens[:count]
+        if self.logprobs is not None:
+            self.logprobs += (scores or ())[:count]
+        self.cached_tokens, self.preemptions = event.cached_tokens, event.preemptions
         self.begun = event.begun
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()
         if event.tokens and self.first is None:
             self.first = now
+        self.finish_reason = event.finish_reason if found is None else "stop"
         if found is not None:
             self.stop_reason = found
-        elif event.finish_reason == "stop" and {*event.tokens[-1:]} & {*self.stop_ids}:
-            self.stop_reason = event.tokens[-1]
-        if found is not None or event.finish_reason is not None:
+        elif event.finish_reason == "stop" and event.tokens:
+            last, ends = event.tokens[-1], self.params.stop_token_ids
+            self.stop_reason = last if last in ends else None
+        if self.finish_reason is not None:
             self.finished = now
 
     def with_text(self, entries: Sequence[Any]) -> list[Any]:
@@ -194,21 +176,23 @@ class Progress:
             found.append(entry)
         return found
 
-    def metrics(self) -> Times:
+    def origin(self) -> dict[str, Any]:
+        """The fields of a `Sample` that tell where it comes from, and why it ended."""
         times = self.arrival, self.begun, self.first, self.finished
-        return Times(*times, self.preemptions)
-
-    def of_text(self) -> dict[str, Any]:
-        """Fields of a RequestOutput."""
-        own = {"prompt": self.prompt, "num_cached_tokens": self.cached}
-        return self.of_chat() | own
-
-    def of_chat(self) -> dict[str, Any]:
-        """Fields of a ChatChoice."""
         return {
             "stop_reason": self.stop_reason,
             "index": self.index,
-            "metrics": self.metrics(),
+            "num_cached_tokens": self.cached_tokens,
+            "metrics": Times(*times, self.preemptions),
+        }
+
+    def sample(self) -> dict[str, Any]:
+        """All fields of a `Sample`, as far as they are known."""
+        return self.origin() | {
+            "token_ids": self.token_ids.copy(),
+            "finish_reason": self.finish_reason,
+            "logprobs": None if self.logprobs is None else [*self.logprobs],
+            "prompt_logprobs": self.prompt_logprobs,
         }
 
 

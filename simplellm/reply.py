@@ -9,23 +9,22 @@ from dataclasses import replace
 
 from simplellm.harmony import Delta, HarmonyParser, tool_calls
 from simplellm.outputs import (
+    BaseReply,
     ChatChoice,
-    Progress,
     RequestOutput,
     TurnParser,
     is_reasoning,
     with_token,
 )
-from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.request import Event, Request
 from simplellm.stops import StopStrings
 from simplellm.tokenizer import StreamDecoder, Tokenizer
 
 
-class TextReply:
+class TextReply(BaseReply):
     """The text of one sample, which ends at a stop string.
 
     Without a tokenizer there is no text, and no stop string may be asked for.
-    ``finish_reason`` is None until the end; what comes after it is ignored.
 
     Of the parts only what they hold is kept: each part is an object or two for Python's
     garbage collector, and with 100,000 of them it would look through all objects that
@@ -33,20 +32,29 @@ class TextReply:
     """
 
     def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
-        self.prompt_token_ids = list(asked.tokens)
-        self.finish_reason: str | None = None
-        self.token_ids: list[int] = []
-        wanted = asked.params.logprobs is not None
-        self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
-        self.reasoning_tokens = 0
-        self.progress = Progress(asked, tokenizer)
-        self._params = asked.params
+        super().__init__(asked, tokenizer)
         self._texts: list[str] = []
         self._stops = StopStrings.of(asked.params)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
             skip = asked.params.skip_special_tokens
             self._decoder = StreamDecoder(tokenizer, skip_special=skip)
+
+    def add(self, text: str, event: Event, count: int) -> RequestOutput:
+        """Note that an event adds ``text`` and ``count`` of its tokens; as one part."""
+        self._texts.append(text)
+        scores = self.scores(event)
+        self.note(event, count, scores, self._stops.found)
+        return RequestOutput(
+            text=text,
+            token_ids=list(event.tokens[:count]),
+            finish_reason=self.finish_reason,
+            logprobs=None if scores is None else scores[:count],
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs if event.prompt_logprobs else None,
+            prompt=self.prompt,
+            **self.origin() if self.finish_reason else {},
+        )
 
     def push(self, event: Event) -> list[RequestOutput]:
         """What ``event`` adds, in complete characters: one part."""
@@ -59,47 +67,26 @@ class TextReply:
                 if hidden and number == count:
                     break  # it ends the text, and is no part of it
                 piece = self._decoder.push(token)
-                early = len(self.token_ids) + number <= self._params.min_tokens
+                early = len(self.token_ids) + number <= self.params.min_tokens
                 text += piece if early else stops.push(piece)
                 if stops.found:
                     count = number
                     break
             if event.finish_reason is not None and not stops.found:
                 text += stops.push(self._decoder.flush()) + stops.flush()
-        self.finish_reason = "stop" if stops.found else event.finish_reason
-        self.progress.note(event, stops.found)
-        scores = self.progress.prompt_logprobs if event.prompt_logprobs else None
-        token_ids, logprobs = list(event.tokens[:count]), None
-        if self.logprobs is not None:
-            logprobs = self.progress.with_text(event.logprobs or ())[:count]
-            self.logprobs += logprobs
-        self.token_ids += token_ids
-        self._texts.append(text)
-        part = RequestOutput(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=self.finish_reason,
-            logprobs=logprobs,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=scores,
-            **self.progress.of_text() if self.finish_reason else {},
-        )
-        return [part]
+        return [self.add(text, event, count)]
 
     def output(self) -> RequestOutput:
         """All that the events so far have given."""
         return RequestOutput(
             text="".join(self._texts),
-            token_ids=self.token_ids.copy(),
-            finish_reason=self.finish_reason,
-            logprobs=None if self.logprobs is None else [*self.logprobs],
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.progress.prompt_logprobs,
-            **self.progress.of_text(),
+            prompt=self.prompt,
+            **self.sample(),
         )
 
 
-class ChatReply:
+class ChatReply(BaseReply):
     """A turn of the assistant, which ends at a stop string in its final answer.
 
     Stop strings count in the final channel only, each message of it by itself. Where
@@ -111,14 +98,7 @@ class ChatReply:
     def __init__(
         self, asked: Request, tokenizer: Tokenizer, parser: TurnParser | None = None
     ) -> None:
-        self.prompt_token_ids = list(asked.tokens)
-        self.finish_reason: str | None = None
-        self.token_ids: list[int] = []
-        wanted = asked.params.logprobs is not None
-        self.logprobs: list[TokenLogprobs] | None = [] if wanted else None
-        self.reasoning_tokens = 0  # of the reasoning's text, without its markers
-        self.progress = Progress(asked, tokenizer)
-        self._min_tokens = asked.params.min_tokens
+        super().__init__(asked, tokenizer)
         self._parser = parser or HarmonyParser(tokenizer)
         self._ended = 0  # messages
         self._stops = StopStrings.of(asked.params)
@@ -130,20 +110,17 @@ class ChatReply:
         if self.finish_reason is not None:
             return []
         shown: list[Delta] = []
-        logprobs: list[TokenLogprobs] = []
-        if self.logprobs is not None:
-            logprobs = self.progress.with_text(event.logprobs or ())
-        count = len(event.tokens)
+        scores, count = self.scores(event), len(event.tokens)
         for number, token in enumerate(event.tokens, start=1):
             message = self._parser.message
-            early = len(self.token_ids) + number <= self._min_tokens
+            early = len(self.token_ids) + number <= self.params.min_tokens
             new = self._show(self._parser.push(token), early)
             if message is not self._parser.message:
                 message = None  # the token is no part of its content
             self.reasoning_tokens += message is not None and is_reasoning(message)
-            if logprobs:
+            if scores:
                 new = with_token(new, message, self._parser.num_calls - 1)
-                entries = (logprobs[number - 1],)
+                entries = (scores[number - 1],)
                 new[-1] = replace(new[-1], token_ids=(token,), logprobs=entries)
             shown += new
             if self._stops.found:
@@ -151,15 +128,10 @@ class ChatReply:
                 break
         if event.finish_reason is not None and not self._stops.found:
             shown += self._show(self._parser.finish())
-        self.progress.note(event, self._stops.found)
-        self.finish_reason = event.finish_reason
-        if self._stops.found:
-            self.finish_reason = "stop"
-        elif event.finish_reason == "stop" and tool_calls(self._parser.messages):
-            self.finish_reason = "tool_calls"
-        self.token_ids += event.tokens[:count]
-        if self.logprobs is not None:
-            self.logprobs += logprobs[:count]
+        self.note(event, count, scores, self._stops.found)
+        if self.finish_reason == "stop" and not self._stops.found:
+            calls = tool_calls(self._parser.messages)
+            self.finish_reason = "tool_calls" if calls else "stop"
         for delta in shown:
             if is_reasoning(delta):
                 self._reasoning.append(delta.text)
@@ -173,11 +145,7 @@ class ChatReply:
             reasoning="".join(self._reasoning),
             content="".join(self._content),
             tool_calls=tool_calls(self._parser.messages),
-            finish_reason=self.finish_reason,
-            token_ids=self.token_ids.copy(),
-            logprobs=None if self.logprobs is None else [*self.logprobs],
-            prompt_logprobs=self.progress.prompt_logprobs,
-            **self.progress.of_chat(),
+            **self.sample(),
         )
 
     def _show(self, deltas: list[Delta], early: bool = False) -> list[Delta]:

@@ -36,7 +36,7 @@ class TokenLogprobs:
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest (token id, logprob), best first
     rank: int  # one more than there are likelier tokens
-    # What the tokens are as text, the chosen one and those of ``top``: see `Progress`.
+    # What the tokens are as text, the chosen one and those of ``top``: see `BaseReply`.
     decoded_token: str | None = field(default=None, compare=False)
     decoded_top: tuple[str, ...] = field(default=(), compare=False)
 

@@ -18,7 +18,7 @@ def usage(samples: Readers) -> Usage:
     return Usage(
         prompt_tokens=sum(len(first.reply.prompt_token_ids) for first in firsts),
         completion_tokens=sum(len(reply.token_ids) for reply in replies),
-        cached_tokens=sum(first.reply.progress.cached for first in firsts),
+        cached_tokens=sum(first.reply.cached_tokens for first in firsts),
         reasoning_tokens=sum(reply.reasoning_tokens for reply in replies),
     )
 
@@ -57,4 +57,4 @@ def turns(samples: Readers) -> list[ChatOutput]:
 def turn(samples: Readers) -> ChatOutput:
     """What `LLM.chat` gives for one."""
     choices: list[Any] = outputs(samples)
-    return ChatOutput(choices, usage(samples))
+    return ChatOutput(**vars(choices[0]), choices=choices, usage=usage(samples))

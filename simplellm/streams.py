@@ -120,6 +120,10 @@ class Parts:
         """All so far, even what is not read yet; of chats, ChatChoices."""
         return [reader.reply.output() for reader in self.readers]
 
+    def output(self) -> Any:
+        """The same of the first reply, which may be the only one."""
+        return self.readers[0].reply.output()
+
     def usage(self) -> Usage:
         """How many tokens it took so far."""
         return usage(self.samples)
@@ -159,16 +163,12 @@ class Stream(Parts, Iterator[Part]):
             self.take(list)
         return self.next()[1]
 
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.outputs()[0]
 
+class AsyncParts(Parts):
+    """Parts for a coroutine; those that waited come merged.
 
-class Replies(Parts, AsyncIterator[tuple[int, Any]]):
-    """The parts of any number of replies, for a coroutine, each with its reply's index.
-
-    Parts that waited come merged. They belong to one event loop, and whoever waits for
-    one and is cancelled ends them all.
+    They belong to one event loop, and whoever waits for one and is cancelled ends them
+    all.
     """
 
     def __init__(self, owner: Any, delivery: Delivery, samples: Samples) -> None:
@@ -182,7 +182,8 @@ class Replies(Parts, AsyncIterator[tuple[int, Any]]):
         self.inbox.wake = partial(bell.ring, self.arrived)
         self.delivery.submit(self.samples)
 
-    async def __anext__(self) -> tuple[int, Any]:
+    async def read(self) -> tuple[int, Any]:
+        """Wait for the next part, and for the index of its reply."""
         while not self.taken:
             if not self.left:
                 raise StopAsyncIteration
@@ -194,13 +195,6 @@ class Replies(Parts, AsyncIterator[tuple[int, Any]]):
             self.arrived.clear()
             self.take(merge)
         return self.next()
-
-    async def finish(self) -> list[Any]:
-        """Wait for the end of all; the outputs. Parts that come are not read."""
-        self.inbox.quiet = True
-        async for _ in self:
-            pass
-        return self.outputs()
 
     async def aclose(self) -> None:
         """The reader wants no more, nor does whoever waits at the moment."""
@@ -214,33 +208,27 @@ class Replies(Parts, AsyncIterator[tuple[int, Any]]):
         await self.aclose()
 
 
-class AsyncStream(AsyncIterator[Part]):
-    """The parts of one reply, for a coroutine; it is asked for with the first."""
+class Replies(AsyncParts, AsyncIterator[tuple[int, Any]]):
+    """The parts of any number of replies, each with its reply's index."""
 
-    def __init__(self, replies: Replies) -> None:
-        self.replies, self.begun = replies, False
+    async def __anext__(self) -> tuple[int, Any]:
+        return await self.read()
+
+    async def finish(self) -> list[Any]:
+        """Wait for the end of all; the outputs. Parts that come are not read."""
+        self.inbox.quiet = True
+        async for _ in self:
+            pass
+        return self.outputs()
+
+
+class AsyncStream(AsyncParts, AsyncIterator[Part]):
+    """The parts of one reply, which is asked for with the first of them."""
+
+    begun = False
 
     async def __anext__(self) -> Part:
-        if not self.begun:
-            self.replies.submit()
+        if self.left and not self.begun:
+            self.submit()
             self.begun = True
-        return (await anext(self.replies))[1]
-
-    def output(self) -> Any:
-        """All so far, even what is not read yet; of a chat, a ChatChoice."""
-        return self.replies.outputs()[0]
-
-    def usage(self) -> Usage:
-        """How many tokens it took so far."""
-        return self.replies.usage()
-
-    async def aclose(self) -> None:
-        """The reader wants no more."""
-        self.begun = True
-        await self.replies.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.aclose()
+        return (await self.read())[1]

@@ -55,11 +55,11 @@ def rules_text(*rules: Mapping[str, Any]) -> str:
     return json.dumps({"grammars": rules})
 
 
-def checked_text(text: str, where: str, most: int = MAX_TEXT) -> str:
+def checked_text(text: str, where: str) -> str:
     """``text`` if it isn't empty or too long."""
     expect(text, where, text, "a text that is not empty")
     count = f"{len(text)} characters"
-    expect(len(text) <= most, where, count, f"at most {most} characters")
+    expect(len(text) <= MAX_TEXT, where, count, f"at most {MAX_TEXT} characters")
     return text
 
 

@@ -60,7 +60,15 @@ class EchoLLM:
             self.crowd.release()
         if prompt == "fail":
             raise RuntimeError("out of memory")
-        return [RequestOutput(f"{prompt}!", [1, 2], "length", None, [0])]
+        return [
+            RequestOutput(
+                text=f"{prompt}!",
+                token_ids=[1, 2],
+                finish_reason="length",
+                logprobs=None,
+                prompt_token_ids=[0],
+            )
+        ]
 
 
 @pytest.fixture

@@ -310,14 +310,13 @@ def test_refusals_leave_nothing(source, tmp_path, capsys):
 def test_a_run_that_fails_leaves_nothing(source, tmp_path, monkeypatch):
     written = []
 
-    def fail(path, *args):
+    def fail(tensors, path, **options):
         written.append(path)
         if len(written) == 2:
             raise OSError("no space")
-        return write(path, *args)
+        save_file(tensors, path, **options)
 
-    write = command.write_shard
-    monkeypatch.setattr(command, "write_shard", fail)
+    monkeypatch.setattr(command, "save_file", fail)
     with pytest.raises(OSError, match="no space"):
         quantize_checkpoint(source, tmp_path / "out", "fp8")
     assert len(written) == 2 and os.listdir(tmp_path) == []

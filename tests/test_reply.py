@@ -174,7 +174,11 @@ def test_text_and_what_comes_with_it() -> None:
     reply = TextReply(asked(logprobs=None), TOKENIZER)
     parts = [reply.push(event)[0] for event in events(tokens, "stop")]
     assert reply.output() == RequestOutput(
-        "The sum is 132.", tokens, "stop", None, PROMPT
+        text="The sum is 132.",
+        token_ids=tokens,
+        finish_reason="stop",
+        logprobs=None,
+        prompt_token_ids=PROMPT,
     )
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [
         "stop"

@@ -10,8 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from datetime import date
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
@@ -19,15 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from simplellm.apps.report import (
-    Decode,
-    Plan,
-    Prefill,
-    Report,
-    describe_device,
-    describe_memory,
-    versions,
-)
+from simplellm.apps.report import circumstances, describe_memory
 from simplellm.apps.roofline import (
     Machine,
     Reads,
@@ -56,6 +47,24 @@ PREFILL_RUNS = 3
 
 
 # What to measure
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Decode of ``output_len`` tokens after ``input_len`` at each of ``batches``; prefill
+    of (count, length) prompts at once; decode with ``contexts`` tokens in the cache at
+    each of ``context_batches``. The prompts follow from ``seed``, no two alike.
+    """
+
+    batches: Sequence[int] = (1,)
+    input_len: int = 128
+    output_len: int = 128
+    prefills: Sequence[tuple[int, int]] = ()
+    contexts: Sequence[int] = ()
+    context_batches: Sequence[int] = (1, 8)
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -258,50 +267,51 @@ def milliseconds(times: Sequence[float], share: float) -> float:
     return math.nan if value is None else 1e3 * value
 
 
-def decode_row(case: Case, run: Trial, ground: Ground) -> Decode:
-    """The row of a decode."""
+def decode_row(case: Case, run: Trial, ground: Ground) -> dict[str, Any]:
+    """How fast tokens came. Speeds are those of all requests together."""
     steps = run.full_steps(case.batch)
     assert steps, f"{case.name}: no step ran all {case.batch} requests"
     # In the middle of the steps that count, which are the last ones.
     context = case.length - len(steps) // 2
     reads, least = ground.step(case.batch, case.batch, context)
     taken, meter = median(steps), run.meter
-    return Decode(
-        batch=case.batch,
-        input_len=case.input_len,
-        output_len=case.output_len,
-        step_ms=1e3 * taken,
-        steps=len(steps),
-        tokens_per_second=case.batch / taken,
-        end_to_end=case.batch * case.output_len / run.seconds,
-        ttft_ms=milliseconds(meter.ttft, 0.5),
-        ttft_p99_ms=milliseconds(meter.ttft, 0.99),
-        itl_ms=milliseconds(meter.itl, 0.5),
-        itl_p99_ms=milliseconds(meter.itl, 0.99),
-        distinct_outputs=len({tuple(output.token_ids) for output in run.outputs}),
-        distinct_experts=distinct_experts(ground.model, case.batch),
-        dense_bytes=reads.dense,
-        expert_bytes=reads.experts,
-        kv_bytes=reads.kv,
-        limit=case.batch / least,
-        share=least / taken,
-    )
+    return {
+        "batch": case.batch,
+        "input_len": case.input_len,
+        "output_len": case.output_len,
+        "step_ms": 1e3 * taken,  # of the steps that ran every request
+        "steps": len(steps),  # how many these were
+        "tokens_per_second": case.batch / taken,
+        "end_to_end": case.batch * case.output_len / run.seconds,  # prefill included
+        "ttft_ms": milliseconds(meter.ttft, 0.5),  # time to first token
+        "ttft_p99_ms": milliseconds(meter.ttft, 0.99),
+        "itl_ms": milliseconds(meter.itl, 0.5),  # inter-token latency
+        "itl_p99_ms": milliseconds(meter.itl, 0.99),
+        "distinct_outputs": len({tuple(output.token_ids) for output in run.outputs}),
+        # Of a layer in a step, if routing is uniform.
+        "distinct_experts": distinct_experts(ground.model, case.batch),
+        "dense_bytes": reads.dense,  # that a step must read, as the next two
+        "expert_bytes": reads.experts,
+        "kv_bytes": reads.kv,
+        "limit": case.batch / least,  # what the machine allows
+        "share": least / taken,  # of this limit
+    }
 
 
-def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> Prefill:
-    """The row of a prefill."""
+def prefill_row(case: Case, runs: Sequence[Trial], ground: Ground) -> dict[str, Any]:
+    """How fast prompts were computed on an idle engine, the median of some runs."""
     tokens = case.batch * case.input_len
     seconds = median(run.last_token for run in runs)
     _, least = ground.step(tokens, case.batch)
-    return Prefill(
-        batch=case.batch,
-        input_len=case.input_len,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        ttft_ms=milliseconds([t for run in runs for t in run.meter.ttft], 0.5),
-        limit=tokens / least,
-        share=least / seconds,
-    )
+    return {
+        "batch": case.batch,
+        "input_len": case.input_len,
+        "seconds": seconds,  # until the last of them had its first token
+        "tokens_per_second": tokens / seconds,
+        "ttft_ms": milliseconds([t for run in runs for t in run.meter.ttft], 0.5),
+        "limit": tokens / least,
+        "share": least / seconds,
+    }
 
 
 def check_cache(
@@ -342,8 +352,8 @@ def measure(
     device: str | None = None,
     config: EngineConfig | None = None,
     command: str = "",
-) -> Report:
-    """Measure all that ``plan`` asks for. ``start`` is the class `LLM`.
+) -> dict[str, Any]:
+    """The record of all that ``plan`` asks for. ``start`` is the class `LLM`.
 
     ``model`` is a checkpoint folder or, with ``random_weights``, the name of a known
     model; None is the embedded one. ``config`` holds the engine's switches; its sizes
@@ -369,19 +379,14 @@ def measure(
         check_cache(room, ground, config, cases)
         bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
         rows = measure_cases(bench, cases, ground)
-        return Report(
-            date=date.today().isoformat(),
-            command=command,
-            model=model or "embedded",
-            weights="random" if random_weights else "checkpoint",
-            backend=llm.how,
-            device=describe_device(place),
-            versions=versions(),
-            plan=plan,
-            config=config,
-            machine=machine,
-            load_seconds=llm.weights_seconds,
-            engine_seconds=seconds - llm.weights_seconds,
-            memory=describe_memory(llm.model, room, source.packed),
+        return circumstances(model, place, command) | {
+            "weights": "random" if random_weights else "checkpoint",
+            "backend": llm.how,
+            "plan": asdict(plan),
+            "config": asdict(config),
+            "machine": asdict(machine),
+            "load_seconds": llm.weights_seconds,
+            "engine_seconds": seconds - llm.weights_seconds,  # kernels, cache, graphs
+            "memory": describe_memory(llm.model, room, source.packed),
             **rows,
-        )
+        }

@@ -6,18 +6,17 @@ The weights of the layers are rounded as they are loaded; nothing is written.
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
-from simplellm.apps.report import describe_device, versions
+from simplellm.apps.report import circumstances
 from simplellm.checkpoint import Source, open_weights
 from simplellm.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.door import Door, Loaded
@@ -34,16 +33,13 @@ BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
 PROBLEMS = EMBEDDED / "problems.json"  # held out, made by tools/embedded/problems.py
 
 
-@dataclass(frozen=True)
-class FormatRow:
-    """A model in one format."""
-
-    format: Annotated[str, "layers' weights", "s"]
-    weights: Annotated[int, "bytes", ",d"]
-    one: Annotated[float, "tok/s\nbatch 1", ",.1f"]  # of the median step
-    eight: Annotated[float, "tok/s\nbatch 8", ",.1f"]
-    right: Annotated[str, "right\nanswers", "s"]  # to the letter, and of how many
-    backend: str
+FORMAT_ROWS = {
+    "format": ("layers' weights", "s"),
+    "weights": ("bytes", ",d"),
+    "one": ("tok/s\nbatch 1", ",.1f"),  # of the median step
+    "eight": ("tok/s\nbatch 8", ",.1f"),
+    "right": ("right\nanswers", "s"),  # to the letter, and of how many
+}
 
 
 class Recoded:
@@ -85,14 +81,20 @@ def count_right(llm: Any) -> str:
     return f"{right} of {len(chats)}"
 
 
-def measure_row(llm: Any, name: str, nbytes: int, asked: bool) -> FormatRow:
-    """One format, on an LLM that does nothing else."""
+def measure_row(llm: Any, name: str, nbytes: int, asked: bool) -> dict[str, Any]:
+    """A model in one format, on an LLM that does nothing else."""
     bench = Bench(llm, torch.Generator().manual_seed(0))
     cases = [Case("decode", batch, INPUT_LEN, OUTPUT_LEN) for batch in BATCHES]
     steps = [bench.case(case)[0].full_steps(case.batch) for case in cases]
     one, eight = (x / median(y) for x, y in zip(BATCHES, steps, strict=True))
-    right = count_right(llm) if asked else "not asked"
-    return FormatRow(name, nbytes, one, eight, right, llm.how)
+    return {
+        "format": name,
+        "weights": nbytes,
+        "one": one,
+        "eight": eight,
+        "right": count_right(llm) if asked else "not asked",
+        "backend": llm.how,
+    }
 
 
 def measure_formats(
@@ -102,8 +104,8 @@ def measure_formats(
     random_weights: bool = False,
     device: str | None = None,
     command: str = "",
-) -> tuple[list[FormatRow], dict[str, Any]]:
-    """A row for a checkpoint as it is stored, one for each format, and their record.
+) -> dict[str, Any]:
+    """The record of a checkpoint as it is stored, and in each format.
 
     ``start`` is the class `LLM`. The embedded model's answers are counted, too.
     """
@@ -122,15 +124,10 @@ def measure_formats(
         limited = replace(door, max_model_len=engine.max_model_len)
         with start.of(Loaded(engine, limited, how, seconds)) as llm:
             rows.append(measure_row(llm, name, sum(size.values()), asked))
-    return rows, {
-        "date": date.today().isoformat(),
-        "command": command,
-        "model": model or "embedded",
-        "device": describe_device(place),
+    return circumstances(model, place, command) | {
         "dtype": str(dtype).removeprefix("torch."),
-        "versions": versions(),
         "load_average": load,  # of the machine, before
         "input_len": INPUT_LEN,
         "output_len": OUTPUT_LEN,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }

@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain
@@ -23,35 +22,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from simplellm import __version__
+from simplellm.apps import options
 from simplellm.apps.calculator import CALCULATOR
-from simplellm.apps.options import (
-    URL,
-    Batches,
-    Clients,
-    Contexts,
-    Count,
-    Formats,
-    InputLength,
-    JSONFile,
-    LoadName,
-    MaxTokens,
-    ModelFolder,
-    ModelName,
-    OutputLength,
-    PlotFile,
-    Prefills,
-    RandomWeights,
-    Rate,
-    ResultsFile,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-    Where,
-    check_folder,
-    given,
-)
 from simplellm.apps.screen import Screen, converse, read_lines, respond
 from simplellm.apps.serving import serve_model
 from simplellm.apps.workloads import plan_load
@@ -125,7 +97,7 @@ def talk(
             show_default=False,
         ),
     ] = "",
-    model: ModelFolder = None,
+    model: options.ModelFolder = None,
     reasoning_effort: Annotated[
         Literal["low", "medium", "high"], typer.Option(help="How long to think.")
     ] = "medium",
@@ -135,13 +107,13 @@ def talk(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
     ] = False,
-    temperature: Temperature = None,
-    max_tokens: MaxTokens = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    stop: Stop = None,
+    temperature: options.Temperature = None,
+    max_tokens: options.MaxTokens = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    stop: options.Stop = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
-    device: Where = None,
+    device: options.Where = None,
 ) -> None:
     """Answer the prompt; of a chat, every line that is typed."""
     screen, chatting = Screen(), ctx.command.name == "chat"
@@ -151,21 +123,14 @@ def talk(
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not chatting and not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    options = given(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop,
-        seed=seed,
-    )
-    options["reasoning_effort"] = reasoning_effort
-    options["tools"] = [CALCULATOR] if calculator else None
+    asked = options.sampling(ctx)
+    asked["reasoning_effort"] = reasoning_effort
+    asked["tools"] = [CALCULATOR] if calculator else None
     first = [{"role": "developer", "content": developer}] if developer else []
     with load_llm(model, device, screen) as llm:
 
         def answer(messages: list[dict[str, Any]]) -> None:
-            respond(llm.stream_chat, messages, screen, **options)
+            respond(llm.stream_chat, messages, screen, **asked)
 
         if chatting:
             converse(answer, first, chain([prompt], read_lines(screen)), screen)
@@ -175,7 +140,7 @@ def talk(
 
 @app.command()
 def info(
-    model: ModelName = None,
+    model: options.ModelName = None,
 ) -> None:
     """Tabulate a checkpoint from its headers; no tensor is read."""
     from simplellm.apps.info import describe
@@ -186,7 +151,7 @@ def info(
 
 def check_files(source: Path, target: Path) -> None:
     """Raise ValueError unless a batch can be read, and its results kept."""
-    check_folder(target)
+    options.check_folder(target)
     for path, there in ((source, True), (target, target.exists())):
         if str(path) == "-" or (there and not path.is_file()):
             raise ValueError(f"{path} is no file; expected one that can be read again")
@@ -211,6 +176,7 @@ def summarize(
 
 @app.command(cls=PlainUsage)
 def batch(
+    ctx: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -225,13 +191,13 @@ def batch(
             help="Results, each with its request's id, as they are finished.",
         ),
     ],
-    model: ModelFolder = None,
-    temperature: Temperature = None,
-    max_tokens: MaxTokens = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    stop: Stop = None,
-    device: Where = None,
+    model: options.ModelFolder = None,
+    temperature: options.Temperature = None,
+    max_tokens: options.MaxTokens = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    stop: options.Stop = None,
+    device: options.Where = None,
 ) -> int:
     """Answer a file of requests. What was stopped goes on where it was.
 
@@ -244,13 +210,7 @@ def batch(
     from simplellm.apps import jobs
 
     screen = Screen()
-    defaults = given(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop,
-    )
+    defaults = options.sampling(ctx)
     check_files(source, target)
     requests = jobs.read_requests(source)
     failures: list[Exception] = []
@@ -268,59 +228,59 @@ def batch(
 @app.command()
 def bench(
     ctx: typer.Context,
-    model: ModelName = None,
-    random_weights: RandomWeights = False,
-    batch: Batches = "1",
-    input_len: InputLength = 128,
-    output_len: OutputLength = 128,
-    prefill: Prefills = "",
-    context: Contexts = "",
-    formats: Formats = False,
-    load: LoadName = "",
-    url: URL = "",
-    requests: Count = 100,
-    rate: Rate = None,
-    clients: Clients = None,
-    seed: Seed = None,
-    results: ResultsFile = None,
-    json_file: JSONFile = None,
-    plot: PlotFile = None,
-    device: Where = None,
+    model: options.ModelName = None,
+    random_weights: options.RandomWeights = False,
+    batch: options.Batches = "1",
+    input_len: options.InputLength = 128,
+    output_len: options.OutputLength = 128,
+    prefill: options.Prefills = "",
+    context: options.Contexts = "",
+    formats: options.Formats = False,
+    load: options.LoadName = "",
+    url: options.URL = "",
+    requests: options.Count = 100,
+    rate: options.Rate = None,
+    clients: options.Clients = None,
+    seed: options.Seed = None,
+    results: options.ResultsFile = None,
+    json_file: options.JSONFile = None,
+    plot: options.PlotFile = None,
+    device: options.Where = None,
 ) -> None:
     """Measure a model's speed, and what this machine allows.
 
     With --load or --url: how long those wait who send a workload.
     """
     for path in filter(None, (json_file, plot, results)):
-        check_folder(path)
+        options.check_folder(path)
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
-        from simplellm.apps.bench_formats import measure_formats
+        from simplellm.apps.bench_formats import FORMAT_ROWS, measure_formats
         from simplellm.llm import LLM
     draw: Any = None
     if plot is not None:
         report.check_plot(plot)
         expect(not formats, "--plot", str(plot), "none with --formats")
     command: dict[str, Any] = {"command": shlex.join(["simplellm", *ctx.obj])}
-    options: dict[str, Any] = {"random_weights": random_weights, "device": device}
+    start: dict[str, Any] = {"random_weights": random_weights, "device": device}
     if load or url or results or (rate, clients) != (None, None):
         drawn = time.time_ns() % 10**6 if seed is None else seed
         arrivals = plan_load(load or "chat", requests, rate, clients, drawn)
-        start = partial(LLM, model, **options)
-        outcomes = traffic.measure_traffic(start, url, arrivals, clients, results)
+        llm = partial(LLM, model, **start)
+        outcomes = traffic.measure_traffic(llm, url, arrivals, clients, results)
         record = command | traffic.summarize_traffic(outcomes) | {"seed": drawn}
         report.show_traffic(record, screen.out)
         draw = partial(report.plot_traffic, traffic.latencies(outcomes))
     elif formats:
-        rows, record = measure_formats(LLM, model, **options, **command)
-        screen.out.print(report.tabulate(rows))
+        record = measure_formats(LLM, model, **start, **command)
+        screen.out.print(report.tabulate(record["rows"], FORMAT_ROWS))
     else:
         plan = plan_steps(batch, input_len, output_len, prefill, context)
-        steps = measure(plan, LLM, model, **options, **command)
-        report.show(steps, screen.out)
-        draw, record = partial(report.plot, steps), asdict(steps)
+        record = measure(plan, LLM, model, **start, **command)
+        report.show(record, screen.out)
+        draw = partial(report.plot, record)
     if json_file is not None:
         report.write_json(record, json_file)
     if plot is not None:
@@ -342,7 +302,7 @@ def quantize_model(
     (w8a8) and mxfp4 are those of compressed-tensors. Embeddings, heads, norms and
     routers stay as they are.
     """
-    check_folder(target)
+    options.check_folder(target)
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
         from simplellm.apps.quantize import quantize_checkpoint
@@ -402,9 +362,9 @@ def fill_streams() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run a command; the exit status. What goes wrong is said in one line."""
-    options = {"prog_name": "simplellm", "standalone_mode": False}
+    how = {"prog_name": "simplellm", "standalone_mode": False}
     try:
-        return app(arguments or ["--help"], **options, obj=arguments) or 0
+        return app(arguments or ["--help"], **how, obj=arguments) or 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except UsageError as error:

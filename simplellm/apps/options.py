@@ -1,5 +1,6 @@
 """What several commands have in common: the model, where it runs, how it samples."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,12 +95,16 @@ ResultsFile = Annotated[
 ]
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """Sampling parameters that were given, and are not None or an empty list.
+SAMPLING = [spec.name for spec in fields(SamplingParams)]
+
+
+def sampling(ctx: typer.Context) -> dict[str, Any]:
+    """The sampling parameters among a command's options that were given.
 
     Raises TypeError or ValueError for what is wrong with them, before a model loads.
     """
-    found = {k: v for k, v in options.items() if v is not None and v != []}
+    given = {name: x for name, x in ctx.params.items() if x not in (None, ())}
+    found = {name: given[name] for name in SAMPLING if name in given}
     SamplingParams(**found)
     return found
 

@@ -1,10 +1,9 @@
-"""Rewrite a checkpoint's weights in a smaller number format, tensor by tensor."""
+"""Rewrite a checkpoint's weights in a smaller number format."""
 
 import json
 import os
 import shutil
-import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -12,11 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.checkpoint import (
-    DTYPES,
     INDEX,
     Checkpoint,
     CheckpointError,
@@ -46,8 +45,7 @@ TARGETS = {
     "int8": SCHEMES["int", 8, "channel"],
     "mxfp4": SCHEMES["float", 4, "group"],
 }
-STORED = {value: key for key, value in DTYPES.items()}
-ALIGNED = 16  # bytes of a row, so that what follows begins at a multiple of 4
+ALIGNED = 16  # bytes that rows have to fill for products such as torch._scaled_mm
 ROWS_AT_ONCE = 4096  # of a weight that are rounded at once
 # What is copied beside the weights: a tokenizer, a chat template, a license.
 COPIED = "", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt"
@@ -103,6 +101,18 @@ def rounded(tensor: Tensor, name: str, form: NumberFormat | None) -> dict[str, T
     }
 
 
+def all_rounded(
+    infos: Iterable[TensorInfo], data: Any, forms: Forms, progress: tqdm
+) -> dict[str, Tensor]:
+    """What becomes of a file's tensors, by name; ``data`` is the file."""
+    parts: dict[str, Tensor] = {}
+    for info in infos:
+        with raising(CheckpointError, info.name):
+            parts |= rounded(tensor_view(data, info), info.name, forms[info.name])
+        progress.update(info.nbytes)
+    return parts
+
+
 def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
     """The quantization_config of a format; the modules ``left`` stay as they are."""
     if form is MXFP4_EXPERTS:
@@ -136,48 +146,10 @@ def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
     }
 
 
-def place(forms: Forms, info: TensorInfo) -> tuple[bool, int]:
-    """Where to store a tensor, so that all begin at multiples of their numbers' size.
-
-    What is rounded comes first, the rest by size.
-    """
-    return forms[info.name] is None, -DTYPES[info.dtype].itemsize
-
-
-def write_shard(
-    path: Path, infos: list[TensorInfo], data: Any, forms: Forms, progress: Any
-) -> tuple[list[str], int]:
-    """Write one file, a tensor at a time; the names in it, and how many bytes they are.
-
-    ``data`` is the old file.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The header comes first, is written last, and may end in spaces.
-    room = sum(2 * len(json.dumps(info.name)) + 500 for info in infos) // 8 * 8 + 64
-    end = 0
-    with path.open("xb") as file:
-        file.seek(8 + room)
-        for info in sorted(infos, key=partial(place, forms)):
-            with raising(CheckpointError, info.name):
-                parts = rounded(tensor_view(data, info), info.name, forms[info.name])
-            for name, part in parts.items():
-                header[name] = {
-                    "dtype": STORED[part.dtype],
-                    "shape": [*part.shape],
-                    "data_offsets": [end, end + part.nbytes],
-                }
-                file.write(part.reshape(-1).view(torch.uint8).numpy().data)
-                end += part.nbytes
-            progress.update(info.nbytes)
-        file.seek(0)
-        file.write(struct.pack("<Q", room) + json.dumps(header).encode().ljust(room))
-    return [name for name in header if name != "__metadata__"], end
-
-
 def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, int]:
     """Write the checkpoint ``source`` to the folder ``target`` in a format of TARGETS.
 
-    How many bytes the weights were, and are. Needs memory for one tensor at a time.
+    How many bytes the weights were, and are. Needs memory for what one file becomes.
     ``target`` is there once it is complete, and not before. Raises ValueError if it is
     there already, or if ``source`` is no checkpoint that can be rewritten.
     """
@@ -217,9 +189,10 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
         folder.mkdir()
         for file, data in shards.items():
             here = [info for info in infos.values() if info.file == file]
-            names, size = write_shard(folder / file.name, here, data, forms, progress)
-            weight_map |= dict.fromkeys(names, file.name)
-            after += size
+            parts = all_rounded(here, data, forms, progress)
+            save_file(parts, folder / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(parts, file.name)
+            after += sum(part.nbytes for part in parts.values())
         written: dict[str, Any] = {"config.json": config}
         if index:
             metadata = {"total_size": after}

@@ -1,106 +1,49 @@
-"""What a benchmark says: its record, and the table, JSON and plot that show it."""
+"""What a benchmark says: its record, and the table, JSON and plot that show it.
+
+A record is plain data, whether it was measured just now or read from a file.
+"""
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from simplellm import __version__
-from simplellm.apps.roofline import Machine
-from simplellm.config import EngineConfig
 from simplellm.machine import name_of
 from simplellm.model import Model
 from simplellm.sizes import weight_bytes
 
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    Decode of ``output_len`` tokens after ``input_len`` at each of ``batches``; prefill
-    of (count, length) prompts at once; decode with ``contexts`` tokens in the cache at
-    each of ``context_batches``. The prompts follow from ``seed``, no two alike.
-    """
-
-    batches: Sequence[int] = (1,)
-    input_len: int = 128
-    output_len: int = 128
-    prefills: Sequence[tuple[int, int]] = ()
-    contexts: Sequence[int] = ()
-    context_batches: Sequence[int] = (1, 8)
-    seed: int = 0
-
-
-# What is found: a field with a heading and a format is a column of the printed table
-
-
-@dataclass(frozen=True)
-class Decode:
-    """How fast tokens come. Speeds are tokens a second of all requests together."""
-
-    batch: Annotated[int, "batch", "d"]
-    input_len: Annotated[int, "in", "d"]
-    output_len: Annotated[int, "out", "d"]
-    step_ms: Annotated[float, "step\nms", ".2f"]  # median, of steps for every request
-    steps: int  # how many these were
-    tokens_per_second: Annotated[float, "tok/s", ".0f"]  # batch over step
-    end_to_end: Annotated[float, "end to\nend", ".0f"]  # over all time, with prefill
-    ttft_ms: Annotated[float, "TTFT\nms", ".0f"]  # time to first token, median
-    ttft_p99_ms: float
-    itl_ms: float  # inter-token latency, median
-    itl_p99_ms: Annotated[float, "ITL p99\nms", ".1f"]
-    distinct_outputs: int
-    distinct_experts: float  # of a layer in a step, if routing is uniform
-    dense_bytes: float  # that a step must read, as the next two
-    expert_bytes: float
-    kv_bytes: float
-    limit: Annotated[float, "limit\ntok/s", ".0f"]  # what the machine allows
-    share: Annotated[float, "of it", ".1%"]  # of this limit
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """How fast prompts are computed, median of some runs on an idle engine."""
-
-    batch: Annotated[int, "prompts", "d"]
-    input_len: Annotated[int, "tokens", ",d"]
-    seconds: float  # until the last of them has its first token
-    tokens_per_second: Annotated[float, "tok/s", ",.0f"]
-    ttft_ms: Annotated[float, "TTFT ms", ",.1f"]  # median of the prompts
-    limit: Annotated[float, "limit", ",.0f"]
-    share: Annotated[float, "of it", ".1%"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that was measured, and on what."""
-
-    date: str
-    command: str
-    model: str
-    weights: str  # "random" or "checkpoint"
-    backend: str
-    device: dict[str, Any]
-    versions: dict[str, str | None]
-    plan: Plan
-    config: EngineConfig
-    machine: Machine
-    load_seconds: float  # weights
-    engine_seconds: float  # kernels, cache and graphs
-    memory: dict[str, int | None]  # bytes
-    decode: list[Decode]
-    context: list[Decode]
-    prefill: list[Prefill]
+Headings = Mapping[str, tuple[str, str]]  # by field, a heading and a format
+DECODE_ROWS: Headings = {
+    "batch": ("batch", "d"),
+    "input_len": ("in", "d"),
+    "output_len": ("out", "d"),
+    "step_ms": ("step\nms", ".2f"),
+    "tokens_per_second": ("tok/s", ".0f"),
+    "end_to_end": ("end to\nend", ".0f"),
+    "ttft_ms": ("TTFT\nms", ".0f"),
+    "itl_p99_ms": ("ITL p99\nms", ".1f"),
+    "limit": ("limit\ntok/s", ".0f"),
+    "share": ("of it", ".1%"),
+}
+PREFILL_ROWS: Headings = {
+    "batch": ("prompts", "d"),
+    "input_len": ("tokens", ",d"),
+    "tokens_per_second": ("tok/s", ",.0f"),
+    "ttft_ms": ("TTFT ms", ",.1f"),
+    "limit": ("limit", ",.0f"),
+    "share": ("of it", ".1%"),
+}
 
 
 # What it was measured on
@@ -130,6 +73,19 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def circumstances(
+    model: str | None, device: torch.device, command: str
+) -> dict[str, Any]:
+    """What the record of a measurement begins with."""
+    return {
+        "date": date.today().isoformat(),
+        "command": command,
+        "model": model or "embedded",
+        "device": describe_device(device),
+        "versions": versions(),
+    }
+
+
 def describe_memory(model: Model, cache: int, packed: bool) -> dict[str, int | None]:
     """Bytes of weights and cache, and the most that PyTorch held; None: not known."""
     gpu = model.device.type == "cuda"
@@ -151,37 +107,35 @@ def write_json(found: Mapping[str, Any], path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def show(report: Report, console: Console) -> None:
-    """Print what was measured and on what, at most 80 columns wide."""
-    machine, memory = report.machine, report.memory
+def show(record: Mapping[str, Any], console: Console) -> None:
+    """Print what was measured of an engine and on what, at most 80 columns wide."""
+    machine, memory = record["machine"], record["memory"]
     known = [f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size]
     lines = (
-        f"{report.model}, {report.weights} weights, {report.date}",
-        f"{report.device['name']}: {report.backend}",
-        f"reads {machine.bytes_per_second / 1e9:,.1f} GB/s, computes "
-        f"{machine.flops_per_second / 1e12:,.2f} TFLOP/s",
-        f"weights loaded in {report.load_seconds:.1f} s, engine ready in "
-        f"{report.engine_seconds:.1f} s more",
+        f"{record['model']}, {record['weights']} weights, {record['date']}",
+        f"{record['device']['name']}: {record['backend']}",
+        f"reads {machine['bytes_per_second'] / 1e9:,.1f} GB/s, computes "
+        f"{machine['flops_per_second'] / 1e12:,.2f} TFLOP/s",
+        f"weights loaded in {record['load_seconds']:.1f} s, engine ready in "
+        f"{record['engine_seconds']:.1f} s more",
         f"GB of memory: {', '.join(known)}",
     )
     for line in lines:
         console.out(line, highlight=False)
-    for rows in ([*report.decode, *report.context], report.prefill):
+    decodes = [*record["decode"], *record["context"]]
+    for rows, columns in ((decodes, DECODE_ROWS), (record["prefill"], PREFILL_ROWS)):
         if rows:
             console.print()
-            console.print(tabulate(rows))
+            console.print(tabulate(rows, columns))
 
 
-def tabulate(rows: Sequence[Any]) -> Table:
-    """The fields with a heading. Speeds are tokens a second."""
-    hints = get_type_hints(type(rows[0]), include_extras=True)
-    columns = {n: h.__metadata__ for n, h in hints.items() if get_origin(h)}
+def tabulate(rows: Sequence[Mapping[str, Any]], columns: Headings) -> Table:
+    """The fields of the rows that are columns of a table."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading, _ in columns.values():
         table.add_column(heading, justify="right")
     for row in rows:
-        cells = ((getattr(row, n), shown) for n, (_, shown) in columns.items())
-        table.add_row(*(format(value, shown) for value, shown in cells))
+        table.add_row(*(format(row[n], shown) for n, (_, shown) in columns.items()))
     return table
 
 
@@ -218,43 +172,40 @@ def check_plot(path: Path) -> None:
         )
 
 
-def plot(report: Report, path: Path) -> None:
-    """Draw tokens a second over tokens in a step, and what the machine allows."""
+@contextmanager
+def drawing(path: Path, **settings: Any) -> Iterator[Any]:
+    """Axes to draw on, which are written to a file in the end."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    most = report.config.max_num_batched_tokens
-    decode = [row.batch for row in report.decode]
-    prefill = [min(most, row.batch * row.input_len) for row in report.prefill]
-    for name, tokens, rows in (
-        ("decode", decode, report.decode),
-        ("prefill", prefill, report.prefill),
-    ):
-        axes.plot(tokens, [row.tokens_per_second for row in rows], "o", label=name)
-        axes.plot(tokens, [row.limit for row in rows], "_", label=f"{name}, limit")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens in a step",
-        ylabel="tokens a second",
-        title=f"{report.model} on {report.device['name']}",
-    )
+    yield axes
+    axes.set(xscale="log", **settings)
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     figure.savefig(path)
+
+
+def plot(record: Mapping[str, Any], path: Path) -> None:
+    """Draw tokens a second over tokens in a step, and what the machine allows."""
+    most = record["config"]["max_num_batched_tokens"]
+    title = f"{record['model']} on {record['device']['name']}"
+    labels = {"xlabel": "tokens in a step", "ylabel": "tokens a second", "title": title}
+    with drawing(path, yscale="log", **labels) as axes:
+        for name in ("decode", "prefill"):
+            rows = record[name]
+            each = [1 if name == "decode" else row["input_len"] for row in rows]
+            tokens = [
+                min(most, r["batch"] * n) for r, n in zip(rows, each, strict=True)
+            ]
+            axes.plot(tokens, [r["tokens_per_second"] for r in rows], "o", label=name)
+            axes.plot(tokens, [r["limit"] for r in rows], "_", label=f"{name}, limit")
 
 
 def plot_traffic(milliseconds: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draw which share of each kind of latency takes how long at most."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, times in milliseconds.items():
-        if times:
-            axes.ecdf(times, label=name)
-    axes.set(xscale="log", xlabel="milliseconds", ylabel="share that takes no longer")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+    labels = {"xlabel": "milliseconds", "ylabel": "share that takes no longer"}
+    with drawing(path, **labels) as axes:
+        for name, times in milliseconds.items():
+            if times:
+                axes.ecdf(times, label=name)

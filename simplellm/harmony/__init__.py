@@ -1,11 +1,7 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies."""
 
 from simplellm.harmony.message import CHANNELS, Message
-from simplellm.harmony.openai import (
-    from_openai,
-    result_message,
-    to_openai,
-)
+from simplellm.harmony.openai import from_openai, result_message, to_openai
 from simplellm.harmony.parse import (
     Delta,
     HarmonyParser,
@@ -14,30 +10,5 @@ from simplellm.harmony.parse import (
     parse,
     tool_calls,
 )
-from simplellm.harmony.render import (
-    EFFORTS,
-    render,
-    render_message,
-    system_text,
-)
+from simplellm.harmony.render import EFFORTS, render, render_message, system_text
 from simplellm.harmony.schema import Tool, developer_text
-
-__all__ = [
-    "CHANNELS",
-    "EFFORTS",
-    "Delta",
-    "HarmonyParser",
-    "Message",
-    "Tool",
-    "ToolCall",
-    "developer_text",
-    "from_openai",
-    "is_call",
-    "parse",
-    "render",
-    "render_message",
-    "result_message",
-    "system_text",
-    "to_openai",
-    "tool_calls",
-]

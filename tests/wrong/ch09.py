@@ -286,8 +286,18 @@ class NeverFinished(Scheduler):
         pass
 
 
+def output_of(text, tokens, reason, logprobs, prompt):
+    return RequestOutput(
+        text=text,
+        token_ids=tokens,
+        finish_reason=reason,
+        logprobs=logprobs,
+        prompt_token_ids=prompt,
+    )
+
+
 def part(text, event, reason):
-    return [RequestOutput(text, list(event.tokens), reason, None, [])]
+    return [output_of(text, list(event.tokens), reason, None, [])]
 
 
 @wrong("TextReply.push", "each by itself")
@@ -334,7 +344,7 @@ class Pushes(TextReply):
         if not self.forgets:
             self._texts.append(text)
         prompt = [] if self.nameless else self.prompt_token_ids
-        return [RequestOutput(text, tokens, self.finish_reason, logprobs, prompt)]
+        return [output_of(text, tokens, self.finish_reason, logprobs, prompt)]
 
 
 @wrong("TextReply.push", "flushes what the decoder")
