@@ -497,6 +497,27 @@ def told_b_h200() -> list[str]:
     ]
 
 
+def told_b_h100() -> list[str]:
+    """What they cost where many requests have one."""
+    rows = recorded("b-structured-h100")["rows"]
+
+    def of(kind: str, what: str) -> float:
+        found = [r[what] for r in rows if (r["batch"], r["kind"]) == (256, kind)]
+        return sum(found) / len(found)
+
+    free, kinds = of("free", "itl_free_ms"), ("1 masked", "half masked")
+    one, half = (100 * (of(kind, "itl_free_ms") / free - 1) for kind in kinds)
+    forced, masked = (
+        of(kind, "tokens_per_second") / of("free", "tokens_per_second")
+        for kind in ("forced", "masked")
+    )
+    return [
+        f"Of 256 requests, on an H100, it changes by {one:+.1f} % beside one and by "
+        f"{half:+.1f} % beside 128",
+        f"with and without it's then {forced:.2f} and {masked:.2f} of free ones' speed",
+    ]
+
+
 def told_b() -> list[str]:
     record = recorded("b-structured")
     fills = [record[f"fill {count}"] for count in (1, 64, 256)]
@@ -520,6 +541,7 @@ def told_b() -> list[str]:
         f"and {worst} in the worst step",
         f"{record['steps forced']} steps instead of {record['steps chosen']}",
         *told_b_h200(),
+        *told_b_h100(),
     ]
 
 

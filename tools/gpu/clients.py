@@ -46,7 +46,8 @@ def alone(model: str | None, streams: list[int], answer: int) -> tuple[Any, Any]
     """The device, and the rates of the engine itself for each number of streams."""
     import torch  # here, since no client or server needs it
 
-    from simplellm.apps.bench import Bench, describe_device
+    from simplellm.apps.bench import Bench
+    from simplellm.apps.report import describe_device
 
     config, rates = EngineConfig(max_num_seqs=max(streams)), []
     with LLM(model, config, random_weights=model is not None) as llm:
