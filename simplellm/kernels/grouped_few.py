@@ -1,0 +1,253 @@
+"""Experts of so few tokens that hardly any two share one, when reading weights is all.
+
+Sorting pairs would take longer than it saves. Each is multiplied by programs of its
+own, several for each processor: a program loads a few rows of its expert's weight at
+once, with nothing to wait for in between, and while they are on their way it rounds its
+input where the format says so. A launch for that would take longer.
+
+The product is one of many small matrices, one for each tile of columns, so that warps
+take different tiles, and each tile has its own sums for its scale.
+
+T tokens, k experts a token, n = T * k (token, choice) pairs, N rows and K columns of a
+weight, I intermediate size, S tiles of C columns that are multiplied at once.
+"""
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.kernels.rounding import round_numbers, rounded_scales
+from simplellm.layers import Experts
+from simplellm.scaled import LARGEST, LEAST_TILE, Scaled
+from simplellm.weights import Weight
+
+
+@triton.jit
+def few_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
+    """``columns`` [S, C] of ``rows``: [S, rows, C], zeros where it has none."""
+    inside = (rows < N)[None, :, None] & (columns < K)[:, None, :]
+    where = rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
+    return tl.load(weight_ptr + where, inside, 0.0)
+
+
+@triton.jit
+def few_input(x, largest, MOST: tl.constexpr, FLOOR: tl.constexpr):
+    """x [S, C] as weights are multiplied with it, and its scales [S].
+
+    If MOST is not 0, it is rounded to that; a tile's largest number counts as
+    ``largest`` at least. What is e4m3 becomes float16, in which all of its products
+    are exact.
+    """
+    scales = tl.full([x.shape[0]], 1.0, tl.float32)
+    if MOST > 0:
+        x = x.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.maximum(largest, FLOOR))
+        scales = rounded_scales(x, largest, MOST)
+        x = round_numbers(x, largest[:, None], MOST)
+        x = x.to(tl.int8 if MOST == 127 else tl.float16)
+    return x, scales
+
+
+@triton.jit(do_not_specialize_on_alignment=["live_ptr"])
+def few_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    scores_ptr,
+    ids_ptr,
+    live_ptr,
+    out_ptr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program multiplies ROWS rows of one pair's expert, TILES of COLUMNS at once.
+
+    If PAIRED, the first half of an expert's network:
+
+    gate, up = both halves of weight[expert] @ x[token]
+    out[pair] = gate * sigmoid(gate) * up
+
+    Else the other one:
+
+    out[pair] = weight[expert] @ x[pair] * scores[pair]
+
+    x is rounded as `few_input` does it. TILE_ROWS share a scale, and of their columns
+    COLUMNS do if they are SCALED, else all. scales may be None. The other half may
+    start once the first one has the ids: it reads them, scores, and its first columns
+    without waiting. Pairs that share an expert are side by side, so that all but one
+    find its rows in the cache.
+    """
+    if PDL and PAIRED:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0)
+    real = pair // TOP_K < tl.load(live_ptr)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if PAIRED:
+        units, rows = paired_rows(tl.program_id(1), N, ROWS)
+    else:
+        rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    rows = tl.where(real, rows, N)  # of padding there is nothing to read
+    tile = tl.arange(0, TILES)
+    columns = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    weight_ptr += expert * (N * K)
+    weight = few_weight(weight_ptr, rows, columns, N, K)
+    if scales_ptr is not None:
+        WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if SCALED else 1
+        scales_ptr += expert * (tl.cdiv(N, TILE_ROWS) * WIDE)
+        scales_ptrs = scales_ptr + rows // TILE_ROWS * WIDE
+    if not PAIRED:
+        score = tl.load(scores_ptr + pair)
+        follow(PDL)
+    x_ptr += (pair // TOP_K if PAIRED else pair).to(tl.int64) * K
+    SUMS: tl.constexpr = tl.int32 if MOST == 127 else tl.float32
+    largest = 0.0
+    if MOST > 0 and not SCALED:
+        for k in tl.static_range(0, K, TILES * COLUMNS):
+            x = tl.load(x_ptr + k + columns, k + columns < K, 0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x), 1), 0))
+    total = tl.zeros([TILES, ROWS], tl.float32)
+    for k in tl.static_range(0, K, TILES * COLUMNS):
+        x = tl.load(x_ptr + k + columns, k + columns < K, 0)
+        x, factors = few_input(x, largest, MOST, FLOOR)
+        part = tl.dot(
+            weight.to(x.dtype), x[:, :, None], input_precision="ieee", out_dtype=SUMS
+        )
+        part = tl.reshape(part, [TILES, ROWS]).to(tl.float32) * factors[:, None]
+        if SCALED:
+            places = k // COLUMNS + tile
+            inside = (places * COLUMNS < K)[:, None] & (rows < N)[None, :]
+            part *= tl.load(scales_ptrs[None, :] + places[:, None], inside, 0)
+        total += part
+        if k + TILES * COLUMNS < K:
+            weight = few_weight(weight_ptr, rows, columns + k + TILES * COLUMNS, N, K)
+    out = tl.sum(total, 0)
+    if scales_ptr is not None and not SCALED:
+        out *= tl.load(scales_ptrs, rows < N, 0)
+    if PAIRED:
+        gate, up = split_pairs(out[:, None])
+        out = tl.reshape(curve(gate, "swiglu") * up, [ROWS // 2])
+        rows = tl.where(real, units, N)
+    else:
+        out *= score
+    WIDTH: tl.constexpr = N // 2 if PAIRED else N
+    out_ptrs = out_ptr + pair.to(tl.int64) * WIDTH + rows
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), rows < WIDTH)
+
+
+FEW_PAIRS = 32
+
+
+def are_few(tokens: int, experts: int, top_k: int) -> bool:
+    """Whether pairs are not to be sorted: two of one expert read its weights twice.
+
+    Those of a single token have different ones.
+    """
+    return tokens == 1 or tokens * top_k <= min(FEW_PAIRS, experts // 4)
+
+
+class Few(NamedTuple):
+    """How a program divides its work. It may change the last bits of a result."""
+
+    rows: int  # of the weight, at least 16
+    columns: int  # at once, a power of two from 128 on
+    warps: int
+
+
+@lru_cache(8192)
+def choose_few(size_in: int, itemsize: int, paired: bool) -> Few:
+    """A good way for rows of so many numbers."""
+    columns = min(power_of_two(size_in), 2048 // itemsize)
+    rows = 16 if columns * itemsize >= 2048 else 32
+    return Few(rows, max(columns, 128), warps=4)
+
+
+@cache
+def few_launcher(
+    config: Few,
+    shape: tuple[int, ...],
+    tile: tuple[int, int],
+    top_k: int,
+    most: int,
+    paired: bool,
+) -> Launcher:
+    """For a weight of this shape, [E, N, K].
+
+    ``tile`` is `Scaled.tile`, of 0 columns where there is none; ``most`` is what inputs
+    are rounded to, or 0.
+    """
+    scaled = 0 < tile[1] < shape[2]
+    columns = tile[1] if scaled else 128
+    return launcher(
+        few_kernel,
+        TOP_K=top_k,
+        N=shape[1],
+        K=shape[2],
+        ROWS=config.rows,
+        TILES=config.columns // columns,
+        TILE_ROWS=tile[0],
+        COLUMNS=columns,
+        SCALED=scaled,
+        MOST=most,
+        FLOOR=LEAST_TILE,
+        PAIRED=paired,
+        num_warps=config.warps,
+    )
+
+
+def multiply_few(
+    out: Tensor,
+    x: Tensor,
+    weight: Weight,
+    ids: Tensor,
+    scores: Tensor | None,
+    live: Tensor,
+) -> None:
+    """One half of the experts ``ids``, int32 [T, k]: fill ``out``.
+
+    The first one without ``scores``: x [T, hidden] -> [n, I]. The other one with
+    ``scores`` [T, k]: x [n, I], from the first, launched just before -> [T, k, hidden].
+    Padding's are not written.
+    """
+    values, scales, tile, most = weight, None, (1, 0), 0
+    if isinstance(weight, Scaled):
+        values, scales, tile = weight.values, weight.scales, weight.tile
+        most = int(LARGEST[values.dtype]) if weight.inputs else 0
+    assert isinstance(values, Tensor)
+    shape, paired = tuple(values.shape), scores is None
+    config = choose_few(shape[2], values.itemsize, paired)
+    start = few_launcher(config, shape, tile, ids.shape[1], most, paired)
+    start(
+        (ids.numel(), -(-shape[1] // config.rows), 1),
+        *(x, values, scales, scores, ids, live, out),
+    )
+
+
+def experts_few(
+    x: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, live: Tensor
+) -> Tensor:
+    """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
+
+    The experts ``ids``, int32 [T, k], with ``scores``, float32 [T, k]. For tokens from
+    ``live``, int32 [1], on, which are padding, no expert is read and nothing written.
+    """
+    hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
+    multiply_few(hidden, x, mlp.gate_up, ids, None, live)
+    out = x.new_empty(*ids.shape, mlp.down.shape[1])
+    multiply_few(out, hidden, mlp.down, ids, scores, live)
+    return out
