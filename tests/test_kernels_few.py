@@ -50,7 +50,9 @@ HALVES = [
 
 @pytest.mark.parametrize(("kind", "dtype", "way"), HALVES)
 @pytest.mark.parametrize("sizes", [{}, {"hidden": 304, "intermediate": 40}])
-def test_each_half_is_the_plain_one(monkeypatch, kernel_device, kind, dtype, way, sizes):
+def test_each_half_is_the_plain_one(
+    monkeypatch, kernel_device, kind, dtype, way, sizes
+):
     """Padding is neither read nor written."""
     if WAYS[way]:
         monkeypatch.setattr(grouped_few, "choose_few", lambda *_: WAYS[way])

@@ -28,25 +28,75 @@ from simplellm.weights import Weight
 
 
 @triton.jit
-def few_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
-    """``columns`` [S, C] of ``rows``: [S, rows, C], zeros where it has none."""
+def few_columns(FIRST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+    """TILES of COLUMNS from FIRST on: [TILES, COLUMNS]."""
+    tiles = tl.arange(0, TILES)[:, None]
+    return FIRST + tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def load_weight(
+    weight_ptr,
+    rows,
+    FIRST: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """TILES of ``rows`` from column FIRST on: [TILES, rows, COLUMNS]."""
+    columns = few_columns(FIRST, TILES, COLUMNS)
     inside = (rows < N)[None, :, None] & (columns < K)[:, None, :]
     where = rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
     return tl.load(weight_ptr + where, inside, 0.0)
 
 
 @triton.jit
-def few_input(x, largest, MOST: tl.constexpr, FLOOR: tl.constexpr):
+def load_few(
+    x_ptr,
+    scales_ptr,
+    rows,
+    FIRST: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """TILES of x, [TILES, COLUMNS], and the scales of a `load_weight`, [TILES, rows].
+
+    The scales are ones if not SCALED. Loaded last, they are those that stay where they
+    are, and what they are multiplied with is brought to them.
+    """
+    columns = few_columns(FIRST, TILES, COLUMNS)
+    x = tl.load(x_ptr + columns, columns < K, 0)
+    scales = tl.full([TILES, rows.shape[0]], 1.0, tl.float32)
+    if SCALED:
+        places = FIRST // COLUMNS + tl.arange(0, TILES)
+        inside = (places * COLUMNS < K)[:, None] & (rows < N)[None, :]
+        strips = (rows // TILE_ROWS * tl.cdiv(K, COLUMNS))[None, :]
+        scales = tl.load(scales_ptr + strips + places[:, None], inside, 0)
+    return x, scales
+
+
+@triton.jit
+def few_input(
+    x, largest, SCALED: tl.constexpr, MOST: tl.constexpr, FLOOR: tl.constexpr
+):
     """x [S, C] as weights are multiplied with it, and its scales [S].
 
-    If MOST is not 0, it is rounded to that; a tile's largest number counts as
-    ``largest`` at least. What is e4m3 becomes float16, in which all of its products
-    are exact.
+    If MOST is not 0, it is rounded to that. The tiles share a scale if they are not
+    SCALED; their largest number counts as ``largest`` at least. What is e4m3 becomes
+    float16, in which all of its products are exact.
     """
     scales = tl.full([x.shape[0]], 1.0, tl.float32)
     if MOST > 0:
         x = x.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.maximum(largest, FLOOR))
+        own = tl.max(tl.abs(x), 1)
+        if not SCALED:
+            own = tl.maximum(own, tl.max(own, 0))
+        largest = tl.maximum(own, tl.maximum(largest, FLOOR))
         scales = rounded_scales(x, largest, MOST)
         x = round_numbers(x, largest[:, None], MOST)
         x = x.to(tl.int8 if MOST == 127 else tl.float16)
@@ -103,42 +153,40 @@ def few_kernel(
     else:
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     rows = tl.where(real, rows, N)  # of padding there is nothing to read
-    tile = tl.arange(0, TILES)
-    columns = tile[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x_ptr += (pair // TOP_K if PAIRED else pair).to(tl.int64) * K
     weight_ptr += expert * (N * K)
-    weight = few_weight(weight_ptr, rows, columns, N, K)
+    row_scales = tl.full([ROWS], 1.0, tl.float32)
     if scales_ptr is not None:
         WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if SCALED else 1
         scales_ptr += expert * (tl.cdiv(N, TILE_ROWS) * WIDE)
-        scales_ptrs = scales_ptr + rows // TILE_ROWS * WIDE
+        if not SCALED:
+            row_scales = tl.load(scales_ptr + rows // TILE_ROWS, rows < N, 0)
     if not PAIRED:
         score = tl.load(scores_ptr + pair)
+        weight = load_weight(weight_ptr, rows, 0, N, K, TILES, COLUMNS)
         follow(PDL)
-    x_ptr += (pair // TOP_K if PAIRED else pair).to(tl.int64) * K
+    STEP: tl.constexpr = TILES * COLUMNS
     SUMS: tl.constexpr = tl.int32 if MOST == 127 else tl.float32
     largest = 0.0
-    if MOST > 0 and not SCALED:
-        for k in tl.static_range(0, K, TILES * COLUMNS):
-            x = tl.load(x_ptr + k + columns, k + columns < K, 0).to(tl.float32)
+    if MOST > 0 and not SCALED and K > STEP:
+        for k in tl.static_range(0, K, STEP):
+            columns = few_columns(k, TILES, COLUMNS)
+            x = tl.load(x_ptr + columns, columns < K, 0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.max(tl.abs(x), 1), 0))
     total = tl.zeros([TILES, ROWS], tl.float32)
-    for k in tl.static_range(0, K, TILES * COLUMNS):
-        x = tl.load(x_ptr + k + columns, k + columns < K, 0)
-        x, factors = few_input(x, largest, MOST, FLOOR)
+    for k in tl.static_range(0, K, STEP):
+        x, scales = load_few(
+            *(x_ptr, scales_ptr, rows, k, N, K, TILES, TILE_ROWS, COLUMNS, SCALED)
+        )
+        if PAIRED or k > 0:
+            weight = load_weight(weight_ptr, rows, k, N, K, TILES, COLUMNS)
+        x, x_scales = few_input(x, largest, SCALED, MOST, FLOOR)
         part = tl.dot(
             weight.to(x.dtype), x[:, :, None], input_precision="ieee", out_dtype=SUMS
         )
-        part = tl.reshape(part, [TILES, ROWS]).to(tl.float32) * factors[:, None]
-        if SCALED:
-            places = k // COLUMNS + tile
-            inside = (places * COLUMNS < K)[:, None] & (rows < N)[None, :]
-            part *= tl.load(scales_ptrs[None, :] + places[:, None], inside, 0)
-        total += part
-        if k + TILES * COLUMNS < K:
-            weight = few_weight(weight_ptr, rows, columns + k + TILES * COLUMNS, N, K)
-    out = tl.sum(total, 0)
-    if scales_ptr is not None and not SCALED:
-        out *= tl.load(scales_ptrs, rows < N, 0)
+        part = tl.reshape(part, [TILES, ROWS]).to(tl.float32)
+        total += part * (scales * x_scales[:, None])
+    out = tl.sum(total, 0) * row_scales
     if PAIRED:
         gate, up = split_pairs(out[:, None])
         out = tl.reshape(curve(gate, "swiglu") * up, [ROWS // 2])
