@@ -48,30 +48,50 @@ HALVES = [
 ]
 
 
+def assert_halves(mlp: Experts, ids: torch.Tensor, live: torch.Tensor) -> None:
+    """Both are the plain ones, of two experts a token; padding has no part."""
+    x = tokens_for(mlp, len(ids))
+    x[live:] = torch.nan
+    ids[live:] = 2**30  # no expert
+    scores, hidden, out = halves(x, mlp, ids, live)
+    pairs = 2 * live.item()
+    for pair in range(pairs):
+        token, choice = divmod(pair, 2)
+        expert, score = ids[token, choice].item(), scores[token, choice, None, None]
+        expected = plain_product(x[token, None], mlp, expert, None)[0]
+        torch.testing.assert_close(hidden[pair], expected, **CLOSE[x.dtype])
+        expected = plain_product(hidden[pair, None], mlp, expert, score)[0]
+        torch.testing.assert_close(out[token, choice], expected, **CLOSE[x.dtype])
+    assert hidden[pairs:].isnan().all() and out[live:].isnan().all()
+
+
 @pytest.mark.parametrize(("kind", "dtype", "way"), HALVES)
 @pytest.mark.parametrize("sizes", [{}, {"hidden": 304, "intermediate": 40}])
 def test_each_half_is_the_plain_one(
     monkeypatch, kernel_device, kind, dtype, way, sizes
 ):
-    """Padding is neither read nor written."""
     if WAYS[way]:
         monkeypatch.setattr(grouped_few, "choose_few", lambda *_: WAYS[way])
     mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
-    x, live = tokens_for(mlp, 5), number(4, kernel_device)
-    x[live:] = torch.nan
     ids = torch.tensor(IDS, dtype=torch.int32, device=kernel_device)
-    ids[live:] = 2**30  # no expert
-    scores, hidden, out = halves(x, mlp, ids, live)
-    for pair in range(8):
-        token, choice = divmod(pair, 2)
-        expert = ids[token, choice].item()
-        expected = plain_product(x[token, None], mlp, expert, None)[0]
-        torch.testing.assert_close(hidden[pair], expected, **CLOSE[dtype])
-        expected = plain_product(
-            hidden[pair, None], mlp, expert, scores[token, choice, None, None]
-        )[0]
-        torch.testing.assert_close(out[token, choice], expected, **CLOSE[dtype])
-    assert hidden[8:].isnan().all() and out[live:].isnan().all()
+    assert_halves(mlp, ids, number(4, kernel_device))
+
+
+REAL = [
+    pytest.param(kind, dtype, marks=() if few else exhaustive)
+    for kind in FORMATS
+    for dtype in CLOSE
+    for few in [kind == "FP8 in blocks" and dtype == torch.float16]
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), REAL)
+def test_rows_may_be_long(kernel_device, kind, dtype):
+    """A warp has several tiles of columns, as in Qwen3-30B-A3B."""
+    sizes = {"count": 3, "hidden": 2048, "intermediate": 768}
+    mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
+    ids = torch.tensor([[1, 0]], dtype=torch.int32, device=kernel_device)
+    assert_halves(mlp, ids, number(1, kernel_device))
 
 
 def test_pairs_are_sorted_where_they_share_experts():

@@ -29,8 +29,8 @@ from simplellm.layers import Dense
 
 
 @triton.jit
-def paired_rows(program, N: tl.constexpr, ROWS: tl.constexpr):
-    """A program's units, and the rows of their gates and ups; N where there is none.
+def paired_rows(N: tl.constexpr, ROWS: tl.constexpr):
+    """This program's units, and the rows of their gates and ups; N where there is none.
 
     Up to 8 gates, then their ups, and so on: of a tensor core's results a thread has
     those of two rows that are 8 apart.
@@ -38,9 +38,9 @@ def paired_rows(program, N: tl.constexpr, ROWS: tl.constexpr):
     HALF: tl.constexpr = ROWS // 2
     WIDTH: tl.constexpr = min(8, HALF)
     row = tl.arange(0, ROWS)
-    units = program * HALF + row // (2 * WIDTH) * WIDTH + row % WIDTH
+    units = tl.program_id(0) * HALF + row // (2 * WIDTH) * WIDTH + row % WIDTH
     rows = tl.where(units < N // 2, units + row // WIDTH % 2 * (N // 2), N)
-    return program * HALF + tl.arange(0, HALF), rows
+    return tl.program_id(0) * HALF + tl.arange(0, HALF), rows
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def gated_gemv_kernel(
 
     As in `gemv_kernel`, the weight is on its way before the program waits for x.
     """
-    units, rows = paired_rows(tl.program_id(0), N, ROWS)
+    units, rows = paired_rows(N, ROWS)
     held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
     follow(PDL)
     for token in tl.static_range(TOKENS):
@@ -118,7 +118,7 @@ def gated_dot_kernel(
 
     On the tensor cores, as `dot_kernel`.
     """
-    units, rows = paired_rows(tl.program_id(0), N, ROWS)
+    units, rows = paired_rows(N, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     both = dot_tile(
         *(x_ptr, weight_ptr, stride_x, tokens, rows, t, 0, K),

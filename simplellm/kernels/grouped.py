@@ -141,7 +141,7 @@ def grouped_kernel(
     valid = positions < end
     pairs = tl.load(pairs_ptr + positions, valid, 0)
     if PAIRED:
-        units, rows = paired_rows(tl.program_id(0), N, BLOCK_N)
+        units, rows = paired_rows(N, BLOCK_N)
     else:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N

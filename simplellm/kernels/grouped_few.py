@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.kernels.gated import curve
 from simplellm.kernels.launch import Launcher, follow, launcher, power_of_two
 from simplellm.kernels.rounding import round_numbers, rounded_scales
 from simplellm.layers import Experts
@@ -38,16 +38,16 @@ def few_columns(FIRST: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr)
 def load_weight(
     weight_ptr,
     rows,
+    has_row,
     FIRST: tl.constexpr,
-    N: tl.constexpr,
     K: tl.constexpr,
     TILES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """TILES of ``rows`` from column FIRST on: [TILES, rows, COLUMNS]."""
     columns = few_columns(FIRST, TILES, COLUMNS)
-    inside = (rows < N)[None, :, None] & (columns < K)[:, None, :]
-    where = rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
+    inside = has_row[None, :, None] & (columns < K)[:, None, :]
+    where = rows[None, :, None] * K + columns[:, None, :]
     return tl.load(weight_ptr + where, inside, 0.0)
 
 
@@ -56,8 +56,8 @@ def load_few(
     x_ptr,
     scales_ptr,
     rows,
+    has_row,
     FIRST: tl.constexpr,
-    N: tl.constexpr,
     K: tl.constexpr,
     TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -74,7 +74,7 @@ def load_few(
     scales = tl.full([TILES, rows.shape[0]], 1.0, tl.float32)
     if SCALED:
         places = FIRST // COLUMNS + tl.arange(0, TILES)
-        inside = (places * COLUMNS < K)[:, None] & (rows < N)[None, :]
+        inside = (places * COLUMNS < K)[:, None] & has_row[None, :]
         strips = (rows // TILE_ROWS * tl.cdiv(K, COLUMNS))[None, :]
         scales = tl.load(scales_ptr + strips + places[:, None], inside, 0)
     return x, scales
@@ -97,7 +97,10 @@ def few_input(
         if not SCALED:
             own = tl.maximum(own, tl.max(own, 0))
         largest = tl.maximum(own, tl.maximum(largest, FLOOR))
-        scales = rounded_scales(x, largest, MOST)
+        if MOST == 127:  # a NaN would be lost
+            scales = rounded_scales(x, largest, MOST)
+        else:
+            scales = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
         x = round_numbers(x, largest[:, None], MOST)
         x = x.to(tl.int8 if MOST == 127 else tl.float16)
     return x, scales
@@ -148,11 +151,13 @@ def few_kernel(
     pair = tl.program_id(0)
     real = pair // TOP_K < tl.load(live_ptr)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
-    if PAIRED:
-        units, rows = paired_rows(tl.program_id(1), N, ROWS)
-    else:
-        rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    rows = tl.where(real, rows, N)  # of padding there is nothing to read
+    WIDTH: tl.constexpr = N // 2 if PAIRED else N
+    end = tl.where(real, WIDTH, 0)  # of padding there is nothing to read
+    UNITS: tl.constexpr = ROWS // 2 if PAIRED else ROWS
+    row = tl.arange(0, ROWS)
+    rows = tl.program_id(1) * UNITS + row % UNITS
+    has_row = rows < end
+    rows += row // UNITS * WIDTH
     x_ptr += (pair // TOP_K if PAIRED else pair).to(tl.int64) * K
     weight_ptr += expert * (N * K)
     row_scales = tl.full([ROWS], 1.0, tl.float32)
@@ -160,10 +165,10 @@ def few_kernel(
         WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if SCALED else 1
         scales_ptr += expert * (tl.cdiv(N, TILE_ROWS) * WIDE)
         if not SCALED:
-            row_scales = tl.load(scales_ptr + rows // TILE_ROWS, rows < N, 0)
+            row_scales = tl.load(scales_ptr + rows // TILE_ROWS, has_row, 0)
     if not PAIRED:
         score = tl.load(scores_ptr + pair)
-        weight = load_weight(weight_ptr, rows, 0, N, K, TILES, COLUMNS)
+        weight = load_weight(weight_ptr, rows, has_row, 0, K, TILES, COLUMNS)
         follow(PDL)
     STEP: tl.constexpr = TILES * COLUMNS
     SUMS: tl.constexpr = tl.int32 if MOST == 127 else tl.float32
@@ -176,26 +181,25 @@ def few_kernel(
     total = tl.zeros([TILES, ROWS], tl.float32)
     for k in tl.static_range(0, K, STEP):
         x, scales = load_few(
-            *(x_ptr, scales_ptr, rows, k, N, K, TILES, TILE_ROWS, COLUMNS, SCALED)
+            *(x_ptr, scales_ptr, rows, has_row),
+            *(k, K, TILES, TILE_ROWS, COLUMNS, SCALED),
         )
         if PAIRED or k > 0:
-            weight = load_weight(weight_ptr, rows, k, N, K, TILES, COLUMNS)
+            weight = load_weight(weight_ptr, rows, has_row, k, K, TILES, COLUMNS)
         x, x_scales = few_input(x, largest, SCALED, MOST, FLOOR)
-        part = tl.dot(
-            weight.to(x.dtype), x[:, :, None], input_precision="ieee", out_dtype=SUMS
-        )
-        part = tl.reshape(part, [TILES, ROWS]).to(tl.float32)
+        x = tl.broadcast_to(x[:, :, None], [TILES, COLUMNS, 8])
+        part = tl.dot(weight.to(x.dtype), x, input_precision="ieee", out_dtype=SUMS)
+        part = tl.sum(part.to(tl.float32), 2) * 0.125
         total += part * (scales * x_scales[:, None])
     out = tl.sum(total, 0) * row_scales
+    units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     if PAIRED:
-        gate, up = split_pairs(out[:, None])
-        out = tl.reshape(curve(gate, "swiglu") * up, [ROWS // 2])
-        rows = tl.where(real, units, N)
+        gate, up = tl.split(tl.permute(tl.reshape(out, [2, UNITS]), (1, 0)))
+        out = curve(gate, "swiglu") * up
     else:
         out *= score
-    WIDTH: tl.constexpr = N // 2 if PAIRED else N
-    out_ptrs = out_ptr + pair.to(tl.int64) * WIDTH + rows
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), rows < WIDTH)
+    out_ptrs = out_ptr + pair.to(tl.int64) * WIDTH + units
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), units < end)
 
 
 FEW_PAIRS = 32
@@ -220,9 +224,10 @@ class Few(NamedTuple):
 @lru_cache(8192)
 def choose_few(size_in: int, itemsize: int, paired: bool) -> Few:
     """A good way for rows of so many numbers."""
-    columns = min(power_of_two(size_in), 2048 // itemsize)
-    rows = 16 if columns * itemsize >= 2048 else 32
-    return Few(rows, max(columns, 128), warps=4)
+    columns = min(max(power_of_two(size_in), 128), 2048 // itemsize)
+    if itemsize == 1:
+        return Few(16, columns, warps=8) if paired else Few(32, columns, warps=4)
+    return Few(16, columns, warps=4) if paired else Few(16, min(columns, 512), warps=2)
 
 
 @cache
