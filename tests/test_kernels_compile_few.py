@@ -23,7 +23,7 @@ from simplellm.scaled import LARGEST
 def half_case(kind, shape, top_k, paired):
     dtype, tile, inputs = FORMATS[kind]
     most = int(LARGEST[dtype]) if inputs else 0
-    config = grouped_few.choose_few(shape[2], dtype.itemsize, paired)
+    config = grouped_few.choose_few(shape[2], dtype.itemsize)
     start = grouped_few.few_launcher(config, shape, tile, top_k, most, paired)
     scaled = dtype in LARGEST
     types = ["*bf16", NAMES[dtype]] + ["*fp32"] * scaled + ["*fp32"] * (not paired)

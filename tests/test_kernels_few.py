@@ -39,12 +39,15 @@ def halves(
     return scores, hidden, out
 
 
+SIZES = {}, {"hidden": 304, "intermediate": 40}
 HALVES = [
-    pytest.param(kind, dtype, way, marks=() if few else exhaustive)
+    pytest.param(kind, dtype, way, sizes, marks=() if some else exhaustive)
     for place, kind in enumerate(FORMATS)
     for place_of_dtype, dtype in enumerate(CLOSE)
     for place_of_way, way in enumerate(WAYS)
-    for few in [place % 2 == place_of_dtype and place % 3 == place_of_way]
+    for place_of_size, sizes in enumerate(SIZES)
+    for of_kind in [(place % 2, place % 3, place // 3)]
+    for some in [of_kind == (place_of_dtype, place_of_way, place_of_size)]
 ]
 
 
@@ -65,8 +68,7 @@ def assert_halves(mlp: Experts, ids: torch.Tensor, live: torch.Tensor) -> None:
     assert hidden[pairs:].isnan().all() and out[live:].isnan().all()
 
 
-@pytest.mark.parametrize(("kind", "dtype", "way"), HALVES)
-@pytest.mark.parametrize("sizes", [{}, {"hidden": 304, "intermediate": 40}])
+@pytest.mark.parametrize(("kind", "dtype", "way", "sizes"), HALVES)
 def test_each_half_is_the_plain_one(
     monkeypatch, kernel_device, kind, dtype, way, sizes
 ):
@@ -78,10 +80,10 @@ def test_each_half_is_the_plain_one(
 
 
 REAL = [
-    pytest.param(kind, dtype, marks=() if few else exhaustive)
+    pytest.param(kind, dtype, marks=() if some else exhaustive)
     for kind in FORMATS
     for dtype in CLOSE
-    for few in [kind == "FP8 in blocks" and dtype == torch.float16]
+    for some in [kind == "FP8 in blocks" and dtype == torch.float16]
 ]
 
 
@@ -95,9 +97,10 @@ def test_rows_may_be_long(kernel_device, kind, dtype):
 
 
 def test_pairs_are_sorted_where_they_share_experts():
-    assert [n for n in range(1, 20) if are_few(n, 128, 8)] == [1, 2, 3, 4]
-    assert [n for n in range(1, 20) if are_few(n, 512, 10)] == [1, 2, 3]
-    assert [n for n in range(1, 20) if are_few(n, 8, 2)] == [1]
+    assert [n for n in range(1, 20) if are_few(n, 128, 8)] == [*range(1, 9)]
+    assert [n for n in range(1, 20) if are_few(n, 512, 10)] == [*range(1, 7)]
+    assert [n for n in range(1, 20) if are_few(n, 16, 2)] == [*range(1, 5)]
+    assert [n for n in range(1, 20) if are_few(n, 8, 8)] == [1]
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -130,6 +133,6 @@ def test_a_token_is_as_if_alone(kernel_device, kind):
 def test_a_program_has_what_tensor_cores_want(kind):
     for size in (96, 768, 2048, 4096, 14336):
         for itemsize in (1, 2, 4):
-            way = choose_few(size, itemsize, True)
+            way = choose_few(size, itemsize)
             assert way.rows >= 16 and way.columns >= 128
             assert way.columns.bit_count() == way.rows.bit_count() == 1

@@ -148,11 +148,11 @@ BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
     "lines of the package": (15_502, 9000),
-    "lines of families": (2446, 1200),
+    "lines of families": (2712, 1200),
     "lines of formats": (1644, 700),
     "lines of structured output": (1116, 700),
     "lines of the server": (5994, 4000),
-    "lines of tools/": (6666, 5000),
+    "lines of tools/": (6671, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),

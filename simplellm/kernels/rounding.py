@@ -114,17 +114,6 @@ def round_numbers(x, largest, MOST: tl.constexpr):
 
 
 @triton.jit
-def rounded_scales(x, largest, MOST: tl.constexpr):
-    """What numbers of `round_numbers` are to be multiplied by: x [scales, columns].
-
-    NaN where one of x is: an integer cannot be.
-    """
-    broken = tl.max((x != x).to(tl.int32), 1) > 0
-    scales = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
-    return tl.where(broken, float("nan"), scales)
-
-
-@triton.jit
 def store_rounded(
     x,
     token,
@@ -150,7 +139,10 @@ def store_rounded(
     values = round_numbers(x, largest[:, None], MOST)
     values_ptrs = values_ptr + token * K + columns
     tl.store(values_ptrs, values.to(values_ptr.dtype.element_ty), columns < K)
-    scales = rounded_scales(x, largest, MOST)
+    # An integer cannot be NaN.
+    broken = tl.max((x != x).to(tl.int32), 1) > 0
+    scales = tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))
+    scales = tl.where(broken, float("nan"), scales)
     inside = groups * COLUMNS < K
     tl.store(scales_ptr + groups.to(tl.int64) * room + token, scales, inside)
 
