@@ -34,7 +34,7 @@ from simplellm.kernels import (
 from simplellm.kernels.launch import launcher
 
 OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
-OTHERS |= {"rounding", "routing"}
+OTHERS |= {"grouped_few", "rounding", "routing"}
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.

@@ -31,47 +31,32 @@ QWEN = {True: (128, 1536, 2048), False: (128, 2048, 768)}  # Qwen3-30B-A3B
 MIXTRAL = {True: (8, 28672, 4096), False: (8, 4096, 14336)}
 WAYS = [grouping for _, grouping in grouped.GROUPINGS]
 # What is known of blocks, for the half that may read it before it waits.
-SORTED, FEW = "pairs_ptr offsets_ptr blocks_ptr", "ids_ptr live_ptr"
+BLOCKS = "pairs_ptr offsets_ptr blocks_ptr"
 
 
-def few_way(kind):
-    """How pairs that are not sorted are multiplied."""
-    return grouped.choose_grouping(1, 128, 8, FORMATS[kind][0] != torch.bfloat16)
-
-
-def half_case(kind, grouping, shape, top_k, paired, few=False):
+def half_case(kind, grouping, shape, top_k, paired):
     dtype, tile, inputs = FORMATS[kind]
     size = dtype.itemsize
     start = grouped.grouped_launcher(grouping, shape, size, tile, top_k, paired)
     name, scaled = NAMES[dtype], dtype != torch.bfloat16
     types = [name, "*fp32", name] if inputs else ["*bf16", name]
     types += ["*fp32"] * scaled + ["*fp32"] * (not paired)
-    types += ["*i32"] * len((FEW if few else SORTED).split()) + ["*bf16", "i32"]
+    types += ["*i32"] * len(BLOCKS.split()) + ["*bf16", "i32"]
     without = "x_scales_ptr " * (not inputs) + "scales_ptr " * (not scaled)
-    without += "scores_ptr " * paired + (SORTED if few else FEW)
+    without += "scores_ptr " * paired
     return case_of(start, " ".join(types), without)
 
 
-def half_cases(kind, grouping, few=False):
+def half_cases(kind, grouping):
     for top_k, model in ((8, QWEN), (2, MIXTRAL)):
         for paired, shape in model.items():
-            yield half_case(kind, grouping, shape, top_k, paired, few)
+            yield half_case(kind, grouping, shape, top_k, paired)
 
 
 CASES = [half_case("bfloat16", way, QWEN[True], 8, True) for way in WAYS]
 CASES += [half_case(kind, WAYS[1], QWEN[False], 8, False) for kind in FORMATS]
-CASES += [
-    half_case(kind, few_way(kind), QWEN[paired], 8, paired, few=True)
-    for kind in ("bfloat16", "FP8 in blocks", "INT8, weights alone")
-    for paired in (True, False)
-]
 MORE = [case for kind in FORMATS for way in WAYS for case in half_cases(kind, way)]
-MORE += [case for kind in FORMATS for case in half_cases(kind, few_way(kind), True)]
 MORE = [case for case in MORE if case not in CASES]
-
-
-def is_few(case):
-    return case.constants.get("pairs_ptr", "") is None
 
 
 def is_first(case):
@@ -93,22 +78,17 @@ def test_all_but_e4m3_compiles_for_older_gpus(case):
 @pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_nothing_is_read_or_written_too_early(case):
     """What the first half has waited for is there before the other one starts."""
-    early = f"{FEW} weight_ptr" if is_few(case) else SORTED
-    assert_waits(case, "" if is_first(case) else f"scores_ptr {early}")
+    assert_waits(case, "" if is_first(case) else f"scores_ptr {BLOCKS}")
 
 
 @pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_what_is_behind_starts_in_time(case):
-    """With few programs the other half, as soon as it may; else nothing, until late."""
+    """Nothing, until late."""
     ptx = compile_case(case).asm["ptx"]
     found = re.findall(r"griddepcontrol\.(\w+)|wgmma\.(mma_async)", ptx)
     steps = [first or second for first, second in found]
-    early = steps.index("launch_dependents") < steps.index("mma_async")
-    assert early == (is_first(case) and is_few(case))
-    assert steps[0] == "wait"
+    assert steps[0] == "wait" and steps[-1] == "launch_dependents"
     assert steps.count("wait") == steps.count("launch_dependents") == 1
-    if not early:
-        assert steps[-1] == "launch_dependents"
 
 
 @pytest.mark.parametrize("case", parameters(CASES, MORE))
@@ -127,15 +107,10 @@ def test_tensor_cores_multiply_what_the_format_has(case):
 
 @pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_both_operands_come_in_pieces_of_16_bytes(case):
-    """From rows that lie anywhere. What threads convert comes as they hold it.
-
-    Few tokens have less than that for every thread.
-    """
+    """From rows that lie anywhere. What threads convert comes as they hold it."""
     ptx = compile_case(case).asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx
-    converted = case.types.startswith("*bf16 *i8")
-    small = case.constants["BLOCK_T"] * 128 < case.warps * 32 * 16
-    assert "cp.async.ca" not in ptx or converted or small
+    assert "cp.async.ca" not in ptx or case.types.startswith("*bf16 *i8")
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,12 @@ from simplellm.build import build
 from simplellm.checkpoint import RandomCheckpoint
 from simplellm.families import FAMILIES
 from simplellm.formats import SCHEMES
-from simplellm.kernels import grouped
 from simplellm.kernels.fragments import prepare
 from simplellm.kernels.fused import fused
 from simplellm.kernels.grouped import (
     GROUPINGS,
     INVARIANT_GROUPING,
     Grouping,
-    Pairs,
-    are_few,
     choose_grouping,
     experts,
     multiply_groups,
@@ -135,9 +132,7 @@ def plain_half(
     x: torch.Tensor, mlp: Experts, scores: torch.Tensor | None, order: Dispatch
 ) -> torch.Tensor:
     """What `multiply_groups` gives for those pairs that are no padding, else NaN."""
-    weight = mlp.gate_up if scores is None else mlp.down
-    weight = weight.float() if isinstance(weight, torch.Tensor) else weight
-    size = weight.shape[1] // 2 if scores is None else weight.shape[1]
+    size = mlp.down.shape[2] if scores is None else mlp.down.shape[1]
     out = x.new_full((len(order.pairs), size), torch.nan)
     for expert, (begin, end) in enumerate(zip(*ends(order), strict=True)):
         if begin == end:
@@ -145,12 +140,21 @@ def plain_half(
         places = torch.arange(begin, end, device=x.device)
         pairs = order.pairs[places].long()
         if scores is None:
-            both = ops.linear(x[pairs // mlp.top_k].float(), weight[expert])
-            out[places] = ops.activated(both, mlp).to(x.dtype)
+            out[places] = plain_product(x[pairs // mlp.top_k], mlp, expert, None)
         else:
-            y = ops.linear(x[places].float(), weight[expert])
-            out[pairs] = (y * scores.flatten()[pairs, None]).to(x.dtype)
+            factors = scores.flatten()[pairs, None]
+            out[pairs] = plain_product(x[places], mlp, expert, factors)
     return out
+
+
+def plain_product(
+    x: torch.Tensor, mlp: Experts, expert: int, scores: torch.Tensor | None
+) -> torch.Tensor:
+    """One expert's half, the second with ``scores``: x [pairs, in] -> [pairs, out]."""
+    weight = mlp.gate_up if scores is None else mlp.down
+    weight = weight.float() if isinstance(weight, torch.Tensor) else weight
+    y = ops.linear(x.float(), weight[expert])
+    return (ops.activated(y, mlp) if scores is None else y * scores).to(x.dtype)
 
 
 def ends(order: Dispatch) -> tuple[list[int], list[int]]:
@@ -173,60 +177,6 @@ def assert_halves(mlp: Experts, x, ids, scores, live, grouping: Grouping) -> Non
     torch.testing.assert_close(out, expected, **close)
     real = torch.arange(len(x), device=x.device) < live
     assert torch.equal(out.isnan().all(-1), ~real[:, None].expand(ids.shape))
-
-
-UNSORTED = [
-    pytest.param(kind, tokens, marks=() if few else exhaustive)
-    for kind in FORMATS
-    for tokens in range(1, 6)
-    for few in [tokens == 3 if kind in ("INT8", "FP8 in blocks") else tokens == 1]
-]
-
-
-@pytest.mark.parametrize(("kind", "tokens"), UNSORTED)
-def test_pairs_that_are_not_sorted_get_the_same_bits(kernel_device, kind, tokens):
-    """In other places between the halves. Padding is neither read nor written."""
-    mlp = make_experts(kernel_device, kind)
-    weight = FORMATS[kind] is not None
-    grouping = choose_grouping(1, len(mlp.router), mlp.top_k, weight)
-    live = number(max(1, tokens - 1), kernel_device)
-    x = tokens_for(mlp, tokens)
-    x[live:] = torch.nan
-    ids = torch.tensor([[0, 3], [3, 0], [0, 1], [2, 0], [1, 3]], dtype=torch.int32)
-    ids = ids[:tokens].to(kernel_device)
-    ids[live:] = 2**30  # no expert
-    scores = torch.linspace(0.1, 1, 2 * tokens, device=kernel_device).view(ids.shape)
-
-    def halves(order: Dispatch | Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = x.new_full((ids.numel(), INTERMEDIATE), torch.nan)
-        multiply_groups(hidden, x, mlp.gate_up, None, order, mlp.top_k, grouping)
-        out = x.new_full((*ids.shape, HIDDEN), torch.nan)
-        multiply_groups(out, hidden, mlp.down, scores, order, mlp.top_k, grouping)
-        return hidden, out
-
-    order = dispatch(ids, len(mlp.router), grouping.tokens, live)
-    (hidden, out), (sorted_hidden, sorted_out) = halves(Pairs(ids, live)), halves(order)
-    places = order.pairs[: live.item() * mlp.top_k].long()
-    assert torch.equal(hidden[places], sorted_hidden[: len(places)])
-    assert torch.equal(out[:live], sorted_out[:live])
-    assert not out[:live].isnan().any()
-    assert hidden[len(places) :].isnan().all() and out[live:].isnan().all()
-
-
-def test_pairs_are_sorted_where_they_share_experts():
-    assert [n for n in range(1, 20) if are_few(n, 128, 8)] == [1, 2, 3, 4]
-    assert [n for n in range(1, 20) if are_few(n, 512, 10)] == [1, 2, 3]
-    assert [n for n in range(1, 20) if are_few(n, 8, 2)] == [1]
-
-
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_few_experts_are_the_plain_ones(kernel_device, monkeypatch, tokens):
-    """Without a sort."""
-    monkeypatch.setattr(grouped, "dispatch", None)
-    mlp = make_experts(kernel_device, "FP8 in blocks", count=16, **TINY)
-    x, live = tokens_for(mlp, tokens), number(tokens, kernel_device)
-    found = experts(x, mlp, live).sum(1)
-    torch.testing.assert_close(found, ops.experts(x, mlp, live), **ROUNDED)
 
 
 HALVES = [

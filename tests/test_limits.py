@@ -110,7 +110,13 @@ def is_structured(name: str) -> bool:
 
 def is_of_families(name: str) -> bool:
     """Whether a module is there for other models than gpt-oss alone."""
-    rooms = "families", "dialects", "kernels.grouped", "kernels.variants"
+    rooms = (
+        "families",
+        "dialects",
+        "kernels.grouped",
+        "kernels.variants",
+        "kernels.gated",
+    )
     return name.startswith(tuple(f"simplellm.{room}" for room in rooms))
 
 
@@ -148,10 +154,11 @@ BOUNDS = {
     "lines of the spine": (3176, 3200),
     # Without the server, structured output, other families and formats.
     "lines of the package": (15_502, 9000),
-    # Since 2446: what is wrong in a tokenizer.json is told by its field, an error has
-    # config.json's own names, added words and HTML are text, and an answer keeps the
-    # white space that it has to begin with.
-    "lines of families": (2520, 1200),
+    # Since 2446: kernels/gated.py is counted here; experts of few tokens have a kernel;
+    # what is wrong in a tokenizer.json is told by its field, an error has config.json's
+    # own names, added words and HTML are text, and an answer keeps the white space that
+    # it has to begin with.
+    "lines of families": (2999, 1200),
     "lines of formats": (1644, 700),
     "lines of structured output": (1149, 700),
     "lines of the server": (5994, 4000),

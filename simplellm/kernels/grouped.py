@@ -6,8 +6,7 @@ the left operand and tokens as the right one, for one token or thousands. As in
 the product, and what each step of 128 columns of e4m3 adds is taken out of the tensor
 cores.
 
-With few pairs, hardly any two of which share an expert, sorting them would take longer
-than it saves: each is a block of its own.
+So few pairs that hardly any two share an expert are for `grouped_few`.
 
 T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
 columns of a weight, I intermediate size, C scales of a token.
@@ -22,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.kernels.grouped_few import are_few, experts_few
 from simplellm.kernels.launch import Launcher, launcher
 from simplellm.kernels.quantized import load_scales
 from simplellm.kernels.rounding import round_rows
@@ -29,43 +29,6 @@ from simplellm.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.layers import Experts
 from simplellm.scaled import Scaled
 from simplellm.weights import Weight
-
-
-class Pairs(NamedTuple):
-    """In place of a `Dispatch`: pairs as they are, each a block of its own."""
-
-    ids: Tensor  # int32 [T, k]
-    live: Tensor  # int32 [1], tokens that are no padding
-
-
-@triton.jit
-def grouped_block(
-    ids_ptr,
-    live_ptr,
-    pairs_ptr,
-    offsets_ptr,
-    blocks_ptr,
-    TOP_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """This program's expert, how many pairs it has; their positions, pairs, and mask.
-
-    Of `Pairs`, where ids is not None, or of a `Dispatch`.
-    """
-    block = tl.program_id(1)
-    if ids_ptr is not None:
-        count = (block // TOP_K < tl.load(live_ptr)).to(tl.int32)
-        expert = tl.load(ids_ptr + block)
-        positions = block + tl.arange(0, BLOCK_T)
-        return expert, count, positions, positions, positions < block + count
-    else:
-        expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
-        first = tl.load(blocks_ptr + 2 * block + 1)
-        end = tl.load(offsets_ptr + expert + 1)
-        positions = first + tl.arange(0, BLOCK_T)
-        valid = positions < end
-        pairs = tl.load(pairs_ptr + positions, valid, 0)
-        return expert, end - first, positions, pairs, valid
 
 
 @triton.jit
@@ -131,15 +94,13 @@ def grouped_sums(
     return out
 
 
-@triton.jit(do_not_specialize=["x_count"], do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(do_not_specialize=["x_count"])
 def grouped_kernel(
     x_ptr,
     x_scales_ptr,
     weight_ptr,
     scales_ptr,
     scores_ptr,
-    ids_ptr,
-    live_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
@@ -170,14 +131,15 @@ def grouped_kernel(
     x has x_count rows. The other half may start once the first one has what is known
     of blocks: it reads that, and scores, without waiting.
     """
-    FEW: tl.constexpr = ids_ptr is not None
     if PDL and PAIRED:
         tl.extra.cuda.gdc_wait()
-        if FEW:  # all programs fit beside those of the other half
-            tl.extra.cuda.gdc_launch_dependents()
-    expert, count, positions, pairs, valid = grouped_block(
-        ids_ptr, live_ptr, pairs_ptr, offsets_ptr, blocks_ptr, TOP_K, BLOCK_T
-    )
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
+    first = tl.load(blocks_ptr + 2 * block + 1)
+    end = tl.load(offsets_ptr + expert + 1)
+    positions = first + tl.arange(0, BLOCK_T)
+    valid = positions < end
+    pairs = tl.load(pairs_ptr + positions, valid, 0)
     if PAIRED:
         units, rows = paired_rows(N, BLOCK_N)
     else:
@@ -187,13 +149,13 @@ def grouped_kernel(
         factors = tl.load(scores_ptr + pairs, valid, 0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-    if count > 0:
+    if end > first:
         out = grouped_sums(
             *(x_ptr, x_scales_ptr, pairs // TOP_K if PAIRED else positions, valid),
             *(x_count, weight_ptr, scales_ptr, rows, inside, expert),
             *(N, K, DEPTH, TILE_ROWS, COLUMNS),
         )
-        if PDL and not (PAIRED and FEW):
+        if PDL:
             # Earlier, kernels behind would take processors that programs of this one
             # have not been given yet.
             tl.extra.cuda.gdc_launch_dependents()
@@ -227,19 +189,7 @@ GROUPINGS: tuple[tuple[float, Grouping], ...] = (
     (48, Grouping(rows=128, tokens=64, warps=8, stages=4)),
     (math.inf, Grouping(rows=128, tokens=128, warps=8, stages=4)),
 )
-# For `Pairs`, of ordinary numbers and of 8 bits.
-FEW_NUMBERS = Grouping(rows=128, tokens=16, warps=4, stages=6)
-FEW_SCALED = Grouping(rows=128, tokens=16, warps=8, stages=4)
-FEW_PAIRS = 32
 INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
-
-
-def are_few(tokens: int, experts: int, top_k: int) -> bool:
-    """Whether pairs are not to be sorted: two of one expert read its weights twice.
-
-    Those of a single token have different ones.
-    """
-    return tokens == 1 or tokens * top_k <= min(FEW_PAIRS, experts // 4)
 
 
 @lru_cache(8192)
@@ -251,8 +201,6 @@ def choose_grouping(
     Weights that are ``scaled`` need registers for sums and for what a step adds: there
     are none for the largest tiles.
     """
-    if are_few(tokens, experts, top_k):
-        return FEW_SCALED if scaled else FEW_NUMBERS
     mean = tokens * top_k / experts
     found = next(grouping for most, grouping in GROUPINGS if mean <= most)
     return found._replace(tokens=min(found.tokens, 64)) if scaled else found
@@ -292,7 +240,7 @@ def multiply_groups(
     x: Tensor,
     weight: Weight,
     scores: Tensor | None,
-    order: Dispatch | Pairs,
+    order: Dispatch,
     top_k: int,
     grouping: Grouping,
 ) -> None:
@@ -316,14 +264,9 @@ def multiply_groups(
     assert isinstance(values, Tensor)
     paired = scores is None
     start = grouped_launcher(grouping, shape, values.itemsize, tile, top_k, paired)
-    blocks: tuple[Tensor | None, ...]
-    if isinstance(order, Pairs):
-        count, blocks = order.ids.numel(), (*order, None, None, None)
-    else:
-        count, blocks = order.blocks.shape[0], (None, None, *order)
     start(
-        (-(-shape[1] // grouping.rows), count, 1),
-        *(x, x_scales, values, scales, scores, *blocks, out, x.shape[0]),
+        (-(-shape[1] // grouping.rows), len(order.blocks), 1),
+        *(x, x_scales, values, scales, scores, *order, out, x.shape[0]),
     )
 
 
@@ -337,14 +280,15 @@ def experts(
     the others.
     """
     count, top_k = len(mlp.router), mlp.top_k
-    grouping, few = INVARIANT_GROUPING, False
-    if not batch_invariant:
-        scaled = isinstance(mlp.gate_up, Scaled)
-        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
-        few = are_few(x.shape[0], count, top_k)
     router = mlp.router, mlp.router_bias, top_k
     ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
-    order = Pairs(ids, live) if few else dispatch(ids, count, grouping.tokens, live)
+    grouping = INVARIANT_GROUPING
+    if not batch_invariant:
+        if are_few(x.shape[0], count, top_k):
+            return experts_few(x, mlp, ids, scores, live)
+        scaled = isinstance(mlp.gate_up, Scaled)
+        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
+    order = dispatch(ids, count, grouping.tokens, live)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
     out = x.new_empty(*ids.shape, mlp.down.shape[1])

@@ -41,6 +41,7 @@ from simplellm.kernels.decode import DecodeTiles, decode_tiles
 from simplellm.kernels.experts import Tiling
 from simplellm.kernels.experts_one import FEW_TOKENS, OneTiling
 from simplellm.kernels.grouped import Grouping
+from simplellm.kernels.grouped_few import Few, are_few
 from simplellm.kernels.linear import Dot, Gemv
 from simplellm.kernels.prefill import PrefillTiles
 from simplellm.scaled import Scaled
@@ -132,6 +133,10 @@ def product_variants(path: str, case: Case) -> Iterator[Variant]:
 def expert_variants(case: Case) -> Iterator[Variant]:
     x, mlp, _ = case.arguments[0]
     tokens = len(x)
+    if mlp.activation == "swiglu" and are_few(tokens, len(mlp.router), mlp.top_k):
+        for way in starmap(Few, product((16, 32), (512, 1024, 2048), (2, 4, 8))):
+            yield Variant(named(way), chosen("grouped_few.choose_few", way))
+        return
     if mlp.activation == "swiglu":
         shapes = product((64, 128), (16, 32, 64, 128), (4, 8), (3, 4, 6))
         for grouping in starmap(Grouping, shapes):

@@ -1,0 +1,138 @@
+"""Experts of few tokens, whose pairs are not sorted, against plain PyTorch."""
+
+import pytest
+import torch
+from test_kernels_grouped import (
+    CLOSE,
+    FORMATS,
+    KINDS,
+    TINY,
+    make_experts,
+    number,
+    plain_product,
+    tokens_for,
+    tolerance,
+)
+
+from simplellm import ops
+from simplellm.kernels import grouped, grouped_few
+from simplellm.kernels.grouped import experts
+from simplellm.kernels.grouped_few import Few, are_few, choose_few, multiply_few
+from simplellm.layers import Experts
+
+exhaustive = pytest.mark.exhaustive
+# Two steps along the longer rows, one along the others.
+SMALL = Few(rows=16, columns=128, warps=2)
+WAYS = {"as chosen": None, "small": SMALL, "wide": Few(rows=32, columns=256, warps=4)}
+IDS = [[0, 3], [3, 0], [0, 1], [2, 0], [1, 3]]
+
+
+def halves(
+    x: torch.Tensor, mlp: Experts, ids: torch.Tensor, live: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores, and both halves; NaN where nothing is written."""
+    scores = torch.linspace(0.1, 1, ids.numel(), device=x.device).view(ids.shape)
+    hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
+    multiply_few(hidden, x, mlp.gate_up, ids, None, live)
+    out = x.new_full((*ids.shape, mlp.down.shape[1]), torch.nan)
+    multiply_few(out, hidden, mlp.down, ids, scores, live)
+    return scores, hidden, out
+
+
+SIZES = {}, {"hidden": 304, "intermediate": 40}
+HALVES = [
+    pytest.param(kind, dtype, way, sizes, marks=() if some else exhaustive)
+    for place, kind in enumerate(FORMATS)
+    for place_of_dtype, dtype in enumerate(CLOSE)
+    for place_of_way, way in enumerate(WAYS)
+    for place_of_size, sizes in enumerate(SIZES)
+    for of_kind in [(place % 2, place % 3, place // 3)]
+    for some in [of_kind == (place_of_dtype, place_of_way, place_of_size)]
+]
+
+
+def assert_halves(mlp: Experts, ids: torch.Tensor, live: torch.Tensor) -> None:
+    """Both are the plain ones, of two experts a token; padding has no part."""
+    x = tokens_for(mlp, len(ids))
+    x[live:] = torch.nan
+    ids[live:] = 2**30  # no expert
+    scores, hidden, out = halves(x, mlp, ids, live)
+    pairs = 2 * live.item()
+    for pair in range(pairs):
+        token, choice = divmod(pair, 2)
+        expert, score = ids[token, choice].item(), scores[token, choice, None, None]
+        expected = plain_product(x[token, None], mlp, expert, None)[0]
+        torch.testing.assert_close(hidden[pair], expected, **CLOSE[x.dtype])
+        expected = plain_product(hidden[pair, None], mlp, expert, score)[0]
+        torch.testing.assert_close(out[token, choice], expected, **CLOSE[x.dtype])
+    assert hidden[pairs:].isnan().all() and out[live:].isnan().all()
+
+
+@pytest.mark.parametrize(("kind", "dtype", "way", "sizes"), HALVES)
+def test_each_half_is_the_plain_one(
+    monkeypatch, kernel_device, kind, dtype, way, sizes
+):
+    if WAYS[way]:
+        monkeypatch.setattr(grouped_few, "choose_few", lambda *_: WAYS[way])
+    mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
+    ids = torch.tensor(IDS, dtype=torch.int32, device=kernel_device)
+    assert_halves(mlp, ids, number(4, kernel_device))
+
+
+REAL = [
+    pytest.param(kind, dtype, marks=() if some else exhaustive)
+    for kind in FORMATS
+    for dtype in CLOSE
+    for some in [kind == "FP8 in blocks" and dtype == torch.float16]
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), REAL)
+def test_rows_may_be_long(kernel_device, kind, dtype):
+    """A warp has several tiles of columns, as in Qwen3-30B-A3B."""
+    sizes = {"count": 3, "hidden": 2048, "intermediate": 768}
+    mlp = make_experts(kernel_device, kind, dtype=dtype, **sizes)
+    ids = torch.tensor([[1, 0]], dtype=torch.int32, device=kernel_device)
+    assert_halves(mlp, ids, number(1, kernel_device))
+
+
+def test_pairs_are_sorted_where_they_share_experts():
+    assert [n for n in range(1, 20) if are_few(n, 128, 8)] == [*range(1, 9)]
+    assert [n for n in range(1, 20) if are_few(n, 512, 10)] == [*range(1, 7)]
+    assert [n for n in range(1, 20) if are_few(n, 16, 2)] == [*range(1, 5)]
+    assert [n for n in range(1, 20) if are_few(n, 8, 8)] == [1]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    "kind", [k if "blocks" in k else pytest.param(k, marks=exhaustive) for k in FORMATS]
+)
+def test_few_experts_are_the_plain_ones(kernel_device, monkeypatch, kind, tokens):
+    """Without a sort."""
+    monkeypatch.setattr(grouped, "dispatch", None)
+    mlp = make_experts(kernel_device, kind, count=16, **TINY)
+    x, live = tokens_for(mlp, tokens), number(tokens, kernel_device)
+    found = experts(x, mlp, live).sum(1)
+    torch.testing.assert_close(found, ops.experts(x, mlp, live), **tolerance(kind))
+
+
+@pytest.mark.parametrize("kind", ["numbers", "FP8 in blocks", "INT8"])
+def test_a_token_is_as_if_alone(kernel_device, kind):
+    """Padding behind it, and a NaN in another, change no bit of it."""
+    mlp = make_experts(kernel_device, kind, count=32, **TINY)
+    x = tokens_for(mlp, 4)
+    clean = experts(x, mlp, number(4, kernel_device))
+    x[1, 130] = torch.nan
+    x[3] = torch.nan
+    out = experts(x, mlp, number(3, kernel_device))
+    assert out[1].isnan().all() and not clean.isnan().any()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+@KINDS
+def test_a_program_has_what_tensor_cores_want(kind):
+    for size in (96, 768, 2048, 4096, 14336):
+        for itemsize in (1, 2, 4):
+            way = choose_few(size, itemsize)
+            assert way.rows >= 16 and way.columns >= 128
+            assert way.columns.bit_count() == way.rows.bit_count() == 1
