@@ -29,9 +29,10 @@ class Work(NamedTuple):
 
 
 by_rank = attrgetter("rank")
-# Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
-# the 120b, and with up to 64 decodes they fit in the graph of 768.
-MOST_BESIDE = 704
+# Tokens of prompts in a step that others decode in: the most, what each request that
+# runs takes of them, and the least. On an H200, 10 cost the 120b as much as a decode,
+# among 8 to 64. The least fits with up to 64 decodes in the graph of 512.
+MOST_BESIDE, EACH_BESIDE, LEAST_BESIDE = 800, 10, 448
 
 
 def discard(queue: list[Request], request: Request) -> bool:
@@ -85,7 +86,9 @@ class Scheduler:
         if self.running and self.running[0].missing == 1:
             # Decodes wait for the prompts. But the longer the line, the more of them:
             # they cost less a token.
-            room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
+            rows, line = len(self.running), len(self.waiting)
+            beside = max(LEAST_BESIDE, MOST_BESIDE - EACH_BESIDE * rows)
+            room = rows + beside * (1 + line // 2)
             most = min(most, room - (self.max_num_batched_tokens - budget))
         return max(0, min(wanted, most, budget))
 
