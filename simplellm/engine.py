@@ -117,16 +117,19 @@ class Engine(Access):
         """A step lands: how long to rest in the next, for prompts that may still come.
 
         If both are decodes alone, it takes about as long as the one that lands. For
-        that one the host ``waited`` after it had rested, or it came too ``late``.
+        that one the host ``waited`` after it had rested, or it came too ``late``. With
+        prompts beside decodes it takes no less.
         """
         works = self.flights[0][0] if self.flights else []
-        decodes = bool(works) and all(work.length == 1 for work in works)
-        if decodes and self.rested is not None:
+        decodes = sum(work.length == 1 for work in works)
+        alone = 0 < decodes == len(works)
+        if alone and self.rested is not None:
             # Up slowly, as it may have waited for Python, too.
             up = (self.rested + waited - SLACK - self.rest) / 8
             self.rest += -self.rest / 2 if late else up
-        self.rested = max(0.0, self.rest) if decodes else None
-        self.until = time.monotonic() + (self.rested or 0.0)
+        rest = max(0.0, self.rest) if decodes else 0.0
+        self.rested = rest if alone else None
+        self.until = time.monotonic() + rest
 
     def launch(self, works: Sequence[Work]) -> None:
         """Begin to compute works; if that fails, without who is to blame, or alone."""
