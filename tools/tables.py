@@ -263,6 +263,8 @@ def filled() -> dict[Path, str]:
     text = replace(text, "families", families(figures))
     headers, rows, below = headline.section(figures)
     text = replace(text, "speed", f"{table(headers, rows)}\n\n{below}")
+    headers, rows, below = headline.load(figures)
+    text = replace(text, "load", f"{table(headers, rows)}\n\n{below}")
     return {index: landing, notes: teaching, readme: text}
 
 
