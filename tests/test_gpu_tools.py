@@ -17,6 +17,7 @@ from simplellm.pages import PageManager
 pytest.importorskip("triton")
 import cases
 import client
+import clients
 import compare
 import gpu_accuracy as accuracy
 import quantized
@@ -183,6 +184,14 @@ def test_only_steady_seconds_count():
     assert 10 * (found["ended"] - 6) < tokens < 10 * (found["ended"] + 6)
     assert tokens < stats.generated_tokens and found["preemptions"] == 0
     assert mean(found["parts"]) == pytest.approx(found["tokens_per_second"], rel=0.2)
+
+
+def test_clients_get_all_their_tokens():
+    (found,) = clients.turns(None, [3], 5)
+    assert len(found) == clients.TURNS
+    for turn in found:
+        assert turn["answered"] == 3 and turn["output_tokens"] == 15
+        assert turn["prompt_tokens"] == 3 * clients.PROMPT
 
 
 def test_products_of_dense_families_are_right(kernel_device, monkeypatch):

@@ -112,6 +112,25 @@ def test_speed_follows_its_records(tmp_path):
     assert not headline.is_old(tmp_path)
 
 
+def test_mixed_loads_follow_their_records(tmp_path):
+    for name in ("vllm-h200", "12-compare-load"):
+        shutil.copy(ROOT / f"figures/{name}.json", tmp_path)
+    record = tmp_path / "12-compare-load.json"
+    report = json.loads(record.read_text(encoding="utf-8"))
+    (found,) = (
+        row["found"]
+        for row in report["rows"]
+        if (row["tree"], row["model"]) == ("new", "gpt-oss-120b")
+    )
+    found["512 at once, tokens/s"] = 6543.2
+    found["8 a second: next token, p99 ms"] = 9.87
+    record.write_text(json.dumps(report), encoding="utf-8")
+    _, rows, _ = headline.load(tmp_path)
+    assert rows[0][:3] == ["512 at once", "**SimpleLLM**", "6,543"]
+    assert rows[1][1:3] == ["vLLM 0.26.0", "3,091"]
+    assert rows[4][-1].endswith(" / 9.9") and rows[5][-1] == "24 / 42 / 94"
+
+
 def test_tabulated_speeds_of_a_model_are_of_one_version():
     vllm = headline.read(ROOT / "figures", "vllm-h200")
     for row in vllm["decode"]:

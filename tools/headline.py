@@ -6,7 +6,9 @@ is old.
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from textwrap import fill
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from simplellm.config import MODELS
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
 PICTURE = "headline"
 TABULATED = (1, 8, 64, 256)  # batch sizes; the picture has all
+LOADS = "512 at once", "2 a second", "8 a second"
 VLLM_LENGTHS = 128, 128  # of prompts and answers, as vllm-h200.json says in words
 
 
@@ -213,6 +216,42 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         [picture, *(fill(part, 88, break_on_hyphens=False) for part in parts)]
     )
     return headers, lines, text
+
+
+def load(figures: Path) -> tuple[list[str], list[list[str]], str]:
+    """Headers and rows of a table of mixed loads, and what stands below it."""
+    vllm, record = read(figures, "vllm-h200")["load"], read(figures, "12-compare-load")
+    mine = [row for row in record["rows"] if row["model"] == vllm["model"]]
+    turns = [row["found"] for row in mine if row["tree"] == "new"]
+    ours = {name: median(turn[name] for turn in turns) for name in vllm["found"]}
+    engines = {"**SimpleLLM**": ours, f"vLLM {vllm['vllm']}": vllm["found"]}
+
+    def cell(found: dict[str, float], names: Sequence[str]) -> str:
+        values = [found[name] for name in names if name in found]
+        return " / ".join(f"{x:,.{int(x < 10)}f}" for x in values)
+
+    lines = [
+        [
+            which,
+            engine,
+            cell(found, [f"{which}, tokens/s"]),
+            *(
+                cell(found, [f"{which}: {wait}, p{q} ms" for q in (50, 90, 99)])
+                for wait in ("first token", "next token")
+            ),
+        ]
+        for which in LOADS
+        for engine, found in engines.items()
+    ]
+    text = (
+        f"{vllm['model']} with random weights on one {record['gpu']}, {vllm['what']}. "
+        f"Recorded {record['date']} by `tools/gpu/compare.py`, vLLM's on "
+        f"{vllm['date']} on a card of the same kind, with {vllm['kernel'].capitalize()}"
+        ", which was its steadier kernel here. Where a cell is empty, vLLM's wasn't "
+        "recorded."
+    )
+    headers = ["mixed load", "", "tokens a second", "first token, ms", "next token, ms"]
+    return headers, lines, fill(text, 88, break_on_hyphens=False)
 
 
 def is_old(figures: Path) -> bool:

@@ -239,6 +239,7 @@ def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
     headers, rows, below = headline.section(figures)
+    *load, below_load = headline.load(figures)
     reach = headline.reach(figures)
     contents: dict[str, dict[str, str]] = {
         "chapters/teaching.md": {"sessions": sessions(chapters)},
@@ -250,6 +251,7 @@ def filled() -> dict[Path, str]:
             "measurements": measurements(figures),
             "families": families(figures),
             "speed": f"{table(headers, rows)}\n\n{below}",
+            "load": f"{table(*load)}\n\n{below_load}",
         },
     }
     texts = {ROOT / name: (ROOT / name).read_text("utf-8") for name in contents}
