@@ -165,6 +165,7 @@ def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
         {"min_tokens": 12},
         {"bad_words": ["north"]},
         {"n": 3, "temperature": 1.0},
+        {"stop": ["5", "ea"]},
     ]
     asked = []
     for number in range(42):
@@ -177,6 +178,20 @@ def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
     for found, wanted in zip(together, one_by_one, strict=True):
         assert found.token_ids == wanted.token_ids
         assert found.finish_reason == wanted.finish_reason
+
+
+def test_texts_that_fit_are_streamed_stopped_and_cached(llm: LLM) -> None:
+    asked = {"regex": "[a-c]{3}-[0-9]{2}-[a-z]{2}"}
+    options: dict[str, Any] = {"temperature": 0, "structured_outputs": asked}
+    prompt = "What is 47 + 85? " * 20
+    first, again = (llm.generate(prompt, **options).result()[0] for _ in range(2))
+    assert re.fullmatch(asked["regex"], first.text) and first.finish_reason == "stop"
+    assert first.num_cached_tokens == 0 < again.num_cached_tokens
+    assert again.token_ids == first.token_ids
+    parts = [part.text for part in llm.stream(prompt, **options)]
+    assert "".join(parts) == first.text and len(parts) > 1
+    cut = llm.generate(prompt, stop=["-"], **options).result()[0]
+    assert (cut.text, cut.finish_reason) == (first.text[:3], "stop")
 
 
 def test_preempted_requests_go_on_in_their_grammar(grammars: Grammars) -> None:
@@ -299,7 +314,7 @@ def test_walks_of_a_grammar_have_several_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, quick: float, lexers: int
 ) -> None:
     """If it is compiled quickly. Each of them leaves the same."""
-    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.vocabulary.LEXERS", 3)
     monkeypatch.setattr("simplellm.vocabulary.QUICK", quick)
     grammar = grammars.compile(PAIRS)
     assert 1 + len(grammar.others) == lexers
@@ -316,7 +331,7 @@ def test_a_busy_engine_leaves_a_grammar_its_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for Python's lock does not compile slowly."""
-    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.vocabulary.LEXERS", 3)
     over = threading.Event()
 
     def busy() -> None:

@@ -160,7 +160,7 @@ BOUNDS = {
     # it has to begin with.
     "lines of families": (2999, 1200),
     "lines of formats": (1644, 700),
-    "lines of structured output": (1149, 700),
+    "lines of structured output": (1154, 700),
     "lines of the server": (5994, 4000),
     "lines of tools/": (6679, 5000),
     "lines of the longest file": (480, 480),

@@ -1,11 +1,15 @@
 """Structured output over HTTP: what reaches the engine, and what compiling holds up."""
 
+import json
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import HELLO, SMALL, TOKENIZER, saying
 from serving import Served, serving
 
@@ -13,6 +17,7 @@ from simplellm import LLM
 from simplellm.request import Request
 
 pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMAT = {"type": "json_schema", "name": "sum", "schema": SCHEMA}
@@ -145,6 +150,135 @@ def test_a_response_tells_its_choice(
             answer = served.post("/v1/responses", body).json()
         named = {"type": "function", "name": "add"}
         assert answer["tool_choice"] == ("auto" if choice == "auto" else named)
+
+
+# The model that comes along, which reasons before it answers, and knows no JSON.
+SUM = "What is 47 + 85?"
+CLOSED = {"required": ["a"], "additionalProperties": False}
+RESULT = SCHEMA | CLOSED
+ADD = {"name": "add", "description": "Add.", "parameters": RESULT, "strict": True}
+NAMED = {"type": "function", "name": "add"}
+PLAIN, CHAT, ITEMS, BLOCKS = PATHS
+SAYS: dict[str, dict[str, Any]] = {
+    PLAIN: {"prompt": SUM, "max_tokens": 300},
+    CHAT: {"messages": [{"role": "user", "content": SUM}], "max_tokens": 300},
+    ITEMS: {"input": SUM, "max_output_tokens": 300},
+    BLOCKS: {"messages": [{"role": "user", "content": SUM}], "max_tokens": 300},
+}
+ANSWERS = re.compile("is [0-9]{1,3}|no")
+GRAMMAR = 'start: "is " /[0-9]{1,3}/ | "no"'
+SCHEMED = FORMAT | {"schema": RESULT}
+CHAT_ADD = {"type": "function", "function": ADD}
+ITEM_ADD = {"type": "function", **ADD}
+BLOCK_ADD = {"name": "add", "input_schema": RESULT, "strict": True}
+HELD: list[tuple[str, dict[str, Any]]] = [
+    (PLAIN, {"structured_outputs": {"json": RESULT}}),
+    (PLAIN, {"response_format": {"type": "json_schema", "json_schema": SCHEMED}}),
+    (PLAIN, {"structured_outputs": {"regex": ANSWERS.pattern}}),
+    (PLAIN, {"structured_outputs": {"choice": ["is 132", "no"]}}),
+    (PLAIN, {"structured_outputs": {"grammar": GRAMMAR}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": SCHEMED}}),
+    (CHAT, {"structured_outputs": {"json": RESULT}}),
+    (CHAT, {"structured_outputs": {"regex": ANSWERS.pattern}}),
+    (CHAT, {"structured_outputs": {"choice": ["is 132", "no"]}}),
+    (CHAT, {"structured_outputs": {"grammar": GRAMMAR}}),
+    (ITEMS, {"text": {"format": SCHEMED}}),
+    (BLOCKS, {"output_config": {"format": {"type": "json_schema", "schema": RESULT}}}),
+    (CHAT, {"tools": [CHAT_ADD], "tool_choice": "required"}),
+    (CHAT, {"tools": [CHAT_ADD], "tool_choice": NAMED}),
+    (CHAT, {"tools": [CHAT_ADD]}),
+    (ITEMS, {"tools": [ITEM_ADD], "tool_choice": "required"}),
+    (ITEMS, {"tools": [ITEM_ADD], "tool_choice": NAMED}),
+    (BLOCKS, {"tools": [BLOCK_ADD], "tool_choice": {"type": "any"}}),
+    (BLOCKS, {"tools": [BLOCK_ADD], "tool_choice": {"type": "tool", "name": "add"}}),
+]
+
+
+@pytest.fixture(scope="module")
+def reasoning() -> Iterator[Served]:
+    with LLM(device="cpu") as llm, serving(llm) as found:
+        yield found
+
+
+@contextmanager
+def calling(llm: LLM) -> Iterator[None]:
+    """The model likes nothing more than to call something."""
+    runner, (token, *_) = llm.engine.runner, llm.tokenizer.encode(" to=functions")
+    start = runner.start
+
+    def started(*step: Any) -> None:
+        start(*step)
+        with torch.inference_mode():
+            runner.logits[:, token] += 100
+
+    runner.start = started  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        runner.start = start  # type: ignore[method-assign]
+
+
+def said_of(path: str, answer: Any) -> tuple[str, str, list[Any]]:
+    """The reasoning of an answer, its text, and the arguments of its calls."""
+    if path == PLAIN:
+        return "", answer["choices"][0]["text"], []
+    if path == CHAT:
+        said = answer["choices"][0]["message"]
+        calls = [one["function"]["arguments"] for one in said.get("tool_calls") or ()]
+        thought = said.get("reasoning") or ""
+        return thought, said["content"] or "", [*map(json.loads, calls)]
+    parts = answer["output" if path == ITEMS else "content"]
+    thoughts = [p for p in parts if p["type"] in ("reasoning", "thinking")]
+    if path == ITEMS:
+        texts = [p["content"][0]["text"] for p in parts if p["type"] == "message"]
+        given = [p["arguments"] for p in parts if p["type"] == "function_call"]
+        return json.dumps(thoughts), "".join(texts), [*map(json.loads, given)]
+    texts = [p["text"] for p in parts if p["type"] == "text"]
+    calls = [p["input"] for p in parts if p["type"] == "tool_use"]
+    return json.dumps(thoughts), "".join(texts), calls
+
+
+@pytest.mark.parametrize(("path", "options"), HELD)
+def test_what_is_asked_for_is_served(
+    reasoning: Served, path: str, options: dict[str, Any]
+) -> None:
+    """Behind thoughts that are as free as ever, by a model that never saw JSON."""
+    body = SAYS[path] | {"temperature": 0} | options
+    free = reasoning.post(path, SAYS[path] | {"temperature": 0}).json()
+    with calling(reasoning.service.llm) if "tools" in options else nullcontext():
+        answer = reasoning.post(path, body)
+    assert answer.status_code == 200, answer.text
+    thoughts, text, calls = said_of(path, answer.json())
+    if "tools" in options:
+        (found,) = calls
+        assert not text
+    elif text.startswith("{"):
+        found = json.loads(text)
+    else:
+        found = None
+        assert ANSWERS.fullmatch(text)
+        assert "structured_outputs" in options
+    if found is not None:
+        jsonschema.validate(found, RESULT)
+    if "tools" not in options and path != PLAIN:
+        said = said_of(path, free)[0]
+        assert "So 132." in said and thoughts.count("So 132.") == said.count("So 132.")
+
+
+@pytest.mark.parametrize(("path", "options"), HELD[:10])
+def test_what_is_asked_for_is_streamed(
+    reasoning: Served, path: str, options: dict[str, Any]
+) -> None:
+    body = SAYS[path] | {"temperature": 0} | options
+    whole = said_of(path, reasoning.post(path, body).json())[1]
+    events = reasoning.events(path, body)
+    some = [event["choices"][0] for event in events if event["choices"]]
+    parts = [one["text"] if path == PLAIN else one["delta"] for one in some]
+    texts = [p if path == PLAIN else p.get("content") or "" for p in parts]
+    assert "".join(texts) == whole != ""
+    assert some[-1]["finish_reason"] == "stop"
+    (cut,) = reasoning.post(path, body | {"max_tokens": 3}).json()["choices"]
+    assert cut["finish_reason"] == "length"
 
 
 ENDLESS_RULE = {"structured_outputs": {"grammar": "start: start"}}
