@@ -301,7 +301,12 @@ def test_refusals_leave_nothing(source, tmp_path, capsys):
     assert "lacks 'model.layers.0.input" in capsys.readouterr().err
     shutil.rmtree(few)
     assert main(["quantize", *options, "int4"]) == 2
-    assert main(["quantize", str(tmp_path), str(out), "--format", "fp8"]) == 2
+    for name, words in (
+        ("Qwen/Q", "download it first: hf download Qwen/Q"),
+        (str(tmp_path), f"{tmp_path}: is not a checkpoint; expected"),
+    ):
+        assert main(["quantize", name, str(out), "--format", "fp8"]) == 2
+        assert words in capsys.readouterr().err
     missing = str(tmp_path / "missing" / "out")
     assert main(["quantize", str(source), missing, "--format", "fp8"]) == 2
     assert os.listdir(tmp_path) == []
