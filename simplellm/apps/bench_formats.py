@@ -103,9 +103,10 @@ def measure_formats(
     device: str | None = None,
     command: str = "",
 ) -> tuple[list[FormatRow], dict[str, Any]]:
-    """A row for a checkpoint as it is stored, one for each format, and their record.
+    """A row for a checkpoint as it is stored, others for formats, and their record.
 
-    ``start`` is the class `LLM`. The embedded model's answers are counted, too.
+    These are the formats that some of its weights may have. ``start`` is the class
+    `LLM`. The embedded model's answers are counted, too.
     """
     place = find_device(device)
     dtype, folder = find_dtype(None, place), EMBEDDED if model is None else Path(model)
@@ -114,8 +115,10 @@ def measure_formats(
     door = Door.open(folder, source.config)
     load = os.getloadavg()[0]
     rows, asked = [], model is None and not random_weights
-    all_forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
-    for name, form in tqdm(all_forms.items(), disable=None, leave=False):
+    forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
+    for name, form in tqdm(forms.items(), disable=None, leave=False):
+        if form and not any(wanted(source.config, form)):
+            continue
         one: Any = Recoded(source, form) if form else source
         size = weight_bytes(one.config, dtype.itemsize, one.packed)
         engine, how, seconds = load_engine(one, config, dtype, place)
