@@ -438,8 +438,7 @@ PROGRAMS = (
 def test_templates_mean_what_they_do_to_transformers(
     opened: Opened, program: str
 ) -> None:
-    given = json.loads(CALL["function"]["arguments"])
-    call = {"function": {"name": "f", "arguments": {**given, "a": "é<"}}}
+    call = {"function": {"name": "f", "arguments": {"city": [1], "a": "é<"}}}
     messages = [{**USER, "content": "a\nab "}, {**ANSWER, "tool_calls": [call]}]
     program = program.replace("G", GIVEN)
     theirs = AutoTokenizer.from_pretrained(str(opened["qwen"][3]))
