@@ -238,6 +238,22 @@ def test_sizes_that_follow_from_others(gone: str) -> None:
     assert getattr(config, gone) == expected[gone]
 
 
+@torch.inference_mode()
+def test_yarn_makes_room_for_longer_texts(theirs) -> None:
+    """People add it to Qwen's config.json, and leave the old length beside it."""
+    oracle, ids = theirs("Qwen2 YaRN"), torch.arange(400) % 101
+    config = read_config(oracle.folder / "config.json")
+    assert oracle.model.config.max_position_embeddings == 256
+    assert config.max_position_embeddings == 4 * 200
+    expected = oracle.model(ids[None]).logits[0]
+    found = load_model(oracle.folder, device="cpu").logits(ids)
+    assert worst(found, expected) < TOLERANCE
+    with LLM(oracle.folder, ENGINE, device="cpu") as llm:
+        assert llm.engine.max_model_len == 800
+    llama = read_config(theirs("Llama llama3").folder / "config.json")
+    assert llama.max_position_embeddings == 256  # long as it is
+
+
 def test_gemmas_local_layers() -> None:
     data = {"model_type": "gemma3_text", "num_hidden_layers": 7}
     config = FAMILIES["gemma3_text"].config(data)
