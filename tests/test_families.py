@@ -113,6 +113,7 @@ def test_the_engine_continues_as_they_do(name: str, theirs) -> None:
     prompts = [IDS[start : start + n].tolist() for start, n in ((0, 1), (9, 70))]
     prompts += [prompts[1], IDS[50:53].tolist(), IDS[100:133].tolist()]
     expected = [oracle.greedy(prompt, 12) for prompt in prompts]
+    assert sum(len({*ids}) for ids in expected) > 15, "who repeats says little"
     for operations in ("auto", "plain"):
         with LLM(oracle.folder, ENGINE, device="cpu", operations=operations) as llm:
             done = llm.generate(prompts, temperature=0, max_tokens=12, ignore_eos=True)
