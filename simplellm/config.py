@@ -310,8 +310,8 @@ class ModelConfig:
     max_position_embeddings: int = declared()
     swiglu_limit: float = declared(7.0, above=0, high=1e18)
     swiglu_alpha: float = declared(1.702, above=0, high=1e18)
-    attention_bias: bool = True  # of the projections of attention
-    mlp_bias: bool = True  # of those of a dense feed-forward network
+    attention_bias: bool = declared(True)  # of the projections of attention
+    mlp_bias: bool = declared(True)  # of those of a dense feed-forward network
     activation: Literal["clamped_swiglu", "swiglu", "geglu", "gelu"] = "clamped_swiglu"
     norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
     dense_layers: tuple[int, ...] = ()

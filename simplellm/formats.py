@@ -17,8 +17,6 @@ from simplellm.names import Name, Shape, packed_shapes, stored_names, tensor_nam
 FIELD = "quantization_config"
 FLOATS = "BF16", "F16", "F32"  # ordinary numbers, as safetensors spells them
 SQUARE_TILE, ROW_TILE = (128, 128), (1, 0)  # tiles; 0 columns are all of them
-
-
 PACKED = "_packed", "_scale", "_shape"
 
 

@@ -24,12 +24,10 @@ def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     if values.dtype == torch.int32:  # four a word, the first lowest, all plus 128
         values = (values.view(torch.uint8) ^ 128).view(torch.int8)
         values = values[..., : int(shape[0][-1])]
-    tile, wanted = (
-        (form.tile[0], form.tile[1] or values.shape[-1]),
-        f"torch.{form.dtype}",
-    )
+    wanted = f"torch.{form.dtype}"
     ok = str(values.dtype) == wanted
     expect(ok, "a weight", values.dtype, wanted, TypeError)
+    tile = form.tile[0], form.tile[1] or values.shape[-1]
     return Scaled(values, scales.float(), tile, form.inputs)
 
 

@@ -90,15 +90,19 @@ def drawn(settings: Any, seed: int = 0) -> Any:
         settings, attn_implementation="eager", dtype=torch.float32
     ).eval()
     generator = torch.Generator().manual_seed(seed)
+    gemma, gpt2 = "gemma" in settings.model_type, settings.model_type == "gpt2"
+    # A tied head says the same token again and again unless the layers are louder.
+    embedding, gain = 0.05 if gemma else 0.7, 4 if gpt2 else 2
     for name, parameter in model.named_parameters():
         parameter.requires_grad = False
         if "norm" in name or ".ln_" in name or name.endswith("bias"):
-            around = 0 if name.endswith("bias") or "gemma" in settings.model_type else 1
+            around = 0 if name.endswith("bias") or gemma else 1
+            around += 4 * (gemma and name == "model.norm.weight")
             parameter.normal_(around, 0.3, generator=generator)
         else:
-            std = 1 if parameter.ndim < 2 else 2 / parameter.shape[-1] ** 0.5
+            std = 1 if parameter.ndim < 2 else gain / parameter.shape[-1] ** 0.5
             small = "wte" in name or "wpe" in name or "embed" in name
-            parameter.normal_(0, 0.7 if small else std, generator=generator)
+            parameter.normal_(0, embedding if small else std, generator=generator)
     return model
 
 

@@ -438,8 +438,7 @@ PROGRAMS = (
 def test_templates_mean_what_they_do_to_transformers(
     opened: Opened, program: str
 ) -> None:
-    given = json.loads(CALL["function"]["arguments"])
-    call = {"function": {"name": "f", "arguments": {**given, "a": "é<"}}}
+    call = {"function": {"name": "f", "arguments": {"city": [1], "a": "é<"}}}
     messages = [{**USER, "content": "a\nab "}, {**ANSWER, "tool_calls": [call]}]
     program = program.replace("G", GIVEN)
     theirs = AutoTokenizer.from_pretrained(str(opened["qwen"][3]))
@@ -464,7 +463,8 @@ def test_bad_templates_are_refused_at_once(tmp_path: Path, name: str) -> None:
     write_text_side(tmp_path, "qwen", template)
     with pytest.raises(ConfigError) as caught:
         open_family(tmp_path / "tokenizer.json")
-    assert "tokenizer_config.json: chat_template: " in str(caught.value)
+    place = tmp_path / "tokenizer_config.json: chat_template: "
+    assert str(caught.value).startswith(str(place))
     assert words in str(caught.value)
 
 
@@ -523,7 +523,8 @@ def test_templates_can_do_little_harm(
     source = "{% set r = range(100000) %}" + ENDLESS[name]
     write_text_side(tmp_path, "qwen", source)
     tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: chat_template: "):
+    # Clients see it: nothing in front of the file's name.
+    with pytest.raises(ValueError, match=r"^tokenizer_config\.json: chat_template: "):
         render(dialect, tokenizer, [USER], [])
 
 

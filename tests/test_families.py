@@ -113,6 +113,7 @@ def test_the_engine_continues_as_they_do(name: str, theirs) -> None:
     prompts = [IDS[start : start + n].tolist() for start, n in ((0, 1), (9, 70))]
     prompts += [prompts[1], IDS[50:53].tolist(), IDS[100:133].tolist()]
     expected = [oracle.greedy(prompt, 12) for prompt in prompts]
+    assert sum(len({*ids}) for ids in expected) > 15, "who repeats says little"
     for operations in ("auto", "plain"):
         with LLM(oracle.folder, ENGINE, device="cpu", operations=operations) as llm:
             done = llm.generate(prompts, temperature=0, max_tokens=12, ignore_eos=True)
@@ -236,6 +237,22 @@ def test_sizes_that_follow_from_others(gone: str) -> None:
     config = FAMILIES["llama"].config(data)
     expected = {"head_dim": 8, "num_key_value_heads": 6}
     assert getattr(config, gone) == expected[gone]
+
+
+@torch.inference_mode()
+def test_yarn_makes_room_for_longer_texts(theirs) -> None:
+    """People add it to Qwen's config.json, and leave the old length beside it."""
+    oracle, ids = theirs("Qwen2 YaRN"), torch.arange(400) % 101
+    config = read_config(oracle.folder / "config.json")
+    assert oracle.model.config.max_position_embeddings == 256
+    assert config.max_position_embeddings == 4 * 200
+    expected = oracle.model(ids[None]).logits[0]
+    found = load_model(oracle.folder, device="cpu").logits(ids)
+    assert worst(found, expected) < TOLERANCE
+    with LLM(oracle.folder, ENGINE, device="cpu") as llm:
+        assert llm.engine.max_model_len == 800
+    llama = read_config(theirs("Llama llama3").folder / "config.json")
+    assert llama.max_position_embeddings == 256  # long as it is
 
 
 def test_gemmas_local_layers() -> None:

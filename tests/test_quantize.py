@@ -7,7 +7,8 @@ import shutil
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
-from families import put
+from families import case, put
+from families import write as write_family
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -268,22 +269,26 @@ def test_other_formats_are_not_for_gpt_oss(tmp_path):
         quantize_checkpoint(source, tmp_path / "out", "int8")
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'"),
-    ],
-)
-def test_what_cannot_be_rewritten_is_refused(source, tmp_path, change, words):
+def test_what_is_quantized_already_is_refused(source, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for file in source.iterdir():
         os.link(file, folder / file.name)
     (folder / "config.json").unlink()
+    change = {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(CONFIG | change))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="quantization_config is"):
         quantize_checkpoint(folder, tmp_path / "out", "fp8")
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("format", command.TARGETS)
+def test_a_model_of_no_linear_layers_is_refused(tmp_path, format):
+    """GPT-2's are stored the other way round."""
+    sizes = {"n_embd": 128, "n_inner": 256, "n_head": 2, "vocab_size": 101}
+    write_family(tmp_path / "in", case("GPT2", **sizes).build())
+    with pytest.raises(ValueError, match=f"IN is .* with weights that {format} is for"):
+        quantize_checkpoint(tmp_path / "in", tmp_path / "out", format)
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -301,7 +306,12 @@ def test_refusals_leave_nothing(source, tmp_path, capsys):
     assert "lacks 'model.layers.0.input" in capsys.readouterr().err
     shutil.rmtree(few)
     assert main(["quantize", *options, "int4"]) == 2
-    assert main(["quantize", str(tmp_path), str(out), "--format", "fp8"]) == 2
+    for name, words in (
+        ("Qwen/Q", "download it first: hf download Qwen/Q"),
+        (str(tmp_path), f"{tmp_path}: is not a checkpoint; expected"),
+    ):
+        assert main(["quantize", name, str(out), "--format", "fp8"]) == 2
+        assert words in capsys.readouterr().err
     missing = str(tmp_path / "missing" / "out")
     assert main(["quantize", str(source), missing, "--format", "fp8"]) == 2
     assert os.listdir(tmp_path) == []

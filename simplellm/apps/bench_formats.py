@@ -107,7 +107,8 @@ def measure_formats(
 ) -> dict[str, Any]:
     """The record of a checkpoint as it is stored, and in each format.
 
-    ``start`` is the class `LLM`. The embedded model's answers are counted, too.
+    These are the formats that some of its weights may have. ``start`` is the class
+    `LLM`. The embedded model's answers are counted, too.
     """
     place = find_device(device)
     dtype, folder = find_dtype(None, place), EMBEDDED if model is None else Path(model)
@@ -116,8 +117,10 @@ def measure_formats(
     door = Door.open(folder, source.config)
     load = os.getloadavg()[0]
     rows, asked = [], model is None and not random_weights
-    all_forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
-    for name, form in tqdm(all_forms.items(), disable=None, leave=False):
+    forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
+    for name, form in tqdm(forms.items(), disable=None, leave=False):
+        if form and not any(wanted(source.config, form)):
+            continue
         one: Any = Recoded(source, form) if form else source
         size = weight_bytes(one.config, dtype.itemsize, one.packed)
         engine, how, seconds = load_engine(one, config, dtype, place)

@@ -8,7 +8,7 @@ from pathlib import Path
 from simplellm.checkpoint import Checkpoint
 from simplellm.config import MODELS, ModelConfig
 from simplellm.families import FAMILIES
-from simplellm.folder import EMBEDDED
+from simplellm.folder import EMBEDDED, check_downloaded
 from simplellm.formats import format_names
 from simplellm.names import kind, stored_shapes
 from simplellm.sizes import count_parameters
@@ -63,7 +63,7 @@ def describe(path: str | None) -> Iterator[str]:
         config, layout, packed = MODELS[path], "huggingface", True
         stored, source = published(config), "no files, the published shapes"
     else:
-        checkpoint = Checkpoint(EMBEDDED if path is None else path)
+        checkpoint = Checkpoint(EMBEDDED if path is None else check_downloaded(path))
         config, infos = checkpoint.config, checkpoint.infos()
         layout, packed = checkpoint.layout, checkpoint.packed
         stored = {info.name: (info.dtype, info.nbytes) for info in infos}

@@ -27,6 +27,7 @@ from simplellm.checkpoint import (
 )
 from simplellm.config import BLOCK, expect, raising, read_json
 from simplellm.families import FAMILIES
+from simplellm.folder import check_downloaded
 from simplellm.formats import (
     MXFP4_EXPERTS,
     SCHEMES,
@@ -154,16 +155,15 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     there already, or if ``source`` is no checkpoint that can be rewritten.
     """
     expect(not target.exists(), "OUT", str(target), "a folder that does not exist yet")
-    config = read_json(source / "config.json")
+    files, index = find_shards(check_downloaded(source))
+    with raising(CheckpointError, source / "config.json"):
+        config = read_json(source / "config.json")
     known = config.get("quantization_config")
     expect(known is None, "quantization_config", known, "none: weights as trained")
-    kind = config.get("model_type")
-    expect(kind != "gpt2", "model_type", kind, "a model of linear layers")
     checkpoint, form = Checkpoint(source), TARGETS[format]
     if not checkpoint.config.names:
         expect(form.is_mxfp4, "format", format, "mxfp4, that of gpt-oss's experts")
         form = MXFP4_EXPERTS
-    files, index = find_shards(source)
     shards = {file: map_shard(file) for file in files}
     infos = read_headers(shards)
     forms = chosen(checkpoint, infos, form)
@@ -179,10 +179,9 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     weight_map: dict[str, str] = {}
     after = 0
     options: dict[str, Any] = {"total": before, "unit": "B", "unit_scale": True}
+    parent = target.absolute().parent
     with (
-        TemporaryDirectory(
-            prefix=f".{target.name}-", dir=target.absolute().parent
-        ) as t,
+        TemporaryDirectory(prefix=f".{target.name}-", dir=parent) as t,
         tqdm(desc="Quantizing", disable=before < 2**26, **options) as progress,
     ):
         folder = Path(t) / target.name

@@ -37,14 +37,14 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """That of a checkpoint folder, if it has one. Raises ConfigError."""
         given = config.get("chat_template")
-        place = str(folder / "tokenizer_config.json: chat_template")
+        place = "tokenizer_config.json: chat_template"
         if (file := folder / "chat_template.jinja").is_file():
-            given, place = file.read_bytes().decode(errors="replace"), str(file)
+            given, place = file.read_bytes().decode(errors="replace"), file.name
         if not given:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
-        with guarded(ConfigError, place):
+        with guarded(ConfigError, folder / place):
             wanted = "text or a list of named ones"
             expect_type("a chat template", given, list, wanted)
             templates = {}

@@ -25,8 +25,6 @@ Data = dict[str, Any]  # a parsed config.json
 # By its field of config.json, the values that a thing may have in every model here.
 EVERYWHERE: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
-    "attention_bias": (None, False, True),
-    "mlp_bias": (None, False, True),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -92,13 +90,15 @@ class Family:
         scaling, theta = rope(data)
         found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
         ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))
+        if scaling and scaling.rope_type == "yarn":
+            length = int(scaling.original_max_position_embeddings * scaling.factor)
+            longest = max(length, found["max_position_embeddings"])
+            found["max_position_embeddings"] = longest
         count = found["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
         expect(isinstance(types, list), "layer_types", types, "a list")
         found |= {
             "activation": self.activation,
-            "attention_bias": bool(data.get("attention_bias")),
-            "mlp_bias": bool(data.get("mlp_bias")),
             "layer_types": tuple(types),
             **self.fields({**data, **found}),
         }
@@ -124,6 +124,8 @@ def sizes(data: Data) -> dict[str, Any]:
     whole = "head_dim" in given or hidden % heads == 0
     expect(whole, "hidden_size", hidden, wanted)
     found = {
+        "attention_bias": False,
+        "mlp_bias": False,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "head_dim": hidden // heads,
