@@ -8,8 +8,6 @@ structured_outputs, of which it isn't. An answer in JSON is valid if jsonschema 
 and right if it is the expected value.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
