@@ -336,7 +336,7 @@ def classes_in(code: str) -> dict[str, set[str]]:
     return found
 
 
-SOURCES = [*(ROOT / "simplellm").rglob("*.py"), ROOT / "chapters/course.py"]
+SOURCES = [*(ROOT / "simplellm").rglob("*.py"), *(ROOT / "chapters").glob("*.py")]
 PACKAGE_CODE = "\n".join(
     re.sub(r"^from __future__.*$", "", source.read_text("utf-8"), flags=re.MULTILINE)
     for source in SOURCES

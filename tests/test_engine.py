@@ -20,6 +20,7 @@ import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
 from clockwork import Clockwork
+from integrity import check_integrity
 from models import PATIENCE, SMALL, until
 from recompute import Recompute
 from stepping import drain, make_engine
@@ -28,7 +29,6 @@ from torch import Tensor
 from simplellm import EngineError, SamplingParams, load_model
 from simplellm.batch import Batch
 from simplellm.engine import Engine
-from simplellm.integrity import check_integrity
 from simplellm.model import Model
 from simplellm.pages import KVPool
 from simplellm.request import UNKNOWN, Event, QueueFullError, Request

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_checkpoint
+from integrity import check_integrity
 from recompute import Recompute
 from stepping import drain, make_engine
 from test_runner import Tape
 
 from simplellm import LLM, EngineConfig, SamplingParams, graphs, load_model
 from simplellm.harmony import Message, render
-from simplellm.integrity import check_integrity
 from simplellm.model import Model
 from simplellm.ops import PLAIN
 from simplellm.ops_numpy import NUMPY

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from integrity import check_integrity
 from oracle import oracle_config, prompt, save_dense
 from stepping import drain, make_engine
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.engine import Engine
-from simplellm.integrity import check_integrity
 from simplellm.logprobs import ROWS, score_rows
 from simplellm.model import Model
 from simplellm.request import Event, Request, TokenLogprobs

@@ -15,13 +15,13 @@ import torch
 from checkpoints import TINY, write_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from integrity import check_integrity
 from oracle import prompt, relative_errors
 from stepping import Stepper
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig, load_model, sizes
 from simplellm.config import LAYER_TYPES, MODELS
-from simplellm.integrity import check_integrity
 from simplellm.layers import Experts, Layer
 from simplellm.model import CHUNK, Model
 from simplellm.ops import PLAIN, Ops

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from integrity import check_integrity
 
-from simplellm.integrity import check_integrity
 from simplellm.pages import NULL, KVPool, PageManager, page_digest
 
 # The books

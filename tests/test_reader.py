@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integrity import check_integrity
 from models import GREEDY, HELLO, PATIENCE, SMALL, saying, until
 from recompute import Recompute
 
@@ -33,7 +34,6 @@ from simplellm import (
     streams,
 )
 from simplellm.engine import Engine
-from simplellm.integrity import check_integrity
 from simplellm.request import Request
 from simplellm.scheduler import Work
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from integrity import check_integrity
 
-from simplellm.integrity import check_integrity
 from simplellm.pages import PageManager
 from simplellm.request import UNKNOWN, QueueFullError, Request
 from simplellm.scheduler import (

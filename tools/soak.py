@@ -31,8 +31,10 @@ from typing import Any
 import torch
 from records import header, parser, save
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+from integrity import check_integrity
+
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
-from simplellm.integrity import check_integrity
 
 CONFIG = EngineConfig(
     page_size=8,

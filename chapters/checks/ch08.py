@@ -5,8 +5,9 @@ import hashlib
 import random
 import sys
 
+from integrity import check_integrity
+
 from simplellm import pages
-from simplellm.integrity import check_integrity
 from simplellm.pages import NULL
 
 ROOM = "there are pages enough, so grow makes room and returns True"

@@ -81,8 +81,7 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
             blocks.append("</details>")
         alts = [words[2:] for words in directives if words[1:2] == ["alt"]]
         alt = " ".join(" ".join(words) for words in alts)
-        for output in next(remaining):
-            blocks.append(shown(name, page, output, alt))
+        blocks += [shown(name, page, output, alt) for output in next(remaining)]
     page.markdown = "\n\n".join(block for block in blocks if block) + "\n"
     return page
 

@@ -1,4 +1,4 @@
-"""Whether the books of a `PageManager` agree with each other. For tests."""
+"""Whether the books of a `PageManager` agree with each other. For tests and lessons."""
 
 from simplellm.pages import NULL, PageManager
 
