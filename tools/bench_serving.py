@@ -86,7 +86,7 @@ def alone(folder: Path, prompt: list[int], new: int, rounds: int) -> dict[str, A
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     model, ids = theirs(folder), torch.tensor([prompt])
-    asked = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True}
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True}
     seconds: dict[str, list[float]] = {"transformers": [], "ours": []}
     said = {}
     with ours(folder) as llm:
