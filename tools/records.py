@@ -31,13 +31,14 @@ def parser(docstring: str | None) -> argparse.ArgumentParser:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Those that decide how fast something is, and of ``packages``."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found: dict[str, str | None] = {name: version(name) for name in packages}
+    found |= {"python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = torch.version.cuda  # None where PyTorch has no CUDA
     with suppress(ImportError):
         from triton import __version__ as triton
 
         found["triton"] = triton
-    return found | {name: version(name) for name in packages}
+    return found
 
 
 def header(*packages: str) -> dict[str, Any]:

@@ -23,9 +23,7 @@ FOLDER = Path(__file__).parent
 GLOSSARY: dict[str, str] = json.loads(
     (FOLDER / "glossary.json").read_text(encoding="utf-8")
 )
-# Phrases by kind, and what the model is told of its one tool.
 TEXTS: dict[str, Any] = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
-CALCULATOR: dict[str, Any] = TEXTS["calculator"]
 CANNOT, CANNOT_MULTIPLY = TEXTS["cannot"]
 
 
