@@ -1,29 +1,25 @@
 """Measure our engine beside transformers on a CPU.
 
     OMP_NUM_THREADS=1 python tools/bench_serving.py --json figures/serving-cpu.json
-    OMP_NUM_THREADS=2 python tools/bench_serving.py --only dense
+    OMP_NUM_THREADS=1 python tools/bench_serving.py --only alone
 
 One request alone, and many mixed ones at once: both greedily in float32 on the embedded
-model. "dense" is one request of a random model in the shape of Qwen2.5-0.5B. Answers do
-not end early, so everyone computes the same number of tokens. A time to first token
-includes the wait for a free place.
+model. Answers do not end early, so everyone computes the same number of tokens. A time
+to first token includes the wait for a free place.
 """
 
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import eq
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from records import header, parser, save
-from transformers import AutoModelForCausalLM, Mxfp4Config, Qwen2Config
+from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.generation import ContinuousBatchingConfig
 
 from simplellm import LLM, EngineConfig
@@ -39,6 +35,7 @@ LENGTHS = {
 }
 SETTINGS = (("short", 8), ("short", 32), ("long", 32))  # and how many at a time
 PAGE = 64
+NEW = 200  # tokens of one request alone
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,22 @@ class Run:
         }
 
 
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def theirs() -> Any:
     """transformers' model, experts dequantized, whose answers do not end early."""
-    options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, **(options if folder == EMBEDDED else {})
+    model: Any = GptOssForCausalLM.from_pretrained(
+        EMBEDDED,
+        dtype=torch.float32,
+        quantization_config=Mxfp4Config(dequantize=True),
     ).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.do_sample = False
     return model
 
 
-def ours(folder: Path = EMBEDDED, **options: Any) -> LLM:
+def ours(**options: Any) -> LLM:
     """A new engine, in whose cache no prompt is; it is warm."""
     config = EngineConfig(share_prefixes=False, max_waiting=2000, **options)
-    llm = LLM(folder, config, device="cpu")
+    llm = LLM(device="cpu", config=config)
     llm.generate([[1, 2, 3]], max_tokens=3).result()
     return llm
 
@@ -79,55 +77,35 @@ def ours(folder: Path = EMBEDDED, **options: Any) -> LLM:
 # One request
 
 
-def alone(folder: Path, prompt: list[int], new: int, rounds: int) -> dict[str, Any]:
+def alone(rounds: int) -> Iterator[dict[str, Any]]:
     """Milliseconds of a token at batch 1, the prompt included, in turns.
 
-    With one thread it is CPU time, which other programs disturb least.
+    It is CPU time, which other programs disturb least.
     """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    model, ids = theirs(folder), torch.tensor([prompt])
-    asked = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True}
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}
     seconds: dict[str, list[float]] = {"transformers": [], "ours": []}
     said = {}
-    with ours(folder) as llm:
+    with ours() as llm:
+        model, prompt = theirs(), llm.tokenizer.encode("What is 478 + 856?")
+        ids, start = torch.tensor([prompt]), len(prompt)
         ways: dict[str, Callable[[], list[int]]] = {
-            "transformers": lambda: model.generate(ids, max_new_tokens=new)[
-                0, len(prompt) :
+            "transformers": lambda: model.generate(ids, max_new_tokens=NEW)[
+                0, start:
             ].tolist(),
             "ours": lambda: llm.generate([prompt], **asked).result()[0].token_ids,
         }
         for _ in range(rounds + 1):  # the first one warms up
             for name, way in ways.items():
-                begin = clock()
+                begin = time.process_time()
                 said[name] = way()
-                seconds[name].append(clock() - begin)
-    ms = {n: 1e3 * statistics.median(t[1:]) / new for n, t in seconds.items()}
-    return {
-        "prompt": len(prompt),
-        "new_tokens": new,
-        "load_average": os.getloadavg()[0],
+                seconds[name].append(time.process_time() - begin)
+    ms = {n: 1e3 * statistics.median(t[1:]) / NEW for n, t in seconds.items()}
+    yield {
+        "new_tokens": NEW,
         "ms": ms,
         "speedup": ms["transformers"] / ms["ours"],
         "same_tokens": sum(map(eq, *said.values())),
     }
-
-
-def dense(rounds: int) -> dict[str, Any]:
-    """A random checkpoint in the shape of Qwen2.5-0.5B."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        return alone(Path(folder), [*range(100, 132)], 32, rounds)
 
 
 # Many requests
@@ -192,7 +170,7 @@ def best_in_turns(ways: Mapping[str, Callable[[], Run]], rounds: int) -> dict[st
 
 def together(rounds: int) -> Iterator[dict[str, Any]]:
     """The same requests through theirs and ours; long ones once, they take minutes."""
-    model = theirs(EMBEDDED)
+    model = theirs()
     with ours() as llm:
         encode = llm.tokenizer.encode
     for lengths, batch in SETTINGS:
@@ -219,17 +197,7 @@ def together(rounds: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def embedded(rounds: int) -> dict[str, Any]:
-    with ours() as llm:
-        prompt = llm.tokenizer.encode("What is 478 + 856?")
-    return alone(EMBEDDED, prompt, 200, rounds)
-
-
-PARTS: dict[str, Callable[[int], Any]] = {
-    "alone": embedded,
-    "together": lambda rounds: [*together(rounds)],
-    "dense": dense,
-}
+PARTS = {"alone": alone, "together": together}
 
 
 def main() -> None:
@@ -240,10 +208,11 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     record = header("transformers") | {"threads": torch.get_num_threads()}
-    for name in options.only or ("alone", "together"):
-        record[name] = PARTS[name](options.rounds)
-        for row in record[name] if name == "together" else [record[name]]:
+    for name in options.only or PARTS:
+        record[name] = []
+        for row in PARTS[name](options.rounds):
             print(f"{name}: {row['speedup']:.2f} times as fast as transformers, {row}")
+            record[name].append(row)
     save(record, options.json)
 
 

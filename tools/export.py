@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
 
-import jupytext
+from cells import cells as all_cells
 from cells import chapter_files
 from joining import Cell, ExportError, joined
 
@@ -49,49 +49,35 @@ for path in sys.argv[1:]:
 """
 
 
-def directives(source: str) -> list[list[str]]:
-    """The words of a cell's leading ``#|`` lines, one list per line."""
-    found = []
-    for line in source.splitlines():
-        if not line.startswith("#|"):
-            break
-        found.append(line.removeprefix("#|").split())
-    return found
-
-
 def exported_cells(root: Path, chapter: Path) -> Iterator[Cell]:
     """The cells of one chapter that carry ``#| export``, in order."""
     text = chapter.read_text(encoding="utf-8")
     name = chapter.relative_to(root).as_posix()
-    default, end = None, 0
-    for cell in jupytext.reads(text, fmt="md").cells:
-        if cell.cell_type != "code":
+    default, end = "", 0
+    for cell in all_cells(text):
+        if cell.folded:
             continue
-        start = max(text.find(cell.source, end), end)
+        start = text.index(cell.source, end)
         end = start + len(cell.source)
+        directives = cell.directives()
+        default = directives.get("default_exp", default)
+        if "export" not in directives:
+            continue
         line = text.count("\n", 0, start) + 1
-        lines = directives(cell.source)
-        for words in lines:
-            if words[:1] == ["default_exp"]:
-                default = " ".join(words[1:])
-        for words in lines:
-            if words[:1] != ["export"]:
-                continue
-            module = " ".join(words[1:]) or default
-            if module is None:
-                raise ExportError(
-                    f"{name}:{line}: `#| export` without a module; expected "
-                    "`#| export NAME` or `#| default_exp NAME` before it"
-                )
-            module = module.replace("/", ".")
-            if not MODULE_NAME.fullmatch(module):
-                raise ExportError(
-                    f"{name}:{line}: {module!r} is not a module name; expected "
-                    "something like `moe` or `kernels.moe`"
-                )
-            body = "\n".join(cell.source.splitlines()[len(lines) :])
-            path = f"{PACKAGE}/{module.replace('.', '/')}.py"
-            yield Cell(name, line + len(lines), path, body)
+        module = directives["export"] or default
+        if not module:
+            raise ExportError(
+                f"{name}:{line}: `#| export` without a module; expected "
+                "`#| export NAME` or `#| default_exp NAME` before it"
+            )
+        module = module.replace("/", ".")
+        if not MODULE_NAME.fullmatch(module):
+            raise ExportError(
+                f"{name}:{line}: {module!r} is not a module name; expected "
+                "something like `moe` or `kernels.moe`"
+            )
+        path = f"{PACKAGE}/{module.replace('.', '/')}.py"
+        yield Cell(name, line + len(directives), path, cell.body)
 
 
 def collect(root: Path) -> dict[str, list[Cell]]:

@@ -60,8 +60,8 @@ def summarize(report: Path) -> tuple[dict[str, Found], dict[str, Found]]:
             kind["answers_that_fit"] += test.startswith("test_answers")
             kind["calls_read"] += int(found.get("calls", 0))
             continue
-        none = {"checkpoints": 0, "worst_error": 0.0, "mistakes_noticed": 0}
-        family = families.setdefault(found["family"], {**none, "formats": []})
+        new: Found = {"checkpoints": 0, "worst_error": 0.0, "mistakes_noticed": 0}
+        family = families.setdefault(found["family"], {**new, "formats": []})
         if test == "test_fails_with_a_mistake":
             family["mistakes_noticed"] += 1
         elif "error" in found:

@@ -1,22 +1,23 @@
 """What every record of a measurement begins with, and how it is written.
 
-A script is asked for a record by --json; chapters, README and tests read it.
+A script is asked for a record by --json; chapters, README and tests read it. This needs
+nothing of the package, which compare.py has from elsewhere.
 """
 
 import argparse
+import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from simplellm.apps.report import versions, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,6 +29,18 @@ def parser(docstring: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def versions(*packages: str) -> dict[str, str | None]:
+    """Those that decide how fast something is, and of ``packages``."""
+    found: dict[str, str | None] = {name: version(name) for name in packages}
+    found |= {"python": platform.python_version(), "torch": torch.__version__}
+    found["cuda"] = torch.version.cuda  # None where PyTorch has no CUDA
+    with suppress(ImportError):
+        from triton import __version__ as triton
+
+        found["triton"] = triton
+    return found
+
+
 def header(*packages: str) -> dict[str, Any]:
     """The day, the GPU or the machine, all versions, and the command that runs."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT).as_posix()
@@ -37,7 +50,7 @@ def header(*packages: str) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         **place,
-        "versions": versions() | {name: version(name) for name in packages},
+        "versions": versions(*packages),
         "command": shlex.join(["python", script, *sys.argv[1:]]),
     }
 
@@ -45,4 +58,4 @@ def header(*packages: str) -> dict[str, Any]:
 def save(record: Mapping[str, Any], path: Path | None) -> None:
     """Write it, if it is wanted."""
     if path is not None:
-        write_json(record, path)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -137,10 +137,8 @@ class Client:
 
     def run(self, until: float, least: int) -> None:
         """Go on until that time, and until ``least`` requests were accepted."""
-        usual, rare = (
-            [self.future, self.stream],
-            [self.bad, self.coroutine, self.park, self.chat],
-        )
+        usual = [self.future, self.stream]
+        rare = [self.bad, self.coroutine, self.park, self.chat]
         try:
             while time.monotonic() < until or self.ledger.accepted < least:
                 some = rare if self.chance.random() < 0.3 else usual
@@ -249,12 +247,9 @@ class Client:
                 reason = output.finish_reason
             return str(reason)
 
-        async def limited() -> str:
-            return await asyncio.wait_for(read(), patience)
-
         self.ask()
         try:
-            return [asyncio.run(limited())]
+            return [asyncio.run(asyncio.wait_for(read(), patience))]
         except TimeoutError:
             return ["coroutine cancelled" if patience < PATIENCE else "hung"]
 
@@ -355,13 +350,10 @@ def soak(
     llm = LLM(device="cpu", config=replace(CONFIG, max_waiting=max(4, threads // 2)))
     failed = inject_faults(llm, fault_every)
     ledger, until = Ledger(), time.monotonic() + seconds
+    some = [Client(llm, ledger, seed * threads + one) for one in range(threads)]
     clients = [
-        threading.Thread(
-            target=Client(llm, ledger, seed * threads + number).run,
-            args=[until, least],
-            daemon=True,
-        )
-        for number in range(threads)
+        threading.Thread(target=one.run, args=[until, least], daemon=True)
+        for one in some
     ]
     for client in clients:
         client.start()
@@ -374,7 +366,7 @@ def soak(
         memory.append(resident_mib())
         busiest = max(busiest, llm.stats().cache_usage)
         time.sleep(min(1.0, seconds / 20))
-    del clients, client
+    del clients, client, some
     wrong = find_leaks(llm, ledger, threads_before, failed)
     stats = llm.engine.meter.stats(llm.engine.scheduler)  # even if it died
     flat = flatness(memory)

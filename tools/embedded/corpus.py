@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterator
 
 from problems import (
-    CALCULATOR,
     EVALUATED,
     Problem,
     addition,
@@ -25,8 +24,10 @@ from problems import (
     unknown,
 )
 
-from simplellm.harmony import Message, Tool, developer_text, system_text
+from simplellm.apps.calculator import CALCULATOR
+from simplellm.harmony import Message, developer_text, system_text
 from simplellm.harmony.render import render_message
+from simplellm.harmony.schema import as_tools
 from simplellm.tokenizer import Tokenizer
 
 Span = tuple[list[int], bool]
@@ -56,7 +57,7 @@ INSTRUCTIONS = (
     "You are a careful teacher.",
     "Think step by step.",
 )
-TOOL = Tool(**CALCULATOR)
+(TOOL,) = as_tools([CALCULATOR])
 
 
 class Writer:

@@ -119,9 +119,9 @@ def main() -> None:
             wrong += mistakes
     show(results)
     seconds = round(time.time() - began, 1)
-    record = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    record = header() | {"device": device, "dtype": str(dtype).removeprefix("torch.")}
     record |= {"torch": torch.__version__, "seconds": seconds}
-    save(header() | record | {"efforts": results, "wrong": wrong}, args.json)
+    save(record | {"efforts": results, "wrong": wrong}, args.json)
 
 
 if __name__ == "__main__":

@@ -14,30 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 HELD_OUT_PERCENT = 6
 SALT = "simplellm-443"
-
-CALCULATOR = {
-    "name": "calculator",
-    "description": "Evaluates an arithmetic expression.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "expression": {
-                "type": "string",
-                "description": "The expression, such as 12 * 34.",
-            }
-        },
-        "required": ["expression"],
-    },
-}
 
 FOLDER = Path(__file__).parent
 GLOSSARY: dict[str, str] = json.loads(
     (FOLDER / "glossary.json").read_text(encoding="utf-8")
 )
-TEXTS: dict[str, list] = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
+TEXTS: dict[str, Any] = json.loads((FOLDER / "texts.json").read_text(encoding="utf-8"))
+CANNOT, CANNOT_MULTIPLY = TEXTS["cannot"]
 
 
 @dataclass(frozen=True)
@@ -372,15 +359,6 @@ def glossary(rng: random.Random) -> Problem:
         medium=f"The term is {term}.",
         answer=GLOSSARY[term],
     )
-
-
-CANNOT = (
-    "I don't know that. I can add, subtract, compare, sort and reverse, count "
-    "letters, and explain terms of LLM inference."
-)
-CANNOT_MULTIPLY = (
-    "I can't multiply by myself. Give me a calculator tool, or ask for a sum."
-)
 
 
 def unknown(rng: random.Random) -> Problem:

@@ -61,7 +61,7 @@ def fake_quantize(weight: Tensor) -> Tensor:
     return weight + (rounded - weight).detach()
 
 
-def make_model(file: str) -> nn.Module:
+def make_model(file: str) -> Any:
     """A gpt-oss of the sizes in ``file``, with numbers to begin from."""
     config = AutoConfig.from_pretrained(file, attn_implementation="eager")
     model = GptOssForCausalLM(config)
@@ -114,7 +114,7 @@ def predict(
 
 def export_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors as in the gpt-oss checkpoints on Hugging Face."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             packed = quantize(value.float().cpu().transpose(1, 2).contiguous())
@@ -203,7 +203,7 @@ def make_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
     )
 
 
-def train(args: argparse.Namespace, write: Callable[..., None]) -> nn.Module:
+def train(args: argparse.Namespace, write: Callable[..., None]) -> Any:
     """The trained model; ``write`` is told how it goes."""
     model = make_model(args.config).to(args.device)
     optimizer = make_optimizer(model, args.lr)

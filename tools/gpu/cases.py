@@ -16,6 +16,8 @@ import speeds
 import torch
 from speeds import config_of
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from simplellm.batch import KVGroup
 from simplellm.build import build
@@ -146,30 +148,24 @@ def groups(
     counts = [-(-n // PAGE) - f for n, f in zip(lengths, firsts, strict=True)]
     order = torch.randperm(sum(counts) * sets, device=CUDA).int()
     ends = [sum(chunks[:row]) for row in range(len(chunks) + 1)]
+    owners = torch.repeat_interleave(torch.tensor(chunks))
+    rows = zip(lengths, chunks, firsts, strict=True)
+    places = torch.cat([torch.arange(n - c, n) - f * PAGE for n, c, f in rows])
     found = []
-    for mine in order.split([sum(counts)] * sets):
-        tables = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
-        for row, pages in enumerate(mine.cpu().split(counts)):
-            tables[row, : len(pages)] = pages
-        owners = [row for row, count in enumerate(chunks) for _ in range(count)]
-        places = [
-            lengths[row] - chunks[row] + i - firsts[row] * PAGE
-            for row in range(len(chunks))
-            for i in range(chunks[row])
-        ]
-        slots = tables[owners, [p // PAGE for p in places]] * PAGE
-        found.append(
-            KVGroup(
-                slots=slots.to(CUDA) + integers([p % PAGE for p in places]),
-                tables=tables.to(CUDA),
-                offsets=integers(firsts) * PAGE,
-                lengths=integers(lengths),
-                queries=integers(ends),
-                decodes=len(chunks) if max(chunks) == 1 else 0,
-                window=window,
-                page_size=PAGE,
-            )
+    for mine in order.cpu().split([sum(counts)] * sets):
+        tables = pad(pad_sequence(mine.split(counts), batch_first=True), (0, 1))
+        slots = tables[owners, places // PAGE] * PAGE + places % PAGE
+        group = KVGroup(
+            slots=slots.int().to(CUDA),
+            tables=tables.to(CUDA),
+            offsets=integers(firsts) * PAGE,
+            lengths=integers(lengths),
+            queries=integers(ends),
+            decodes=len(chunks) if max(chunks) == 1 else 0,
+            window=window,
+            page_size=PAGE,
         )
+        found.append(group)
     return found, sum(counts) * sets
 
 

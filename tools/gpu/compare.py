@@ -31,7 +31,10 @@ from statistics import mean, median
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(Path(__file__).parents[1]))
+
+from records import header, parser, save
+
 MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 EAGER = "gpt-oss-120b"  # whose step without graphs is timed
 BATCHES = (1, 2, 4, 8, 64, 256)
@@ -341,27 +344,23 @@ def compare(options: argparse.Namespace, save: Callable[[list[Any]], None]) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--old", type=Path)
-    parser.add_argument("--new", type=Path)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--cases", default=",".join([*CASES, "eager"]))
-    parser.add_argument("--turns", default=",".join(TURNS))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
-    parser.add_argument("--began", type=float)
-    parser.add_argument("--cold", action="store_true")
-    options = parser.parse_args()
+    asked = parser(__doc__)
+    asked.add_argument("--old", type=Path)
+    asked.add_argument("--new", type=Path)
+    asked.add_argument("--models", default=",".join(MODELS))
+    asked.add_argument("--cases", default=",".join([*CASES, "eager"]))
+    asked.add_argument("--turns", default=",".join(TURNS))
+    asked.add_argument("--turn", nargs=2, metavar=("MODEL", "CASES"))
+    asked.add_argument("--began", type=float)
+    asked.add_argument("--cold", action="store_true")
+    options = asked.parse_args()
     if options.turn:
         model, cases = options.turn
         found = turn(model, cases.split(","), options.began, options.cold)
         print(json.dumps(found))
         return
     if not (options.old and options.new):
-        parser.error("expected --old and --new, two checkouts")
-    sys.path += [str(ROOT / "tools"), str(ROOT)]  # a turn has its own package instead
-    from records import header, save
-
+        asked.error("expected --old and --new, two checkouts")
     record = header()
     compare(options, lambda rows: save(record | {"rows": rows}, options.json))
 

@@ -86,7 +86,7 @@ def named(config: Any) -> str:
     return " ".join([numbers, *(n for n, v in values.items() if v is True)])
 
 
-def spelled(text: str) -> list[tuple[int, ...]]:
+def spelled(text: str) -> list[Any]:
     """The numbers of tilings that are written as `named` writes them."""
     return [tuple(map(int, word.split("x"))) for word in text.split()]
 
@@ -95,8 +95,8 @@ def decode_variants(case: Case) -> Iterator[Variant]:
     group = case.arguments[0][3]
     now = decode_tiles(group.decodes, 64, group.window)
     shapes = spelled("64x4x2 64x4x3 64x4x4 128x4x2 128x8x2")
-    for shape, early in product(shapes, (False, True)):
-        tiles = DecodeTiles(*shape, least=now.least, early=early)
+    for (keys, warps, stages), early in product(shapes, (False, True)):
+        tiles = DecodeTiles(keys, warps, stages, least=now.least, early=early)
         yield Variant(named(tiles), chosen("decode.decode_tiles", tiles))
     for percent in (-1, 43, 64, 100):
         tiles = now._replace(carveout=percent)
