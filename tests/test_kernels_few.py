@@ -39,7 +39,7 @@ def halves(
     return scores, hidden, out
 
 
-SIZES = {}, {"hidden": 304, "intermediate": 40}
+SIZES: tuple[dict[str, int], ...] = {}, {"hidden": 304, "intermediate": 40}
 HALVES = [
     pytest.param(kind, dtype, way, sizes, marks=() if some else exhaustive)
     for place, kind in enumerate(FORMATS)

@@ -238,9 +238,11 @@ def speed_of(family: str, figures: Path) -> str:
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
-    headers, rows, below = headline.section(figures)
-    *load, below_load = headline.load(figures)
     reach = headline.reach(figures)
+    measured = {}
+    for place, section in (("speed", headline.section), ("load", headline.load)):
+        headers, rows, below = section(figures)
+        measured[place] = f"{table(headers, rows)}\n\n{below}"
     contents: dict[str, dict[str, str]] = {
         "chapters/teaching.md": {"sessions": sessions(chapters)},
         "chapters/index.md": {"times": times(chapters), "reach": reach},
@@ -250,8 +252,7 @@ def filled() -> dict[Path, str]:
             "answers": answers(read(figures, "b-answers")),
             "measurements": measurements(figures),
             "families": families(figures),
-            "speed": f"{table(headers, rows)}\n\n{below}",
-            "load": f"{table(*load)}\n\n{below_load}",
+            **measured,
         },
     }
     texts = {ROOT / name: (ROOT / name).read_text("utf-8") for name in contents}
