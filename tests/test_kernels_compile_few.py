@@ -22,6 +22,7 @@ from simplellm.scaled import LARGEST
 
 def half_case(kind, shape, top_k, paired):
     dtype, tile, inputs = FORMATS[kind]
+    tile = tile if tile == (128, 128) else (1, shape[2])
     most = int(LARGEST[dtype]) if inputs else 0
     config = grouped_few.choose_few(shape[2], dtype.itemsize)
     start = grouped_few.few_launcher(config, shape, tile, top_k, most, paired)
