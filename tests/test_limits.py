@@ -145,14 +145,14 @@ def raises() -> dict[str, int]:
 
 # What there may be, and what we want to reach. The first may only go down.
 BOUNDS = {
-    "lines of the spine": (3176, 3200),
+    "lines of the spine": (3144, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_502, 9000),
+    "lines of the package": (15_282, 9000),
     "lines of families": (2446, 1200),
-    "lines of formats": (1644, 700),
+    "lines of formats": (1611, 700),
     "lines of structured output": (1116, 700),
     "lines of the server": (5994, 4000),
-    "lines of tools/": (6666, 5000),
+    "lines of tools/": (6665, 5000),
     "lines of the longest file": (480, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
