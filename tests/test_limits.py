@@ -151,7 +151,7 @@ def raises() -> dict[str, int]:
 
 # What there may be, and what we want to reach. The first may only go down.
 BOUNDS = {
-    "lines of the spine": (3176, 3200),
+    "lines of the spine": (3144, 3200),
     # Without the server, structured output, other families and formats.
     "lines of the package": (15_502, 9000),
     # Since 2446: kernels/gated.py is counted here; experts of few tokens have a kernel;
