@@ -1,6 +1,6 @@
 """What goes wrong on a GPU, pretended on any machine.
 
-`tools/gpu/conditions.py` provokes the same on a card. That graphs may be missing is in
+test_gpu_conditions.py provokes the same on a card. That graphs may be missing is in
 test_runner.py, that kernels may not compile in test_kernels_compiling.py.
 """
 

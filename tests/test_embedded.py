@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ from hypothesis import strategies as st
 from make_tokenizer import main as make_tokenizer
 from problems import EVALUATED, GLOSSARY, draw, evaluation_set, held_out
 from safetensors import safe_open
-from train import ROW, fake_quantize, flatten, pack
+from safetensors.torch import load_file
+from train import (
+    ROW,
+    export_weights,
+    fake_quantize,
+    flatten,
+    make_model,
+    pack,
+    predict,
+)
 
 from simplellm import LLM
 from simplellm.config import GPT_OSS_20B
@@ -23,7 +33,7 @@ from simplellm.families import read_config
 from simplellm.harmony import Message
 from simplellm.load import EMBEDDED
 from simplellm.tokenizer import Tokenizer
-from simplellm.weights import quantize
+from simplellm.weights import MXFP4, quantize
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = EMBEDDED / "tokenizer.json"
@@ -165,6 +175,34 @@ def test_training_rounds_as_the_package_does(seed: int, exponent: float) -> None
     assert torch.equal(
         fake_quantize(weight), quantize(weight).dequantize(torch.float32)
     )
+
+
+def test_what_is_trained_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network with the embedded weights: its export, and what it predicts."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # float32
+    model = make_model(str(EMBEDDED / "config.json"))
+    weights = load_file(EMBEDDED / "model.safetensors")
+    state = {}
+    for name in model.state_dict():
+        if name in weights:
+            state[name] = weights[name].float()
+        else:
+            packed = MXFP4(weights[f"{name}_blocks"], weights[f"{name}_scales"])
+            state[name] = packed.dequantize(torch.float32).transpose(1, 2)
+    model.load_state_dict(state)
+    again = export_weights(model)
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    # Longer than a window, and twice in a row: the second does not see the first.
+    ids = torch.randint(1000, (150,), generator=torch.Generator().manual_seed(0))
+    place = torch.arange(150).repeat(2)
+    document = torch.arange(2).repeat_interleave(150)
+    with torch.no_grad():
+        found, _ = predict(model, ids.repeat(2)[None], document[None], place[None])
+    with LLM(device="cpu") as llm:
+        expected = llm.model.logits(ids).float()
+    for half in found[0].chunk(2):
+        assert (half - expected).abs().max() < 1e-3
 
 
 @pytest.mark.slow
