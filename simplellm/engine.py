@@ -116,18 +116,17 @@ class Engine(Access):
     def plan_rest(self, late: bool, waited: float) -> None:
         """A step lands: how long to rest in the next, for prompts that may still come.
 
-        If both are decodes alone, it takes about as long as the one that lands (longer
-        with prompts): the host ``waited`` after it had rested, or it came too ``late``.
+        If both are decodes alone, it takes about as long as the one that lands. For
+        that one the host ``waited`` after it had rested, or it came too ``late``.
         """
         works = self.flights[0][0] if self.flights else []
-        decodes = sum(work.length == 1 for work in works)
-        alone = 0 < decodes == len(works)
-        if alone and self.rested is not None:
+        decodes = bool(works) and all(work.length == 1 for work in works)
+        if decodes and self.rested is not None:
             # Up slowly, as it may have waited for Python, too.
             up = (self.rested + waited - SLACK - self.rest) / 8
             self.rest += -self.rest / 2 if late else up
-        self.rested = max(0.0, self.rest) if alone else None
-        self.until = time.monotonic() + (self.rest if decodes else 0.0)
+        self.rested = max(0.0, self.rest) if decodes else None
+        self.until = time.monotonic() + (self.rested or 0.0)
 
     def launch(self, works: Sequence[Work]) -> None:
         """Begin to compute works; if that fails, without who is to blame, or alone."""
@@ -240,8 +239,9 @@ class Engine(Access):
             self.thread.join(timeout)
 
     def _loop(self) -> None:
-        if self.runner.device.type == "cuda":  # a thread begins on the first GPU
-            torch.cuda.set_device(self.runner.device)
+        device = self.runner.device
+        if device.type == "cuda":  # a thread begins on the first GPU
+            torch.cuda.set_device(device)
         try:
             while self._obey():
                 with self.lock:

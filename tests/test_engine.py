@@ -10,7 +10,6 @@ import math
 import random
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import mean
@@ -606,28 +605,6 @@ def test_a_prompt_that_comes_in_a_long_step_is_in_the_next(
     eager = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
     assert first_tokens(monkeypatch, eager) > late + 0.005
     assert len(eager.spans) == len(resting.spans) and eager.idle < 1e-9
-
-
-def test_a_prompt_that_comes_beside_another_one_is_in_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If it comes while a step of decodes alone would have rested: 7 of 10 ms."""
-    clockwork = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
-    chance = random.Random(0)
-    times = sorted(chance.uniform(1, 11) for _ in range(200))
-    clockwork.run([(0, 8, 2000)] * 8 + [(when, 100, 2) for when in times])
-    prompts = [
-        {work.request.number for work in works if work.length > 1}
-        for works in clockwork.works
-    ]
-    came = 0
-    for number, when in enumerate(times, 8):
-        step = bisect_right(clockwork.spans, (when, math.inf)) - 1
-        begin, _ = clockwork.spans[step]
-        if prompts[step] and when < begin + 0.0065:
-            assert number in prompts[step + 1]
-            came += 1
-    assert came > 10 and clockwork.idle < 1e-9
 
 
 @pytest.mark.parametrize("decodes", [0.001, 0.002, 0.003])
