@@ -545,7 +545,39 @@ def told_b() -> list[str]:
     ]
 
 
+def told_c_h200() -> list[str]:
+    """What `simplellm bench` found of other families' models and formats."""
+
+    def of(name: str, batch: int, what: str = "tokens_per_second") -> float:
+        rows = recorded(f"c-bench-{name}")["decode"]
+        return next(row[what] for row in rows if row["batch"] == batch)
+
+    def prompts(name: str) -> float:
+        plain, other = (recorded(f"c-bench-{n}") for n in ("qwen3", name))
+        speeds = [r["prefill"][0]["tokens_per_second"] for r in (plain, other)]
+        return speeds[1] / speeds[0]
+
+    two = "qwen3", "llama-3"
+    one, many = ([100 * of(name, batch, "share") for name in two] for batch in (1, 64))
+    fp8, int8 = ([of(f"qwen3-{form}", n) for n in (1, 64)] for form in ("fp8", "int8"))
+    plain = [of("qwen3", batch) for batch in (1, 64)]
+    return [
+        f"write {plain[0]:,.0f} and {of('llama-3', 1):,.0f} tokens a second for one "
+        f"request, {one[0]:.0f} and {one[1]:.0f} % of the limit, and 64 requests get "
+        f"{many[0]:.0f} and {many[1]:.0f} % of it",
+        f"{fp8[0]:,.0f} tokens a second for one request to Qwen3-8B, where bfloat16 "
+        f"has {plain[0]:,.0f}, and {fp8[1]:,.0f} for 64, where it has {plain[1]:,.0f}. "
+        f"Prompts are {prompts('qwen3-fp8'):.2f} times as fast",
+        f"{int8[0]:,.0f} tokens a second for one request to Qwen3-8B, and "
+        f"{int8[1]:,.0f} for 64; prompts are {prompts('qwen3-int8'):.2f} times as fast",
+    ]
+
+
 def told_c() -> list[str]:
+    return [*told_c_h200(), *told_c_cpu()]
+
+
+def told_c_cpu() -> list[str]:
     record = recorded("c-errors")
     rows, blocks, whole, alone, four = (
         record[name]
