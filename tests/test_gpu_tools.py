@@ -20,7 +20,6 @@ import client
 import clients
 import compare
 import gpu_accuracy as accuracy
-import quantized
 import sanitize
 import speeds
 import steady
@@ -192,32 +191,6 @@ def test_clients_get_all_their_tokens():
     for turn in found:
         assert turn["answered"] == 3 and turn["output_tokens"] == 15
         assert turn["prompt_tokens"] == 3 * clients.PROMPT
-
-
-def test_products_of_dense_families_are_right(kernel_device, monkeypatch):
-    """At small sizes; how long they take is not asked."""
-    called: list[torch.Tensor] = []
-
-    def call_each(calls):
-        called.extend(call() for call in calls[:2])
-        return 1e-6
-
-    monkeypatch.setattr(quantized, "seconds", call_each)
-    monkeypatch.setattr(quantized, "scaled_mm", lambda x, weight: None)
-    monkeypatch.setattr(quantized, "DEVICE", kernel_device)
-    monkeypatch.setattr(quantized, "CACHE", 1e4)
-    monkeypatch.setitem(quantized.SHAPES, "product", [(8, 64)])
-    monkeypatch.setitem(quantized.SHAPES, "network", [(48, 32), (32, 24)])
-    # The interpreter has no arithmetic on bfloat16.
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.half)
-    for kind in ("fp8 blocks", "int8 alone"):
-        row = quantized.measure("product", kind, 2)
-        assert row["error"] < quantized.tolerance(row)
-        assert row["us"] == row["bf16_us"] == 1
-    for kind in ("bf16", "fp8"):
-        row = quantized.measure("network", kind, 3)
-        assert row["error"] < quantized.tolerance(row) and not row["scaled_mm_us"]
-    assert not any(y.isnan().any() for y in called)
 
 
 @pytest.mark.exhaustive

@@ -153,17 +153,17 @@ def raises() -> dict[str, int]:
 BOUNDS = {
     "lines of the spine": (3144, 3200),
     # Without the server, structured output, other families and formats.
-    "lines of the package": (15_502, 9000),
+    "lines of the package": (15_112, 9000),
     # Since 2446: kernels/gated.py is counted here; experts of few tokens have a kernel;
     # what is wrong in a tokenizer.json is told by its field, an error has config.json's
     # own names, added words and HTML are text, and an answer keeps the white space that
     # it has to begin with. YaRN makes room.
-    "lines of families": (2999, 1200),
-    "lines of formats": (1644, 700),
+    "lines of families": (2946, 1200),
+    "lines of formats": (1612, 700),
     "lines of structured output": (1154, 700),
     "lines of the server": (5994, 4000),
-    "lines of tools/": (5806, 5000),
-    "lines of the longest file": (480, 480),
+    "lines of tools/": (5823, 5000),
+    "lines of the longest file": (462, 480),
     "lines of the longest function": (60, 60),
     "lines of the longest kernel": (90, 90),
     "raise statements": (119, 120),
