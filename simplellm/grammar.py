@@ -4,7 +4,6 @@ A grammar is checked and compiled once. Each request that must follow it walks t
 it with its own tokens, and asks before each new one which it may get.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,9 +12,6 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-
-# Lexers of a grammar, and threads that make masks, so that each may have its own.
-LEXERS = min(8, os.cpu_count() or 1)
 
 
 class GrammarError(ValueError):
@@ -49,8 +45,7 @@ class Grammar:
     def walk(self, number: int | None = None) -> "Walk":
         """A walk from the beginning, by the request of this number."""
         every = self.matcher, *self.others
-        matcher = every[next(self.turns) % len(every)]
-        return Walk(matcher.deep_copy(), number, id(matcher))
+        return Walk(every[next(self.turns) % len(every)].deep_copy(), number)
 
 
 def reason_of(matcher: Any) -> str:
@@ -63,9 +58,8 @@ def reason_of(matcher: Any) -> str:
 class Walk:
     """How far one output has come in its grammar."""
 
-    def __init__(self, matcher: Any, number: int | None, lexer: int) -> None:
+    def __init__(self, matcher: Any, number: int | None) -> None:
         self.matcher, self.number = matcher, number
-        self.lexer = lexer  # which one it shares with other walks
         self.length = 0  # tokens of the output that were taken
 
     def advance(self, new: Sequence[int]) -> None:
@@ -97,13 +91,11 @@ class Filler:
     @cached_property
     def executor(self) -> Any:
         """Threads of llguidance's own."""
-        return llguidance().LLExecutor(LEXERS)
+        return llguidance().LLExecutor()
 
     def fill(self, walks: Sequence[Walk], bits: np.ndarray) -> None:
         """Write what may come next in each of ``walks`` to a row of uint32 [N, W]."""
-        # A thread gets neighbors: of one lexer, so that few wait for each other.
-        order = sorted(enumerate(walks), key=lambda pair: pair[1].lexer)
-        rows = [(walk.matcher, row) for row, walk in order]
+        rows = [(walk.matcher, row) for row, walk in enumerate(walks)]
         size = bits.shape[1] * bits.itemsize
         self.executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, size, len(bits))
         for walk in walks:

@@ -1,12 +1,13 @@
 """Grammars over the tokens of a model: what llguidance has to know of them."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from simplellm.grammar import LEXERS, Grammar, GrammarError, llguidance, reason_of
+from simplellm.grammar import Grammar, GrammarError, llguidance, reason_of
 from simplellm.schemas import blamed
 from simplellm.structured import rules_text
 from simplellm.tokenizer import Tokenizer
@@ -25,7 +26,9 @@ LIMITS = {
 # How much of a text that has to come becomes tokens at once. A pattern says 100,000
 # letters in a few, and who waits for their tokens holds up all that the engine runs.
 MOST_FORCED = 1000  # characters
-QUICK = 0.005  # seconds of the processor's; what takes longer to compile has one lexer
+# Lexers of a grammar, so that as many threads can make masks of its walks at once. What
+# takes more seconds of the processor's to compile has one only.
+MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
 SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
 
 
@@ -90,7 +93,7 @@ class Grammars:
         if first.is_error():
             reason = reason_of(first).splitlines()
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
-        more = LEXERS - 1 if time.thread_time() - begin < QUICK else 0
+        more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
         others = [
             library.LLMatcher(*known, log_level=0, limits=limits) for _ in range(more)
         ]

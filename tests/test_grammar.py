@@ -314,7 +314,7 @@ def test_walks_of_a_grammar_have_several_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, quick: float, lexers: int
 ) -> None:
     """If it is compiled quickly. Each of them leaves the same."""
-    monkeypatch.setattr("simplellm.vocabulary.LEXERS", 3)
+    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
     monkeypatch.setattr("simplellm.vocabulary.QUICK", quick)
     grammar = grammars.compile(PAIRS)
     assert 1 + len(grammar.others) == lexers
@@ -331,7 +331,7 @@ def test_a_busy_engine_leaves_a_grammar_its_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for Python's lock does not compile slowly."""
-    monkeypatch.setattr("simplellm.vocabulary.LEXERS", 3)
+    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
     over = threading.Event()
 
     def busy() -> None:
