@@ -8,6 +8,7 @@ a numbered chapter's ledger says of a record may hold no number.
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -454,14 +455,16 @@ def told_a_lock() -> list[str]:
     ]
 
 
+def schema_cost(record: str, strings: str, batch: int, kind: str, what: str) -> float:
+    """The mean of a number in a record's rows of one kind."""
+    wanted, rows = (strings, batch, kind), recorded(record)["rows"]
+    found = [r for r in rows if (r["strings"], r["batch"], r["kind"]) == wanted]
+    return sum(row[what] for row in found) / len(found)
+
+
 def told_b_h200() -> list[str]:
     """What schemas cost on a GPU."""
-    rows = recorded("b-structured-h200")["rows"]
-
-    def of(strings: str, batch: int, kind: str, what: str) -> float:
-        wanted = strings, batch, kind
-        found = [r for r in rows if (r["strings"], r["batch"], r["kind"]) == wanted]
-        return sum(row[what] for row in found) / len(found)
+    of = partial(schema_cost, "b-structured-h200")
 
     def cost(strings: str) -> tuple[str, ...]:
         many, rate = (1, 64, 256), "tokens_per_second"
@@ -499,11 +502,7 @@ def told_b_h200() -> list[str]:
 
 def told_b_h100() -> list[str]:
     """What they cost where many requests have one."""
-    rows = recorded("b-structured-h100")["rows"]
-
-    def of(kind: str, what: str) -> float:
-        found = [r[what] for r in rows if (r["batch"], r["kind"]) == (256, kind)]
-        return sum(found) / len(found)
+    of = partial(schema_cost, "b-structured-h100", "usual", 256)
 
     free, kinds = of("free", "itl_free_ms"), ("1 masked", "half masked")
     one, half = (100 * (of(kind, "itl_free_ms") / free - 1) for kind in kinds)
@@ -574,10 +573,6 @@ def told_c_h200() -> list[str]:
 
 
 def told_c() -> list[str]:
-    return [*told_c_h200(), *told_c_cpu()]
-
-
-def told_c_cpu() -> list[str]:
     record = recorded("c-errors")
     rows, blocks, whole, alone, four = (
         record[name]
@@ -592,6 +587,7 @@ def told_c_cpu() -> list[str]:
     tiles = [record[f"product, {name}"] for name in ("INT8", "FP8 in blocks")]
     naive = [record[f"one scale, {name}"] for name in ("INT8", "FP8")]
     return [
+        *told_c_h200(),
         f"0.0 % off with weights of 1, and {100 * record['norms swapped']:.1f} % with "
         "random ones",
         f"{100 * blocks['off']:.1f} % off in the embedded model's logits with "

@@ -389,7 +389,6 @@ def multiply_scaled(
     x [T, K] has contiguous rows; all else is contiguous.
     """
     shape = weight.shape[0], weight.shape[1]
-    shape = weight.shape[0], weight.shape[1]
     most = int(LARGEST[weight.values.dtype]) if weight.inputs else 0
     if isinstance(config, Gemv):
         most = 0 if isinstance(x, Rounded) else most
