@@ -5,7 +5,8 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all lab workbook progress mine book export figures check evaluate clean help
+.PHONY: demo test test-all lab workbook progress mine book export figures check sizes
+.PHONY: evaluate clean help
 .DEFAULT_GOAL := help
 
 VENV := .venv
@@ -30,6 +31,7 @@ help:
 	@echo "make export    write simplellm/*.py from the chapters"
 	@echo "make figures   draw the chapters' figures again"
 	@echo "make check     look for drift, format, lint and type errors"
+	@echo "make sizes     tell what the package is made of: folders, lines, imports"
 	@echo "make evaluate  measure the embedded model on held-out problems"
 	@echo "make clean     remove .venv and everything that was built"
 
@@ -74,6 +76,9 @@ check: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+sizes: $(STAMP)
+	@$(PY) tools/sizes.py
 
 evaluate: $(STAMP)
 	$(PY) tools/embedded/evaluate.py $(OPTIONS)

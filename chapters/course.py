@@ -282,7 +282,7 @@ def unwrapped(thing: Any) -> Any:
 
 
 def file_of(thing: Any) -> str:
-    """The file that ``thing`` is written in, such as ``simplellm/ops.py``."""
+    """The file that ``thing`` is written in, such as ``simplellm/model/ops.py``."""
     thing = unwrapped(thing)
     package = sys.modules[thing.__module__.partition(".")[0]]
     file = Path(inspect.getsourcefile(thing) or "")

@@ -1,6 +1,6 @@
 """Whether the books of a `PageManager` agree with each other. For tests and lessons."""
 
-from simplellm.pages import NULL, PageManager
+from simplellm.engine.page_manager import NULL, PageManager
 
 
 def check_integrity(manager: PageManager) -> None:

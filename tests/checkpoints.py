@@ -8,10 +8,10 @@ from zlib import crc32
 import torch
 from safetensors.torch import save_file
 
-from simplellm.checkpoint import INDEX, RandomCheckpoint
-from simplellm.config import LAYER_TYPES, ModelConfig, RopeScaling
-from simplellm.names import is_expert_weight, stored_shapes, tensor_shapes
-from simplellm.weights import MXFP4
+from simplellm.base.config import LAYER_TYPES, ModelConfig, RopeScaling
+from simplellm.checkpoint.checkpoint import INDEX, RandomCheckpoint
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.names import is_expert_weight, stored_shapes, tensor_shapes
 
 TINY = ModelConfig(
     vocab_size=97,

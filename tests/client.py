@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from simplellm.config import EngineConfig
-from simplellm.engine import Engine
-from simplellm.graphs import MIXED_SIZES, bucket_sizes
-from simplellm.load import build_engine
-from simplellm.model import Model
-from simplellm.request import Event, Request
-from simplellm.sampling_params import SamplingParams
+from simplellm.api.load import build_engine
+from simplellm.base.config import EngineConfig
+from simplellm.base.request import Event, Request
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.engine.engine import Engine
+from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
+from simplellm.model.model import Model
 
 
 def make_engine(model: Model, **options: Any) -> Engine:

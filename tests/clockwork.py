@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import simplellm.engine
-import simplellm.scheduler
-from simplellm.engine import Engine
-from simplellm.pages import PageManager
-from simplellm.request import Event, Request
-from simplellm.runner import Flight, Landed
-from simplellm.scheduler import Scheduler, Work
+import simplellm.engine.engine
+import simplellm.engine.scheduler
+from simplellm.base.request import Event, Request
+from simplellm.engine.engine import Engine
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Flight, Landed
+from simplellm.engine.scheduler import Scheduler, Work
 
 Seconds = Callable[[Sequence[Work]], float]
 
@@ -48,7 +48,7 @@ class Clockwork:
         self.settle: Callable[[], None] = lambda: None
         self.mail: list[tuple[float, Request | tuple[int, str]]] = []
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (simplellm.engine, simplellm.scheduler):
+        for module in (simplellm.engine.engine, simplellm.engine.scheduler):
             patch.setattr(module, "time", clock)
         sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
         sizes["prefill_chunk"] = 8192

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 from models import TOKENIZER
 
-from simplellm.harmony import Delta
-from simplellm.outputs import merge
-from simplellm.reply import ChatReply
-from simplellm.request import Event, Request, TokenLogprobs
-from simplellm.sampling_params import SamplingParams
+from simplellm.api.outputs import merge
+from simplellm.api.reply import ChatReply
+from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.text.harmony import Delta
 
 PIECES = [*TOKENIZER.special, "functions.add", " to=functions.add", "analysis"]
 PIECES += ["final", "commentary", "assistant", " json", "{", "😀", "é", "stop", " x"]

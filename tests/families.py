@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from simplellm.families import FAMILIES
+from simplellm.checkpoint.families import FAMILIES
 
 Changes = Mapping[str, Any]
 

@@ -7,9 +7,9 @@ import torch
 from cases import random_model
 from torch import Tensor
 
-from simplellm.model import Model
-from simplellm.pages import KVPool
-from simplellm.sequence import PAGE, one_sequence
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
+from simplellm.model.sequence import PAGE, one_sequence
 
 LAYERS, TOKENS = 4, 1500
 

@@ -18,11 +18,11 @@ import numpy as np
 from more_bombs import SCHEMAS, TEXTS
 
 import simplellm
-from simplellm.grammar import GrammarError, Walk
-from simplellm.sampling_params import StructuredOutputs
-from simplellm.structured import output_rules, rules_text, schema_rules
-from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import Grammars
+from simplellm.base.grammar import GrammarError, Walk
+from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.structured.rules import output_rules, rules_text, schema_rules
+from simplellm.structured.vocabulary import Grammars
+from simplellm.text.tokenizer import Tokenizer
 
 MEMORY = 4 << 30  # bytes of addresses the process may have
 STEPS = 50

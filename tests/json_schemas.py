@@ -18,9 +18,9 @@ from typing import Any
 
 from models import CONFIG, TOKENIZER
 
-from simplellm.structured import rules_text, schema_rules
-from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import Grammars
+from simplellm.structured.rules import rules_text, schema_rules
+from simplellm.structured.vocabulary import Grammars
+from simplellm.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "figures/b-schemas.json"

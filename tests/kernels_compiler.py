@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-import simplellm.kernels
-from simplellm.kernels.launch import Launcher
+import simplellm.model.kernels
+from simplellm.model.kernels.launch import Launcher
 
 HOPPER = GPUTarget("cuda", 90, 32)
 AMPERE = GPUTarget("cuda", 80, 32)  # the oldest GPUs that get the kernels
@@ -155,9 +155,11 @@ def assert_every_program_waits(case: Case) -> None:
 def kernels_of(*modules: str) -> dict[str, JITFunction]:
     """Every kernel of these modules of the package, or of all."""
     found = {}
-    names = [module.name for module in pkgutil.iter_modules(simplellm.kernels.__path__)]
+    names = [
+        module.name for module in pkgutil.iter_modules(simplellm.model.kernels.__path__)
+    ]
     for name in modules or names:
-        module = importlib.import_module(f"simplellm.kernels.{name}")
+        module = importlib.import_module(f"simplellm.model.kernels.{name}")
         for key, member in vars(module).items():
             if isinstance(member, JITFunction) and key.endswith("_kernel"):
                 home = inspect.getmodule(member.fn)

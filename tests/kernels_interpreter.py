@@ -33,7 +33,7 @@ from triton.runtime.interpreter import (
 )
 from triton.runtime.jit import JITFunction
 
-import simplellm.kernels
+import simplellm.model.kernels
 
 # What the interpreter patches while it runs, and does not always restore.
 LANGUAGE = (
@@ -49,9 +49,13 @@ LANGUAGE = (
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All modules of `simplellm.kernels`, imported."""
-    names = [module.name for module in pkgutil.iter_modules(simplellm.kernels.__path__)]
-    return [importlib.import_module(f"simplellm.kernels.{name}") for name in names]
+    """All modules of `simplellm.model.kernels`, imported."""
+    names = [
+        module.name for module in pkgutil.iter_modules(simplellm.model.kernels.__path__)
+    ]
+    return [
+        importlib.import_module(f"simplellm.model.kernels.{name}") for name in names
+    ]
 
 
 def interpret(jitted: JITFunction) -> InterpretedFunction:

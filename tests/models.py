@@ -13,10 +13,10 @@ from checkpoints import TINY, write_checkpoint
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig
-from simplellm.load import EMBEDDED
-from simplellm.request import Request
-from simplellm.scheduler import Work
-from simplellm.tokenizer import Tokenizer
+from simplellm.api.load import EMBEDDED
+from simplellm.base.request import Request
+from simplellm.engine.scheduler import Work
+from simplellm.text.tokenizer import Tokenizer
 
 CONFIG = replace(TINY, vocab_size=1100)  # more than the tokenizer has
 TOKENIZER = Tokenizer.from_file(EMBEDDED / "tokenizer.json")

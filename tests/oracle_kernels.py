@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from simplellm.kernels.fragments import repack
-from simplellm.kernels.routing import Dispatch, max_blocks
-from simplellm.layers import Experts
-from simplellm.weights import MXFP4
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model.kernels.fragments import repack
+from simplellm.model.kernels.routing import Dispatch, max_blocks
+from simplellm.model.layers import Experts
 
 
 def plain_dispatch(

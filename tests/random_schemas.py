@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from simplellm.tokenizer import Tokenizer
+from simplellm.text.tokenizer import Tokenizer
 
 NAMES = st.sampled_from(["a", "b", "ab", "é", "a b", '"', "\n", "\\", "$ref"])
 FORMATS = "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from simplellm.filters import filter_tokens
-from simplellm.model import Model
-from simplellm.noise import gumbel_noise
-from simplellm.request import Request
-from simplellm.sampling_params import SamplingParams
+from simplellm.base.noise import gumbel_noise
+from simplellm.base.request import Request
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.model.model import Model
+from simplellm.sampling.filters import filter_tokens
 
 
 def forbidden(

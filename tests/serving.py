@@ -22,11 +22,11 @@ from jsonschema import Draft202012Validator
 from models import PATIENCE, favor, saying, until
 
 from simplellm import LLM
-from simplellm.request import Request
-from simplellm.scheduler import Work
+from simplellm.base.request import Request
+from simplellm.engine.scheduler import Work
 from simplellm.server.app import ENDPOINTS, make_app
-from simplellm.server.endpoint import Service
-from simplellm.server.openapi import openapi
+from simplellm.server.http.endpoint import Service
+from simplellm.server.http.openapi import openapi
 from simplellm.server.serve import DrainingServer, TimelyConnection
 
 NAME = "tiny"

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from simplellm.config import EngineConfig
-from simplellm.engine import Engine
-from simplellm.load import build_engine
-from simplellm.model import Model
-from simplellm.pages import KVPool, PageManager
-from simplellm.request import Event, Request
-from simplellm.runner import Runner
-from simplellm.scheduler import Work
+from simplellm.api.load import build_engine
+from simplellm.base.config import EngineConfig
+from simplellm.base.request import Event, Request
+from simplellm.engine.engine import Engine
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Work
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
 
 
 def make_engine(

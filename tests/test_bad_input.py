@@ -13,11 +13,11 @@ import torch
 from checkpoints import TINY, write_checkpoint
 
 from simplellm import LLM
-from simplellm.checkpoint import INDEX, CheckpointError
-from simplellm.config import ConfigError, EngineConfig
-from simplellm.harmony import Message, render
-from simplellm.load import EMBEDDED, load_model
-from simplellm.tokenizer import TokenizerError
+from simplellm.api.load import EMBEDDED, load_model
+from simplellm.base.config import ConfigError, EngineConfig
+from simplellm.checkpoint.checkpoint import INDEX, CheckpointError
+from simplellm.text.harmony import Message, render
+from simplellm.text.tokenizer import TokenizerError
 
 ATTENTION = "model.layers.0.self_attn.k_proj.weight"
 BLOCKS = "model.layers.0.mlp.experts.down_proj_blocks"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from simplellm.batch import Batch
-from simplellm.reads import READ, alike
+from simplellm.model.batch import Batch
+from simplellm.model.gather import READ, alike
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])

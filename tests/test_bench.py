@@ -13,21 +13,21 @@ import pytest
 import torch
 from rich.console import Console
 
-from simplellm import sizes
+from simplellm.api.llm import LLM
+from simplellm.api.load import EMBEDDED
 from simplellm.apps import bench, cli, roofline
 from simplellm.apps.bench import Plan
 from simplellm.apps.report import show, write_json
 from simplellm.apps.roofline import Machine, read_bytes, step_flops
-from simplellm.config import (
+from simplellm.base.config import (
     GPT_OSS_20B,
     GPT_OSS_120B,
     MODELS,
     EngineConfig,
 )
-from simplellm.families import read_config
-from simplellm.llm import LLM
-from simplellm.load import EMBEDDED
-from simplellm.sizes import kv_bytes, page_bytes, weight_bytes
+from simplellm.checkpoint.families import read_config
+from simplellm.model import sizes
+from simplellm.model.sizes import kv_bytes, page_bytes, weight_bytes
 
 REFERENCE = json.loads(
     (Path(__file__).parents[1] / "figures/vllm-h200.json").read_text()

@@ -11,10 +11,10 @@ from simplellm import LLM
 from simplellm.apps import bench_formats, cli
 from simplellm.apps.bench_formats import FORMAT_ROWS, Recoded
 from simplellm.apps.quantize import TARGETS, quantize_checkpoint
-from simplellm.checkpoint import Checkpoint
-from simplellm.scaled import Scaled
-from simplellm.sizes import weight_bytes
-from simplellm.stored import tensors
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.checkpoint.stored import tensors
+from simplellm.model.sizes import weight_bytes
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,16 +17,16 @@ import torch
 from checkpoints import TINY, config_json, random_tensors, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from simplellm.checkpoint import (
+from simplellm.base.config import ConfigError
+from simplellm.checkpoint.checkpoint import (
     INDEX,
     Checkpoint,
     CheckpointError,
     RandomCheckpoint,
     Upload,
 )
-from simplellm.config import ConfigError
-from simplellm.names import packed_shapes, stored_shapes, tensor_shapes
-from simplellm.weights import MXFP4, Weight
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.names import packed_shapes, stored_shapes, tensor_shapes
 
 STATM = Path("/proc/self/statm")
 ALL = list(itertools.product(["huggingface", "original"], [True, False], [1, 3]))

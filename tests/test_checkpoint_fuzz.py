@@ -22,10 +22,10 @@ from checkpoints import write_checkpoint
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from simplellm.checkpoint import INDEX, Checkpoint, CheckpointError
-from simplellm.config import ConfigError
-from simplellm.names import packed_shapes, tensor_shapes
-from simplellm.weights import MXFP4
+from simplellm.base.config import ConfigError
+from simplellm.checkpoint.checkpoint import INDEX, Checkpoint, CheckpointError
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.names import packed_shapes, tensor_shapes
 
 HEADER_DAMAGES = ["dtype", "shape", "reversed", "offsets", "name", "any", "gone"]
 ABSURD = [-1, 0, 1, 3, 10**9, 2**63, 10**30, 0.5, 1e300, math.nan, "x", None, [], {}]

@@ -20,12 +20,12 @@ from models import TOKENIZER
 from rich.console import Console
 
 from simplellm import __version__
+from simplellm.api.reply import ChatChoice, ChatReply
 from simplellm.apps import calculator, cli, screen
-from simplellm.config import GPT_OSS_20B, LAYER_TYPES
-from simplellm.harmony import Delta, from_openai, render
-from simplellm.names import stored_shapes
-from simplellm.reply import ChatChoice, ChatReply
-from simplellm.request import Event, Request
+from simplellm.base.config import GPT_OSS_20B, LAYER_TYPES
+from simplellm.base.request import Event, Request
+from simplellm.checkpoint.names import stored_shapes
+from simplellm.text.harmony import Delta, from_openai, render
 
 
 class ScriptedStream(Iterator[Delta]):

@@ -19,14 +19,15 @@ import torch
 from checkpoints import write_checkpoint
 from families import CASES, write
 
-from simplellm import LLM, EngineConfig, load
+from simplellm import LLM, EngineConfig
+from simplellm.api import load
+from simplellm.api.load import EMBEDDED
 from simplellm.apps.quantize import quantize_checkpoint
-from simplellm.config import MODELS
-from simplellm.families import read_config
-from simplellm.load import EMBEDDED
-from simplellm.ops import PLAIN
-from simplellm.pages import KVPool
-from simplellm.sizes import Need, enough, weight_bytes
+from simplellm.base.config import MODELS
+from simplellm.checkpoint.families import read_config
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.ops import PLAIN
+from simplellm.model.sizes import Need, enough, weight_bytes
 
 GPU = torch.device("cuda")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import TINY, config_json
 
-from simplellm.config import (
+from simplellm.base.config import (
     GPT_OSS_20B,
     GPT_OSS_120B,
     LAYER_TYPES,
@@ -21,9 +21,9 @@ from simplellm.config import (
     ModelConfig,
     RopeScaling,
 )
-from simplellm.families import read_config
-from simplellm.families.gpt_oss import read_gpt_oss
-from simplellm.rope import yarn_frequencies
+from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.families.gpt_oss import read_gpt_oss
+from simplellm.model.rope import yarn_frequencies
 
 # What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
 HUB_120B = {

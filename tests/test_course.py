@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from simplellm.apps.report import write_json
-from simplellm.sampling_params import SamplingParams
+from simplellm.base.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_code_is_printed_with_its_file(capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["simplellm/apps/report.py", ""]
     assert lines[2].startswith("def write_json(")
-    second = lines.index("simplellm/sampling_params.py")
+    second = lines.index("simplellm/base/sampling_params.py")
     assert lines[second + 2].startswith("def __post_init__(")  # without its indent
 
 

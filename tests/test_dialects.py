@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from simplellm.config import ConfigError
-from simplellm.dialects.dialect import Dialect, open_family, open_text
-from simplellm.dialects.sandbox import compiled, rendered
-from simplellm.harmony import Message, ToolCall, from_openai, tool_calls
-from simplellm.harmony.schema import as_tools
-from simplellm.outputs import is_reasoning
-from simplellm.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from simplellm.api.outputs import is_reasoning
+from simplellm.base.config import ConfigError
+from simplellm.text.dialects.dialect import Dialect, open_family, open_text
+from simplellm.text.dialects.sandbox import compiled, rendered
+from simplellm.text.harmony import Message, ToolCall, from_openai, tool_calls
+from simplellm.text.harmony.schema import as_tools
+from simplellm.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
 Opened = dict[str, tuple[Tokenizer, Dialect, Any, Path]]
 
@@ -519,7 +519,7 @@ def test_templates_can_do_little_harm(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They end soon, with an error that names the file and the field."""
-    monkeypatch.setattr("simplellm.dialects.sandbox.MOST_SECONDS", 1.0)
+    monkeypatch.setattr("simplellm.text.dialects.sandbox.MOST_SECONDS", 1.0)
     source = "{% set r = range(100000) %}" + ENDLESS[name]
     write_text_side(tmp_path, "qwen", source)
     tokenizer, dialect = open_family(tmp_path / "tokenizer.json")

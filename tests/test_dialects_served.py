@@ -17,10 +17,10 @@ from serving import Served, serving
 from test_dialects import CALL, QWEN_PARTS, QWEN_TURN, USER, WEATHER
 
 from simplellm import LLM
-from simplellm.dialects.dialect import HARMONY
-from simplellm.door import Door
-from simplellm.load import load
-from simplellm.outputs import is_reasoning
+from simplellm.api.input_processor import Door
+from simplellm.api.load import load
+from simplellm.api.outputs import is_reasoning
+from simplellm.text.dialects.dialect import HARMONY
 
 REASONING, CONTENT, MADE = QWEN_PARTS
 ASKED: dict[str, Any] = {"messages": [USER], "tools": [WEATHER], "max_tokens": 300}

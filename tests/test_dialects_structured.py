@@ -21,12 +21,12 @@ from test_dialects_served import family_llm
 from test_structured import ADD, CITY, FIND, FORMAT, FREE, RESULT, SCHEMAS
 
 from simplellm import LLM, StructuredOutputs, Tool
-from simplellm.chat_options import as_format, turn_constraint
-from simplellm.dialects.dialect import open_family
-from simplellm.grammar import Walk
-from simplellm.harmony import ToolCall
-from simplellm.structured import rules_text
-from simplellm.vocabulary import Grammars
+from simplellm.api.chat_options import as_format, turn_constraint
+from simplellm.base.grammar import Walk
+from simplellm.structured.rules import rules_text
+from simplellm.structured.vocabulary import Grammars
+from simplellm.text.dialects.dialect import open_family
+from simplellm.text.harmony import ToolCall
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -16,9 +16,9 @@ from drawings.svg import WIDTH, Box, Drawing, Text, width_of
 from drawings.weights import real_weight, sources
 
 from simplellm import LLM
-from simplellm.config import GPT_OSS_120B
-from simplellm.names import tensor_shapes
-from simplellm.sizes import weight_bytes
+from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.names import tensor_shapes
+from simplellm.model.sizes import weight_bytes
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "figures"
@@ -137,7 +137,7 @@ def test_the_model_s_shapes_and_bytes() -> None:
 
 def test_a_request_takes_the_hops_of_the_house() -> None:
     readme = (ROOT / "simplellm" / "README.md").read_text("utf-8")
-    hops = re.findall(r"^\| \d+ \| `([^`]+)` \|", readme, re.M)
+    hops = re.findall(r"^\| \d+ \| `([^`]+)` \| `[\w/]+\.py` \|", readme, re.M)
     assert [name for _, name, _ in HOPS] == hops
 
 

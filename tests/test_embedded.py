@@ -28,12 +28,12 @@ from train import (
 )
 
 from simplellm import LLM
-from simplellm.config import GPT_OSS_20B
-from simplellm.families import read_config
-from simplellm.harmony import Message
-from simplellm.load import EMBEDDED
-from simplellm.tokenizer import Tokenizer
-from simplellm.weights import MXFP4, quantize
+from simplellm.api.load import EMBEDDED
+from simplellm.base.config import GPT_OSS_20B
+from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.text.harmony import Message
+from simplellm.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = EMBEDDED / "tokenizer.json"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from json_schemas import matcher_of, takes
 from jsonschema import Draft202012Validator
 
-from simplellm.endings import MAX_DEMANDS, Endings
+from simplellm.structured.endings import MAX_DEMANDS, Endings
 
 SELF = {"$ref": "#"}
 A = {"$ref": "#/$defs/a"}

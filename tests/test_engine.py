@@ -26,12 +26,12 @@ from stepping import drain, make_engine
 from torch import Tensor
 
 from simplellm import EngineError, SamplingParams, load_model
-from simplellm.batch import Batch
-from simplellm.engine import Engine
-from simplellm.model import Model
-from simplellm.pages import KVPool
-from simplellm.request import UNKNOWN, Event, QueueFullError, Request
-from simplellm.scheduler import Work
+from simplellm.base.request import UNKNOWN, Event, QueueFullError, Request
+from simplellm.engine.engine import Engine
+from simplellm.engine.scheduler import Work
+from simplellm.model.batch import Batch
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 numbers = itertools.count()

@@ -22,13 +22,14 @@ from recompute import Recompute
 from stepping import drain, make_engine
 from test_runner import Tape
 
-from simplellm import LLM, EngineConfig, SamplingParams, graphs, load_model
-from simplellm.harmony import Message, render
-from simplellm.model import Model
-from simplellm.ops import PLAIN
-from simplellm.ops_numpy import NUMPY
-from simplellm.pages import PageManager
-from simplellm.request import Event, Request
+from simplellm import LLM, EngineConfig, SamplingParams, load_model
+from simplellm.base.request import Event, Request
+from simplellm.engine import graphs
+from simplellm.engine.page_manager import PageManager
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN
+from simplellm.model.ops_numpy import NUMPY
+from simplellm.text.harmony import Message, render
 
 sys.path.append(str(Path(__file__).parents[1] / "tools/embedded"))
 from problems import evaluation_set

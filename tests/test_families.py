@@ -16,16 +16,21 @@ from families import CASES, SIZES, Case, change, older, rewrite, write
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from simplellm import LLM, EngineConfig, sizes
+from simplellm import LLM, EngineConfig
+from simplellm.api.load import load_model
 from simplellm.apps.info import describe
-from simplellm.build import placement
-from simplellm.checkpoint import Checkpoint, CheckpointError, RandomCheckpoint
-from simplellm.config import GPT_OSS_20B, ConfigError
-from simplellm.families import ALL, FAMILIES, read_config
-from simplellm.load import load_model
-from simplellm.names import tensor_names
-from simplellm.ops import PLAIN
-from simplellm.ops_numpy import NUMPY
+from simplellm.base.config import GPT_OSS_20B, ConfigError
+from simplellm.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    RandomCheckpoint,
+)
+from simplellm.checkpoint.families import ALL, FAMILIES, read_config
+from simplellm.checkpoint.names import tensor_names
+from simplellm.model import sizes
+from simplellm.model.build import placement
+from simplellm.model.ops import PLAIN
+from simplellm.model.ops_numpy import NUMPY
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

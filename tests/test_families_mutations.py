@@ -13,9 +13,10 @@ import torch
 from families import CASES, write
 from test_mutations import TILED, Mutation
 
-from simplellm import build, checkpoint, model, ops, rope
-from simplellm.families import family, qwen2, variants
-from simplellm.load import load_model
+from simplellm.api.load import load_model
+from simplellm.checkpoint import checkpoint
+from simplellm.checkpoint.families import family, qwen2
+from simplellm.model import build, model, ops, rope, variants
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

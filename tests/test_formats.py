@@ -5,9 +5,14 @@ import copy
 import pytest
 import torch
 
-from simplellm.formats import FLOAT8, Quantization, is_linear, read_quantization
-from simplellm.stored import decoded, encoded
-from simplellm.weights import MXFP4, quantize
+from simplellm.checkpoint.formats import (
+    FLOAT8,
+    Quantization,
+    is_linear,
+    read_quantization,
+)
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.checkpoint.stored import decoded, encoded
 
 LAYER = "model.layers.0."
 Q = LAYER + "self_attn.q_proj.weight"

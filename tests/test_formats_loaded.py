@@ -20,18 +20,18 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from simplellm import LLM, EngineConfig
+from simplellm.api.load import load_model
 from simplellm.apps.cli import main
 from simplellm.apps.info import describe
-from simplellm.checkpoint import Checkpoint, CheckpointError
-from simplellm.config import ConfigError
-from simplellm.formats import SQUARES
-from simplellm.load import load_model
-from simplellm.ops import PLAIN, Ops
-from simplellm.ops_numpy import NUMPY, is_small
-from simplellm.scaled import Scaled
-from simplellm.sizes import weight_bytes
-from simplellm.stored import encoded, tensors
-from simplellm.weights import MXFP4
+from simplellm.base.config import ConfigError
+from simplellm.checkpoint.checkpoint import Checkpoint, CheckpointError
+from simplellm.checkpoint.formats import SQUARES
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.checkpoint.stored import encoded, tensors
+from simplellm.model.ops import PLAIN, Ops
+from simplellm.model.ops_numpy import NUMPY, is_small
+from simplellm.model.sizes import weight_bytes
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 

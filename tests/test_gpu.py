@@ -16,9 +16,9 @@ from stepping import make_engine
 from test_runner import PROMPTS, answers
 
 from simplellm import LLM, EngineConfig, RequestOutput, SamplingParams, load_model
-from simplellm.graphs import bucket_sizes
-from simplellm.kernels.fused import fused
-from simplellm.runner import Runner
+from simplellm.engine.graphs import bucket_sizes
+from simplellm.engine.runner import Runner
+from simplellm.model.kernels.fused import fused
 
 pytestmark = pytest.mark.gpu
 # A prompt found in the cache is computed in other parts, and rounded otherwise.

@@ -21,10 +21,10 @@ from cases import random_model
 from client import Client, make_engine, random_prompt
 
 from simplellm import LLM, EngineConfig
-from simplellm.engine import Engine
-from simplellm.graphs import bucket_sizes
-from simplellm.kernels import fused
-from simplellm.model import Model
+from simplellm.engine.engine import Engine
+from simplellm.engine.graphs import bucket_sizes
+from simplellm.model.kernels import fused
+from simplellm.model.model import Model
 
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +139,7 @@ def test_no_capture(caplog: pytest.LogCaptureFixture) -> None:
 def test_full_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt needs more than there is, while six others are answered."""
     # It is computed in one step.
-    monkeypatch.setattr("simplellm.scheduler.MOST_BESIDE", 8192)
+    monkeypatch.setattr("simplellm.engine.scheduler.MOST_BESIDE", 8192)
     engine = make_engine(two_layers(), **SMALL, max_num_seqs=16)
     serve(engine)  # what a step of small batches needs is there
     client = Client(engine)

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from cases import random_model
 from client import Client, make_engine, random_prompt
 
-from simplellm.engine import Engine
-from simplellm.model import Model
+from simplellm.engine.engine import Engine
+from simplellm.model.model import Model
 
 pytestmark = pytest.mark.gpu
 REQUESTS = 64

@@ -11,8 +11,8 @@ import torch
 from checkpoints import TINY
 
 from simplellm import LLM
-from simplellm.config import MODELS
-from simplellm.pages import PageManager
+from simplellm.base.config import MODELS
+from simplellm.engine.page_manager import PageManager
 
 pytest.importorskip("triton")
 import cases
@@ -25,7 +25,7 @@ import speeds
 import steady
 import tune
 
-from simplellm.kernels import linear
+from simplellm.model.kernels import linear
 
 
 @pytest.fixture(scope="module")

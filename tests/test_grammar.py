@@ -20,16 +20,16 @@ from checkpoints import TINY, write_checkpoint
 from random_schemas import large_tokenizer
 
 from simplellm import LLM
-from simplellm.dialects.dialect import HARMONY
-from simplellm.grammar import Filler, Grammar, GrammarError
-from simplellm.outputs import RequestOutput
-from simplellm.reader import future_of
-from simplellm.request import EngineError, Request
-from simplellm.results import outputs
-from simplellm.scheduler import Work
-from simplellm.structured import rules_text, schema_rules
-from simplellm.tokenizer import Tokenizer
-from simplellm.vocabulary import MOST_FORCED, QUICK, Grammars
+from simplellm.api.outputs import RequestOutput
+from simplellm.api.reader import future_of
+from simplellm.api.results import outputs
+from simplellm.base.grammar import Filler, Grammar, GrammarError
+from simplellm.base.request import EngineError, Request
+from simplellm.engine.scheduler import Work
+from simplellm.structured.rules import rules_text, schema_rules
+from simplellm.structured.vocabulary import MOST_FORCED, QUICK, Grammars
+from simplellm.text.dialects.dialect import HARMONY
+from simplellm.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -113,7 +113,7 @@ def test_forced_tokens_take_no_step_of_their_own(
         quick = len(seen)
         run(llm, [ask(llm, grammar, logprobs=1)])
         slow = len(seen)
-        monkeypatch.setattr("simplellm.masks.FORCING", 0)
+        monkeypatch.setattr("simplellm.sampling.masks.FORCING", 0)
         (among,) = run(llm, [ask(llm, grammar)])
     finally:
         del llm.engine.runner.start
@@ -314,8 +314,8 @@ def test_walks_of_a_grammar_have_several_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, quick: float, lexers: int
 ) -> None:
     """If it is compiled quickly. Each of them leaves the same."""
-    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
-    monkeypatch.setattr("simplellm.vocabulary.QUICK", quick)
+    monkeypatch.setattr("simplellm.structured.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.structured.vocabulary.QUICK", quick)
     grammar = grammars.compile(PAIRS)
     assert 1 + len(grammar.others) == lexers
     walks = [grammar.walk(number) for number in range(5)]
@@ -331,7 +331,7 @@ def test_a_busy_engine_leaves_a_grammar_its_lexers(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for Python's lock does not compile slowly."""
-    monkeypatch.setattr("simplellm.vocabulary.MOST_LEXERS", 3)
+    monkeypatch.setattr("simplellm.structured.vocabulary.MOST_LEXERS", 3)
     over = threading.Event()
 
     def busy() -> None:
@@ -393,7 +393,9 @@ def large(
 ) -> Iterator[LLM]:
     folder, tokenizer = many
     text = tokenizer, HARMONY
-    monkeypatch.setattr("simplellm.door.open_text", lambda folder, config: text)
+    monkeypatch.setattr(
+        "simplellm.api.input_processor.open_text", lambda folder, config: text
+    )
     with LLM(folder, device="cpu") as llm:
         yield llm
 

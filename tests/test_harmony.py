@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import simplellm
-from simplellm.harmony import (
+from simplellm.text.harmony import (
     CHANNELS,
     EFFORTS,
     Delta,
@@ -36,8 +36,8 @@ from simplellm.harmony import (
     system_text,
     tool_calls,
 )
-from simplellm.harmony.schema import type_of
-from simplellm.tokenizer import Tokenizer, TokenizerError
+from simplellm.text.harmony.schema import type_of
+from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
 O200K_SHA256 = b"446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"

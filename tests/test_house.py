@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_limits import FILES, module_imports
+import sizes
 
 PACKAGE = Path(__file__).parents[1] / "simplellm"
 PAGE = (PACKAGE / "README.md").read_text(encoding="utf-8")
@@ -39,23 +39,6 @@ def names_of(node: ast.AST) -> set[str]:
     return names | {t.attr for t in targets if isinstance(t, ast.Attribute)}
 
 
-def floors() -> dict[str, int]:
-    """The floor of each module, 0 at the top; a file's own word counts first."""
-    rows = re.findall(r"^\| \w+ \| (.*[`/].*) \|$", FLOORS, re.MULTILINE)
-    named = {
-        place: floor
-        for floor, row in enumerate(rows)
-        for place in re.findall(r"`([\w/]+(?:\.py|/))`", row)
-    }
-    found = {}
-    for module, path in FILES.items():
-        place = path.relative_to(PACKAGE).as_posix()
-        folder = place.partition("/")[0] + "/"
-        if (floor := named.get(place, named.get(folder))) is not None:
-            found[module] = floor
-    return found
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_every_file_is_there(place: str) -> None:
     assert (PACKAGE / place).exists()
@@ -67,30 +50,24 @@ def test_every_link_leads_somewhere() -> None:
     assert [link for link in links if not (PACKAGE / link).exists()] == []
 
 
-def test_every_file_is_on_a_floor() -> None:
-    """By itself or with its folder."""
-    assert FILES.keys() - floors().keys() == {"simplellm"}
+def test_the_floors_are_those_of_the_imports() -> None:
+    rows = re.findall(r"^\| (\d) \| `(\w+)/` \|", FLOORS, re.MULTILINE)
+    told = {folder: int(floor) for floor, folder in rows}
+    assert told == sizes.floors(sizes.folder_graph())
 
 
-def test_nothing_is_imported_from_a_floor_above() -> None:
-    on = floors()
-    assert len({*on.values()}) == 6
-    above = [
-        f"{name} imports {other}"
-        for name, below in module_imports().items()
-        for other in below & on.keys()
-        if on[other] < on[name]
-    ]
-    assert above == []
+def test_the_spine_is_told() -> None:
+    told = re.findall(r"`([\w/]+)\.py`", FLOORS[FLOORS.index("**spine**") :])
+    assert [place.replace("/", ".") for place in told] == sizes.SPINE
 
 
 def test_every_name_is_defined() -> None:
-    known = set().union(*map(definitions, FILES.values())) | {"None"}
+    known = set().union(*map(definitions, sizes.FILES.values())) | {"None"}
     assert [name for name in NAMES if name not in known] == []
 
 
 def test_the_page_names_all_hops() -> None:
-    hops = re.findall(r"^\| (\d+) \| `([\w.]+)` \| `([\w.]+)`", REST, re.MULTILINE)
+    hops = re.findall(r"^\| (\d+) \| `([\w.]+)` \| `([\w./]+)`", REST, re.MULTILINE)
     assert [int(number) for number, *_ in hops] == list(range(1, len(hops) + 1))
     assert len(hops) > 10
     for _, name, file in hops:

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from simplellm import ops
-from simplellm.batch import KVGroup
-from simplellm.kernels import decode as decoding
-from simplellm.kernels import launch
-from simplellm.kernels.attention import attend
-from simplellm.kernels.decode import DECODE_TILES, Scratch, choose_splits
+from simplellm.model import ops
+from simplellm.model.batch import KVGroup
+from simplellm.model.kernels import decode as decoding
+from simplellm.model.kernels import launch
+from simplellm.model.kernels.attention import attend
+from simplellm.model.kernels.decode import DECODE_TILES, Scratch, choose_splits
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 exhaustive = pytest.mark.exhaustive

@@ -18,7 +18,7 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.kernels import (
+from simplellm.model.kernels import (
     decode,
     draw,
     filters,
@@ -31,7 +31,7 @@ from simplellm.kernels import (
     rope,
     variants,
 )
-from simplellm.kernels.launch import launcher
+from simplellm.model.kernels.launch import launcher
 
 OTHERS = {"experts", "experts_one", "grouped", "head", "linear", "quantized"}
 OTHERS |= {"grouped_few", "rounding", "routing"}

@@ -17,7 +17,7 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.kernels import experts, experts_one, head, linear, routing
+from simplellm.model.kernels import experts, experts_one, head, linear, routing
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.

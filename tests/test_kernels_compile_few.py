@@ -16,8 +16,8 @@ from kernels_compiler import (
 )
 from test_kernels_compile_grouped import FORMATS, MIXTRAL, NAMES, QWEN, is_first
 
-from simplellm.kernels import grouped_few
-from simplellm.scaled import LARGEST
+from simplellm.checkpoint.scaled import LARGEST
+from simplellm.model.kernels import grouped_few
 
 
 def half_case(kind, shape, top_k, paired):

@@ -15,8 +15,8 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.kernels import grouped
-from simplellm.scaled import E4M3
+from simplellm.checkpoint.scaled import E4M3
+from simplellm.model.kernels import grouped
 
 # The numbers' dtype, `grouped_launcher`'s tile, and whether inputs are rounded.
 FORMATS = {

@@ -17,8 +17,8 @@ from kernels_compiler import (
     stack_bytes,
 )
 
-from simplellm.kernels import quantized, rounding, variants
-from simplellm.scaled import E4M3, LARGEST
+from simplellm.checkpoint.scaled import E4M3, LARGEST
+from simplellm.model.kernels import quantized, rounding, variants
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8 in blocks": ((128, 128), E4M3, True),

@@ -22,17 +22,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
-from simplellm.kernels import fragments, launch
-from simplellm.kernels.compiling import (
+from simplellm.checkpoint.scaled import E4M3, Scaled
+from simplellm.model.kernels import fragments, launch
+from simplellm.model.kernels.compiling import (
     THREADS,
     compile_in_threads,
     compile_kernels,
     hash_kernels,
 )
-from simplellm.kernels.rounding import Rounded, RoundedNorm, Rounding
-from simplellm.layers import Dense
-from simplellm.ops import PLAIN, Ops
-from simplellm.scaled import E4M3, Scaled
+from simplellm.model.kernels.rounding import Rounded, RoundedNorm, Rounding
+from simplellm.model.layers import Dense
+from simplellm.model.ops import PLAIN, Ops
 
 
 @triton.jit

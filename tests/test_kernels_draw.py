@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from simplellm import ops
-from simplellm.kernels.draw import DRAW_BLOCK, draw
-from simplellm.noise import gumbel_noise
+from simplellm.base.noise import gumbel_noise
+from simplellm.model import ops
+from simplellm.model.kernels.draw import DRAW_BLOCK, draw
 
 
 def inputs(device, rows, vocabulary, temperature=1.0):

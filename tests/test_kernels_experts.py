@@ -12,8 +12,9 @@ from oracle_kernels import (
     repacked,
 )
 
-from simplellm import ops
-from simplellm.kernels.experts import (
+from simplellm.checkpoint.mxfp4 import quantize
+from simplellm.model import ops
+from simplellm.model.kernels.experts import (
     INVARIANT_TILING,
     TILINGS,
     Tiling,
@@ -22,9 +23,8 @@ from simplellm.kernels.experts import (
     gate_up,
     tilings,
 )
-from simplellm.kernels.fragments import prepare, repack
-from simplellm.layers import Attention, Dense, Layer
-from simplellm.weights import quantize
+from simplellm.model.kernels.fragments import prepare, repack
+from simplellm.model.layers import Attention, Dense, Layer
 
 HIDDEN, INTERMEDIATE = 96, 64
 SOME_TILINGS = [

@@ -4,9 +4,14 @@ import pytest
 import torch
 from oracle_kernels import plain_products, random_experts, repacked
 
-from simplellm import ops
-from simplellm.kernels import experts as module
-from simplellm.kernels.experts_one import OneTiling, down_one, experts_one, gate_up_one
+from simplellm.model import ops
+from simplellm.model.kernels import experts as module
+from simplellm.model.kernels.experts_one import (
+    OneTiling,
+    down_one,
+    experts_one,
+    gate_up_one,
+)
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 160, 32, 5, 2
 TILINGS = [

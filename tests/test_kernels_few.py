@@ -13,11 +13,11 @@ from test_kernels_grouped import (
     tolerance,
 )
 
-from simplellm import ops
-from simplellm.kernels import grouped, grouped_few
-from simplellm.kernels.grouped import experts
-from simplellm.kernels.grouped_few import Few, are_few, choose_few, multiply_few
-from simplellm.layers import Experts
+from simplellm.model import ops
+from simplellm.model.kernels import grouped, grouped_few
+from simplellm.model.kernels.grouped import experts
+from simplellm.model.kernels.grouped_few import Few, are_few, choose_few, multiply_few
+from simplellm.model.layers import Experts
 
 exhaustive = pytest.mark.exhaustive
 # Two steps along the longer rows, one along the others.

@@ -7,15 +7,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simplellm import ops
-from simplellm.filters import LAST, STEPS, Filters, filter_tokens
-from simplellm.kernels.draw import draw
-from simplellm.kernels.filters import TALLY_BLOCK, bounds
-from simplellm.kernels.penalties import PENALTY_BLOCK, penalize
-from simplellm.penalties import TokenCounts
-from simplellm.request import Request
-from simplellm.sampler import Columns
-from simplellm.sampling_params import SamplingParams
+from simplellm.base.request import Request
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.engine.sampler import Columns
+from simplellm.model import ops
+from simplellm.model.kernels.draw import draw
+from simplellm.model.kernels.filters import TALLY_BLOCK, bounds
+from simplellm.model.kernels.penalties import PENALTY_BLOCK, penalize
+from simplellm.sampling.filters import LAST, STEPS, Filters, filter_tokens
+from simplellm.sampling.penalties import TokenCounts
 
 SETTINGS = settings(
     max_examples=60,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_kernels_attention import assert_near, make_case
 
-from simplellm.kernels import flash
+from simplellm.model.kernels import flash
 
 LENGTHS, CHUNKS = [300, 1, 0, 70, 45], [1, 1, 1, 70, 20]
 

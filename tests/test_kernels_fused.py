@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm.batch import Batch
-from simplellm.kernels.fused import fused
-from simplellm.layers import Attention, Experts, Layer
-from simplellm.ops import PLAIN, Ops
-from simplellm.weights import quantize
+from simplellm.checkpoint.mxfp4 import quantize
+from simplellm.model.batch import Batch
+from simplellm.model.kernels.fused import fused
+from simplellm.model.layers import Attention, Experts, Layer
+from simplellm.model.ops import PLAIN, Ops
 
 HIDDEN, HEADS, KV_HEADS, DIM, VOCABULARY, PAGE = 96, 4, 2, 16, 50, 4
 WINDOWS = None, 6

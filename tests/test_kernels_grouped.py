@@ -7,14 +7,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from simplellm import ops
-from simplellm.build import build
-from simplellm.checkpoint import RandomCheckpoint
-from simplellm.families import FAMILIES
-from simplellm.formats import SCHEMES
-from simplellm.kernels.fragments import prepare
-from simplellm.kernels.fused import fused
-from simplellm.kernels.grouped import (
+from simplellm.checkpoint.checkpoint import RandomCheckpoint
+from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.formats import SCHEMES
+from simplellm.checkpoint.mxfp4 import quantize
+from simplellm.checkpoint.names import tensor_names
+from simplellm.checkpoint.scaled import E4M3, Scaled, join
+from simplellm.model import ops
+from simplellm.model.build import build
+from simplellm.model.kernels.fragments import prepare
+from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.grouped import (
     GROUPINGS,
     INVARIANT_GROUPING,
     Grouping,
@@ -22,11 +25,8 @@ from simplellm.kernels.grouped import (
     experts,
     multiply_groups,
 )
-from simplellm.kernels.routing import Dispatch, dispatch
-from simplellm.layers import Attention, Experts, Layer
-from simplellm.names import tensor_names
-from simplellm.scaled import E4M3, Scaled, join
-from simplellm.weights import quantize
+from simplellm.model.kernels.routing import Dispatch, dispatch
+from simplellm.model.layers import Attention, Experts, Layer
 
 exhaustive = pytest.mark.exhaustive
 HIDDEN, INTERMEDIATE = 160, 72

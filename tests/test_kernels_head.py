@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from simplellm import ops
-from simplellm.kernels import head as module
-from simplellm.kernels.head import HEADS, INVARIANT_HEAD, choose_head, head, likeliest
-from simplellm.kernels.linear import Dot, Gemv
+from simplellm.model import ops
+from simplellm.model.kernels import head as module
+from simplellm.model.kernels.head import (
+    HEADS,
+    INVARIANT_HEAD,
+    choose_head,
+    head,
+    likeliest,
+)
+from simplellm.model.kernels.linear import Dot, Gemv
 
 CONFIGS = [Gemv(32, 4), Dot(64, 64, 1, 4, 2)]
 

@@ -12,24 +12,25 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from simplellm.build import build
-from simplellm.checkpoint import RandomCheckpoint
-from simplellm.config import GPT_OSS_20B, EngineConfig, ModelConfig
-from simplellm.families import FAMILIES
-from simplellm.formats import SCHEMES, SQUARES, formats, read_quantization
-from simplellm.graphs import MIXED_SIZES, Room
-from simplellm.kernels import decode
-from simplellm.kernels.fused import fused
-from simplellm.kernels.launch import Launcher
-from simplellm.pages import KVPool, PageManager
-from simplellm.runner import Runner
-from simplellm.warmup import (
+from simplellm.base.config import GPT_OSS_20B, EngineConfig, ModelConfig
+from simplellm.checkpoint.checkpoint import RandomCheckpoint
+from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.formats import SCHEMES, SQUARES, formats, read_quantization
+from simplellm.engine.graphs import MIXED_SIZES, Room
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
+from simplellm.engine.warmup import (
     DRAWS,
     one_of_each,
     rehearse,
     rehearse_draw,
     rehearse_experts,
 )
+from simplellm.model.build import build
+from simplellm.model.kernels import decode
+from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.launch import Launcher
+from simplellm.model.kv_pool import KVPool
 
 CPU = torch.device("cpu")
 GPT_OSS = replace(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from simplellm import ops
-from simplellm.kernels.linear import (
+from simplellm.model import ops
+from simplellm.model.kernels.linear import (
     INVARIANT,
     MANY_TOKENS,
     PROJECTIONS,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from simplellm import ops
-from simplellm.kernels.norm import add_norm, embed
+from simplellm.model import ops
+from simplellm.model.kernels.norm import add_norm, embed
 
 EPS = 1e-5
 

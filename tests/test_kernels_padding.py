@@ -5,7 +5,7 @@ import math
 import pytest
 from test_kernels_attention import assert_near, make_case
 
-from simplellm import ops
+from simplellm.model import ops
 
 
 @pytest.mark.parametrize(

@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from simplellm import ops
-from simplellm.kernels import linear
-from simplellm.kernels.linear import Dot, Gemv
-from simplellm.kernels.quantized import (
+from simplellm.checkpoint.scaled import E4M3, Scaled
+from simplellm.model import ops
+from simplellm.model.kernels import linear
+from simplellm.model.kernels.linear import Dot, Gemv
+from simplellm.model.kernels.quantized import (
     choose_scaled,
     choose_scaled_invariant,
     head,
     multiply_scaled,
     project,
 )
-from simplellm.kernels.rounding import (
+from simplellm.model.kernels.rounding import (
     library_multiplies,
     library_suits,
     multiply_by_library,
     round_rows,
 )
-from simplellm.scaled import E4M3, Scaled
 
 FORMATS = {
     "FP8 in blocks": ((128, 128), E4M3, True),
@@ -205,7 +205,7 @@ def test_cublas_multiplies_what_it_can(monkeypatch):
         asked.append(what)
         return True
 
-    name = "simplellm.kernels.rounding.library_multiplies"
+    name = "simplellm.model.kernels.rounding.library_multiplies"
     monkeypatch.setattr(name, library_multiplies)
     many, few = torch.zeros(129, 512).bfloat16(), torch.zeros(128, 512).bfloat16()
     kinds = {n: Scaled.of(torch.ones(64, 512), *form) for n, form in FORMATS.items()}

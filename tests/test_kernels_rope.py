@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from simplellm import ops
-from simplellm.kernels.rope import rope_and_cache
-from simplellm.layers import Attention
+from simplellm.model import ops
+from simplellm.model.kernels.rope import rope_and_cache
+from simplellm.model.layers import Attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 POSITIONS = [0, 1, 127, 4095, 4096, 70_001, 131_071]

@@ -14,13 +14,14 @@ from test_kernels_quantized import (
 )
 from test_kernels_variants import make_dense
 
-from simplellm import ops
-from simplellm.kernels import norm as norms
-from simplellm.kernels import rounding
-from simplellm.kernels.launch import power_of_two
-from simplellm.kernels.linear import Gemv
-from simplellm.kernels.quantized import choose_scaled, multiply_scaled, project
-from simplellm.kernels.rounding import (
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model import ops
+from simplellm.model.kernels import norm as norms
+from simplellm.model.kernels import rounding
+from simplellm.model.kernels.launch import power_of_two
+from simplellm.model.kernels.linear import Gemv
+from simplellm.model.kernels.quantized import choose_scaled, multiply_scaled, project
+from simplellm.model.kernels.rounding import (
     Rounded,
     RoundedNorm,
     Rounding,
@@ -28,14 +29,13 @@ from simplellm.kernels.rounding import (
     round_rows,
     rounding_of,
 )
-from simplellm.kernels.variants import (
+from simplellm.model.kernels.variants import (
     activate_parts,
     add_norm,
     dense,
     plainly,
     rounded_norm,
 )
-from simplellm.scaled import Scaled
 
 ROUNDED = ["FP8 in blocks", "FP8", "INT8"]
 KINDS = pytest.mark.parametrize("kind", ROUNDED)

@@ -4,15 +4,15 @@ import pytest
 import torch
 from oracle_kernels import plain_dispatch
 
-from simplellm import ops
-from simplellm.families.variants import route_among_all
-from simplellm.kernels.routing import (
+from simplellm.model import ops
+from simplellm.model.kernels.routing import (
     COMPARED,
     choose_experts,
     dispatch,
     max_blocks,
     route_tokens,
 )
+from simplellm.model.variants import route_among_all
 
 exhaustive = pytest.mark.exhaustive
 

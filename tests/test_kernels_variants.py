@@ -12,17 +12,17 @@ from test_kernels_fused import make_batch
 from test_kernels_quantized import FORMATS
 from torch import Tensor
 
-from simplellm import ops
-from simplellm.kernels.fused import fused
-from simplellm.kernels.gated import multiply_gated
-from simplellm.kernels.rounding import RoundedNorm
-from simplellm.kernels.variants import add_norm, dense
-from simplellm.layers import Dense, Layer, LayerNorm, SandwichNorm
-from simplellm.load import load_model
-from simplellm.model import Model
-from simplellm.ops import PLAIN, Ops
-from simplellm.pages import KVPool
-from simplellm.scaled import Scaled
+from simplellm.api.load import load_model
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model import ops
+from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.gated import multiply_gated
+from simplellm.model.kernels.rounding import RoundedNorm
+from simplellm.model.kernels.variants import add_norm, dense
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.layers import Dense, Layer, LayerNorm, SandwichNorm
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN, Ops
 
 EPS = 1e-5
 PAGE = 4

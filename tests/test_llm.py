@@ -32,9 +32,9 @@ from simplellm import (
     ToolCall,
     sizes,
 )
-from simplellm.outputs import merge
-from simplellm.request import Request
-from simplellm.tokenizer import TokenizerError
+from simplellm.api.outputs import merge
+from simplellm.base.request import Request
+from simplellm.text.tokenizer import TokenizerError
 
 
 @pytest.fixture(scope="module")

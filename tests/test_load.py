@@ -23,12 +23,13 @@ from simplellm import (
     load_model,
     sizes,
 )
-from simplellm.config import GPT_OSS_20B, LAYER_TYPES, MODELS
-from simplellm.folder import find_file, recommended
-from simplellm.load import load
-from simplellm.machine import find_device
-from simplellm.ops_numpy import UNPACKED_BYTES, is_small
-from simplellm.weights import MXFP4
+from simplellm.api.load import load
+from simplellm.base.config import GPT_OSS_20B, LAYER_TYPES, MODELS
+from simplellm.base.files import find_file
+from simplellm.checkpoint.folder import recommended
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model.machine import find_device
+from simplellm.model.ops_numpy import UNPACKED_BYTES, is_small
 
 # The machine
 
@@ -143,7 +144,7 @@ def test_a_tied_head_is_the_embedding(
 ) -> None:
     """Kept once, although a dtype other than that on disk needs a copy."""
     write_checkpoint(tmp_path, replace(TINY, tie_word_embeddings=True))
-    monkeypatch.setattr("simplellm.load.BIG", 0)  # shows the progress bar
+    monkeypatch.setattr("simplellm.api.load.BIG", 0)  # shows the progress bar
     model = load_model(tmp_path, dtype=torch.float32, device="cpu")
     assert model.lm_head.data_ptr() == model.embed_tokens.data_ptr()
     taken, total = re.findall(r"(\d+)/(\d+)", capsys.readouterr().err)[-1]
@@ -291,7 +292,7 @@ def test_a_wrong_tokenizer_is_refused_before_the_weights_are_read(
 ) -> None:
     write_checkpoint(tmp_path, TINY)
     shutil.copy(folder / "tokenizer.json", tmp_path)
-    monkeypatch.setattr("simplellm.load.read_weights", None)
+    monkeypatch.setattr("simplellm.api.load.read_weights", None)
     with pytest.raises(ConfigError, match="tokenizer has 1053 token ids"):
         LLM(tmp_path, device="cpu")
 
@@ -303,7 +304,7 @@ def test_a_wrong_tokenizer_is_refused_before_the_weights_are_read(
 def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with 2 GB of memory; nothing is loaded on it."""
     monkeypatch.setattr(sizes, "free_bytes", lambda device: (2 * 10**9, 3 * 10**9))
-    monkeypatch.setattr("simplellm.load.read_weights", None)
+    monkeypatch.setattr("simplellm.api.load.read_weights", None)
     yield
 
 

@@ -15,10 +15,10 @@ from stepping import drain, make_engine
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
-from simplellm.engine import Engine
-from simplellm.logprobs import ROWS, score_rows
-from simplellm.model import Model
-from simplellm.request import Event, Request, TokenLogprobs
+from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.engine.engine import Engine
+from simplellm.model.model import Model
+from simplellm.sampling.logprobs import ROWS, score_rows
 
 TOLERANCE = 1e-4
 VOCAB = TINY.vocab_size

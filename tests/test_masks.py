@@ -15,12 +15,12 @@ from recompute import Recompute, forbidden
 from stepping import drain, make_engine
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
-from simplellm.choices import Choices, bad_sequences, pack, without
-from simplellm.filters import Mask, apply_mask
-from simplellm.masks import Masks, on_device
-from simplellm.model import Model
-from simplellm.request import Request
-from simplellm.sampler import Columns
+from simplellm.base.request import Request
+from simplellm.engine.sampler import Columns
+from simplellm.model.model import Model
+from simplellm.sampling.allowed_tokens import Choices, bad_sequences, pack, without
+from simplellm.sampling.filters import Mask, apply_mask
+from simplellm.sampling.masks import Masks, on_device
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size

@@ -20,14 +20,15 @@ from oracle import prompt, relative_errors
 from stepping import Stepper
 from torch import Tensor
 
-from simplellm import LLM, EngineConfig, load_model, sizes
-from simplellm.config import LAYER_TYPES, MODELS
-from simplellm.layers import Experts, Layer
-from simplellm.model import CHUNK, Model
-from simplellm.ops import PLAIN, Ops
-from simplellm.ops_numpy import FEW, NUMPY
-from simplellm.sequence import check_tokens
-from simplellm.weights import MXFP4
+from simplellm import LLM, EngineConfig, load_model
+from simplellm.base.config import LAYER_TYPES, MODELS
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model import sizes
+from simplellm.model.layers import Experts, Layer
+from simplellm.model.model import CHUNK, Model
+from simplellm.model.ops import PLAIN, Ops
+from simplellm.model.ops_numpy import FEW, NUMPY
+from simplellm.model.sequence import check_tokens
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 SLIDING, FULL = LAYER_TYPES
@@ -226,7 +227,7 @@ def test_logits_of_more_than_a_chunk(
     """Chunks see what came before them: of one size, they give what another gives."""
     model, ids = models("alternating", table), prompt(TINY, CHUNK + 70)
     whole = model.logits(ids)
-    monkeypatch.setattr("simplellm.model.CHUNK", 600)
+    monkeypatch.setattr("simplellm.model.model.CHUNK", 600)
     assert_same(model.logits(ids), whole)
     assert_same(model.logits(ids[:100]), whole[:100])
 

@@ -20,7 +20,10 @@ from oracle import oracle_config, prompt, relative_errors, save_mxfp4
 from stepping import Stepper
 from test_oracle import FP32_TOLERANCE, their_logits
 
-from simplellm import load_model, model, ops, ops_numpy, reads, rope, weights
+from simplellm import load_model
+from simplellm.checkpoint import mxfp4 as weights
+from simplellm.model import gather as reads
+from simplellm.model import model, ops, ops_numpy, rope
 
 
 @dataclass(frozen=True)

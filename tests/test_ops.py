@@ -20,12 +20,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from simplellm import ops, ops_numpy
-from simplellm.batch import KVGroup
-from simplellm.layers import Attention, Dense, Experts, Layer
-from simplellm.ops import PLAIN, QUERY_CHUNK, attention, route, swiglu, visible
-from simplellm.ops_numpy import FEW, NUMPY
-from simplellm.weights import MXFP4, quantize
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.model import ops, ops_numpy
+from simplellm.model.batch import KVGroup
+from simplellm.model.layers import Attention, Dense, Experts, Layer
+from simplellm.model.ops import PLAIN, QUERY_CHUNK, attention, route, swiglu, visible
+from simplellm.model.ops_numpy import FEW, NUMPY
 
 # float32 sums over up to 700 keys in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}

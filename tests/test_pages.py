@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 from integrity import check_integrity
 
-from simplellm.pages import NULL, KVPool, PageManager, page_digest
+from simplellm.engine.page_manager import NULL, PageManager, page_digest
+from simplellm.model.kv_pool import KVPool
 
 # The books
 

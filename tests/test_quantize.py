@@ -12,13 +12,13 @@ from families import write as write_family
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from simplellm.api.load import load_model
 from simplellm.apps import quantize as command
 from simplellm.apps.cli import main
 from simplellm.apps.quantize import quantize_checkpoint
-from simplellm.checkpoint import INDEX, Checkpoint
-from simplellm.formats import read_quantization
-from simplellm.load import load_model
-from simplellm.stored import decoded, encoded, tensors
+from simplellm.checkpoint.checkpoint import INDEX, Checkpoint
+from simplellm.checkpoint.formats import read_quantization
+from simplellm.checkpoint.stored import decoded, encoded, tensors
 
 HIDDEN, ROWS, VOCABULARY, EXPERTS = 128, 256, 200, 2
 LAYERS = {"self_attn.q_proj": (ROWS, HIDDEN), "self_attn.o_proj": (HIDDEN, ROWS)}

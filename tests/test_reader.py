@@ -33,9 +33,9 @@ from simplellm import (
     load_model,
     streams,
 )
-from simplellm.engine import Engine
-from simplellm.request import Request
-from simplellm.scheduler import Work
+from simplellm.base.request import Request
+from simplellm.engine.engine import Engine
+from simplellm.engine.scheduler import Work
 
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 100_000}
 

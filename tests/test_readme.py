@@ -15,7 +15,7 @@ from families import CASES
 from families_text import KINDS, TEMPLATES
 from test_families_mutations import MISTAKES
 
-from simplellm.families import ALL
+from simplellm.checkpoint.families import ALL
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import TOKENIZER, spelled
 
-from simplellm.harmony import Delta, ToolCall, from_openai, parse, tool_calls
-from simplellm.outputs import merge
-from simplellm.reply import (
+from simplellm.api.outputs import merge
+from simplellm.api.reply import (
     ChatChoice,
     ChatReply,
     RequestOutput,
     TextReply,
     is_reasoning,
 )
-from simplellm.request import Event, Request, TokenLogprobs
-from simplellm.sampling_params import SamplingParams
-from simplellm.stops import StopStrings
+from simplellm.api.stops import StopStrings
+from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.text.harmony import Delta, ToolCall, from_openai, parse, tool_calls
 
 PROMPT = [5, 6, 7]
 

@@ -8,8 +8,8 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
-from simplellm.config import GPT_OSS_20B, ModelConfig, RopeScaling
-from simplellm.rope import rotations, yarn_frequencies
+from simplellm.base.config import GPT_OSS_20B, ModelConfig, RopeScaling
+from simplellm.model.rope import rotations, yarn_frequencies
 
 CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 2, 127, 128, 4095, 4096, 4097, 70_001, 131_071])

@@ -14,13 +14,14 @@ from checkpoints import TINY, write_checkpoint
 from recompute import Recompute
 from stepping import drain, make_engine
 
-from simplellm import EngineConfig, SamplingParams, graphs, load_model
-from simplellm.engine import Engine
-from simplellm.graphs import CaptureError, Room, bucket_sizes
-from simplellm.model import Model
-from simplellm.ops import PLAIN
-from simplellm.request import Request
-from simplellm.warmup import rehearse
+from simplellm import EngineConfig, SamplingParams, load_model
+from simplellm.base.request import Request
+from simplellm.engine import graphs
+from simplellm.engine.engine import Engine
+from simplellm.engine.graphs import CaptureError, Room, bucket_sizes
+from simplellm.engine.warmup import rehearse
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 PROMPTS = [[number + 1] * (3 + 5 * number) for number in range(9)]

@@ -17,18 +17,18 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from simplellm import ops
-from simplellm.filters import Mask, apply_mask, filter_tokens
-from simplellm.noise import gumbel_noise, mix
-from simplellm.penalties import TokenCounts
-from simplellm.request import Request
-from simplellm.sampler import Columns, Sampled, sample
-from simplellm.sampling_params import (
+from simplellm.base.noise import gumbel_noise, mix
+from simplellm.base.request import Request
+from simplellm.base.sampling_params import (
     MAX_BAD_WORDS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     SamplingParams,
 )
+from simplellm.engine.sampler import Columns, Sampled, sample
+from simplellm.model import ops
+from simplellm.sampling.filters import Mask, apply_mask, filter_tokens
+from simplellm.sampling.penalties import TokenCounts
 
 CPU = torch.device("cpu")
 V = 12

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from simplellm import ops
-from simplellm.scaled import E4M3, LARGEST, Scaled, as_numbers, join
+from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled, as_numbers, join
+from simplellm.model import ops
 
 SQUARE, ROW = (128, 128), (1, 0)
 FORMATS = {

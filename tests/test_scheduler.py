@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from integrity import check_integrity
 
-from simplellm.pages import PageManager
-from simplellm.request import UNKNOWN, QueueFullError, Request
-from simplellm.scheduler import MOST_BESIDE, Scheduler, Work
+from simplellm.base.request import UNKNOWN, QueueFullError, Request
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.scheduler import MOST_BESIDE, Scheduler, Work
 
 REASONS = {"stop", "length", "abort", "timeout", "error"}
 

@@ -14,7 +14,7 @@ from models import HELLO, SMALL, TOKENIZER, until
 from serving import NAME, STEP, Served, babbling, said, serving, slow
 
 from simplellm import LLM, QueueFullError
-from simplellm.server.endpoint import MAX_BODY
+from simplellm.server.http.endpoint import MAX_BODY
 
 TOOLS = [
     {
@@ -688,7 +688,7 @@ def test_the_access_log(
     served: Served, caplog: pytest.LogCaptureFixture, prompts: bool
 ) -> None:
     """A line for each request; what a client wrote is in none, unless asked for."""
-    caplog.set_level(logging.INFO, "simplellm.access")
+    caplog.set_level(logging.INFO, "simplellm.engine.client")
     with serving(served.service.llm, log_prompts=prompts) as other:
         other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
         until(lambda: len(caplog.messages) == 1)  # a line comes behind the answer

@@ -7,10 +7,10 @@ from cut_turns import CUTS, TOKENS, CutTurn, cut, cut_turns
 from hypothesis import given
 from models import TOKENIZER
 
-from simplellm.request import TokenLogprobs
-from simplellm.server.deltas import Turn, message_of_choice
-from simplellm.server.logprobs import LegacyLogprobs, chat_logprobs, token_name
-from simplellm.server.sse import event
+from simplellm.base.request import TokenLogprobs
+from simplellm.server.http.sse import event
+from simplellm.server.openai.deltas import Turn, message_of_choice
+from simplellm.server.openai.logprobs import LegacyLogprobs, chat_logprobs, token_name
 
 
 @given(cut_turns())

@@ -15,7 +15,7 @@ from models import HELLO, PATIENCE, SMALL, until
 from serving import Served, idle, serving, slow
 
 from simplellm import LLM
-from simplellm.server import live
+from simplellm.server.http import live
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 PROMPT = "This is a secret of somebody else, and it is longer than a page."

@@ -32,15 +32,20 @@ from serving import (
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
-from simplellm.harmony import Delta, is_call, parse
-from simplellm.outputs import Usage, merge
-from simplellm.server import messages
+from simplellm.api.outputs import Usage, merge
+from simplellm.server.anthropic import messages
+from simplellm.server.anthropic.messages import (
+    MOST_LEVELS,
+    Blocks,
+    input_json,
+    told_usage,
+)
+from simplellm.server.anthropic.messages_body import MessageBody
 from simplellm.server.app import make_app
-from simplellm.server.bodies import read_body
-from simplellm.server.endpoint import Call, Service
-from simplellm.server.errors import APIError
-from simplellm.server.messages import MOST_LEVELS, Blocks, input_json, told_usage
-from simplellm.server.messages_body import MessageBody
+from simplellm.server.http.bodies import read_body
+from simplellm.server.http.endpoint import Call, Service
+from simplellm.server.http.errors import APIError
+from simplellm.text.harmony import Delta, is_call, parse
 
 PATH = "/v1/messages"
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

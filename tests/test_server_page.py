@@ -17,8 +17,8 @@ from models import HELLO, SMALL, saying, until
 from serving import Served, idle, serving, slow
 
 from simplellm import LLM
-from simplellm.door import Door
-from simplellm.server.live import EVERY
+from simplellm.api.input_processor import Door
+from simplellm.server.http.live import EVERY
 from simplellm.server.page import FOLDER
 
 FILES = sorted(

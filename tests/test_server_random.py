@@ -15,9 +15,9 @@ from models import HELLO, TOKENIZER, saying
 from serving import NAME, babbling, events_of, idle, run
 
 from simplellm import LLM, EngineConfig
-from simplellm.harmony import parse
 from simplellm.server.app import make_app
-from simplellm.server.endpoint import Service
+from simplellm.server.http.endpoint import Service
+from simplellm.text.harmony import parse
 
 
 @pytest.fixture(scope="module")

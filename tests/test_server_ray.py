@@ -28,7 +28,7 @@ begin = threading.Thread.start
 
 def beginning(self):
     if self.name == "simplellm-engine":
-        from simplellm.runner import Runner
+        from simplellm.engine.runner import Runner
         start = Runner.start
 
         def starting(self, works, sampling):

@@ -30,13 +30,13 @@ from simplellm import (
     QueueFullError,
     SamplingParams,
 )
-from simplellm.access import UnfitError
-from simplellm.door import sample_of
-from simplellm.grammar import Grammar, GrammarError
-from simplellm.request import Event, Request, TokenLogprobs
-from simplellm.server import remote as remote_module
-from simplellm.server import wire
-from simplellm.server.remote import RemoteEngine, load_remote
+from simplellm.api.input_processor import sample_of
+from simplellm.base.grammar import Grammar, GrammarError
+from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.engine.client import UnfitError
+from simplellm.server.remote import client as remote_module
+from simplellm.server.remote import wire
+from simplellm.server.remote.client import RemoteEngine, load_remote
 from simplellm.server.start import spawn
 
 COMPLETE, RESPONSES = "/v1/completions", "/v1/responses"
@@ -304,7 +304,7 @@ def test_a_full_queue(folder: Path) -> None:
 # One of the two ends, or does nothing
 
 BREAK = """
-from simplellm.scheduler import Scheduler
+from simplellm.engine.scheduler import Scheduler
 schedule, calls = Scheduler.schedule, []
 
 def broken(self):
@@ -316,8 +316,8 @@ Scheduler.schedule = broken
 # A prompt that begins with 13 never gets its 20th token; one with 14 isn't scheduled.
 HANG = """
 import time
-from simplellm.runner import Runner
-from simplellm.scheduler import Scheduler
+from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Scheduler
 start, schedule = Runner.start, Scheduler.schedule
 
 def starting(self, works, sampling):
@@ -334,7 +334,7 @@ Runner.start, Scheduler.schedule = starting, scheduling
 """
 SLOW = """
 import time
-from simplellm.runner import Runner
+from simplellm.engine.runner import Runner
 start = Runner.start
 Runner.start = lambda *given: (time.sleep(0.05), start(*given))[1]
 """
@@ -631,10 +631,10 @@ def told():
     print('told', 'torch' in sys.modules, file=sys.stderr)
 
 def making(*arguments):
-    print('grammars', 'simplellm.server.core' in sys.orig_argv, file=sys.stderr)
+    print('grammars', 'simplellm.server.remote.core' in sys.orig_argv, file=sys.stderr)
     made(*arguments)
 
-from simplellm.vocabulary import Vocabulary
+from simplellm.structured.vocabulary import Vocabulary
 made, Vocabulary.__init__ = Vocabulary.__init__, making
 atexit.register(told)
 """

@@ -16,13 +16,13 @@ from models import GREEDY, PATIENCE, SMALL, until
 from serving import ROOT, Served, events_of, serving
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError
-from simplellm.grammar import GrammarError
-from simplellm.request import Event, Request
-from simplellm.server import replicas
-from simplellm.server.remote import load_remote
-from simplellm.server.replicas import Asked, EnginePlace, Replicas, added
+from simplellm.base.grammar import GrammarError
+from simplellm.base.request import Event, Request
+from simplellm.engine.stats import Stats
+from simplellm.server.remote import replicas
+from simplellm.server.remote.client import load_remote
+from simplellm.server.remote.replicas import Asked, EnginePlace, Replicas, added
 from simplellm.server.start import spawn
-from simplellm.stats import Stats
 
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
@@ -30,8 +30,8 @@ WATCHDOG = 8.0  # seconds after which an engine hangs
 # Steps take a while, and some prompts end the process, or hang once they have tokens.
 SLOW = """
 import os, time
-from simplellm.runner import Runner
-from simplellm.scheduler import Scheduler
+from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Scheduler
 start, add = Runner.start, Scheduler.add
 
 def starting(self, works, sampling):
@@ -474,7 +474,7 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from simplellm.apps import cli
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "simplellm.server.cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "simplellm.server.remote.cluster", raising=False)
     assert cli.main(["serve", "--replicas", "2", "--port", "0"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "ray is not installed; expected what pip install 'simplellm[ray]'" in said

@@ -38,19 +38,19 @@ from serving import (
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM, EngineConfig
-from simplellm.harmony import Delta, parse
-from simplellm.outputs import merge
-from simplellm.reply import ChatReply
-from simplellm.request import Event, Request, TokenLogprobs
-from simplellm.sampling_params import SamplingParams
-from simplellm.server import responses
+from simplellm.api.outputs import merge
+from simplellm.api.reply import ChatReply
+from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.base.sampling_params import SamplingParams
 from simplellm.server.app import make_app
-from simplellm.server.bodies import read_body
-from simplellm.server.endpoint import Call, Service
-from simplellm.server.errors import APIError
-from simplellm.server.responses_body import ResponseBody
-from simplellm.server.responses_output import Output
-from simplellm.server.responses_store import Kept, ResponseStore
+from simplellm.server.http.bodies import read_body
+from simplellm.server.http.endpoint import Call, Service
+from simplellm.server.http.errors import APIError
+from simplellm.server.openai import responses
+from simplellm.server.openai.responses_body import ResponseBody
+from simplellm.server.openai.responses_output import Output
+from simplellm.server.openai.responses_store import Kept, ResponseStore
+from simplellm.text.harmony import Delta, parse
 
 PATH = "/v1/responses"
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"

@@ -14,7 +14,7 @@ from models import HELLO, SMALL, TOKENIZER, saying
 from serving import Served, serving
 
 from simplellm import LLM
-from simplellm.request import Request
+from simplellm.base.request import Request
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
 
-from simplellm.checkpoint import Checkpoint, RandomCheckpoint
-from simplellm.config import (
+from simplellm.base.config import (
     GPT_OSS_20B,
     GPT_OSS_120B,
     LAYER_TYPES,
@@ -18,9 +17,10 @@ from simplellm.config import (
     EngineConfig,
     ModelConfig,
 )
-from simplellm.families.gpt_oss import read_gpt_oss
-from simplellm.names import NAMES, kind, tensor_names, tensor_shapes
-from simplellm.sizes import (
+from simplellm.checkpoint.checkpoint import Checkpoint, RandomCheckpoint
+from simplellm.checkpoint.families.gpt_oss import read_gpt_oss
+from simplellm.checkpoint.names import NAMES, kind, tensor_names, tensor_shapes
+from simplellm.model.sizes import (
     Counts,
     Need,
     activation_bytes,

@@ -8,9 +8,9 @@ import soak
 import soak_server
 
 from simplellm import LLM
-from simplellm.engine import Engine
-from simplellm.request import Request
-from simplellm.scheduler import Scheduler
+from simplellm.base.request import Request
+from simplellm.engine.engine import Engine
+from simplellm.engine.scheduler import Scheduler
 
 
 def test_nothing_is_left_after_a_crowd_of_clients():

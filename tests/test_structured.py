@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from models import HELLO, SMALL, TOKENIZER
 
 from simplellm import LLM, Message, SamplingParams, StructuredOutputs, Tool
-from simplellm.chat_options import as_format, text_constraint, turn_constraint
-from simplellm.door import Door
-from simplellm.grammar import GrammarError
-from simplellm.harmony import parse, tool_calls
-from simplellm.schemas import blamed
-from simplellm.structured import output_rules, rules_text
+from simplellm.api.chat_options import as_format, text_constraint, turn_constraint
+from simplellm.api.input_processor import Door
+from simplellm.base.grammar import GrammarError
+from simplellm.structured.rules import output_rules, rules_text
+from simplellm.structured.schemas import blamed
+from simplellm.text.harmony import parse, tool_calls
 
 llguidance = pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ROOT / "simplellm/kernels"
+KERNELS = ROOT / "simplellm/model/kernels"
 # What kernels of a recorded profile are called today.
 RENAMED = {
     "gate_up_kernel": "experts_kernel",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from simplellm.ops import linear
-from simplellm.weights import MXFP4, VALUES, quantize
+from simplellm.checkpoint.mxfp4 import MXFP4, VALUES, quantize
+from simplellm.model.ops import linear
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**32 - 1)

@@ -25,11 +25,11 @@ from bookbuild import page
 from widgets import live
 from widgets.data import batch_routers, merge_table, rope_dial, weight_block
 
-from simplellm.llm import LLM
-from simplellm.ops import rotate
-from simplellm.rope import rotations
-from simplellm.tokenizer import Tokenizer
-from simplellm.weights import PAIRS, VALUES, quantize
+from simplellm.api.llm import LLM
+from simplellm.checkpoint.mxfp4 import PAIRS, VALUES, quantize
+from simplellm.model.ops import rotate
+from simplellm.model.rope import rotations
+from simplellm.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = ROOT / "chapters"

@@ -169,7 +169,7 @@ def test_kept_versions_are_right_and_the_engine_with_them_answers(
     assert "ours is used" not in head
     for blank in EXPORTED:
         assert f" {blank.name}" in head
-    copy = full / "simplellm/weights.py"
+    copy = full / "simplellm/checkpoint/mxfp4.py"
     assert copy.read_text("utf-8").count("def dequantize(") == 1
     assert "132" in said
     assert "Calls of yours:" in said and "MXFP4.dequantize" in said
@@ -190,8 +190,8 @@ def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     assert f"{result.message}\n  The engine uses ours." in done.stdout
     assert "yours, in the engine: none yet" in done.stdout
     assert "132" in done.stdout
-    ours = (ROOT / "simplellm/weights.py").read_text("utf-8")
-    assert (empty / "simplellm/weights.py").read_text("utf-8") == ours
+    ours = (ROOT / "simplellm/checkpoint/mxfp4.py").read_text("utf-8")
+    assert (empty / "simplellm/checkpoint/mxfp4.py").read_text("utf-8") == ours
 
 
 @pytest.mark.parametrize(
@@ -440,4 +440,4 @@ def test_blanks_are_read_with_all_cells_of_their_kept_version() -> None:
     ]
     (made,) = blanks_of("01-x", found)
     assert made.kept == "A = 1\n\n\ndef a():\n    return A\n"
-    assert made.module == "simplellm.ops"
+    assert made.module == "simplellm.model.ops"

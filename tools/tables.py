@@ -173,7 +173,7 @@ def measurements(figures: Path) -> str:
     )
 
 
-# The kinds of chat in the tests of `simplellm.dialects`, by family.
+# The kinds of chat in the tests of `simplellm.text.dialects`, by family.
 CHATS = {
     "Qwen3": "qwen",
     "Qwen3-MoE": "qwen",

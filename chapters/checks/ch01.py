@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import tiktoken
 
-from simplellm.harmony import Message, parse, render, result_message
-from simplellm.tokenizer import Tokenizer
+from simplellm.text.harmony import Message, parse, render, result_message
+from simplellm.text.tokenizer import Tokenizer
 
 JSON = "<|constrain|>json"
 ATTACK = (

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from simplellm.checkpoint import Checkpoint, TensorInfo
-from simplellm.config import MODELS
-from simplellm.folder import EMBEDDED
-from simplellm.names import kind, stored_shapes
-from simplellm.weights import MXFP4
+from simplellm.base.config import MODELS
+from simplellm.checkpoint.checkpoint import Checkpoint, TensorInfo
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.names import kind, stored_shapes
 
 
 def a_file(entries: dict, data: bytes, padding: int = 0) -> bytes:

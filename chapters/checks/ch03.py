@@ -5,10 +5,10 @@ from functools import cache
 
 import torch
 
-from simplellm.checkpoint import Checkpoint
-from simplellm.folder import EMBEDDED
-from simplellm.ops import linear
-from simplellm.weights import MXFP4, quantize
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.model.ops import linear
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

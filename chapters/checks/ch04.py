@@ -8,10 +8,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
-from simplellm.layers import Experts
-from simplellm.sizes import count_parameters
-from simplellm.weights import MXFP4, quantize
+from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.model.layers import Experts
+from simplellm.model.sizes import count_parameters
 
 
 def seeded(*shape, seed=0, scale=1.0):

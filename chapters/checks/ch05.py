@@ -8,7 +8,7 @@ import torch
 
 from checks.ch04 import Watch
 from checks.ch07 import few_lines
-from simplellm.config import GPT_OSS_20B
+from simplellm.base.config import GPT_OSS_20B
 
 YARN: Any = GPT_OSS_20B.rope_scaling  # which it has
 

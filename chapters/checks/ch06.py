@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.config import ModelConfig
-from simplellm.layers import Attention, Dense, Experts, Layer
-from simplellm.ops import PLAIN
-from simplellm.pages import KVPool
-from simplellm.sequence import PAGE, one_sequence
+from simplellm.base.config import ModelConfig
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.layers import Attention, Dense, Experts, Layer
+from simplellm.model.ops import PLAIN
+from simplellm.model.sequence import PAGE, one_sequence
 
 EPS = 1e-5
 HIDDEN, HEADS, KV_HEADS, DIM, NUM_EXPERTS, INNER, VOCAB = 24, 4, 2, 8, 5, 16, 40

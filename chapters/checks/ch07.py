@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.checkpoint import Checkpoint
-from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
-from simplellm.folder import EMBEDDED
-from simplellm.ops import attention
-from simplellm.reads import alike
+from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.model.gather import alike
+from simplellm.model.ops import attention
 
 
 def attend_in_chunks(cache, sizes, compare):

@@ -7,8 +7,8 @@ import sys
 
 from integrity import check_integrity
 
-from simplellm import pages
-from simplellm.pages import NULL
+from simplellm.engine import page_manager as pages
+from simplellm.engine.page_manager import NULL
 
 ROOM = "there are pages enough, so grow makes room and returns True"
 

@@ -11,13 +11,13 @@ from importlib.resources import files
 from statistics import mean
 from typing import Any
 
-from simplellm.llm import LLM
-from simplellm.pages import PageManager
-from simplellm.reply import TextReply
-from simplellm.request import UNKNOWN, Event, Request, TokenLogprobs
-from simplellm.sampling_params import SamplingParams
-from simplellm.scheduler import Scheduler, Work
-from simplellm.tokenizer import Tokenizer
+from simplellm.api.llm import LLM
+from simplellm.api.reply import TextReply
+from simplellm.base.request import UNKNOWN, Event, Request, TokenLogprobs
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.text.tokenizer import Tokenizer
 
 STEPS = 500  # more than any of these schedules takes
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.batch import Batch
-from simplellm.graphs import Captured, Room
-from simplellm.pages import PageManager
-from simplellm.request import Request
-from simplellm.runner import Landed, Runner
-from simplellm.scheduler import Scheduler, Work
+from simplellm.base.request import Request
+from simplellm.engine.graphs import Captured, Room
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Landed, Runner
+from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.model.batch import Batch
 
 STEPS = 500  # more than any of these schedules takes
 

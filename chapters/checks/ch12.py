@@ -9,11 +9,11 @@ import triton
 
 from checks.loads import beyond
 from simplellm.apps.roofline import Machine
-from simplellm.config import GPT_OSS_20B, GPT_OSS_120B
-from simplellm.kernels.experts import TILINGS
-from simplellm.kernels.fragments import NUMBERS
-from simplellm.sizes import count_parameters, kv_bytes, weight_bytes
-from simplellm.weights import MXFP4
+from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model.kernels.experts import TILINGS
+from simplellm.model.kernels.fragments import NUMBERS
+from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1024  # elements on either side of a guarded tensor

@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from simplellm.harmony import Delta
-from simplellm.llm import LLM
-from simplellm.server.deltas import Turn, message_of_choice
+from simplellm.api.llm import LLM
+from simplellm.server.openai.deltas import Turn, message_of_choice
+from simplellm.text.harmony import Delta
 
 PATIENCE = 20.0  # seconds
 

@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from simplellm.llm import LLM
+from simplellm.api.llm import LLM
 
 # Expressions are the chapter's tuples.
 NOTHING: tuple[Any, ...] = ("byte", frozenset())

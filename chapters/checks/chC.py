@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from simplellm.families import FAMILIES
-from simplellm.families.family import Family
-from simplellm.load import load_model
-from simplellm.scaled import E4M3, LARGEST, Scaled
+from simplellm.api.load import load_model
+from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled
 
 
 def random(*shape, seed=0):

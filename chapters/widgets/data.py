@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from simplellm.config import ModelConfig
-from simplellm.rope import yarn_frequencies
-from simplellm.weights import BLOCK, VALUES
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.mxfp4 import BLOCK, VALUES
+from simplellm.model.rope import yarn_frequencies
 
 
 def merge_table(

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from simplellm.config import EngineConfig
-from simplellm.harmony import Message, render
-from simplellm.llm import LLM
-from simplellm.load import build_engine
-from simplellm.request import Request
-from simplellm.sampling_params import SamplingParams
+from simplellm.api.llm import LLM
+from simplellm.api.load import build_engine
+from simplellm.base.config import EngineConfig
+from simplellm.base.request import Request
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.text.harmony import Message, render
 
 QUESTIONS = (
     "What is 47 + 85?",

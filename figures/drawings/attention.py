@@ -18,10 +18,10 @@ from drawings.svg import (
     number,
     shade,
 )
-from simplellm.config import GPT_OSS_120B
-from simplellm.names import axes
-from simplellm.rope import yarn_frequencies
-from simplellm.sizes import position_bytes
+from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.names import axes
+from simplellm.model.rope import yarn_frequencies
+from simplellm.model.sizes import position_bytes
 
 
 def heads() -> Drawing:

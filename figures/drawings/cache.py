@@ -12,7 +12,7 @@ from drawings.svg import (
     mix,
     shade,
 )
-from simplellm.pages import PageManager
+from simplellm.engine.page_manager import PageManager
 
 
 def ring() -> Drawing:

@@ -15,9 +15,9 @@ from drawings.svg import (
     shade,
     tint,
 )
-from simplellm.folder import EMBEDDED
-from simplellm.harmony import Message, render
-from simplellm.tokenizer import Tokenizer
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.text.harmony import Message, render
+from simplellm.text.tokenizer import Tokenizer
 
 QUESTION = "What is 47 + 85?"
 # What the embedded model answers.

@@ -21,11 +21,11 @@ from drawings.svg import (
     shade,
     tint,
 )
-from simplellm.config import GPT_OSS_120B, ModelConfig
-from simplellm.families import read_config
-from simplellm.folder import EMBEDDED
-from simplellm.names import is_expert_weight, packed_shapes, tensor_shapes
-from simplellm.sizes import position_bytes
+from simplellm.base.config import GPT_OSS_120B, ModelConfig
+from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.names import is_expert_weight, packed_shapes, tensor_shapes
+from simplellm.model.sizes import position_bytes
 
 SMALL_MODEL = read_config(EMBEDDED / "config.json")
 

@@ -18,9 +18,9 @@ from drawings.svg import (
     Drawing,
     mix,
 )
-from simplellm.config import GPT_OSS_120B
-from simplellm.kernels.experts import tilings
-from simplellm.kernels.routing import max_blocks
+from simplellm.base.config import GPT_OSS_120B
+from simplellm.model.kernels.experts import tilings
+from simplellm.model.kernels.routing import max_blocks
 
 TOKENS = (BLUE, VERMILION, GREEN)
 EXPERTS = (BLUE, EDGE, VERMILION, GREEN, EDGE, PURPLE)

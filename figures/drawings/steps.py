@@ -21,11 +21,11 @@ from drawings.svg import (
     Drawing,
     shade,
 )
-from simplellm.batch import Batch
-from simplellm.pages import PageManager
-from simplellm.request import UNKNOWN, Request
-from simplellm.runner import Runner
-from simplellm.scheduler import Scheduler, Work
+from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.model.batch import Batch
 
 BUDGET = 16
 NAMES = "ABCDE"

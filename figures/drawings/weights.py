@@ -19,9 +19,9 @@ from drawings.svg import (
     WIDTH,
     Drawing,
 )
-from simplellm.folder import EMBEDDED
-from simplellm.kernels.fragments import FIRST, NUMBERS, SHIFT, repack_expert
-from simplellm.weights import BIAS, MXFP4, VALUES
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.mxfp4 import BIAS, MXFP4, VALUES
+from simplellm.model.kernels.fragments import FIRST, NUMBERS, SHIFT, repack_expert
 
 
 def real_weight() -> MXFP4:

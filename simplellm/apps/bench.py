@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
+from simplellm.api.outputs import RequestOutput
 from simplellm.apps.report import circumstances, describe_memory
 from simplellm.apps.roofline import (
     Machine,
@@ -27,8 +28,7 @@ from simplellm.apps.roofline import (
     read_bytes,
     step_flops,
 )
-from simplellm.checkpoint import open_weights
-from simplellm.config import (
+from simplellm.base.config import (
     EngineConfig,
     ModelConfig,
     check,
@@ -36,11 +36,11 @@ from simplellm.config import (
     declared,
     expect,
 )
-from simplellm.machine import find_device, find_dtype
-from simplellm.outputs import RequestOutput
-from simplellm.sampling_params import SamplingParams
-from simplellm.sizes import kv_bytes, weight_bytes
-from simplellm.stats import Meter, quantile
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.engine.stats import Meter, quantile
+from simplellm.model.machine import find_device, find_dtype
+from simplellm.model.sizes import kv_bytes, weight_bytes
 
 CONTEXT_STEPS = 64  # decodes at a long context, once all prompts are computed
 PREFILL_RUNS = 3

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from simplellm.api.input_processor import Door, Loaded
+from simplellm.api.load import load_engine
 from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
 from simplellm.apps.report import circumstances
-from simplellm.checkpoint import Source, open_weights
-from simplellm.config import BLOCK, EngineConfig, ModelConfig
-from simplellm.door import Door, Loaded
-from simplellm.folder import EMBEDDED
-from simplellm.formats import NumberFormat, is_matrix
-from simplellm.load import load_engine
-from simplellm.machine import find_device, find_dtype
-from simplellm.names import is_expert_weight, tensor_names, tensor_shapes
-from simplellm.sizes import weight_bytes
-from simplellm.stored import encoded
-from simplellm.weights import Weight
+from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
+from simplellm.checkpoint.checkpoint import Source, open_weights
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.formats import NumberFormat, is_matrix
+from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.checkpoint.stored import encoded
+from simplellm.model.machine import find_device, find_dtype
+from simplellm.model.sizes import weight_bytes
 
 BATCHES, INPUT_LEN, OUTPUT_LEN = (1, 8), 128, 64
 PROBLEMS = EMBEDDED / "problems.json"  # held out, made by tools/embedded/problems.py

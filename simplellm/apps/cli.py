@@ -27,10 +27,10 @@ from simplellm.apps.calculator import CALCULATOR
 from simplellm.apps.screen import Screen, converse, read_lines, respond
 from simplellm.apps.serving import serve_model
 from simplellm.apps.workloads import plan_load
-from simplellm.config import expect
+from simplellm.base.config import expect
 
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
-    from simplellm.llm import LLM
+    from simplellm.api.llm import LLM
 
 CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
 
@@ -80,8 +80,8 @@ app = typer.Typer(
 def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
     """The engine with its model loaded."""
     with screen.waiting("Starting PyTorch"):
-        import simplellm.load  # noqa: F401  (which the LLM will ask for)
-        from simplellm.llm import LLM
+        import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
+        from simplellm.api.llm import LLM
     return LLM(model, device=device)
 
 
@@ -255,10 +255,10 @@ def bench(
         options.check_folder(path)
     screen = Screen()
     with screen.waiting("Starting PyTorch"):
+        from simplellm.api.llm import LLM
         from simplellm.apps import report, traffic
         from simplellm.apps.bench import measure, plan_steps
         from simplellm.apps.bench_formats import FORMAT_ROWS, measure_formats
-        from simplellm.llm import LLM
     draw: Any = None
     if plot is not None:
         report.check_plot(plot)

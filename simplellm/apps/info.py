@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-from simplellm.checkpoint import Checkpoint
-from simplellm.config import MODELS, ModelConfig
-from simplellm.families import FAMILIES
-from simplellm.folder import EMBEDDED, check_downloaded
-from simplellm.formats import format_names
-from simplellm.names import kind, stored_shapes
-from simplellm.sizes import count_parameters
+from simplellm.base.config import MODELS, ModelConfig
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.folder import EMBEDDED, check_downloaded
+from simplellm.checkpoint.formats import format_names
+from simplellm.checkpoint.names import kind, stored_shapes
+from simplellm.model.sizes import count_parameters
 
 ROW = "{:<12}  {:<11}  {:>17}  {:>16}  {:>7}"
 

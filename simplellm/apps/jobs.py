@@ -24,11 +24,11 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
+from simplellm.api.input_processor import with_integer_keys
+from simplellm.api.outputs import ChatChoice, RequestOutput
 from simplellm.apps import jobs_openai
-from simplellm.door import with_integer_keys
-from simplellm.outputs import ChatChoice, RequestOutput
-from simplellm.request import QueueFullError
-from simplellm.sampling_params import SamplingParams
+from simplellm.base.request import QueueFullError
+from simplellm.base.sampling_params import SamplingParams
 
 IN_FLIGHT = 256  # requests that the engine has at a time
 RETRY_SECONDS = 0.2  # between two looks at a queue that was full

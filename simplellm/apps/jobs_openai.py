@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from simplellm.config import expect, one_of
+from simplellm.base.config import expect, one_of
 
 LINE_FIELDS = ("method", "url", "body")  # of a line, beside its custom_id
 RESULT_PREFIX = "batch_req_"  # of a result's id, before the digest of its request
@@ -39,11 +39,11 @@ def read_request(
     Raises APIError for what it would refuse.
     """
     # Most batch files do without it, and the extra may not be installed.
-    from simplellm.server.bodies import known_names, read_body
-    from simplellm.server.chat import CHATS
-    from simplellm.server.completions import COMPLETIONS
-    from simplellm.server.endpoint import Call
-    from simplellm.server.errors import as_api_error
+    from simplellm.server.http.bodies import known_names, read_body
+    from simplellm.server.http.endpoint import Call
+    from simplellm.server.http.errors import as_api_error
+    from simplellm.server.openai.chat import CHATS
+    from simplellm.server.openai.completions import COMPLETIONS
 
     endpoints = {endpoint.path: endpoint for endpoint in (*COMPLETIONS, *CHATS)}
     kind: Any = None
@@ -70,7 +70,7 @@ async def answer_body(
     llm: Any, request: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
     """Status and body of the response to a line's ``request``."""
-    from simplellm.server.errors import APIError, openai_form
+    from simplellm.server.http.errors import APIError, openai_form
 
     try:
         made = read_request(llm, request, defaults)

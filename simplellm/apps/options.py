@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from simplellm.apps.workloads import WORKLOADS
-from simplellm.sampling_params import SamplingParams
+from simplellm.base.sampling_params import SamplingParams
 
 ModelFolder = Annotated[
     str | None,

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from simplellm.checkpoint import (
+from simplellm.base.config import BLOCK, expect, raising, read_json
+from simplellm.checkpoint.checkpoint import (
     INDEX,
     Checkpoint,
     CheckpointError,
@@ -25,10 +26,9 @@ from simplellm.checkpoint import (
     read_headers,
     tensor_view,
 )
-from simplellm.config import BLOCK, expect, raising, read_json
-from simplellm.families import FAMILIES
-from simplellm.folder import check_downloaded
-from simplellm.formats import (
+from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.folder import check_downloaded
+from simplellm.checkpoint.formats import (
     MXFP4_EXPERTS,
     SCHEMES,
     SQUARES,
@@ -36,9 +36,9 @@ from simplellm.formats import (
     is_linear,
     is_matrix,
 )
-from simplellm.names import is_expert_weight, stored_names, tensor_names
-from simplellm.stored import encoded, in_one, tensors
-from simplellm.weights import quantize
+from simplellm.checkpoint.mxfp4 import quantize
+from simplellm.checkpoint.names import is_expert_weight, stored_names, tensor_names
+from simplellm.checkpoint.stored import encoded, in_one, tensors
 
 Forms = Mapping[str, NumberFormat | None]  # of each tensor, by name
 TARGETS = {

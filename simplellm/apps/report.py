@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from simplellm import __version__
-from simplellm.machine import name_of
-from simplellm.model import Model
-from simplellm.sizes import weight_bytes
+from simplellm.model.machine import name_of
+from simplellm.model.model import Model
+from simplellm.model.sizes import weight_bytes
 
 FORMATS = (".svg", ".png", ".pdf")  # of a plot
 

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from simplellm.config import ModelConfig
-from simplellm.sizes import count_parameters, kv_bytes, weight_bytes
+from simplellm.base.config import ModelConfig
+from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
 
 
 def distinct_experts(config: ModelConfig, tokens: int) -> float:
@@ -115,7 +115,7 @@ def read_speed(device: torch.device, nbytes: int) -> float:
     x = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
     read: Callable[[Tensor], Tensor] = torch.sum
     if device.type == "cuda" and find_spec("triton"):
-        from simplellm.kernels.read import read_memory as read
+        from simplellm.model.kernels.read import read_memory as read
     elif device.type == "cpu":
         x = x.view(torch.float32)  # the sum of integers takes longer than reading them
     return nbytes / shortest(lambda: read(x), device)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from simplellm.apps.calculator import call_tool
-from simplellm.harmony import Delta
+from simplellm.text.harmony import Delta
 
 if TYPE_CHECKING:  # importing torch takes seconds
-    from simplellm.streams import Stream
+    from simplellm.api.streams import Stream
 
 MAX_TOOL_CALLS = 8  # per question; a model that never stops calling is cut off here
 

@@ -9,7 +9,7 @@ import typer
 
 from simplellm.apps.options import Where
 from simplellm.apps.screen import Screen
-from simplellm.config import MAX_SIZE, EngineConfig, check_number
+from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn
 
 MAX_REPLICAS = 64
@@ -114,8 +114,8 @@ def serve_model(
                 import orjson  # noqa: F401  (which the engine's process needs too)
 
                 engine = begin(stack, replicas, device, log_level, watchdog_timeout)
-                from simplellm.llm import LLM
-                from simplellm.server.remote import load_remote
+                from simplellm.api.llm import LLM
+                from simplellm.server.remote.client import load_remote
                 from simplellm.server.serve import serve
         except ModuleNotFoundError as error:
             extra = "ray" if error.name == "ray" else "serve"
@@ -140,11 +140,11 @@ def begin(
     """What will be an engine, or several as one; ``stack`` ends what keeps them."""
     if replicas is None:
         process, link = spawn()  # it imports meanwhile
-        from simplellm.server.remote import RemoteEngine
+        from simplellm.server.remote.client import RemoteEngine
 
         return RemoteEngine(process, link, watchdog_timeout)
-    from simplellm.server.cluster import Cluster
-    from simplellm.server.replicas import Replicas
+    from simplellm.server.remote.cluster import Cluster
+    from simplellm.server.remote.replicas import Replicas
 
     stack.enter_context(redirect_stdout(sys.stderr))  # where Ray says what happens
     cluster = stack.enter_context(closing(Cluster(replicas, device, log_level)))

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from simplellm.apps import jobs_openai
 from simplellm.apps.workloads import Arrival, conversations
-from simplellm.stats import quantile
+from simplellm.engine.stats import quantile
 
 PATIENCE = 3600.0  # seconds for one answer
 UNTOLD = -1  # stands for a part's tokens where their numbers are not told

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from simplellm.config import MAX_SIZE, check_number, expect
+from simplellm.base.config import MAX_SIZE, check_number, expect
 
 # So common that a large vocabulary has a token for each; servers tell the true counts.
 WORDS = (

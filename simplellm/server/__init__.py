@@ -1,13 +1,14 @@
 """The server: the HTTP face of one `LLM`, for clients of OpenAI's interface and
 Anthropic's. Needs the extra [serve].
 
-A request's way: `Gate` in app.py looks at what any request needs (its id, the key,
+A request's way: `Gate` in `app.py` looks at what any request needs (its id, the key,
 whether the server drains, the log) and turns whatever is raised into an error of
-OpenAI's form. `Endpoint.respond` in endpoint.py reads the body, has it checked and,
-where the endpoint answers with a `Generation`, runs its requests and writes what it
-says of them: one JSON object, or server-sent events. The engine that runs them is in
-another process, as core.py and remote.py have it, or there are several of them, as
-replicas.py and cluster.py have it.
+OpenAI's form. `Endpoint.respond` in `http/endpoint.py` reads the body, has it checked
+and, where the endpoint answers with a `Generation`, runs its requests and writes what
+it says of them: one JSON object, or server-sent events. The engine that runs them is in
+another process, or there are several of them: `remote/`. OpenAI's interfaces are in
+`openai/`, Anthropic's in `anthropic/`; `serve.py` runs the whole, and `start.py` has
+what comes before anything heavy is imported.
 
 To add an endpoint, write one file:
 
@@ -35,5 +36,5 @@ It inherits the rest: limits, request ids, disconnects, slow readers, time limit
 metrics and the access log.
 
 The page at / is in page/, written by hand in JavaScript, without libraries. view.js
-draws the engine there and in the course's widget; live.py tells it what to draw.
+draws the engine there and in the course's widget; `http/live.py` tells it what to draw.
 """

@@ -17,8 +17,10 @@ from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from simplellm.server import chat, completions, facts, messages, page, responses
-from simplellm.server.endpoint import (
+from simplellm.server import page
+from simplellm.server.anthropic import messages
+from simplellm.server.http import facts
+from simplellm.server.http.endpoint import (
     LOGGER,
     Call,
     Endpoint,
@@ -26,15 +28,16 @@ from simplellm.server.endpoint import (
     Service,
     as_json,
 )
-from simplellm.server.errors import (
+from simplellm.server.http.errors import (
     APIError,
     as_api_error,
     openai_form,
 )
-from simplellm.server.live import live_endpoints
-from simplellm.server.openapi import document_endpoints
+from simplellm.server.http.live import live_endpoints
+from simplellm.server.http.openapi import document_endpoints
+from simplellm.server.openai import chat, completions, responses
 
-ACCESS = logging.getLogger("simplellm.access")
+ACCESS = logging.getLogger("simplellm.engine.client")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,

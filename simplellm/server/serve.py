@@ -15,9 +15,9 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from simplellm.llm import LLM
+from simplellm.api.llm import LLM
 from simplellm.server.app import ACCESS, make_app
-from simplellm.server.endpoint import LOGGER, Service
+from simplellm.server.http.endpoint import LOGGER, Service
 from simplellm.server.start import Options, freeze_objects
 
 # Seconds that answers have to leave once the server ends: streams get their last event.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from simplellm.config import expect
+from simplellm.base.config import expect
 
 # Seconds for which an engine's process may be silent, or in one step; SGLang has the
 # same. A step takes less than a second on a GPU, but minutes on a slow CPU.
@@ -59,7 +59,7 @@ def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        command = [sys.executable, "-m", "simplellm.server.core", str(number)]
+        command = [sys.executable, "-m", "simplellm.server.remote.core", str(number)]
         process = subprocess.Popen(command, pass_fds=[number], process_group=0)
     return process, ours
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import simplellm
-from simplellm.harmony import (
+from simplellm.text.harmony import (
     HarmonyParser,
     Message,
     parse,
@@ -13,9 +13,9 @@ from simplellm.harmony import (
     render_message,
     result_message,
 )
-from simplellm.harmony.message import ENDS
-from simplellm.harmony.parse import message_of, split_header
-from simplellm.tokenizer import StreamDecoder, Tokenizer
+from simplellm.text.harmony.message import ENDS
+from simplellm.text.harmony.parse import message_of, split_header
+from simplellm.text.tokenizer import StreamDecoder, Tokenizer
 from wrong import wrong
 
 EMBEDDED = Path(simplellm.__file__).parent / "embedded" / "tokenizer.json"

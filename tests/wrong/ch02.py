@@ -8,9 +8,14 @@ from collections import Counter
 
 import torch
 
-from simplellm.checkpoint import DTYPES, read_header
-from simplellm.names import is_expert_weight, kind, stored_shapes, tensor_shapes
-from simplellm.weights import MXFP4
+from simplellm.checkpoint.checkpoint import DTYPES, read_header
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.checkpoint.names import (
+    is_expert_weight,
+    kind,
+    stored_shapes,
+    tensor_shapes,
+)
 from wrong import wrong
 
 

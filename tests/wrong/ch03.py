@@ -2,8 +2,7 @@
 
 import torch
 
-from simplellm.ops import linear
-from simplellm.weights import (
+from simplellm.checkpoint.mxfp4 import (
     BLOCK,
     MXFP4,
     VALUES,
@@ -11,6 +10,7 @@ from simplellm.weights import (
     decode_scales,
     quantize,
 )
+from simplellm.model.ops import linear
 from wrong import wrong
 
 SIXTEEN = torch.tensor(VALUES)

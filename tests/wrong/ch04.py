@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from simplellm import ops
-from simplellm.config import GPT_OSS_120B
-from simplellm.ops import linear
-from simplellm.sizes import count_parameters
-from simplellm.weights import MXFP4
+from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model import ops
+from simplellm.model.ops import linear
+from simplellm.model.sizes import count_parameters
 from wrong import wrong
 
 

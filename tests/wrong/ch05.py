@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from simplellm import ops, rope
-from simplellm.config import GPT_OSS_20B
-from simplellm.ops import visible
+from simplellm.base.config import GPT_OSS_20B
+from simplellm.model import ops, rope
+from simplellm.model.ops import visible
 from wrong import wrong
 
 

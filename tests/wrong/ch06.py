@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from simplellm import ops
-from simplellm.model import Model
-from simplellm.ops import attention, experts, linear, rms_norm, rotate
+from simplellm.model import ops
+from simplellm.model.model import Model
+from simplellm.model.ops import attention, experts, linear, rms_norm, rotate
 from wrong import wrong
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from simplellm.ops import attention
-from simplellm.reads import Read, alike
+from simplellm.model.gather import Read, alike
+from simplellm.model.ops import attention
 from wrong import wrong
 
 

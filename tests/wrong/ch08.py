@@ -4,7 +4,7 @@ from array import array
 from hashlib import md5, sha256
 from zlib import crc32
 
-from simplellm.pages import NULL, PageManager, page_digest
+from simplellm.engine.page_manager import NULL, PageManager, page_digest
 from wrong import wrong
 
 

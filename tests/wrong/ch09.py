@@ -5,12 +5,12 @@ import queue
 from importlib.resources import files
 from typing import Any
 
-from simplellm.outputs import RequestOutput
-from simplellm.pages import PageManager
-from simplellm.reader import END, Reader
-from simplellm.reply import TextReply
-from simplellm.scheduler import Scheduler, Work
-from simplellm.tokenizer import Tokenizer
+from simplellm.api.outputs import RequestOutput
+from simplellm.api.reader import END, Reader
+from simplellm.api.reply import TextReply
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.text.tokenizer import Tokenizer
 from wrong import wrong
 
 TOKENIZER = Tokenizer.from_file(str(files("simplellm") / "embedded" / "tokenizer.json"))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.batch import Batch, KVGroup
-from simplellm.runner import Runner
+from simplellm.engine.runner import Runner
+from simplellm.model.batch import Batch, KVGroup
 from wrong import wrong
 
 

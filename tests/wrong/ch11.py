@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from simplellm.kernels.keys import LOWEST, ordered
-from simplellm.kernels.norm import sum_parts
-from simplellm.kernels.prefill import find_rows, fold, initial, load_pair
-from simplellm.ops import swiglu
+from simplellm.model.kernels.keys import LOWEST, ordered
+from simplellm.model.kernels.norm import sum_parts
+from simplellm.model.kernels.prefill import find_rows, fold, initial, load_pair
+from simplellm.model.ops import swiglu
 from wrong import wrong
 
 

@@ -7,10 +7,10 @@ import triton.language as tl
 
 from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
-from simplellm.kernels.experts import TILINGS
-from simplellm.kernels.fragments import FIRST, SECOND, rotate_left
-from simplellm.kernels.routing import count_live_pairs, write_blocks
-from simplellm.sizes import kv_bytes, weight_bytes
+from simplellm.model.kernels.experts import TILINGS
+from simplellm.model.kernels.fragments import FIRST, SECOND, rotate_left
+from simplellm.model.kernels.routing import count_live_pairs, write_blocks
+from simplellm.model.sizes import kv_bytes, weight_bytes
 from wrong import wrong
 
 

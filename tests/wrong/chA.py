@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from simplellm.harmony.openai import function_name
-from simplellm.outputs import is_reasoning
-from simplellm.server.deltas import Turn, new_call_id
-from simplellm.server.sse import DONE, ESCAPES, HEADERS, event
+from simplellm.api.outputs import is_reasoning
+from simplellm.server.http.sse import DONE, ESCAPES, HEADERS, event
+from simplellm.server.openai.deltas import Turn, new_call_id
+from simplellm.text.harmony.openai import function_name
 from wrong import wrong
 
 

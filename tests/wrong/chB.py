@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from checks.chB import EMPTY, NOTHING
 
-from simplellm.choices import pack
-from simplellm.harmony.turn import SHARED_RULES, call_rule, final_rule
+from simplellm.sampling.allowed_tokens import pack
+from simplellm.text.harmony.turn import SHARED_RULES, call_rule, final_rule
 from wrong import wrong
 
 

@@ -3,12 +3,12 @@
 import torch
 from torch.nn import functional
 
-from simplellm import scaled
-from simplellm.families.decoder import COMMON, decoder
-from simplellm.families.family import Family
-from simplellm.families.mistral import same_windows
-from simplellm.ops import rms_norm, route
-from simplellm.scaled import LARGEST, LEAST_TILE, multiply_tiles
+from simplellm.checkpoint import scaled
+from simplellm.checkpoint.families.decoder import COMMON, decoder
+from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.families.mistral import same_windows
+from simplellm.checkpoint.scaled import LARGEST, LEAST_TILE, multiply_tiles
+from simplellm.model.ops import rms_norm, route
 from wrong import wrong
 
 

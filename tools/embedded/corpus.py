@@ -25,10 +25,10 @@ from problems import (
 )
 
 from simplellm.apps.calculator import CALCULATOR
-from simplellm.harmony import Message, developer_text, system_text
-from simplellm.harmony.render import render_message
-from simplellm.harmony.schema import as_tools
-from simplellm.tokenizer import Tokenizer
+from simplellm.text.harmony import Message, developer_text, system_text
+from simplellm.text.harmony.render import render_message
+from simplellm.text.harmony.schema import as_tools
+from simplellm.text.tokenizer import Tokenizer
 
 Span = tuple[list[int], bool]
 

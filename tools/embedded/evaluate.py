@@ -21,9 +21,9 @@ from problems import EVALUATED, Problem, evaluation_set
 from records import header, parser, save
 
 from simplellm import LLM
-from simplellm.harmony import Message, parse, render
-from simplellm.machine import name_of
-from simplellm.tokenizer import Tokenizer
+from simplellm.model.machine import name_of
+from simplellm.text.harmony import Message, parse, render
+from simplellm.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 300
 

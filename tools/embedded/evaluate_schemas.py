@@ -24,7 +24,7 @@ from problems import Problem, evaluation_set
 from records import header, parser, save
 
 from simplellm import LLM
-from simplellm.results import ChatOutput
+from simplellm.api.results import ChatOutput
 
 # What an answer is called is what the model calls it in its thoughts.
 SKILLS = ("addition", "subtraction", "counting", "comparing")

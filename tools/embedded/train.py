@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GptOssForCausalLM
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
-from simplellm.tokenizer import Tokenizer
-from simplellm.weights import quantize
+from simplellm.checkpoint.mxfp4 import quantize
+from simplellm.text.tokenizer import Tokenizer
 
 ROW = 512  # tokens in a packed row
 IGNORE = -100

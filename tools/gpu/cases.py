@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from simplellm.batch import KVGroup
-from simplellm.build import build
-from simplellm.checkpoint import RandomCheckpoint
-from simplellm.config import MODELS
-from simplellm.kernels.fragments import Fragments, unpack
-from simplellm.kernels.fused import fused
-from simplellm.kernels.variants import plainly
-from simplellm.layers import Attention, Experts, Layer
-from simplellm.model import Model
-from simplellm.ops import PLAIN, route
-from simplellm.sizes import weight_bytes
+from simplellm.base.config import MODELS
+from simplellm.checkpoint.checkpoint import RandomCheckpoint
+from simplellm.model.batch import KVGroup
+from simplellm.model.build import build
+from simplellm.model.kernels.fragments import Fragments, unpack
+from simplellm.model.kernels.fused import fused
+from simplellm.model.kernels.variants import plainly
+from simplellm.model.layers import Attention, Experts, Layer
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN, route
+from simplellm.model.sizes import weight_bytes
 
 PAGE = 64
 MAX_NUM_SEQS = 256

@@ -31,11 +31,11 @@ from typing import Any
 from simplellm import LLM, EngineConfig
 from simplellm.apps.traffic import Outcome, run_traffic, summarize_traffic, to_url
 from simplellm.apps.workloads import Arrival
-from simplellm.folder import open_config
-from simplellm.server.remote import RemoteEngine, load_remote
+from simplellm.checkpoint.folder import open_config
+from simplellm.server.remote.client import RemoteEngine, load_remote
 from simplellm.server.serve import serve
 from simplellm.server.start import Options, bind, spawn
-from simplellm.tokenizer import Tokenizer
+from simplellm.text.tokenizer import Tokenizer
 
 EACH = 32  # streams of a process of clients: of many more it could be slower than ours
 PROMPT, TURNS = 128, 3

@@ -159,7 +159,7 @@ def first(llm: Any) -> Found:
 
 def shares(name: str, values: Sequence[float], which: Sequence[float]) -> Found:
     """Quantiles of milliseconds, by name."""
-    from simplellm.stats import quantile
+    from simplellm.engine.stats import quantile
 
     return {f"{name}, p{100 * q:.0f} ms": quantile(values, q) or 0.0 for q in which}
 
@@ -243,14 +243,14 @@ def turn(model: str, cases: list[str], began: float, cold: bool) -> Found:
     """All that is measured of one model by the package that is imported here."""
     import torch
 
-    import simplellm.load
-    import simplellm.runner
+    import simplellm.api.load
+    import simplellm.engine.runner
 
     print(f"  {Path(simplellm.__file__).parent}, torch {torch.__version__}")
     parts: Found = {}
     with (
-        timed(simplellm.load, "fused_operations", parts),
-        timed(simplellm.runner.Runner, "capture", parts),
+        timed(simplellm.api.load, "fused_operations", parts),
+        timed(simplellm.engine.runner.Runner, "capture", parts),
         opened(model) as llm,
     ):
         ready = time.time() - began

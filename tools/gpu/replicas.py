@@ -25,8 +25,8 @@ import torch
 from records import header, parser, save
 
 from simplellm import LLM, EngineConfig
-from simplellm.server.remote import load_remote
-from simplellm.server.replicas import Replicas
+from simplellm.server.remote.client import load_remote
+from simplellm.server.remote.replicas import Replicas
 from simplellm.server.start import spawn
 
 TURNS = 3

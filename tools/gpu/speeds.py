@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from simplellm.apps.quantize import TARGETS, described
-from simplellm.config import ModelConfig
-from simplellm.families import read_config
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.families import read_config
 
 BENCH = "--random-weights --batch 1,8,64 --prefill 32x2048,1x2048".split()
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from records import header, parser, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
-from simplellm.pages import PageManager
+from simplellm.engine.page_manager import PageManager
 
 SHAPES = "1000x1000,1024x8192,8192x1024"  # those that TensorRT-LLM publishes
 PARTS = 12  # of the steady seconds, each with a rate of its own

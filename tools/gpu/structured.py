@@ -29,9 +29,9 @@ sys.path.append(str(Path(__file__).parents[1]))
 from records import header, parser, save
 
 from simplellm import LLM, EngineConfig, SamplingParams
-from simplellm.masks import Masks
-from simplellm.sampling_params import StructuredOutputs
-from simplellm.tokenizer import Tokenizer
+from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.sampling.masks import Masks
+from simplellm.text.tokenizer import Tokenizer
 
 BATCHES = (1, 64, 256)
 LENGTH, TOKENS = 128, 256  # of a prompt, and of an answer

@@ -37,14 +37,14 @@ from cases import Case, Cases, random_model
 from records import header, parser, save
 from torch import Tensor
 
-from simplellm.kernels.decode import DecodeTiles, decode_tiles
-from simplellm.kernels.experts import Tiling
-from simplellm.kernels.experts_one import FEW_TOKENS, OneTiling
-from simplellm.kernels.grouped import Grouping
-from simplellm.kernels.grouped_few import Few, are_few
-from simplellm.kernels.linear import Dot, Gemv
-from simplellm.kernels.prefill import PrefillTiles
-from simplellm.scaled import Scaled
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model.kernels.decode import DecodeTiles, decode_tiles
+from simplellm.model.kernels.experts import Tiling
+from simplellm.model.kernels.experts_one import FEW_TOKENS, OneTiling
+from simplellm.model.kernels.grouped import Grouping
+from simplellm.model.kernels.grouped_few import Few, are_few
+from simplellm.model.kernels.linear import Dot, Gemv
+from simplellm.model.kernels.prefill import PrefillTiles
 
 PEAK = 4650.0  # GB/s
 SECONDS = 0.35  # of each measurement
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """What takes the place of functions of simplellm.kernels, by MODULE.NAME."""
+    """What takes the place of functions of simplellm.model.kernels, by MODULE.NAME."""
 
     name: str
     replaced: dict[str, Any]
@@ -66,7 +66,7 @@ class Variant:
         stack = ExitStack()
         for path, value in self.replaced.items():
             module, _, name = path.rpartition(".")
-            place = import_module(f"simplellm.kernels.{module}")
+            place = import_module(f"simplellm.model.kernels.{module}")
             stack.enter_context(mock.patch.object(place, name, value))
         return stack
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from starlette.responses import Response
 
-from simplellm.server.endpoint import Call, Endpoint
+from simplellm.server.http.endpoint import Call, Endpoint
 
 FOLDER = Path(__file__).parent
 MEDIA = {

@@ -1,0 +1,165 @@
+"""What the options of a chat ask of its turn: the answer's format, and which calls."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from simplellm.base.config import expect, expect_type, one_of
+from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.structured.rules import (
+    MAX_TEXT,
+    WHERE,
+    output_rules,
+    rules_text,
+    schema_rules,
+)
+from simplellm.text.harmony import Tool
+from simplellm.text.harmony.schema import format_text
+from simplellm.text.harmony.turn import FREE, Rules, turn_grammar
+
+OBJECT = {"type": "object"}
+MAX_CALLS = 128  # tools that one grammar tells apart; as with OpenAI
+FORMAT_NAME = re.compile(r"[\w-]{1,64}")  # as with OpenAI
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of an answer: its ``rules``, or None, and what the model is told.
+
+    ``where`` is the parameter that asks for it.
+    """
+
+    rules: Rules | None = None
+    text: str = ""
+    where: str = "response_format"
+
+
+def as_format(given: Any, where: str = "response_format") -> Format:
+    """OpenAI's ``response_format``, which stands at ``where``; None is any text.
+
+    The fields of a json_schema may also stand in it as they are, as /v1/responses has
+    it. Raises TypeError or ValueError.
+    """
+    if isinstance(given, Format | None):
+        return given or Format()
+    asks = where
+    expect_type(where, given, Mapping, "an object")
+    kind = given.get("type")
+    one_of(f"{where}.type", kind, ("text", "json_object", "json_schema"))
+    if kind != "json_schema":
+        rules = schema_rules(OBJECT, where) if kind == "json_object" else None
+        return Format(rules, "", asks)
+    if "json_schema" in given:
+        where, given = f"{where}.json_schema", given["json_schema"]
+        expect_type(where, given, Mapping, "an object")
+    name, about = given.get("name"), given.get("description") or ""
+    schema, strict = given.get("schema"), given.get("strict")
+    expect_type(f"{where}.name", name, str, "a string")
+    expect_type(f"{where}.description", about, str, "a string")
+    expect_type(f"{where}.schema", schema, Mapping, "an object")
+    expect_type(f"{where}.strict", strict, bool | None, "true or false")
+    wanted = "up to 64 letters, digits, '_' and '-'"
+    expect(FORMAT_NAME.fullmatch(str(name)), f"{where}.name", name, wanted)
+    rules = schema_rules(schema, f"{where}.schema")
+    return Format(rules, format_text(str(name), about, schema or {}), asks)
+
+
+def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
+    """The tools that ``tool_choice`` lets the model call, and whether it has to.
+
+    None is "auto"; a tool is named as in OpenAI's chats or, shorter, its responses.
+    Raises TypeError or ValueError.
+    """
+    if not isinstance(choice, Mapping):
+        one_of("tool_choice", choice, (None, "auto", "none", "required"))
+        must = choice == "required"
+        ok = tools or not must
+        expect(ok, "tool_choice", choice, "tools to choose from")
+        return () if choice == "none" else tools, must
+    one_of("tool_choice.type", choice.get("type"), ("function",))
+    name = choice.get("function", choice)
+    name = name.get("name") if isinstance(name, Mapping) else name
+    named = [tool for tool in tools if tool.name == name]
+    wanted = f"the name of one of the tools ({short([tool.name for tool in tools])})"
+    expect(named, "tool_choice", name, wanted)
+    return named, True
+
+
+def arguments_rules(tool: Tool, where: str) -> Rules:
+    """The rules of a tool's arguments: its schema if it is ``strict``, else any object.
+
+    Raises ValueError as `schema_rules`, or if they would be no object.
+    """
+    if not tool.strict:
+        return schema_rules(OBJECT, where)
+    schema = tool.parameters or OBJECT | {"additionalProperties": False}
+    kind = schema.get("type") if isinstance(schema, dict) else schema
+    expect(kind == "object", f"{where}.type", kind, "'object' of a strict tool")
+    return schema_rules(schema, where)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The text of a grammar; ``parts`` are its rules by what asks for them."""
+
+    text: str
+    parts: Mapping[str, Rules]
+
+
+def text_constraint(
+    outputs: StructuredOutputs | None, answer: Format | None = None
+) -> Constraint | None:
+    """What a text that is no chat has to fit, if anything.
+
+    ``answer`` is a response_format. Raises ValueError if both are given.
+    """
+    parts = answer_parts(outputs, answer)
+    return Constraint(rules_text(*parts.values()), parts) if parts else None
+
+
+def answer_parts(
+    outputs: StructuredOutputs | None, answer: Format | None
+) -> dict[str, Rules]:
+    """The rules of a text, or of a final answer, by what asks for them."""
+    found = {} if not answer or answer.rules is None else {answer.where: answer.rules}
+    if outputs is None:
+        return found
+    expect(not found, WHERE, outputs, f"None beside {', '.join(found)}")
+    return {WHERE: output_rules(outputs)}
+
+
+def turn_constraint(
+    answer: Format | None,
+    tools: Sequence[Tool],
+    choice: Any,
+    outputs: StructuredOutputs | None,
+    grammar: Callable[[Rules | None, Mapping[str, Rules]], str] = turn_grammar,
+    alone: bool = False,
+) -> Constraint | None:
+    """What a turn has to fit; None where nothing is asked: the model writes freely.
+
+    ``answer`` is a response_format; ``grammar`` makes one of the rules of
+    an answer and of calls. With ``alone`` one is needed where there are tools, even if
+    nothing else is asked of their calls. Raises TypeError or ValueError.
+    """
+    some, must = callable_tools(choice, tools)
+    parts = answer_parts(outputs, answer)
+    if not (parts or must or any(alone or tool.strict for tool in some)):
+        return None
+    final = None if must else next(iter(parts.values()), FREE)
+    names, calls = {tool.name for tool in some}, dict[str, Rules]()
+    count, wanted = len(names), f"at most {MAX_CALLS}, where a grammar tells them apart"
+    expect(count <= MAX_CALLS, "the number of tools", count, wanted)
+    length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
+    for number, tool in enumerate(tools):
+        if tool.name not in names:
+            continue
+        where = f"tools[{number}].parameters"
+        parts[where] = calls[tool.name] = arguments_rules(tool, where)
+        # At each of them, since to check those that are too many takes its time, too.
+        length += len(rules_text(parts[where]))
+        wanted = f"at most {most} characters"
+        expect(length <= most, "the length of schemas in tools", length, wanted)
+    return Constraint(grammar(final, calls), parts)

@@ -1,0 +1,235 @@
+"""From a checkpoint folder to a model that computes, in one straight line.
+
+Every choice that depends on the machine is made here, once.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from simplellm.api.input_processor import Door, Loaded
+from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.checkpoint.checkpoint import Checkpoint, Source, Upload, open_weights
+from simplellm.checkpoint.families import title
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.engine.engine import Engine
+from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
+from simplellm.engine.scheduler import Scheduler
+from simplellm.engine.warmup import warm_up
+from simplellm.model.build import build, plain_norm
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.machine import find_device, find_dtype, name_of, on, why_not_triton
+from simplellm.model.model import Model
+from simplellm.model.ops import PLAIN, Ops
+from simplellm.model.ops_numpy import NUMPY, is_small
+from simplellm.model.sizes import Need, count_parameters, enough, num_pages
+
+LOGGER = logging.getLogger("simplellm")
+BIG = 2**28  # parameters from which on loading shows a progress bar
+
+
+def load(
+    path: str | Path | None = None,
+    config: EngineConfig | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    random_weights: bool = False,
+    seed: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Loaded:
+    """Load what `LLM` needs; its arguments and errors."""
+    device = find_device(device)
+    ok = isinstance(config, EngineConfig | None)
+    expect(ok, "config", config, "an EngineConfig", TypeError)
+    config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
+    dtype = find_dtype(dtype, device)
+    source = open_weights(path, dtype, device, random_weights, seed)
+    door = Door.open(EMBEDDED if path is None else Path(path), source.config)
+    with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
+        beside.submit(door.prepare)
+        engine, how, seconds = load_engine(source, config, dtype, device)
+    limit = engine.max_model_len
+    door = replace(door, max_model_len=limit, compiler=door.compile)
+    return Loaded(engine, door, how, seconds)
+
+
+def load_engine(
+    source: Source, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Engine, str, float]:
+    """The engine; how it computes, and why; how many seconds the weights took.
+
+    ``config`` has been resolved.
+    """
+    operations, how = choose_operations(config, source, dtype, device)
+    LOGGER.info(
+        "computing %s on %s with %s", title(source.config), name_of(device), how
+    )
+    mapped = device.type == "cpu" and isinstance(source, Checkpoint) and source.packed
+    need = Need.of(
+        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
+    )
+    with on(device), enough(need, device):
+        if operations == "fused":
+            ops = fused_operations(source.config, config, dtype, device)
+        else:
+            ops = NUMPY if operations == "numpy" else PLAIN
+        start = time.perf_counter()
+        model = read_weights(source, dtype, device, ops)
+        weights_seconds = time.perf_counter() - start
+        engine = build_engine(model, config)
+        if config.cuda_graphs and operations == "fused":
+            sizes = bucket_sizes(engine.scheduler.max_num_seqs)
+            engine.runner.capture(sizes, MIXED_SIZES)
+    return engine, how, weights_seconds
+
+
+def load_model(
+    path: str | Path | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device | None = None,
+    *,
+    random_weights: bool = False,
+    seed: int | None = None,
+    ops: Ops = PLAIN,
+) -> Model:
+    """Load a checkpoint folder, or the model that comes with the package.
+
+    ``dtype`` is that of everything but the experts, which stay MXFP4, and the norms,
+    which are float32: bfloat16 on a GPU and float32 on a CPU unless given. ``device``
+    is the GPU if there is one. With ``random_weights``, ``path`` may also be the name
+    of a known model, whose shapes are then filled with random numbers, always the same
+    for a ``seed``. ``ops`` are the operations that compute. Weights that fit as they
+    are stay on the mapped file. Raises CheckpointError or ConfigError for a folder that
+    is no checkpoint, ValueError for a device that is not there, and TypeError or
+    ValueError for a dtype that no model has.
+    """
+    device = find_device(device)
+    dtype = find_dtype(dtype, device)
+    source = open_weights(path, dtype, device, random_weights, seed)
+    return read_weights(source, dtype, device, ops)
+
+
+def read_weights(
+    source: Source, dtype: torch.dtype, device: torch.device, ops: Ops
+) -> Model:
+    """The model, with its weights on ``device`` in the layout that ``ops`` read."""
+    config = source.config
+    total = len(source.names()) - config.tie_word_embeddings  # no head to load
+    small = count_parameters(config).total < BIG
+    gpu = device.type == "cuda"
+    send = Upload(device) if gpu else partial(Tensor.to, device=device)
+    with tqdm(desc="Loading", total=total, unit=" tensors", disable=small) as progress:
+
+        def take(name: str) -> Weight:
+            weight = source[name]
+            progress.update()
+            if isinstance(weight, MXFP4):
+                return MXFP4(send(weight.blocks), send(weight.scales))
+            if isinstance(weight, Scaled):
+                values, scales = send(weight.values), send(weight.scales)
+                return replace(weight, values=values, scales=scales)
+            exact = "norm." in name
+            weight = weight.to(torch.float32 if exact else dtype)
+            return send(plain_norm(weight, name, config) if exact else weight)
+
+        return build(config, take, ops)
+
+
+# The operations
+
+
+def choose_operations(
+    config: EngineConfig, source: Source, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """Which operations compute, "fused", "numpy" or "plain", and a reason in words.
+
+    Raises ValueError for what ``config`` demands and this machine cannot do.
+    """
+    reason, model = why_not_triton(device, dtype), source.config
+    other = bool(model.names)  # than gpt-oss
+    packed = any(form.is_mxfp4 for form in model.formats.values())
+    if config.operations == "plain":
+        reason = "operations is 'plain'"
+    elif reason is None and not (source.packed or other):
+        reason = "the experts are not packed, and the kernels read MXFP4"
+    elif reason is None and other and packed:
+        reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
+    if reason is None:
+        return "fused", "Triton kernels"
+    asked, wanted = config.operations, f"'auto', since {reason}"
+    expect(asked != "fused", "operations", asked, wanted)
+    wanted = "False, since PyTorch computes and promises no order of sums "
+    invariant = config.batch_invariant
+    expect(not invariant, "batch_invariant", invariant, f"{wanted}({reason})")
+    few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
+    if few and config.operations == "auto":
+        return "numpy", f"NumPy and PyTorch, since {reason}"
+    return "plain", f"PyTorch, since {reason}"
+
+
+def fused_operations(
+    model: ModelConfig, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """The Triton kernels, each of which compiles or has a plain twin in its place."""
+    from simplellm.model.kernels.fused import fused  # where Triton is
+
+    ops = fused(
+        model,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        batch_invariant=config.batch_invariant,
+    )
+    return warm_up(ops, model, config, dtype, device)
+
+
+# The engine
+
+
+def build_engine(model: Model, config: EngineConfig) -> Engine:
+    """An engine for ``model``, with as much memory for keys and values as it may have.
+
+    ``config`` has been resolved. Raises ValueError if there is no room for a prompt of
+    one token and an answer of one.
+    """
+    page_size, budget = config.page_size, config.max_num_batched_tokens
+    pages = num_pages(model.config, config, model.dtype.itemsize, model.device)
+    chunk = config.prefill_chunk if config.enable_chunked_prefill else None
+    manager = PageManager(
+        pages,
+        page_size,
+        window=model.config.windows[-1],
+        share=config.share_prefixes,
+        max_chunk=min(chunk or budget, budget),
+    )
+    limits = [model.config.max_position_embeddings, manager.max_tokens]
+    limits += [config.max_model_len] if config.max_model_len else []
+    limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
+    wanted = "2 or more, its answer included: more num_pages or cache_bytes, a larger "
+    wanted += "page_size or max_model_len"
+    expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), wanted)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        prefill_chunk=chunk,
+        max_waiting=config.max_waiting,
+        overtakes=config.overtakes,
+        continuous=config.continuous,
+    )
+    pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
+    runner = Runner(model, pool, manager, config, min(limits))
+    overlap = config.overlap and model.device.type == "cuda"
+    return Engine(scheduler, runner, min(limits), overlap)

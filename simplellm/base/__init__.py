@@ -1,0 +1,8 @@
+"""What everything else is made of: configs, requests and a few tools.
+
+`config.py` has what a model is made of and how an engine runs it, with the checks that
+all of the package uses. `sampling_params.py` is what a request may ask for,
+`request.py` the request and the events that tell of it, `grammar.py` what its text must
+follow. `noise.py` has random numbers as a function, `transfer.py` brings numbers to the
+device and back, `files.py` finds a checkpoint's files.
+"""

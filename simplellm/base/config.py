@@ -1,0 +1,451 @@
+"""What a model is made of and how an engine runs it: declared fields, checked once.
+
+`check` needs no more than a field's annotation and the bounds that `declared` gives it;
+`read` finds the same fields in a config.json.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
+from reprlib import repr as short
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+LAYER_TYPES = ("sliding_attention", "full_attention")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+BLOCK = 32  # elements of an MXFP4 weight that share a scale; packed, they are 16 bytes
+MAX_LAYERS = 1024
+MAX_SIZE = 2**31 - 1
+HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
+
+
+class ConfigError(ValueError):
+    """A config that cannot be read or that describes no model we know."""
+
+
+class CheckpointError(ValueError):
+    """A folder that is no checkpoint we can read; the message says why."""
+
+
+@contextmanager
+def raising(kind: type[ValueError], where: object = "") -> Iterator[None]:
+    """Turn a TypeError or ValueError inside into a ``kind``, which begins ``where``."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise kind(f"{where}: {error}" if where else str(error)) from None
+
+
+def declared(
+    default: Any = MISSING,
+    *,
+    low: float = 1,
+    high: float = MAX_SIZE,
+    above: float | None = None,
+    keys: str = "",
+) -> Any:
+    """A dataclass field with bounds, which `read` also looks for under ``keys``.
+
+    A number is ``low`` to ``high`` or, if ``above`` is given, more than that.
+    """
+    bounds = {"low": low, "high": high, "above": above}
+    facts = {"bounds": bounds, "keys": keys.split()}
+    return field(default=default, metadata=facts)
+
+
+KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (int, "an integer"),
+    float: (int | float, "a number"),
+    str: (str, "a string"),
+}
+
+
+def about(error: Exception, name: str) -> Exception:
+    """``error`` with its ``param``: the parameter that ``name`` speaks of.
+
+    That is its first word with an underscore, or else its last word.
+    """
+    words = re.findall(r"[\w.\[\]]+", name)
+    param = next((word for word in words if "_" in word), words[-1])
+    error.param = param  # type: ignore[attr-defined]
+    return error
+
+
+def expect(
+    ok: object,
+    name: str,
+    value: object,
+    wanted: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
+    if not ok:
+        raise about(error(f"{name} is {short(value)}; expected {wanted}"), name)
+
+
+def one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """Raise ValueError for something of ``name`` that is not known here."""
+    wanted = f"one of {', '.join(map(repr, known))}"
+    expect(value in known, name, value, wanted)
+
+
+def check_names(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise TypeError for the first of ``names`` that is not a ``what`` we know."""
+    if (name := next((name for name in names if name not in known), None)) is not None:
+        wrong = f"there is no {what} {name!r}; expected one of {', '.join(known)}"
+        raise about(TypeError(wrong), name)
+
+
+def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
+    """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
+    if not isinstance(value, kinds):
+        wrong = f"{name} is {type(value).__name__}; expected {wanted}"
+        raise about(TypeError(wrong), name)
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless ``value`` is of a ``kind`` in KINDS. A bool is no int."""
+    allowed, wanted = KINDS[kind]
+    ok = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
+    expect(ok, name, value, wanted, TypeError)
+
+
+def check_number(
+    name: str,
+    value: Any,
+    kind: type,
+    low: float,
+    high: float,
+    above: float | None = None,
+) -> None:
+    """Raise TypeError or ValueError unless ``value`` is what `declared` would allow.
+
+    ``kind`` is int or float; an int is as good as a float.
+    """
+    check_kind(name, value, kind)
+    inside, wanted = low <= value <= high, f"{low} to {high}"  # NaN is in no bounds
+    if above is not None:
+        inside, wanted = above < value <= high, f"more than {above}, up to {high}"
+    expect(inside, name, value, wanted)
+
+
+def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
+    """One text, a list of them, or None for none. Raises TypeError or ValueError."""
+    texts = (value,) if isinstance(value, str) else () if value is None else value
+    ok = isinstance(texts, list | tuple) and all(isinstance(x, str) for x in texts)
+    expect(ok, name, texts, "a list of str", TypeError)
+    characters = sum(map(len, texts))
+    if len(texts) > most or characters > most_chars:
+        wrong = (
+            f"{name} has {len(texts)} texts of {characters} characters; expected "
+            f"at most {most} texts and {most_chars} characters in all"
+        )
+        raise about(ValueError(wrong), name)
+    expect("" not in texts, name, texts, "texts that are not empty")
+    return tuple(texts)
+
+
+def as_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A list of token ids, or None for none. Raises TypeError or ValueError."""
+    ids = () if value is None else value
+    ok = isinstance(ids, list | tuple) and all(isinstance(x, int) for x in ids)
+    expect(ok, name, ids, "a list of int", TypeError)
+    for token in ids:
+        check_number(f"an entry of {name}", token, int, 0, MAX_SIZE)
+    return tuple(ids)
+
+
+def check_value(name: str, value: Any, spec: Field) -> None:
+    """Raise TypeError or ValueError unless ``value`` is what ``spec`` declares.
+
+    None is right where the annotation or the default says so. A list or a record is
+    left to whoever declares it.
+    """
+    kinds = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
+    if value is None and (NoneType in kinds or spec.default is None):
+        return
+    kind, *others = (kind for kind in kinds if kind is not NoneType)
+    if kind in (int, float):
+        check_number(name, value, kind, **spec.metadata["bounds"])
+    elif get_origin(kind) is Literal:
+        check_kind(name, value, str)
+        one_of(name, value, get_args(kind))
+    elif kind in KINDS and not others:
+        check_kind(name, value, kind)
+
+
+def check(record: Any) -> None:
+    """`check_value` for every field of a dataclass's instance."""
+    for spec in fields(record):
+        check_value(spec.name, getattr(record, spec.name), spec)
+
+
+def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The `declared` fields of the dataclass ``kind`` that a parsed config.json holds.
+
+    null counts as absent. Raises TypeError or ValueError for a value that does not fit,
+    and for an absent one without a default; it names the key as the file spells it.
+    """
+    found = {}
+    for spec in fields(kind):
+        if not spec.metadata:
+            continue
+        keys = (spec.name, *spec.metadata["keys"])
+        key = next((key for key in keys if data.get(key) is not None), spec.name)
+        value = data.get(key)
+        if value is not None:
+            check_value(key, value, spec)
+            found[spec.name] = float(value) if spec.type is float else value
+        elif spec.default is MISSING:
+            wanted = KINDS[spec.type][1]
+            raise ValueError(f"{' or '.join(keys)} is missing; expected {wanted}")
+    return found
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ConfigError if there is none."""
+    try:
+        data = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        wrong = f"cannot be read: {error.strerror}; expected a JSON file"
+    except (ValueError, RecursionError) as error:
+        wrong = f"is not JSON: {error}"
+    else:
+        if isinstance(data, dict):
+            return data
+        wrong = f"holds a JSON {type(data).__name__}; expected an object"
+    raise ConfigError(wrong)
+
+
+def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The ids that ``eos_token_id`` names: one, a list of them, or none.
+
+    Raises ValueError for anything else.
+    """
+    found = data.get("eos_token_id")
+    ids = () if found is None else found if isinstance(found, list) else (found,)
+    ok = all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    wanted = f"a token id or a list of them, each 0 to {vocab_size - 1}"
+    expect(ok, "eos_token_id", found, wanted)
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How RoPE is stretched; lengths in tokens, betas in rotations.
+
+    By YaRN (arXiv:2309.00071), or as the entry of config.json says. Betas are YaRN's,
+    the factors of low and high frequencies llama3's.
+    """
+
+    factor: float = declared(above=0, high=1e9, keys="rope_scaling_factor")
+    original_max_position_embeddings: int = declared(keys="initial_context_length")
+    beta_fast: float = declared(32.0, above=0, high=1e9, keys="rope_ntk_beta")
+    beta_slow: float = declared(1.0, above=0, high=1e9, keys="rope_ntk_alpha")
+    truncate: bool = declared(True)
+    rope_type: Literal["yarn", "llama3", "linear"] = "yarn"
+    low_freq_factor: float = declared(1.0, above=0, high=1e9)
+    high_freq_factor: float = declared(4.0, above=0, high=1e9)
+
+    @raising(ConfigError)
+    def __post_init__(self) -> None:
+        check(self)
+        fast, slow = self.beta_fast, self.beta_slow
+        expect(fast > slow, "beta_fast", fast, f"more than beta_slow, {slow}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        wanted = f"more than low_freq_factor, {low}"
+        expect(high > low, "high_freq_factor", high, wanted)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "RopeScaling | None":
+        """Read a `rope_scaling` or `rope_parameters` entry; None is plain RoPE.
+
+        `truncate` is true when absent and false when null, as in transformers.
+        """
+        kind: Any = data.get("rope_type") or data.get("type")
+        one_of("rope_type", kind, ROPE_TYPES)
+        if kind == "default":
+            return None
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = data.get(name)
+            expect(value is None, name, value, "none in a YaRN entry")
+        if data.get("truncate", True) is None:
+            data = {**data, "truncate": False}
+        return cls(**read(cls, data), rope_type=kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a model is made of; the names are those of Hugging Face's config.json.
+
+    A dense model has no experts: num_local_experts and num_experts_per_tok are 0, and
+    intermediate_size is that of the one feed-forward network. Where only some layers
+    have experts, the others are ``dense_layers``. Defaults are gpt-oss's. Raises
+    ConfigError for values that describe no model.
+    """
+
+    model_type: str = "gpt_oss"  # a key of `simplellm.checkpoint.families.FAMILIES`
+    # Our tensors and theirs, each a `checkpoint.names.Name`; (): those of gpt-oss.
+    names: tuple[Any, ...] = field(default=(), repr=False)
+    # By our name, each a `checkpoint.formats.NumberFormat`; the rest is as gpt-oss's.
+    formats: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    vocab_size: int = declared()
+    hidden_size: int = declared()
+    intermediate_size: int = declared()
+    num_hidden_layers: int = declared(high=MAX_LAYERS)
+    num_local_experts: int = declared(low=0, high=4096, keys="num_experts")
+    num_experts_per_tok: int = declared(low=0, keys="experts_per_token")
+    num_attention_heads: int = declared()
+    num_key_value_heads: int = declared()
+    head_dim: int = declared()
+    rms_norm_eps: float = declared(1e-5, above=0, high=1)
+    sliding_window: int | None = declared(None)
+    layer_types: tuple[str, ...]
+    rope_theta: float = declared(above=1, high=1e18)
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = declared()
+    swiglu_limit: float = declared(7.0, above=0, high=1e18)
+    swiglu_alpha: float = declared(1.702, above=0, high=1e18)
+    attention_bias: bool = declared(True)  # of the projections of attention
+    mlp_bias: bool = declared(True)  # of those of a dense feed-forward network
+    activation: Literal["clamped_swiglu", "swiglu", "geglu", "gelu"] = "clamped_swiglu"
+    norm_topk_prob: bool = True  # the weights of a token's experts add up to 1
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate_size: int | None = declared(None)  # None: intermediate_size
+    norm_offset: float = declared(0.0, low=0)  # added to the weights of all norms
+    # Scores are divided by its root; None: head_dim. Needs norms of q and k.
+    query_pre_attn_scalar: float | None = declared(None, above=0, high=1e9)
+    embedding_scale: float = declared(1.0, above=0, high=1e9)  # of a token's row
+    learned_positions: bool = False  # are added to it, in place of RoPE
+    # Of the sliding layers, which are not stretched then; None: as the others.
+    local_rope_theta: float | None = declared(None, above=1, high=1e18)
+    tie_word_embeddings: bool = declared(False)
+    eos_token_ids: tuple[int, ...] = ()
+
+    @raising(ConfigError)
+    def __post_init__(self) -> None:
+        check(self)
+        most, chosen = self.num_local_experts, self.num_experts_per_tok
+        least = min(most, 1)
+        ok = least <= chosen <= most
+        expect(ok, "num_experts_per_tok", chosen, f"{least} to {most}")
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        wanted = f"a multiple of num_key_value_heads, {groups}"
+        expect(heads % groups == 0, "num_attention_heads", heads, wanted)
+        odd = self.head_dim % 2
+        expect(not odd, "head_dim", self.head_dim, "an even number, for RoPE")
+        count, layers = len(self.layer_types), self.num_hidden_layers
+        wanted = f"one for each of the {layers} layers"
+        expect(count == layers, "the number of layer_types", count, wanted)
+        for layer_type in self.layer_types:
+            one_of("an entry of layer_types", layer_type, LAYER_TYPES)
+        window, full = self.sliding_window, {*self.layer_types} <= {"full_attention"}
+        expect(window or full, "sliding_window", window, "a number of tokens")
+
+    def window(self, layer: int) -> int | None:
+        """How many positions a query of this layer sees, itself included; None: all."""
+        sliding = self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if sliding else None
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the groups that layers form by them: None, for all, first."""
+        sliding = "sliding_attention" in self.layer_types
+        return (None, self.sliding_window) if sliding else (None,)
+
+
+GPT_OSS_120B = ModelConfig(
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_local_experts=128,
+    num_experts_per_tok=4,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    sliding_window=128,
+    layer_types=LAYER_TYPES * 18,
+    rope_theta=150_000.0,
+    rope_scaling=RopeScaling(32.0, 4096, 32.0, 1.0, False),
+    max_position_embeddings=131072,
+    eos_token_ids=HARMONY_EOS,
+)
+GPT_OSS_20B = replace(
+    GPT_OSS_120B,
+    num_hidden_layers=24,
+    num_local_experts=32,
+    layer_types=LAYER_TYPES * 12,
+)
+MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
+
+
+DEFAULTS = {  # on a CPU, on a GPU
+    "page_size": (16, 64),
+    "max_num_seqs": (64, 256),
+    "max_num_batched_tokens": (2048, 8192),
+    "prefill_chunk": (512, 8192),
+}
+MAX_LAUNCH = 2**16 - 1  # programs of a kernel along one axis of its grid
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The size of everything in an engine, and a switch for each mechanism.
+
+    Where the default is None it suits the machine: the first four fields are filled in
+    by `resolved`; the others follow from the model and the memory. Raises TypeError or
+    ValueError.
+    """
+
+    page_size: int = declared(None)  # tokens in a page
+    max_num_seqs: int = declared(None)  # that run at once
+    max_num_batched_tokens: int = declared(None)  # in a step
+    prefill_chunk: int = declared(None)  # tokens of a prompt in a step
+    num_pages: int | None = declared(None, high=2**48)  # instead of cache_bytes
+    cache_bytes: int | None = declared(None, high=2**48)  # for keys and values
+    max_model_len: int | None = declared(None)  # tokens of prompt and output
+    # The share of a GPU's memory that may be in use, the cache included; None: 85 % of
+    # what is free once the model is loaded becomes the cache.
+    gpu_memory_utilization: float | None = declared(None, above=0, high=1)
+    max_waiting: int = declared(10_000)  # requests that wait; more are refused
+    overtakes: int = declared(100, low=0)  # earlier requests that may be passed
+    share_prefixes: bool = True  # find the pages of equal prompts again
+    continuous: bool = True  # requests join a running batch; False: static batches
+    enable_chunked_prefill: bool = True  # False: a prompt is computed in one step
+    cuda_graphs: bool = True  # replay steps instead of starting each of their kernels
+    overlap: bool = True  # schedule the next step while this one is computed
+    batch_invariant: bool = False  # tokens do not depend on other requests; slower
+    operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
+
+    def __post_init__(self) -> None:
+        check(self)
+        alone = None in (self.num_pages, self.cache_bytes)
+        expect(alone, "cache_bytes", self.cache_bytes, "None beside num_pages")
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is None or seqs is None:
+            return
+        name, each = "max_num_batched_tokens", "a token for each of max_num_seqs"
+        expect(tokens >= seqs, name, tokens, f"at least {seqs}, {each}")
+        # A kernel may have a program for each token and each sequence.
+        wanted = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
+        expect(tokens + seqs < MAX_LAUNCH, name, tokens, wanted)
+
+    def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
+        """This config with some fields replaced."""
+        check_names("option", options, [spec.name for spec in fields(self)])
+        return replace(self, **options)
+
+    def resolved(self, device_type: str) -> "EngineConfig":
+        """This config with the defaults of a machine: "cuda" is a GPU, else a CPU."""
+        missing: dict[str, Any] = {
+            name: values[device_type == "cuda"]
+            for name, values in DEFAULTS.items()
+            if getattr(self, name) is None
+        }
+        return replace(self, **missing)

@@ -1,0 +1,126 @@
+"""One request: what it asks for, how far it is, and what is told of it. Plain data."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from simplellm.base.grammar import Grammar
+from simplellm.base.sampling_params import SamplingParams
+
+UNKNOWN = -1  # stands for a token that is being computed
+
+
+class EngineError(RuntimeError):
+    """A request failed inside the engine, or the engine takes no more requests.
+
+    If it was one of several prompts of a call, ``index`` says which, the first such,
+    and ``outputs`` is what the call gave, with None in place of what failed.
+    """
+
+    index: int | None = None
+    outputs: Sequence[Any] | None = None
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as the queue may hold."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one step, from the model's logits as they came."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest (token id, logprob), best first
+    rank: int  # one more than there are likelier tokens
+    # What the tokens are as text, the chosen one and those of ``top``: see `BaseReply`.
+    decoded_token: str | None = field(default=None, compare=False)
+    decoded_top: tuple[str, ...] = field(default=(), compare=False)
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its tokens, how many of them are computed, its place in line.
+
+    It belongs to the engine once it is submitted; others learn of it by `Event`.
+    """
+
+    tokens: list[int]  # the prompt; the output is appended in place
+    max_tokens: int  # of output
+    params: SamplingParams = field(default_factory=SamplingParams)
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it
+    bad_sequences: Sequence[Sequence[int]] = ()  # the tokens of bad words
+    priority: int = 0  # the lower, the sooner, as in vLLM
+    deadline: float = math.inf  # by time.monotonic()
+    siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
+    grammar: Grammar | None = None  # that its output must follow
+    submitted: float = field(default_factory=time.monotonic)
+    text: str | None = None  # of the prompt, if it was given as text
+    index: int = 0  # among the samples of its prompt
+    number: int = -1  # its name, given by who submits it
+
+    # What the scheduler writes down.
+    rank: tuple[int, ...] = ()  # its place in line: the least goes first
+    computed: int = 0  # tokens that the cache holds
+    cached: int | None = None  # how many of the prompt it held when the request began
+    begun: float | None = None  # when it was first scheduled, by time.monotonic()
+    preemptions: int = 0
+    finish_reason: str | None = None
+    latest: float | None = None  # when its latest token came
+    # What has to come next by its grammar, whatever is sampled.
+    forced: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+        # Those of the prompt's tokens so far, if they are asked for, and until an event
+        # has them. Nothing comes before the first one.
+        asked = self.params.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprobs | None] | None
+        self.prompt_logprobs = [None] if asked else None
+
+    @cached_property
+    def restricted(self) -> bool:
+        """It may not get every token."""
+        return self.params.restricts or self.grammar is not None
+
+    @cached_property
+    def needs_last_token(self) -> bool:
+        """Its mask depends on its last token, which may begin a bad word."""
+        several = any(len(sequence) > 1 for sequence in self.bad_sequences)
+        return several or self.grammar is not None
+
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before the next one can be sampled: 1 in a decode."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def complete(self) -> bool:
+        """Its last token is there, or at least being computed.
+
+        One is sampled even if none is wanted: it ends the request and is dropped.
+        """
+        return self.num_output >= max(self.max_tokens, 1)
+
+
+class Event(NamedTuple):
+    """What happened to a request: all that leaves the engine, and plain data."""
+
+    number: int
+    tokens: Sequence[int] = ()  # new ones
+    logprobs: Sequence[TokenLogprobs] | None = None  # theirs, if they were asked for
+    finish_reason: str | None = None  # "stop", "length", "timeout", "abort", "error"
+    error: Exception | None = None
+    time: float = 0.0  # time.monotonic() when the tokens came
+    cached_tokens: int = 0  # of the prompt that the cache held when it began
+    # Of the prompt's tokens, if they were asked for: with the first event.
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    preemptions: int = 0  # so far
+    begun: float | None = None  # `Request.begun`

@@ -1,0 +1,441 @@
+"""Checkpoints: opened by their headers, read through the memory map."""
+
+import hashlib
+import json
+import math
+import mmap
+import struct
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from simplellm.base.config import (
+    CheckpointError,
+    ModelConfig,
+    expect,
+    raising,
+    read_json,
+)
+from simplellm.checkpoint.families import FAMILIES, read_config
+from simplellm.checkpoint.folder import EMBEDDED, check_downloaded, open_config
+from simplellm.checkpoint.formats import FLOATS, NumberFormat
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.names import (
+    Name,
+    Shape,
+    axes,
+    is_expert_weight,
+    packed_shapes,
+    stored_shapes,
+    tensor_names,
+    tensor_shapes,
+)
+from simplellm.checkpoint.stored import decoded, encoded, in_one
+
+
+def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor, and where its data begins.
+
+    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
+    ``data`` is the whole file, of which only the header is read.
+    """
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length].decode())
+    header.pop("__metadata__", None)  # free text that writers may add
+    return header, 8 + length
+
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    # What follows is for other models than gpt-oss.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor; ``name`` is the name on disk."""
+
+    name: str
+    dtype: str  # as safetensors spells it, a key of DTYPES
+    shape: Shape
+    nbytes: int
+    file: Path
+    offset: int  # of its first byte in the file
+
+
+def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
+    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
+
+    ``data`` is the whole file that ``info`` speaks of.
+    """
+    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
+    return flat.view(info.shape)
+
+
+# Linux lets no process map more than it has memory for if the pages may be written to,
+# unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+def map_shard(file: Path) -> mmap.mmap:
+    """Map one safetensors file. Raises CheckpointError if it is damaged.
+
+    The mapping is private: a page that somebody writes to becomes a copy, which the
+    file does not see; all others are the page cache's. It may be larger than memory.
+    """
+    try:
+        with safe_open(file, framework="numpy"):
+            pass  # which checks the header, in itself and against the file's size
+        with file.open("rb") as opened:
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            return mmap.mmap(opened.fileno(), 0, flags=flags)
+    except OSError as error:
+        fault = str(error)
+    except SafetensorError as error:
+        fault = repr(str(error)[:200])  # which may quote any bytes of the file
+        with file.open("rb") as start:
+            if start.read(20) == b"version https://git-":
+                fault = "is a Git LFS pointer, not the weights"
+    raise CheckpointError(
+        f"{file}: {fault}; expected a safetensors file: 8 bytes of header length, "
+        "a JSON header, and as many bytes of data as the header declares"
+    )
+
+
+def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
+    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
+
+    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
+    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
+    """
+    if not is_expert_weight(ours):
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    if len(parts) == 2:
+        return MXFP4(*parts)
+    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
+
+
+class Checkpoint:
+    """A checkpoint folder as a mapping from our names to its tensors.
+
+    Opening reads config.json and the headers and checks all that they can tell;
+    the data stays on disk until a tensor is touched. Raises CheckpointError or
+    ConfigError.
+
+    ``path``, ``config``; ``layout``: "huggingface" or "original"; ``packed``: whether
+    the experts are MXFP4 as gpt-oss's are.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        files, index = find_shards(self.path)
+        self.config = read_config(self.path / "config.json")
+        self._shards = {file: map_shard(file) for file in files}
+        self._spelled = partial(FAMILIES[self.config.model_type].spelled, self.config)
+        self._infos = read_headers(self._shards, self._spelled)
+        original = "embedding.weight" in self._infos
+        self.layout = "original" if original else "huggingface"
+        some_packed = any(info.dtype == "U8" for info in self._infos.values())
+        self.packed = some_packed and not self.config.names
+        with raising(CheckpointError, self.path):
+            self._ours = tensor_names(self.config)
+            self._stored = stored_shapes(self.config, self.layout, self.packed)
+            self._check_names(index)
+            self._check_headers()
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in] in its dtype on disk.
+
+        Backed by the file, except for q, k and v, which the Hugging Face layout
+        stores apart and which are joined into a copy. Its unpacked experts are a
+        transposed view. Writing to a tensor does not change the file.
+        """
+        infos = [self._infos[name] for name in self._stored[ours]]
+        parts = [tensor_view(self._shards[info.file], info) for info in infos]
+        if self.config.names:  # not gpt-oss
+            form = self.config.formats.get(ours)
+            return put_together(parts, self._ours[ours], axes(self.config), form)
+        return assembled(parts, ours, self.layout)
+
+    def _check_names(self, index: Mapping[str, str]) -> None:
+        """Raise ValueError if the files hold other tensors than they should."""
+        found = self._infos.keys()
+        expected = {name for parts in self._stored.values() for name in parts}
+        wrong = ""
+        if missing := expected - found:
+            here = {file.name for file in self.path.glob("*.safetensors")}
+            unlisted = here - {file.name for file in self._shards}
+            hint = f" ({some(unlisted)} is not in {INDEX})" if unlisted else ""
+            wrong = f"lacks {some(missing)}{hint}"
+        elif extra := found - expected:
+            wrong = f"holds {some(extra)} too"
+        if wrong:
+            raise ValueError(
+                f"{wrong}; expected the {len(expected)} tensors that config.json "
+                f"implies in the {self.layout} layout"
+            )
+        for stored, file in index.items():
+            name = self._spelled(stored)
+            if name and (name not in found or self._infos[name].file.name != file):
+                raise ValueError(
+                    f"{INDEX} places {stored!r} in {file!r}, which lacks it; expected "
+                    "the file that holds it"
+                )
+
+    def _check_headers(self) -> None:
+        """Raise ValueError for a tensor stored in another way than it should be."""
+        size = axes(self.config)
+        for ours, parts in self._stored.items():
+            form = self.config.formats.get(ours)
+            for number, (name, shape) in enumerate(parts.items()):
+                info = self._infos[name]
+                found, wanted = short(list(info.shape)), list(shape)
+                if info.shape != shape:
+                    raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
+                kinds = ("U8",) if name.endswith(("blocks", "scales")) else FLOATS
+                kinds = form.kinds[number % len(form.kinds)] if form else kinds
+                known = ", ".join(kinds)
+                expect(info.dtype in kinds, repr(name), info.dtype, known)
+                if name.endswith("_shape"):  # that of numbers packed into words
+                    said = tensor_view(self._shards[info.file], info).tolist()
+                    columns = size[self._ours[ours].shape.split()[-1]]
+                    expect(said[-1] == columns, repr(name), said, f"{columns} columns")
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+        return list(self._stored)
+
+    def infos(self) -> list[TensorInfo]:
+        """What is on disk, by file and name there."""
+        return sorted(self._infos.values(), key=lambda info: (info.file, info.name))
+
+    def nbytes(self, ours: str) -> int:
+        """Bytes on disk of the tensor that we call ``ours``."""
+        return sum(self._infos[name].nbytes for name in self._stored[ours])
+
+
+def put_together(
+    parts: list[Tensor],
+    name: Name,
+    size: Mapping[str, int],
+    form: NumberFormat | None = None,
+) -> Weight:
+    """`assembled` for other families: experts, gate and up may lie apart, too.
+
+    ``size`` are the `axes`; of a ``form``, each part is several tensors. What is stored
+    [in, out] is turned by a view; what has parts is copied once.
+    """
+    shape = [size[axis] for axis in name.shape.split()]
+    if form is not None:
+        count = len(form.suffixes)
+        starts = range(0, len(parts), count)
+        weights = [decoded(form, parts[start : start + count]) for start in starts]
+        return in_one(weights, shape)
+    parts = [part.mT for part in parts] if name.turned else parts
+    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
+
+
+def read_headers(
+    shards: Mapping[Path, mmap.mmap], spelled: Callable[[str], str | None] = str
+) -> dict[str, TensorInfo]:
+    """What all the shards hold, by name; ``spelled`` gives the one that we expect.
+
+    For a tensor that nobody needs it gives None.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for file, shard in shards.items():
+        header, start = read_header(shard)
+        for stored, entry in header.items():
+            if (name := spelled(stored)) is None:
+                continue
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            begin, end = entry["data_offsets"]
+            wrong = ""
+            if dtype not in DTYPES:
+                wrong = f"is {dtype}; expected {', '.join(DTYPES)}"
+            elif name in infos:
+                wrong = f"is in {infos[name].file.name} too; expected each tensor once"
+            if wrong:
+                raise CheckpointError(f"{file}: {name!r} {wrong}")
+            size = end - begin
+            infos[name] = TensorInfo(name, dtype, shape, size, file, start + begin)
+    return infos
+
+
+INDEX = "model.safetensors.index.json"
+PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+def find_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The safetensors files of a checkpoint and its index, {} when it has none."""
+    if (folder / INDEX).is_file():
+        with raising(CheckpointError, folder / INDEX):
+            return indexed_shards(folder)
+    single = folder / "model.safetensors"
+    shards = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if shards:
+        return shards, {}
+    raise CheckpointError(f"{folder}: {why_no_shards(folder)}")
+
+
+def why_no_shards(folder: Path) -> str:
+    """What ``folder`` is instead of a checkpoint with safetensors files."""
+    pickles = "pickle files, which run code when loaded and are never loaded here"
+    if not folder.exists():
+        return "does not exist; expected a checkpoint folder"
+    if folder.is_file() and folder.suffix in PICKLES:
+        return f"is one of the {pickles}; expected a folder with *.safetensors"
+    if folder.is_file():
+        return "is a file; expected the folder that holds it"
+    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    return "is not a checkpoint; expected config.json and *.safetensors"
+
+
+def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that a folder's index maps its tensors to. Raises ValueError."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise ValueError(
+            "has no weight_map; expected an object that maps tensor names to files"
+        )
+    for file in index.values():
+        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
+        expect(named, "a tensor's file", file, "the name of a .safetensors file")
+    shards = sorted({*index.values()})
+    for file in shards:
+        if file != Path(file).name or not (folder / file).is_file():
+            raise ValueError(
+                f"shard {file!r} is missing; expected every file that it names"
+            )
+    return [folder / file for file in shards], index
+
+
+def some(names: Iterable[str]) -> str:
+    """The first three names and how many there are beyond them."""
+    first = sorted(names)
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return ", ".join(repr(name) for name in first[:3]) + more
+
+
+class Upload:
+    """Copies tensors from mapped files to a GPU, through two pinned buffers.
+
+    ``nbytes`` is the size of each buffer. Tensors may be of any size; one that is on a
+    GPU already is returned as it is.
+    """
+
+    def __init__(self, device: str | torch.device, nbytes: int = 2**26) -> None:
+        self.device = torch.device(device)
+        self.buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self.sent = [torch.cuda.Event() for _ in range(2)]
+        self.turn = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the GPU, contiguous. The last of it may still be on its way."""
+        if tensor.is_cuda:
+            return tensor
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        source, target = (t.reshape(-1).view(torch.uint8) for t in (tensor, out))
+        size = len(self.buffers[0])
+        for part, place in zip(source.split(size), target.split(size), strict=True):
+            buffer, sent = self.buffers[self.turn][: len(part)], self.sent[self.turn]
+            sent.synchronize()  # what the buffer held before has arrived
+            buffer.copy_(part)
+            place.copy_(buffer, non_blocking=True)
+            sent.record(torch.cuda.current_stream(self.device))
+            self.turn ^= 1
+        return out
+
+
+RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
+
+
+class RandomCheckpoint:
+    """Random weights in the shapes of ``config``, each made when it is asked for.
+
+    Same mapping as Checkpoint, gpt-oss's experts packed. Nibbles are uniform, scales
+    2^-8, norms 1, biases 0, embeddings and sinks N(0, 1), other weights N(0, 0.02) and
+    rounded to their format. A tensor depends on the seed, its name, shape, dtype and
+    format, and the kind of device alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.seed, self.packed = seed, not config.names
+        self._shapes = tensor_shapes(config)
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+        return list(self._shapes)
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [out, in]: in ``dtype``, or MXFP4 if it is an expert's."""
+        if self.config.tie_word_embeddings and ours == "lm_head.weight":
+            ours = "embed_tokens.weight"
+        shape = self._shapes[ours]
+        digest = hashlib.sha256(f"{self.seed} {ours}".encode()).digest()
+        generator = torch.Generator(self.device)
+        generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        if self.packed and is_expert_weight(ours):
+            blocks, scales = packed_shapes(shape)
+            return MXFP4(
+                self._empty(blocks, torch.uint8).random_(256, generator=generator),
+                self._empty(scales, torch.uint8).fill_(RANDOM_SCALE),
+            )
+        tensor = self._empty(shape, self.dtype)
+        if "bias" in ours:
+            return tensor.zero_()
+        if "norm" in ours:
+            return tensor.fill_(1)
+        std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.02
+        tensor.normal_(std=std, generator=generator)
+        form = self.config.formats.get(ours)
+        return encoded(form, tensor) if form else tensor
+
+    def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+Source = Checkpoint | RandomCheckpoint
+
+
+def open_weights(
+    path: str | Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    random_weights: bool,
+    seed: int | None,
+) -> Source:
+    """The headers of a checkpoint, or the shapes of one with random weights."""
+    if random_weights:
+        config = open_config(path, random_weights)
+        return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
+    wanted = "None without random_weights. The seed for drawing tokens is one of "
+    expect(seed is None, "seed", seed, wanted + "SamplingParams")
+    return Checkpoint(EMBEDDED if path is None else check_downloaded(path))

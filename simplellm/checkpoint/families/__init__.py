@@ -1,0 +1,67 @@
+"""The families of models that run here, each one file of data; `family.py` reads it.
+
+A new one is such a file and an entry below. What it says in other words than those
+before it (a norm, an activation, a rule of routing) is a record of `model/layers.py`
+and a case of an operation in `model/ops.py`; the forward pass stays as it is.
+
+`decoder.py` has the tensors that most families share. The families: `gpt_oss.py`,
+`llama.py`, `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `mistral.py`, `mixtral.py`,
+`gemma3.py`, `gpt2.py`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from simplellm.base.config import (
+    ConfigError,
+    ModelConfig,
+    expect,
+    one_of,
+    raising,
+    read_json,
+)
+from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.families.gemma3 import GEMMA3
+from simplellm.checkpoint.families.gpt2 import GPT2
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS, read_gpt_oss
+from simplellm.checkpoint.families.llama import LLAMA
+from simplellm.checkpoint.families.mistral import MISTRAL
+from simplellm.checkpoint.families.mixtral import MIXTRAL
+from simplellm.checkpoint.families.qwen2 import QWEN2
+from simplellm.checkpoint.families.qwen3 import QWEN3
+from simplellm.checkpoint.families.qwen3_moe import QWEN3_MOE
+from simplellm.checkpoint.formats import format_names, formats, read_quantization
+
+ALL = GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2
+# By what config.json calls its model_type.
+FAMILIES: dict[str, Family] = {
+    model_type: family for family in ALL for model_type in family.model_types
+}
+
+
+def title(config: ModelConfig) -> str:
+    """The family, and the formats of weights that are not ordinary numbers."""
+    said = format_names(config)
+    return FAMILIES[config.model_type].name + (f" ({said})" if said else "")
+
+
+def read_config(file: str | Path) -> ModelConfig:
+    """Read a config.json of any family. Raises ConfigError, which names the file.
+
+    That is also for what would need the checkpoint's own Python code, and for formats
+    of weights that nobody here reads.
+    """
+    with raising(ConfigError, file):
+        data = read_json(file)
+        wanted = "none: Python code that comes with a checkpoint is never run"
+        expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), wanted)
+        model_type = data.get("model_type", "gpt_oss")  # OpenAI's own has none
+        one_of("model_type", model_type, tuple(FAMILIES))
+        family = FAMILIES[model_type]
+        if family is GPT_OSS:
+            return read_gpt_oss(data)
+        config = family.config(data)
+        if quantization := data.get("quantization_config"):
+            found = formats(config, read_quantization(quantization))
+            config = replace(config, formats=found)
+        return config

@@ -1,0 +1,150 @@
+"""What a family of models is: how its checkpoints say what `ModelConfig` says."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from simplellm.base.config import (
+    MAX_SIZE,
+    ConfigError,
+    ModelConfig,
+    RopeScaling,
+    as_texts,
+    check_number,
+    end_token_ids,
+    expect,
+    one_of,
+    raising,
+    read,
+)
+from simplellm.checkpoint.names import Name
+
+Data = dict[str, Any]  # a parsed config.json
+
+# By its field of config.json, the values that a thing may have in every model here.
+EVERYWHERE: dict[str, tuple[object, ...]] = {
+    "hidden_act": (None, "silu"),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "is_decoder": (None, True, False),
+    "add_cross_attention": (None, False),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family as data; `Model.forward` computes them all."""
+
+    name: str  # for people
+    model_types: tuple[str, ...]  # in config.json
+    architectures: tuple[str, ...]  # likewise
+    names: tuple[Name, ...]  # what its tensors are called by us and on the hub
+    defaults: Data  # transformers', for what a config.json omits
+    activation: str = "swiglu"
+    fields: Callable[[Data], Mapping[str, Any]] = lambda data: {}  # of `ModelConfig`
+    # Fields of config.json that have another name here.
+    keys: Mapping[str, str] = field(default_factory=dict)
+    # Values that a field of config.json may have.
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    # Patterns in tensors' names, and what we expect there; None: nobody needs it.
+    spellings: tuple[tuple[str, str | None], ...] = (
+        (r"\.rotary_emb\.inv_freq$", None),
+    )
+
+    def spelled(self, config: ModelConfig, stored: str) -> str | None:
+        """The name that we expect for a tensor ``stored`` under another."""
+        for pattern, mine in self.spellings:
+            if mine is None and re.search(pattern, stored):
+                return None
+            stored = re.sub(pattern, mine or "", stored)
+        tied = config.tie_word_embeddings and self.names
+        return None if tied and stored == "lm_head.weight" else stored
+
+    @raising(ConfigError)
+    def config(self, data: Data) -> ModelConfig:
+        """The config that a parsed config.json describes.
+
+        Raises ConfigError, which has the file's names of fields.
+        """
+        try:
+            return self._config(data)
+        except (TypeError, ValueError) as error:
+            theirs = {ours: key for key, ours in self.keys.items()}
+            told = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), str(error))
+            error.args = (told,)
+            raise
+
+    def _config(self, outer: Data) -> ModelConfig:
+        text = outer.get("text_config") or {}
+        expect(isinstance(text, dict), "text_config", text, "an object")
+        given = {**outer, **text}
+        renamed = {self.keys.get(key, key): value for key, value in given.items()}
+        data = {**self.defaults, **renamed}
+        for name in as_texts("architectures", data.get("architectures"), 8, 800):
+            one_of("an entry of architectures", name, self.architectures)
+        for key, known in {**EVERYWHERE, **self.fixed}.items():
+            one_of(key, data.get(key), known)
+        scaling, theta = rope(data)
+        found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
+        ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))
+        if scaling and scaling.rope_type == "yarn":
+            length = int(scaling.original_max_position_embeddings * scaling.factor)
+            longest = max(length, found["max_position_embeddings"])
+            found["max_position_embeddings"] = longest
+        count = found["num_hidden_layers"]
+        types = data.get("layer_types") or ["full_attention"] * count
+        expect(isinstance(types, list), "layer_types", types, "a list")
+        found |= {
+            "activation": self.activation,
+            "layer_types": tuple(types),
+            **self.fields({**data, **found}),
+        }
+        if "sliding_attention" not in found["layer_types"]:
+            found["sliding_window"] = None
+        return ModelConfig(
+            **found,
+            model_type=outer["model_type"],
+            names=self.names,
+            rope_scaling=scaling,
+            eos_token_ids=next(filter(None, ends), ()),
+        )
+
+
+def sizes(data: Data) -> dict[str, Any]:
+    """``data`` with what follows from other numbers where a file leaves it out."""
+    given = {key: value for key, value in data.items() if value is not None}
+    names = "hidden_size", "num_attention_heads"
+    for name in names:
+        check_number(name, data.get(name), int, 1, MAX_SIZE)
+    hidden, heads = (data[name] for name in names)
+    wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
+    whole = "head_dim" in given or hidden % heads == 0
+    expect(whole, "hidden_size", hidden, wanted)
+    found = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "head_dim": hidden // heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 4 * hidden,
+    }
+    return found | given
+
+
+def rope(data: Data) -> tuple[RopeScaling | None, Any]:
+    """How the full layers' RoPE is stretched, and its theta, in any spelling."""
+    entry: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}
+    name = "rope_parameters (rope_scaling in older files)"
+    expect(isinstance(entry, dict), name, entry, "an object")
+    entry = entry.get("full_attention", entry)
+    expect(isinstance(entry, dict), f"full_attention of {name}", entry, "an object")
+    one_of("partial_rotary_factor", entry.get("partial_rotary_factor"), (None, 1, 1.0))
+    theta = entry.get("rope_theta", data.get("rope_theta"))
+    if not entry.get("rope_type") and not entry.get("type"):
+        entry = {**entry, "rope_type": "default"}
+    length = {"original_max_position_embeddings": data.get("max_position_embeddings")}
+    return RopeScaling.from_dict({**length, **entry}), theta

@@ -1,0 +1,24 @@
+"""Llama 3, 3.1, 3.2 and 3.3: the decoder that others vary."""
+
+from simplellm.checkpoint.families.decoder import BIASES, COMMON, MLP, decoder, layered
+from simplellm.checkpoint.families.family import Family
+
+MLP_BIASES = (
+    layered("mlp.gate_up.bias", "2F", "mlp.{gate,up}_proj.bias", "2F", "mlp_bias"),
+    layered("mlp.down.bias", "hidden", "mlp.down_proj.bias", "", "mlp_bias"),
+)
+
+LLAMA = Family(
+    name="Llama 3",
+    model_types=("llama",),
+    architectures=("LlamaForCausalLM",),
+    names=decoder(*BIASES, mlp=(*MLP, *MLP_BIASES)),
+    defaults=COMMON
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+    },
+    fixed={"layer_types": (None,)},
+)

@@ -1,0 +1,315 @@
+"""How a checkpoint stores its weights, as config.json's quantization_config says.
+
+Three dialects: "fp8" of DeepSeek and Qwen, "compressed-tensors" of llm-compressor and
+vLLM, "mxfp4" of gpt-oss. What is quantized otherwise is refused by name. All of this is
+read without PyTorch; `checkpoint/stored.py` makes weights of what is said here.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from simplellm.base.config import ModelConfig, as_texts, expect, one_of
+from simplellm.checkpoint.names import (
+    Name,
+    Shape,
+    packed_shapes,
+    stored_names,
+    tensor_names,
+)
+
+FIELD = "quantization_config"
+FLOATS = "BF16", "F16", "F32"  # ordinary numbers, as safetensors spells them
+SQUARE_TILE, ROW_TILE = (128, 128), (1, 0)  # tiles; 0 columns are all of them
+PACKED = "_packed", "_scale", "_shape"
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A way to store a weight [..., out, in]: as several tensors, named after it.
+
+    ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4. For the
+    others, ``tile`` and ``inputs`` are those of `simplellm.checkpoint.scaled.Scaled`.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]  # what the tensors' names add to the weight's
+    dtype: str
+    tile: tuple[int, int] = ROW_TILE
+    inputs: bool = True
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.dtype == "uint8"
+
+    def stored_shapes(self, shape: Shape) -> dict[str, Shape]:
+        """By suffix, the shapes of the tensors that hold a weight of this ``shape``."""
+        *leading, height, width = shape
+        rows, columns = self.tile[0], self.tile[1] or width
+        scales: Shape = (*leading, -(-height // rows), -(-width // columns))
+        parts: tuple[Shape, ...] = shape, scales
+        if self.is_mxfp4:
+            parts = packed_shapes(shape)
+            if self.suffixes[0] == PACKED[0]:  # its blocks one after the other
+                parts = (*leading, height, width // 2), parts[1]
+        elif self.suffixes == PACKED:
+            parts = (*leading, height, -(-width // 4)), scales, (2,)
+        return dict(zip(self.suffixes, parts, strict=True))
+
+    @property
+    def kinds(self) -> tuple[tuple[str, ...], ...]:
+        """The dtypes that each of the tensors may have, as safetensors spells them."""
+        if self.is_mxfp4:
+            return ("U8",), ("U8",)
+        if self.suffixes == PACKED:
+            return ("I32",), FLOATS, ("I32", "I64")
+        return ("I8" if self.dtype == "int8" else "F8_E4M3",), FLOATS
+
+    def nbytes(self, shape: Shape) -> int:
+        """Bytes in memory of a weight of this ``shape``; scales become float32."""
+        first, scales, *_ = map(math.prod, self.stored_shapes(shape).values())
+        return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
+
+
+FLOAT8 = "float8_e4m3fn"
+SQUARES = NumberFormat("FP8 in blocks", ("", "_scale_inv"), FLOAT8, SQUARE_TILE)
+MXFP4_EXPERTS = NumberFormat("MXFP4", ("_blocks", "_scales"), "uint8", inputs=False)
+SCHEMES = {  # of compressed-tensors, by type, bits and strategy
+    ("float", 8, "block"): replace(SQUARES, suffixes=("", "_scale")),
+    ("float", 8, "channel"): NumberFormat("FP8", ("", "_scale"), FLOAT8),
+    ("int", 8, "channel"): NumberFormat("INT8", ("", "_scale"), "int8"),
+    ("float", 4, "group"): replace(MXFP4_EXPERTS, suffixes=PACKED[:2]),
+}
+# What a field that is missing means; None for all others.
+IMPLIED = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "scale_fmt": "float",
+    "expert_dtype": "fp8",
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "dynamic": False,
+}
+Find = Callable[[str], object]  # something true for a name that is meant
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Which of a checkpoint's weights are stored in which format.
+
+    ``groups``: formats, each with what finds the weights that it is for, of which the
+    first counts. ``ignored`` finds modules whose weights are ordinary tensors.
+    """
+
+    groups: tuple[tuple[NumberFormat, Find], ...]
+    ignored: Find
+
+    def format_of(self, name: str) -> NumberFormat | None:
+        """The format of the weight ``name``, as the hub calls it without suffixes.
+
+        None for an ordinary tensor.
+        """
+        if self.ignored(name.removesuffix(".weight")):
+            return None
+        return next((form for form, finds in self.groups if finds(name)), None)
+
+
+def read_quantization(config: Mapping[str, Any]) -> Quantization:
+    """What a ``quantization_config`` says.
+
+    Raises TypeError or ValueError, which name what is not supported here.
+    """
+    allow(FIELD, config, quant_method=tuple(DIALECTS))
+    return DIALECTS[config["quant_method"]](config)
+
+
+def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat]:
+    """By our name, the formats of a model's weights that are not ordinary tensors.
+
+    Raises ValueError for parts of one weight in several formats, and for a weight that
+    no operation reads in any.
+    """
+    found = {}
+    for ours, name in tensor_names(config).items():
+        if ".router." in ours:  # newer files don't list them, as no linear layers
+            continue
+        parts = stored_names(name, "huggingface", False, config.num_local_experts)
+        forms = [stored.format_of(part) for part in parts]
+        names = ["ordinary numbers" if form is None else form.name for form in forms]
+        # Parts are joined, and a joined weight has one format.
+        for part, form, said in zip(parts, forms, names, strict=True):
+            wanted = f"that of {parts[0]}, {names[0]}"
+            expect(form == forms[0], f"the format of {part}", said, wanted)
+        if forms[0] is not None:
+            where = f"the format of {parts[0]}"
+            expect(is_matrix(name), where, names[0], "ordinary numbers")
+            found[ours] = forms[0]
+    return found
+
+
+def is_matrix(name: Name) -> bool:
+    """Whether an operation multiplies with this tensor in any format."""
+    other = name.turned or ".router." in name.ours or name.ours.endswith("bias")
+    return " " in name.shape and not other
+
+
+def format_names(config: ModelConfig) -> str:
+    """What a model's formats are called; "" where all numbers are ordinary."""
+    return ", ".join(dict.fromkeys(form.name for form in config.formats.values()))
+
+
+def allow(where: str, section: Any, **allowed: Sequence[Any]) -> None:
+    """Raise TypeError or ValueError unless ``section``'s fields are as ``allowed``."""
+    expect(isinstance(section, Mapping), where, section, "an object", TypeError)
+    for key, values in allowed.items():
+        one_of(f"{where}.{key}", section.get(key, IMPLIED.get(key)), values)
+
+
+def is_linear(name: str) -> bool:
+    """Whether ``name`` is that of a linear layer's weight."""
+    others = r"(norm|embed_tokens|embeddings?)\.weight$"
+    return name.endswith(".weight") and not re.search(others, name)
+
+
+def finder(where: str, expressions: Sequence[str]) -> Find:
+    """What finds names that begin with any of some regular expressions."""
+    try:
+        found = [re.compile(expression) for expression in expressions]
+    except re.error as error:
+        expect(False, where, expressions, f"regular expressions ({error})")
+    return lambda name: any(each.match(name) for each in found)
+
+
+def modules_in(where: str, section: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """A field that lists modules."""
+    return as_texts(f"{where}.{field}", section.get(field), 2**16, 2**24)
+
+
+def skipped(config: Mapping[str, Any], default: Sequence[str]) -> Find:
+    """What finds the modules that are not converted, in the way of transformers.
+
+    A name, or a regular expression, stands for a module and all in it; a name also for
+    what ends so.
+    """
+    field = "modules_to_not_convert"
+    field = "ignored_layers" if config.get(field) is None else field
+    names = modules_in(FIELD, config, field) or default
+    inside = [rf"(?:{name})(?:(?<=\.)|(?=\.|$))" for name in names]
+    ends = [rf".*{re.escape(name)}$" for name in names]
+    return finder(f"{FIELD}.{field}", inside + ends)
+
+
+def named(where: str, section: Mapping[str, Any], field: str) -> Find:
+    """What finds the modules in a list of compressed-tensors.
+
+    They are listed by name, or by "re:" and a regular expression.
+    """
+    names = modules_in(where, section, field)
+    expressions = [
+        name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names
+    ]
+    return finder(f"{where}.{field}", expressions)
+
+
+def read_fp8(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "fp8": squares of 128 x 128 numbers, scales in weight_scale_inv."""
+    allow(
+        FIELD,
+        config,
+        activation_scheme=("dynamic",),
+        weight_block_size=([*SQUARE_TILE],),
+        fmt=("e4m3",),
+        scale_fmt=("float", None),
+        expert_dtype=("fp8", None),
+        modules_to_convert=(None, []),
+    )
+    return Quantization(((SQUARES, is_linear),), skipped(config, ["lm_head"]))
+
+
+def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "mxfp4": experts, whether a layer's lie in one weight or apart."""
+    experts = re.compile(r".*\.experts\.(.+\.weight|(gate_up|down)_proj)$").match
+    return Quantization(((MXFP4_EXPERTS, experts),), skipped(config, ()))
+
+
+def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+    """The dialect "compressed-tensors": a scheme for each group of modules."""
+    allow(
+        FIELD,
+        config,
+        kv_cache_scheme=(None,),
+        sparsity_config=(None, {}, {"format": "dense"}),
+        transform_config=(None, {}),
+    )
+    schemes = config.get("config_groups")
+    ok = isinstance(schemes, Mapping) and len(schemes) > 0
+    expect(ok, f"{FIELD}.config_groups", schemes, "an object", TypeError)
+    groups = []
+    for name, scheme in (schemes or {}).items():
+        where = f"{FIELD}.config_groups.{name}"
+        form = read_scheme(where, scheme, config.get("format"))
+        groups.append((form, targeted(where, scheme)))
+    return Quantization(tuple(groups), named(FIELD, config, "ignore"))
+
+
+def targeted(where: str, scheme: Mapping[str, Any]) -> Find:
+    """What finds the weights that a scheme is for. "Linear" is a class of modules."""
+    every = "Linear" in modules_in(where, scheme, "targets")
+    by_name = named(where, scheme, "targets")
+    return lambda name: (
+        is_linear(name) and (every or by_name(name.removesuffix(".weight")))
+    )
+
+
+def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
+    """The format of one scheme; ``default`` is what says how all are packed."""
+    allow(where, scheme, output_activations=(None,))
+    weights, inputs = scheme.get("weights"), scheme.get("input_activations")
+    allow(
+        f"{where}.weights",
+        weights,
+        symmetric=(True,),
+        dynamic=(False,),
+        type=("int", "float"),
+    )
+    kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    mine = [key for key in SCHEMES if key[0] == kind]
+    four = bits == 4
+    allow(
+        f"{where}.weights",
+        weights,
+        num_bits=list(dict.fromkeys(known for _, known, _ in mine)),
+        strategy=[strategy for _, known, strategy in mine if known == bits],
+        group_size=(32,) if four else (None, -1),
+        block_structure=(None, [*SQUARE_TILE]),
+        actorder=(None, "static", "weight"),
+    )
+    square = weights["strategy"] == "block"
+    allow(where, scheme, **({"input_activations": (None,)} if four else {}))
+    if inputs is not None:
+        allow(
+            f"{where}.input_activations",
+            inputs,
+            num_bits=(8,),
+            type=(kind,),
+            symmetric=(True,),
+            dynamic=(True,),
+            strategy=("group",) if square else ("token",),
+            group_size=(128,) if square else (None,),
+        )
+    packing = scheme.get("format") or default
+    known: tuple[str, ...] = f"{kind}-quantized", "naive-quantized"
+    known += ("pack-quantized",) if kind == "int" else ()
+    one_of(f"{where}.format", packing, ("mxfp4-pack-quantized",) if four else known)
+    form = replace(SCHEMES[kind, bits, weights["strategy"]], inputs=inputs is not None)
+    return replace(form, suffixes=PACKED) if packing == "pack-quantized" else form
+
+
+DIALECTS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "mxfp4": read_mxfp4,
+}

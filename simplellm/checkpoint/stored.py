@@ -1,0 +1,59 @@
+"""Weights that are no ordinary tensors: from what a checkpoint stores, and rounded."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import BLOCK, expect
+from simplellm.checkpoint.formats import NumberFormat
+from simplellm.checkpoint.mxfp4 import MXFP4, quantize
+from simplellm.checkpoint.scaled import Scaled, join
+
+Coded = Scaled | MXFP4
+
+
+def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
+    """The weight of a format, from its tensors on disk. Only words are copied.
+
+    Raises TypeError or ValueError for tensors of another format.
+    """
+    values, scales, *shape = parts
+    if form.is_mxfp4:
+        return MXFP4(values.view(*scales.shape, BLOCK // 2), scales)
+    if values.dtype == torch.int32:  # four a word, the first lowest, all plus 128
+        values = (values.view(torch.uint8) ^ 128).view(torch.int8)
+        values = values[..., : int(shape[0][-1])]
+    wanted = f"torch.{form.dtype}"
+    ok = str(values.dtype) == wanted
+    expect(ok, "a weight", values.dtype, wanted, TypeError)
+    tile = form.tile[0], form.tile[1] or values.shape[-1]
+    return Scaled(values, scales.float(), tile, form.inputs)
+
+
+def encoded(form: NumberFormat, weight: Tensor) -> Coded:
+    """``weight`` [..., out, in] rounded to a format."""
+    if form.is_mxfp4:
+        return quantize(weight)
+    return Scaled.of(weight, form.tile, getattr(torch, form.dtype), form.inputs)
+
+
+def tensors(weight: Coded) -> tuple[Tensor, Tensor]:
+    """The numbers of a weight and its scales."""
+    if isinstance(weight, MXFP4):
+        return weight.blocks, weight.scales
+    return weight.values, weight.scales
+
+
+def in_one(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:
+    """Weights of one format, one below the other, as one of ``shape`` [..., out, in].
+
+    One alone is not copied.
+    """
+    scaled = [weight for weight in weights if isinstance(weight, Scaled)]
+    if scaled:
+        return join(scaled).view(*shape)
+    parts = zip(*map(tensors, weights), strict=True)
+    blocks, scales = (torch.cat(x) if len(x) > 1 else x[0] for x in parts)
+    groups = *shape[:-1], shape[-1] // BLOCK
+    return MXFP4(blocks.view(*groups, BLOCK // 2), scales.view(groups))

@@ -1,0 +1,287 @@
+"""The engine: one thread that runs steps for as long as there are requests.
+
+Any number of other threads submit requests and end them; what becomes of these leaves
+as plain data through one queue, `Engine.events`. Nobody outside can hold a step up.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from simplellm.base.grammar import GrammarError
+from simplellm.base.request import EngineError, Event, QueueFullError, Request
+from simplellm.engine.client import Access, failure
+from simplellm.engine.runner import Flight, Runner
+from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.stats import Meter, Stats
+
+LOGGER = logging.getLogger("simplellm")
+SLACK = 0.002  # seconds to be left when a step is launched during one of decodes
+
+
+class Engine(Access):
+    """Runs many requests at once, a step at a time.
+
+    With ``overlap`` a step is scheduled while the one before is still computed. Without
+    `start`, whoever holds it calls `step`. Requests are at most ``max_model_len`` long.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, max_model_len: int, overlap: bool
+    ) -> None:
+        super().__init__()
+        self.scheduler, self.runner = scheduler, runner
+        runner.settle = partial(self.land, 0)
+        self.max_model_len = max_model_len
+        self.depth = int(overlap)  # steps under way while the next one is scheduled
+        self.meter = Meter()
+        # Guards the scheduler and the meter. A signal handler may ask for `stats` in a
+        # thread that holds it.
+        self.lock = threading.RLock()
+        # Aborts, and None to wake the thread. Finalizers may put, too, in any thread.
+        self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()  # oldest first
+        self.rest = 0.0  # seconds in a step of decodes
+        self.until = 0.0  # when this step's rest is over
+        self.rested: float | None = None  # seconds in this step, if it is of decodes
+
+    def step(self) -> None:
+        """Begin the next forward pass, and book those that are over."""
+        with self.lock:
+            works = self.scheduler.schedule()
+        if works:
+            self.launch(works)
+        elif not self.flights:
+            raise RuntimeError("requests wait, but none of them can run")
+        self.land(self.depth if works else 0)
+
+    def land(self, depth: int) -> None:
+        """Book the results of all steps but the last ``depth``; tell what came."""
+        while len(self.flights) > depth:
+            works, flight = self.flights[0]
+            asked = time.monotonic()
+            landed = flight()  # waits for the device, and without the lock
+            self.flights.popleft()
+            now = time.monotonic()
+            self.plan_rest(landed.late, now - asked)
+            with self.lock:
+                new = self.scheduler.commit(works, landed.tokens)
+                self.meter.step(new, now)
+            for request, first, entries in landed.prompts:
+                if (known := request.prompt_logprobs) is not None:
+                    known += entries[len(known) - first :]  # some may come again
+            sampling = [work.request.number for work in works if work.samples]
+            found = dict(zip(sampling, landed.logprobs, strict=True))
+            for request, kept in new:
+                self.tell(request, kept, found[request.number], now)
+
+    def tell(
+        self,
+        request: Request,
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[Any] | None = None,
+        now: float = 0.0,
+        error: EngineError | None = None,
+    ) -> None:
+        """Send out what became of a request."""
+        if logprobs is not None:
+            logprobs = logprobs[: len(tokens)]
+        # They leave once, and nothing of the prompt is scored again.
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        event = Event(
+            number=request.number,
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            error=error,
+            time=now,
+            cached_tokens=request.cached or 0,
+            prompt_logprobs=scores,
+            preemptions=request.preemptions,
+            begun=request.begun,
+        )
+        self.events.put(event)
+
+    def plan_rest(self, late: bool, waited: float) -> None:
+        """A step lands: how long to rest in the next, for prompts that may still come.
+
+        If both are decodes alone, it takes about as long as the one that lands. For
+        that one the host ``waited`` after it had rested, or it came too ``late``.
+        """
+        works = self.flights[0][0] if self.flights else []
+        decodes = bool(works) and all(work.length == 1 for work in works)
+        if decodes and self.rested is not None:
+            # Up slowly, as it may have waited for Python, too.
+            up = (self.rested + waited - SLACK - self.rest) / 8
+            self.rest += -self.rest / 2 if late else up
+        self.rested = max(0.0, self.rest) if decodes else None
+        self.until = time.monotonic() + (self.rested or 0.0)
+
+    def launch(self, works: Sequence[Work]) -> None:
+        """Begin to compute works; if that fails, without who is to blame, or alone."""
+        try:
+            flight = self.runner.launch(works)
+        except Exception as error:
+            LOGGER.error("a step failed, whose requests are tried again: %s", error)
+            # The frames hold memory, and whoever gets the error may keep it for long.
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
+            self.land(0)  # what is tried again must know its last token
+            self.runner.forget()
+            number = error.number if isinstance(error, GrammarError) else None
+            alone = len(works) == 1
+            blamed = [w for w in works if alone or w.request.number == number]
+            for work in blamed:
+                why = failure("the step of this request failed", error)
+                self.end(work.request, "error", why)
+            for some in [works] if blamed else [[work] for work in works]:
+                # Some have ended, if not now, then with a flight.
+                if left := [w for w in some if w.request.finish_reason is None]:
+                    self.launch(left)
+                    self.land(self.depth)
+            return
+        with self.lock:
+            self.scheduler.begin(works)
+        self.flights.append((works, flight))
+
+    def end(
+        self, request: Request, reason: str, error: EngineError | None = None
+    ) -> None:
+        """End a request that has not ended by itself; nothing if it has."""
+        with self.lock:
+            if request.finish_reason is not None:
+                return
+            self.scheduler.finish(request, reason)
+        self.tell(request, error=error)
+
+    # From here on: what other threads call, and the thread that calls step().
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, each with a number of its own, and their siblings.
+
+        Raises QueueFullError or EngineError and then has taken none of them.
+        """
+        self.check_process()  # first: a fork may have copied the lock as it was, taken
+        with self.lock:
+            self.check_open()
+            if not self.scheduler.requests:
+                self.meter.begin()
+            try:
+                self.scheduler.add(requests)
+            except QueueFullError:
+                self.meter.refused += sum(1 + len(r.siblings) for r in requests)
+                raise
+            except BaseException:  # Ctrl-C: a call is taken whole or not at all
+                self.scheduler.withdraw(requests)
+                raise
+        self.inbox.put(None)
+
+    def abort(self, number: int, reason: str = "abort") -> None:
+        """End a request soon, from any thread or finalizer."""
+        self.inbox.put((number, reason))
+
+    def stats(self) -> Stats:
+        """How the engine is doing. Raises EngineError if it is dead."""
+        self.check()
+        with self.lock:
+            return self.meter.stats(self.scheduler)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who waits, who runs and who holds which pages, between two steps.
+
+        Plain data that nobody changes later. Raises EngineError if the engine is dead.
+        """
+        self.check()
+
+        def describe(request: Request) -> dict[str, Any]:
+            return {
+                "number": request.number,
+                "prompt": request.num_prompt,
+                "output": request.num_output,
+                "computed": request.computed,
+                "preemptions": request.preemptions,
+            }
+
+        with self.lock:
+            return {
+                "running": [describe(r) for r in self.scheduler.running],
+                "waiting": [describe(r) for r in self.scheduler.waiting],
+                "pages": self.scheduler.manager.snapshot(),
+            }
+
+    def start(self) -> None:
+        """Run steps in a thread of its own until `shutdown`."""
+        thread = threading.Thread(
+            target=self._loop, name="simplellm-engine", daemon=True
+        )
+        thread.start()
+        self.thread = thread  # now others may wait for its end
+
+    def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``cancel`` them now."""
+        if os.getpid() != self.pid:
+            return
+        self.closing = True
+        self.cancelling = self.cancelling or cancel
+        self.inbox.put(None)
+        if self.thread is not None and threading.current_thread() is not self.thread:
+            self.thread.join(timeout)
+
+    def _loop(self) -> None:
+        device = self.runner.device
+        if device.type == "cuda":  # a thread begins on the first GPU
+            torch.cuda.set_device(device)
+        try:
+            while self._obey():
+                with self.lock:
+                    expired = self.scheduler.expire(time.monotonic())
+                for request in expired:
+                    self.tell(request)
+                if self.scheduler.requests or self.flights:
+                    self.step()
+        except BaseException as error:
+            LOGGER.exception("the engine died")
+            self._die(error)
+        self.events.put(None)
+
+    def _obey(self) -> bool:
+        """Carry out what other threads asked for; wait while no step is due."""
+        while True:
+            with self.lock:  # whoever came before the closing is among the requests
+                idle = not (self.scheduler.requests or self.flights)
+                over = self.cancelling or (self.closing and idle)
+                requests = dict(self.scheduler.requests) if over else {}
+            if over:
+                for request in requests.values():
+                    self.end(request, "abort")
+                return False
+            left = None if idle else max(0.0, self.until - time.monotonic())
+            try:
+                asked = self.inbox.get(timeout=left)
+            except queue.Empty:
+                return True
+            if asked is not None:
+                number, reason = asked
+                if (found := self.scheduler.requests.get(number)) is not None:
+                    self.end(found, reason)
+
+    def _die(self, cause: BaseException) -> None:
+        """Whoever is there gets an error: the engine runs no more steps."""
+        with self.lock:
+            self.dead = cause.with_traceback(None)  # which would hold memory
+            orphans = list(self.scheduler.requests.values())
+            self.scheduler.finished["error"] += len(orphans)
+        for request in orphans:
+            request.finish_reason = "error"
+            self.tell(request, error=failure("the engine died", cause))

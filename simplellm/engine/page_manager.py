@@ -1,0 +1,310 @@
+"""Who holds which page of the KV cache: plain Python, which knows no tensors.
+
+The memory itself is `KVPool`'s, which knows no hashes and no reference counts.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from simplellm.base.config import expect
+
+NULL = -1  # in a table, in place of a page that fell behind the window
+
+
+@dataclass
+class PageTable:
+    """The pages of one sequence: ``groups[g][i]`` holds positions from i * page_size.
+
+    In the group of the sliding layers the entries before ``first[g]`` are NULL.
+    """
+
+    groups: "list[array[int]]"
+    first: list[int]
+    computed: int  # tokens whose keys and values are in the pages
+    digests: list[bytes]  # of the full pages, as far as their tokens are known
+    prompt: int  # full pages of the tokens that it began with
+
+
+def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full page by its tokens and, through ``parent``, all before them."""
+    return sha256(parent + array("q", tokens).tobytes()).digest()
+
+
+class PageManager:
+    """Which page belongs to whom. Plain Python, no tensors.
+
+    A sequence is a number of the caller's choice. Its life: `add`; for every step
+    `grow`, the forward pass, `commit`; `remove`.
+
+    A page has room for ``page_size`` positions of one group of layers: the full ones
+    or, if ``window`` is given, the sliding ones. All ``num_pages`` serve either group.
+    With ``share``, full pages are found again by the tokens they were computed from,
+    until they are evicted, the longest unused first. ``max_chunk`` is the most tokens
+    that a sequence computes in one step, None any number; the smaller it is, the
+    longer may a sequence get. Raises ValueError for fewer pages than a sequence needs.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        window: int | None = None,
+        share: bool = True,
+        max_chunk: int | None = None,
+    ) -> None:
+        least = 1 if window is None else 2
+        name = f"the number of pages of {page_size} tokens"
+        wanted = f"at least {least}: more cache_bytes or num_pages, or a smaller "
+        expect(num_pages >= least, name, num_pages, wanted + "page_size")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.windows = (None,) if window is None else (None, window)
+        self.share = share
+        self.max_chunk = max_chunk
+        self.tables: dict[int, PageTable] = {}
+        self.references = [0] * num_pages
+        self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
+        self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
+        # Pages that some sequence was given by `add`, or that the next turn of a chat
+        # will ask for: those that the token behind a prompt's last full page can see.
+        self.found: set[int] = set()
+        self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
+        self.named: dict[tuple[int, bytes], int] = {}  # and back
+        self._copies: list[tuple[int, int]] = []
+        self.max_tokens = self._longest()
+
+    def truncate(self, sequence: int, length: int) -> bool:
+        """Take back what is computed beyond the first ``length`` tokens.
+
+        False, and nothing changed, if a page that the token at ``length`` would see has
+        fallen behind the window already.
+        """
+        table = self.tables[sequence]
+        assert 0 < length <= table.computed, (sequence, length)
+        firsts = [self._first_page(length, window) for window in self.windows]
+        if firsts != table.first:
+            return False
+        count = -(-length // self.page_size)
+        for pages in table.groups:
+            for page in reversed(pages[count:]):
+                self._release(page)
+            del pages[count:]
+        table.computed = length
+        del table.digests[length // self.page_size :]
+        return True
+
+    def _longest(self) -> int:
+        """The most tokens that a sequence can have if it is alone."""
+        count = self.num_pages // len(self.windows)
+        if self.windows[-1] is not None and self.max_chunk is not None:
+            # At worst the oldest position in view is the last one of its page.
+            span = self.windows[-1] - 1 + self.max_chunk
+            sliding = (span + self.page_size - 2) // self.page_size + 1
+            count = max(count, self.num_pages - sliding)
+        return count * self.page_size
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had: those that hold nothing and those not in use."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of a new sequence that find room even if no page is shared."""
+        return self.free_pages // len(self.windows) * self.page_size
+
+    @property
+    def usage(self) -> float:
+        """The share of all pages that sequences hold."""
+        return 1 - self.free_pages / self.num_pages
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who holds which pages: plain data that nobody changes later."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "windows": list(self.windows),
+            "free": len(self.free),
+            "cached": list(self.cached),
+            "references": list(self.references),
+            "tables": {
+                number: [list(pages) for pages in table.groups]
+                for number, table in self.tables.items()
+            },
+        }
+
+    def _forget_name(self, page: int) -> None:
+        """A page that will be written to cannot be found by its tokens any more."""
+        if page in self.names:
+            del self.named[self.names.pop(page)]
+            self.found.discard(page)
+
+    def _take(self) -> int:
+        """A page for new content; evicts if none is empty."""
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.cached.popitem(last=False)
+            self._forget_name(page)
+        self.references[page] = 1
+        return page
+
+    def _hold(self, page: int) -> None:
+        if self.references[page] == 0:
+            del self.cached[page]
+        self.references[page] += 1
+
+    def _release(self, page: int, behind: bool = False) -> None:
+        self.references[page] -= 1
+        if self.references[page] > 0:
+            return
+        if page not in self.names:
+            self.free.append(page)
+            return
+        self.cached[page] = None
+        # Behind the window, a page is of use only to a prefix that ends near by. Unless
+        # there was one before, it must not crowd out pages that any prefix needs.
+        if behind and page not in self.found:
+            self.cached.move_to_end(page, last=False)
+
+    def _first_page(self, length: int, window: int | None) -> int:
+        """The first page that the token at position ``length`` can see."""
+        return 0 if window is None else max(0, length + 1 - window) // self.page_size
+
+    def _name_full_pages(self, table: PageTable, tokens: Sequence[int]) -> None:
+        size = self.page_size
+        for index in range(len(table.digests), table.computed // size):
+            part = tokens[index * size : (index + 1) * size]
+            if part[-1] < 0:  # not known yet: the page gets its name the next time
+                return
+            digest = page_digest(table.digests[-1] if table.digests else b"", part)
+            table.digests.append(digest)
+            for group, pages in enumerate(table.groups):
+                name = (group, digest)
+                # Whoever computed the same page first has the name.
+                if name not in self.named and pages[index] != NULL:
+                    self.named[name] = pages[index]
+                    self.names[pages[index]] = name
+                    near = self._first_page(table.prompt * size, self.windows[group])
+                    if near <= index < table.prompt:
+                        self.found.add(pages[index])
+
+    def _cached_prefix(self, tokens: Sequence[int]) -> list[bytes]:
+        """The digests of the longest prefix that can be taken from cached pages."""
+        size, digests, usable = self.page_size, [], 0
+        runs = [0] * len(self.windows)  # pages in a row, up to here, of each group
+        digest = b""
+        for end in range(size, len(tokens) if self.share else 0, size):
+            digest = page_digest(digest, tokens[end - size : end])
+            if (0, digest) not in self.named:
+                break
+            digests.append(digest)
+            for group in range(len(runs)):
+                known = (group, digest) in self.named
+                runs[group] = runs[group] + 1 if known else 0
+            if all(
+                run >= len(digests) - self._first_page(end, window)
+                for run, window in zip(runs, self.windows, strict=True)
+            ):
+                usable = len(digests)
+        return digests[:usable]
+
+    def add(self, sequence: int, tokens: Sequence[int]) -> int:
+        """Register a sequence; returns how many of its first tokens are cached.
+
+        At least one token is always left to compute.
+        """
+        assert sequence not in self.tables and 1 <= len(tokens) <= self.max_tokens
+        size, digests = self.page_size, self._cached_prefix(tokens)
+        groups, firsts = [], []
+        for group, window in enumerate(self.windows):
+            first = self._first_page(len(digests) * size, window)
+            live = [self.named[group, digest] for digest in digests[first:]]
+            for page in live:
+                self._hold(page)
+            self.found.update(live)
+            groups.append(array("i", [NULL] * first + live))
+            firsts.append(first)
+        computed = len(digests) * size
+        table = PageTable(groups, firsts, computed, digests, len(tokens) // size)
+        self.tables[sequence] = table
+        return computed
+
+    def commit(self, sequence: int, tokens: Sequence[int], length: int) -> None:
+        """The keys and values of the first ``length`` of ``tokens`` are computed now.
+
+        Full pages become shareable, pages behind the window are given back. The last
+        token may be negative, which means that it is not known yet.
+        """
+        table = self.tables[sequence]
+        most = min(len(table.groups[0]) * self.page_size, len(tokens))
+        assert table.computed <= length <= most, (sequence, length)
+        table.computed = length
+        if self.share and length // self.page_size > len(table.digests):
+            self._name_full_pages(table, tokens)
+        for group, window in enumerate(self.windows):
+            first = self._first_page(length, window)
+            if first == table.first[group]:
+                continue
+            pages = table.groups[group]
+            for index in range(table.first[group], first):
+                self._release(pages[index], behind=True)
+                pages[index] = NULL
+            table.first[group] = first
+
+    def fork(self, parent: int, child: int) -> None:
+        """Start ``child`` with all that is computed of ``parent``, in shared pages."""
+        table = self.tables[parent]
+        count = -(-table.computed // self.page_size)
+        groups = [pages[:count] for pages in table.groups]
+        for pages, first in zip(groups, table.first, strict=True):
+            for page in pages[first:]:
+                self._hold(page)
+        copied = list(table.first), table.computed, list(table.digests), table.prompt
+        self.tables[child] = PageTable(groups, *copied)
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence. What others may share stays until it is evicted."""
+        table = self.tables.pop(sequence)
+        # Last page first: a prefix is of use without its end, not the other way round.
+        for index in reversed(range(len(table.groups[0]))):
+            for pages in table.groups:
+                if pages[index] != NULL:
+                    self._release(pages[index])
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Pages to copy, (from, to) in this order, before the next step writes."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def grow(self, sequence: int, length: int) -> bool:
+        """Make room for ``length`` tokens; False, and nothing changed, without space.
+
+        A shared page that the next token would be written to is exchanged for a copy.
+        """
+        table = self.tables[sequence]
+        assert length <= self.max_tokens, (sequence, length)
+        count = -(-length // self.page_size)
+        open_page, filled = divmod(table.computed, self.page_size)
+        written = table.groups if filled and length > table.computed else []
+        split = [pages for pages in written if self.references[pages[open_page]] > 1]
+        missing = max(0, count - len(table.groups[0])) * len(self.windows)
+        if missing + len(split) > self.free_pages:
+            return False
+        for pages in written:
+            if self.references[pages[open_page]] > 1:
+                copy = self._take()
+                self._copies.append((pages[open_page], copy))
+                self._release(pages[open_page])
+                pages[open_page] = copy
+            else:  # it has a name if it was full before a `truncate`
+                self._forget_name(pages[open_page])
+        for pages in table.groups:
+            while len(pages) < count:
+                pages.append(self._take())
+        return True

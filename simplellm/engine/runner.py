@@ -1,0 +1,298 @@
+"""From what the scheduler wants to the tokens that come of it, on the device.
+
+T packed tokens, B sequences, S of them sampling, V vocabulary.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import le
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from simplellm.base.config import EngineConfig
+from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
+from simplellm.base.transfer import fetch, pinned, upload
+from simplellm.engine.graphs import MIXED_SIZES, MOST_CHUNKS, Captured, Room, capture
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.sampler import Columns, Sampled, TokenCounts, sample
+from simplellm.engine.scheduler import Work
+from simplellm.model.batch import Batch
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.model import Model
+from simplellm.sampling.logprobs import (
+    PromptScores,
+    prompt_entries,
+    score_prompts,
+    token_logprobs,
+)
+from simplellm.sampling.masks import Masks
+
+
+class Landed(NamedTuple):
+    """What a step gave each work that samples, in their order."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None]
+    # Prompts that are scored, in parts: where one begins, and each token's logprobs.
+    prompts: Sequence[tuple[Request, int, list[TokenLogprobs]]] = ()
+    late: bool = False  # the device was done before the host came for it
+
+
+Flight = Callable[[], Landed]  # waits for what a step has sampled
+
+
+class Runner:
+    """Starts steps on the device; what they sampled can be had later.
+
+    A token that the host has not seen yet is named by its place among those that the
+    step before has sampled.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        manager: PageManager,
+        config: EngineConfig,
+        max_model_len: int,
+    ) -> None:
+        self.model, self.pool, self.manager = model, pool, manager
+        # Columns of a block table: a multiple of 16, so that kernels are compiled once.
+        self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
+        seqs, self.device = config.max_num_seqs, model.device
+        groups, tokens = len(pool.windows), config.max_num_batched_tokens
+        size = Batch.size(tokens, seqs + MOST_CHUNKS, self.pages, groups)
+        # Two on the host: one is written while the other may still be on its way.
+        self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
+        self.landing = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
+        self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
+        self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
+        vocab_size = model.config.vocab_size
+        self.logits = torch.zeros(seqs, vocab_size, device=self.device)
+        # Of steps with prompts that are captured.
+        self.hidden = model.embed_tokens.new_zeros(
+            min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
+        )
+        self.counts = TokenCounts(vocab_size, self.device)
+        self.masks = Masks(vocab_size, seqs, self.device)
+        # Makes all tokens of earlier steps known, as a mask may need them.
+        self.settle: Callable[[], None] = lambda: None
+        self.turn = 0
+        self.previous: dict[int, int] = {}  # request -> place of its token in output
+        self.scores: list[PromptScores] = []  # of the step under way
+        self.captured: list[Captured] = []  # decode steps, by size
+        self.mixed: list[Captured] = []  # steps with prompts, by size
+        self._columns: tuple[list[int], Columns] | None = None
+
+    def view(
+        self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
+    ) -> Batch:
+        """A step of this shape at the beginning of ``flat``."""
+        windows, page_size = self.pool.windows, self.pool.page_size
+        return Batch.of(flat, tokens, sequences, pages, decodes, windows, page_size)
+
+    # Graphs
+
+    @torch.inference_mode()
+    def capture(self, decodes: Sequence[int], mixed: Sequence[int] = ()) -> None:
+        """Record steps of so many decodes, and with prompts of so many tokens.
+
+        As far as there is room.
+        """
+
+        def padding(shape: Room) -> Callable[[], object]:
+            tokens, most, chunks = shape
+            batch = self.view(self.inputs, tokens, most + chunks, self.pages, most)
+            batch.pad()
+            return partial(self._replayed, batch, shape)
+
+        seqs = len(self.output)
+        shapes = [Room(size, size) for size in decodes]
+        shapes += [Room.mixed(size, seqs) for size in mixed if size <= len(self.hidden)]
+        found = capture(padding, shapes)
+        self.captured = [graph for graph in found if not graph.shape.chunks]
+        self.mixed = [graph for graph in found if graph.shape.chunks]
+
+    def _graph(self, works: Sequence[Work]) -> Captured | None:
+        """The graph for a step that is nothing but decodes, if there is one."""
+        if not all(work.length == 1 and work.samples for work in works):
+            return None
+        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        return self.captured[index] if index < len(self.captured) else None
+
+    def _mixed(self, real: Room) -> Captured | None:
+        """The graph for a step with chunks of prompts, if there is one."""
+        fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
+        return next(fits, None) if real.chunks else None
+
+    # Steps
+
+    def launch(self, works: Sequence[Work]) -> Flight:
+        """Start to compute ``works``, and to sample from what comes out."""
+        requests = [work.request for work in works if work.samples]
+        self.start(works, requests)
+        if any(request.needs_last_token for request in requests):
+            self.settle()  # the device computes meanwhile
+        return self.choose(requests)
+
+    @torch.inference_mode()
+    def start(self, works: Sequence[Work], sampling: Sequence[Request]) -> None:
+        """Start the forward pass of a step.
+
+        Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
+        ``output``, and what it finds of prompts in ``scores``. The next step writes
+        over all three.
+        """
+        self.pool.copy(self.manager.take_copies())
+        rows = len(works)
+        decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
+        real = Room(sum(work.length for work in works), decodes, rows - decodes)
+        graph = self._graph(works) or self._mixed(real)
+        tokens, most, chunks = real if graph is None else graph.shape
+        shape = tokens, most + chunks, self._pages(works), most
+        self.turn ^= 1
+        staging = self.staging[self.turn]
+        self._fill(self.view(staging.numpy(), *shape), works, decodes)
+        size = Batch.size(*shape[:3], len(self.pool.windows))
+        self.inputs[:size].copy_(staging[:size], non_blocking=True)
+        self.previous = {r.number: place for place, r in enumerate(sampling)}
+        self.scores = []
+        batch, hidden = self.view(self.inputs, *shape), self.hidden
+        if graph is not None:
+            graph.replay()
+        else:
+            hidden = self.model.forward(batch, self.pool, self.output)
+        if graph is None or chunks:
+            self._head(batch, hidden, len(sampling))
+            self.scores = score_prompts(works, hidden, self.model.head, self.logits)
+
+    def _head(self, batch: Batch, hidden: Tensor, count: int) -> None:
+        """Logits and likeliest tokens of the first ``count`` samples of a step."""
+        if count:
+            some = count < len(batch.tokens)
+            last = hidden[batch.samples[:count]] if some else hidden
+            self.output[:count] = self.model.head(last, self.logits[:count])
+
+    def _replayed(self, batch: Batch, shape: Room) -> None:
+        """What the graph of a step does.
+
+        All decodes sample. How many of a step with prompts do is not known yet, so that
+        the graph ends with their hidden states.
+        """
+        hidden = self.model.forward(batch, self.pool, self.output)
+        if shape.chunks:
+            self.hidden[: shape.tokens] = hidden
+        else:
+            self._head(batch, hidden, shape.decodes)
+
+    def _fill(self, batch: Any, works: Sequence[Work], decodes: int) -> None:
+        """Write ``works`` into ``batch``, whose arrays are NumPy's.
+
+        The first ``decodes`` of them have one token each.
+        """
+        page_size = self.pool.page_size
+        batch.pad()
+        tokens: list[int] = []
+        positions: list[int] = []
+        rows = np.arange(len(works))
+        # Chunks come after all the room for decodes.
+        rows[decodes:] += batch.groups[0].decodes - decodes
+        for row, (request, start, length, _) in zip(rows.tolist(), works, strict=True):
+            tokens += request.tokens[start : start + length]
+            if tokens[-1] == UNKNOWN:
+                tokens[-1] = -1 - self.previous[request.number]
+            positions += range(start, start + length)
+            table = self.manager.tables[request.number]
+            held = zip(batch.groups, table.groups, table.first, strict=True)
+            for group, pages, first in held:
+                live = np.frombuffer(pages, dtype=np.int32)[first:]
+                group.tables[row, : len(live)] = live
+                group.offsets[row] = first * page_size
+        # The rest is done for all rows at once: a call costs more than a number.
+        count, counts = len(tokens), [work.length for work in works]
+        batch.tokens[:count], batch.positions[:count] = tokens, positions
+        batch.lengths[rows] = [work.start + work.length for work in works]
+        batch.queries[1 + rows] = counts
+        np.cumsum(batch.queries, out=batch.queries, dtype=np.int32)
+        samples = batch.queries[1 + rows[[work.samples for work in works]]] - 1
+        batch.samples[: len(samples)] = samples
+        owners = np.repeat(rows, counts)
+        for group in batch.groups:
+            place = batch.positions[:count] - group.offsets[owners]
+            pages = group.tables[owners, place // page_size]
+            group.slots[:count] = pages * page_size + place % page_size
+
+    def _pages(self, works: Sequence[Work]) -> int:
+        """Columns of a step's block tables."""
+        if self.device.type == "cuda":  # always the same, for graphs and kernels
+            return self.pages
+        ends = max(work.start + work.length for work in works)
+        return -(-ends // self.pool.page_size)
+
+    @torch.inference_mode()
+    def choose(self, requests: Sequence[Request]) -> Flight:
+        """Sample a token for each of ``requests``, whose logits are there."""
+        count = len(requests)
+        if count == 0:  # it is waited for all the same: its inputs are reused
+            return self._fetch(requests, Sampled(self.output[:0]))
+        columns = self._columns_of(requests)
+        counting = self.counts.arrange(requests)
+        mask = self.masks.arrange(requests)
+        sampled = Sampled(self.output[:count])
+        changed = counting or mask is not None or columns.bias is not None
+        if columns.random or changed or columns.logprobs is not None:
+            steps = [request.num_output for request in requests]
+            sampled = sample(
+                self.logits[:count],
+                self.output[:count],
+                columns,
+                upload(steps, torch.int64, self.device),
+                self.model.ops,
+                counts=self.counts if counting else None,
+                mask=mask,
+            )
+            self.output[:count] = sampled.tokens
+        return self._fetch(requests, sampled)
+
+    def _columns_of(self, requests: Sequence[Request]) -> Columns:
+        """The sampling parameters of ``requests``, kept for as long as these stay."""
+        numbers = [request.number for request in requests]
+        if self._columns is None or self._columns[0] != numbers:
+            params = [request.params for request in requests]
+            vocab_size = self.model.config.vocab_size
+            self._columns = numbers, Columns.of(params, vocab_size, self.device)
+        return self._columns[1]
+
+    def forget(self) -> None:
+        """A step went wrong: what is kept from step to step may not be true."""
+        self._columns = None
+        self.counts.forget()
+
+    def _fetch(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
+        """Let the sampled tokens, and logprobs if there are any, come to the host."""
+        landing = self.landing[self.turn][: len(requests)]
+        landing.copy_(sampled.tokens, non_blocking=True)
+        logprobs = [*map(fetch, sampled.scores)]
+        whole = [*map(fetch, sampled.whole)]
+        scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
+        arrived = torch.cuda.Event() if self.device.type == "cuda" else None
+        if arrived:
+            arrived.record()
+        wanted = [request.params.logprobs for request in requests]
+        forced = [request.forced for request in requests]
+
+        def wait() -> Landed:
+            late = arrived is not None and arrived.query()
+            if arrived:
+                arrived.synchronize()
+            tokens = landing.tolist()
+            found = token_logprobs(wanted, tokens, logprobs, whole)
+            prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
+            new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
+            return Landed(new, found, prompts, late)
+
+        return wait

@@ -1,0 +1,131 @@
+"""Choose the next token of each row of a batch of logits.
+
+B rows (one sequence each), V vocabulary, P rows with penalties. Everything is
+vectorized over the batch and stays on the logits' device. What a row gets depends on
+its own logits, its own parameters, its seed and its step, never on the other rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.base.transfer import upload
+from simplellm.model.ops import Ops
+from simplellm.sampling.filters import Filters, Mask, apply_mask
+from simplellm.sampling.logprobs import score
+from simplellm.sampling.penalties import TokenCounts
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A batch's parameters as columns [B], and what some row needs as booleans.
+
+    The booleans are Python's, so deciding what to skip never waits for the GPU. Built
+    once for as long as a batch keeps its requests.
+    """
+
+    seeds: Tensor  # int64 [B]
+    temperature: Tensor  # float32, 0 for the likeliest token
+    filters: Filters | None
+    bias: tuple[Tensor, Tensor, Tensor] | None  # rows, token ids, values
+    random: bool
+    logprobs: int | None  # the most that any row asks for, but for those of `whole`
+    whole: Tensor | None  # rows that ask for the logprobs of the vocabulary, int64
+
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+    ) -> "Columns":
+        """The columns of ``params``, in which every row that draws has a seed."""
+        # Python's seeds run to 2^64 - 1; the same 64 bits as a signed integer.
+        seeds = [((p.seed or 0) + 2**63) % 2**64 - 2**63 for p in params]
+        biases = [
+            (row, token, value)
+            for row, p in enumerate(params)
+            for token, value in (p.logit_bias or {}).items()
+        ]
+        bias = None
+        if biases:
+            rows, tokens, values = zip(*biases, strict=True)
+            bias = (
+                upload(rows, torch.int64, device),
+                upload(tokens, torch.int64, device),
+                upload(values, torch.float32, device),
+            )
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        whole = [row for row, p in enumerate(params) if p.logprobs == -1]
+        return cls(
+            seeds=upload(seeds, torch.int64, device),
+            temperature=upload([p.temperature for p in params], torch.float32, device),
+            filters=Filters.of(params, vocab_size, device),
+            bias=bias,
+            random=any(p.temperature > 0 for p in params),
+            logprobs=max(0, *wanted) if wanted else None,
+            whole=upload(whole, torch.int64, device) if whole else None,
+        )
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token a row; the other fields are empty unless a row asked for logprobs."""
+
+    tokens: Tensor  # int32 [B]
+    scores: Sequence[Tensor] = ()  # what `score` tells of the tokens
+    whole: Sequence[Tensor] = ()  # ids and logprobs [W, V] of W rows that want them all
+
+
+def change(
+    logits: Tensor,
+    columns: Columns,
+    ops: Ops,
+    counts: TokenCounts | None,
+    mask: Mask | None,
+) -> Tensor:
+    """Logits [B, V] with biases and penalties, and without the tokens ruled out."""
+    if columns.bias is not None:
+        rows, tokens, values = columns.bias
+        logits = logits.index_put((rows, tokens), values, accumulate=True)
+    if counts is not None:
+        logits = ops.penalize(counts, logits)
+    return logits if mask is None else apply_mask(logits, mask)
+
+
+def sample(
+    logits: Tensor,
+    best: Tensor,
+    columns: Columns,
+    steps: Tensor,
+    ops: Ops,
+    *,
+    counts: TokenCounts | None = None,
+    mask: Mask | None = None,
+) -> Sampled:
+    """Choose one token for each row of ``logits`` float32 [B, V].
+
+    ``best`` int32 [B] are their likeliest tokens. ``steps`` int64 [B] counts each row's
+    tokens so far: with the seed it fixes the noise. ``counts`` are those of the rows
+    with penalties; ``mask`` is that of the rows that may not get every token. Logprobs
+    are those of the logits as given.
+
+    The draw is Gumbel-max: argmax(logits / temperature + noise) has exactly the
+    distribution softmax(logits / temperature).
+    """
+    scores = change(logits, columns, ops, counts, mask)
+    if scores is not logits:
+        best = scores.argmax(dim=-1).int()
+    chosen = best
+    if columns.random:
+        how = columns.temperature, columns.seeds, steps, columns.filters
+        chosen = ops.draw(scores, best, *how)
+    if counts is not None:
+        counts.add(chosen)
+    if columns.logprobs is None:
+        return Sampled(chosen)
+    scored = score(logits, chosen, columns.logprobs)
+    whole: Sequence[Tensor] = ()
+    if (rows := columns.whole) is not None:
+        whole = score(logits[rows], chosen[rows], logits.shape[1])[2:]
+    return Sampled(chosen, scored, whole)

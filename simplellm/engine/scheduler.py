@@ -1,0 +1,306 @@
+"""Who computes how many tokens in the next step: iteration-level scheduling.
+
+Plain Python, no tensors. A step takes one token from each request that decodes and
+chunks of the prompts of others, all under one budget (Orca, Yu et al. 2022;
+Sarathi-Serve, Agrawal et al. 2024). When the cache runs full, the last in line gives up
+its room and computes its tokens again later.
+"""
+
+import math
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from simplellm.base.request import UNKNOWN, QueueFullError, Request
+from simplellm.engine.page_manager import PageManager
+
+
+class Work(NamedTuple):
+    """One request's part in a step: ``length`` of its tokens from ``start`` on."""
+
+    request: Request
+    start: int
+    length: int
+    samples: bool  # these are its last ones, so that the step gives it a new token
+
+
+by_rank = attrgetter("rank")
+# Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
+# the 120b, and with up to 64 decodes they fit in the graph of 768.
+MOST_BESIDE = 704
+
+
+def discard(queue: list[Request], request: Request) -> bool:
+    """Take ``request`` out of a queue sorted by rank; False if it is not in it."""
+    index = bisect_left(queue, request.rank, key=by_rank)
+    found = index < len(queue) and queue[index] is request
+    if found:
+        del queue[index]
+    return found
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Decides for each step who computes what, and keeps the cache's books."""
+
+    manager: PageManager
+    _: KW_ONLY
+    max_num_seqs: int  # requests that run at once
+    max_num_batched_tokens: int  # that a step computes
+    prefill_chunk: int | None = None  # tokens of a prompt in a step; None: all of them
+    max_waiting: int = 10_000  # requests; more are refused
+    # Earlier requests that one may overtake for each level of priority that it is ahead
+    # of them: so nobody waits forever.
+    overtakes: int = 100
+    # False: once a running request has ended, none joins until all have.
+    continuous: bool = True
+
+    def __post_init__(self) -> None:
+        self.requests: dict[int, Request] = {}  # all that have not ended, by number
+        # This queue and the next one are sorted by rank.
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []  # those that hold room in the cache
+        self.deadlines: list[tuple[float, int]] = []
+        self.finished: Counter[str] = Counter()  # requests by finish_reason
+        self.preemptions = 0
+        self._closed = False  # to newcomers, until the running requests have ended
+        self._refused = (-1, 0)  # who did not fit last, and how much room was spare
+
+    def _ready(self, request: Request, busy: set[int]) -> bool:
+        """Whether a running request can have a part in the step."""
+        return not (request.number in busy or request.complete)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """How many tokens of ``request`` to compute in this step."""
+        wanted = request.missing
+        if request.siblings and wanted > 1:
+            wanted -= 1  # each sample computes the prompt's last token
+        if self.prefill_chunk is None:
+            return wanted if wanted <= budget else 0
+        most = self.prefill_chunk
+        if self.running and self.running[0].missing == 1:
+            # Decodes wait for the prompts. But the longer the line, the more of them:
+            # they cost less a token.
+            room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
+            most = min(most, room - (self.max_num_batched_tokens - budget))
+        return max(0, min(wanted, most, budget))
+
+    def _work(self, request: Request, length: int) -> Work:
+        return Work(request, request.computed, length, length == request.missing)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, samples that wait for their prompt included."""
+        return len(self.requests) - len(self.running)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Put requests, each with a number of its own, and their siblings in line.
+
+        A call is taken whole, however large, or not at all: raises QueueFullError if
+        ``max_waiting`` requests wait already.
+        """
+        if self.num_waiting >= self.max_waiting:
+            raise QueueFullError(
+                f"{self.num_waiting} requests wait already; expected fewer than "
+                f"{self.max_waiting}, EngineConfig's max_waiting"
+            )
+        for first in requests:
+            for request in (first, *first.siblings):
+                index = request.number + request.priority * self.overtakes
+                request.rank = (index, request.priority, request.number)
+                self.requests[request.number] = request
+                if request.deadline < math.inf:
+                    insort(self.deadlines, (request.deadline, request.number))
+            insort(self.waiting, first, key=by_rank)
+            if first.num_prompt == 1:  # nothing to share
+                self._release_siblings(first)
+
+    def withdraw(self, requests: Sequence[Request]) -> None:
+        """Undo an `add` that was interrupted, wherever that was."""
+        for first in requests:
+            siblings, first.siblings = first.siblings, []
+            for request in (first, *siblings):
+                request.finish_reason = "abort"
+                if self.requests.pop(request.number, None) is not None:
+                    discard(self.waiting, request)
+        left = self.requests
+        self.deadlines = [entry for entry in self.deadlines if entry[1] in left]
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, wherever it is, and give back its room; once only."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        self.finished[reason] += 1
+        del self.requests[request.number]
+        if request.deadline < math.inf:
+            entry = (request.deadline, request.number)
+            del self.deadlines[bisect_left(self.deadlines, entry)]
+        if discard(self.running, request):
+            self.manager.remove(request.number)
+            self._closed = not self.continuous
+        else:
+            discard(self.waiting, request)
+        self._release_siblings(request)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline is over."""
+        late = self.deadlines[: bisect_left(self.deadlines, (now, -1))]
+        expired = [self.requests[number] for _, number in late]
+        for request in expired:
+            self.finish(request, "timeout")
+        return expired
+
+    def _release_siblings(self, request: Request) -> None:
+        """Start the other samples from what is computed of their prompt, or line up."""
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if sibling.finish_reason is not None:
+                continue
+            if (
+                request.finish_reason is None
+                and request.computed > 0
+                and not self._closed
+                and len(self.running) < self.max_num_seqs
+            ):
+                self.manager.fork(request.number, sibling.number)
+                sibling.computed = sibling.cached = request.computed
+                sibling.begun = request.begun  # that computed what it begins with
+                insort(self.running, sibling, key=by_rank)
+            else:
+                insort(self.waiting, sibling, key=by_rank)
+
+    def _preempt(self, request: Request) -> None:
+        discard(self.running, request)
+        self.manager.remove(request.number)
+        request.computed = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=by_rank)
+
+    def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
+        """Room for ``length`` more tokens, at the cost of who comes last if need be."""
+        while not self.manager.grow(request.number, request.computed + length):
+            behind = reversed(self.running)
+            victim = next(other for other in behind if other.number not in busy)
+            if victim is request:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _admit(self, works: list[Work], budget: int) -> None:
+        """Let the first in line start, as long as there is room for their tokens."""
+        promised = sum(map(attrgetter("missing"), self.running))
+        promised -= sum(work.length for work in works)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            request, spare = self.waiting[0], self.manager.free_tokens - promised
+            if request.tokens[-1] == UNKNOWN:
+                return  # preempted just now; its pages cannot be looked up yet
+            refused, room = self._refused
+            if self.running and refused == request.number and spare <= room:
+                return  # as little room as the last time
+            # Logprobs of a prompt need its computation: of it, nothing is looked up.
+            known = request.tokens if request.prompt_logprobs is None else [0]
+            request.computed = self.manager.add(request.number, known)
+            length = self._chunk(request, budget)
+            fits = promised + request.missing <= self.manager.free_tokens
+            fits = fits or not self.running  # alone, it may use all there is
+            end = request.computed + length
+            if length == 0 or not fits or not self.manager.grow(request.number, end):
+                self.manager.remove(request.number)
+                request.computed = 0
+                if length > 0:  # it was not the budget
+                    self._refused = (request.number, spare)
+                return
+            del self.waiting[0]
+            insort(self.running, request, key=by_rank)
+            if request.cached is None:
+                request.cached, request.begun = request.computed, time.monotonic()
+            works.append(self._work(request, length))
+            promised += request.missing - length
+            budget -= length
+            if request.missing == 1:
+                self._release_siblings(request)
+
+    def schedule(self) -> list[Work]:
+        """What to compute now: decodes, then prompts under way, then new requests."""
+        works: list[Work] = []
+        busy: set[int] = set()
+        budget = self.max_num_batched_tokens
+        for decodes in (True, False):
+            index = 0
+            while index < len(self.running) and budget > 0:
+                request = self.running[index]
+                index += 1
+                if (request.missing == 1) != decodes or not self._ready(request, busy):
+                    continue
+                length = self._chunk(request, budget)
+                if length and self._make_room(request, length, busy):
+                    works.append(self._work(request, length))
+                    busy.add(request.number)
+                    budget -= length
+        if not self.running:
+            self._closed = False
+        if not self._closed:
+            self._admit(works, budget)
+        return works
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Book a step whose results will come: what it computes counts as there.
+
+        The tokens that it samples are UNKNOWN until `commit`, unless a grammar forces
+        them. The next step can be scheduled meanwhile, since it takes their number and
+        not their names.
+        """
+        for request, start, length, samples in works:
+            if request.finish_reason is not None:  # it was aborted meanwhile
+                continue
+            request.computed = start + length
+            self.manager.commit(request.number, request.tokens, request.computed)
+            if start < request.num_prompt <= start + length:
+                # A prompt is done, and whoever shares it needs less room.
+                self._refused = (-1, 0)
+            if samples:
+                request.tokens += request.forced or [UNKNOWN]
+            elif request.siblings and request.missing == 1:
+                self._release_siblings(request)
+
+    @staticmethod
+    def _keep(
+        request: Request, first: int, tokens: Sequence[int]
+    ) -> tuple[str | None, Sequence[int]]:
+        """Why the request ends with ``tokens`` from position ``first``, if it does.
+
+        Also returns the tokens up to that end.
+        """
+        room = request.num_prompt + request.max_tokens - first
+        for count, token in enumerate(tokens[:room], 1):
+            if token in request.stop_ids:
+                return "stop", tokens[:count]
+        return "length" if len(tokens) >= room else None, tokens[:room]
+
+    def commit(
+        self, works: Sequence[Work], tokens: Sequence[Sequence[int]]
+    ) -> list[tuple[Request, Sequence[int]]]:
+        """Book the results of a step: the ``tokens`` of each work that samples.
+
+        There is one, or several if a grammar forced them, or if a draft was right about
+        what follows; then no later step of this request may have begun. Returns the
+        requests with the tokens that they keep, and ends those that these complete.
+        """
+        sampling = [work for work in works if work.samples]
+        new = []
+        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+            if request.finish_reason is not None:
+                continue
+            first = start + length
+            reason, kept = self._keep(request, first, found)
+            request.tokens[first : first + len(found)] = kept
+            new.append((request, kept))
+            if reason is not None:
+                self.finish(request, reason)
+        return new

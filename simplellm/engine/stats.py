@@ -1,0 +1,99 @@
+"""What the engine counts and times, cheap enough to keep at every token."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from simplellm.base.request import Request
+
+if TYPE_CHECKING:  # it brings PyTorch, and whoever reads statistics may lack that
+    from simplellm.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How the engine is doing.
+
+    Times are in seconds: ttft of the last 4,096 requests, itl of as many tokens.
+    """
+
+    waiting: int
+    running: int
+    finished: dict[str, int]  # requests by finish_reason, failed ones as "error"
+    refused: int  # because the queue was full
+    steps: int
+    prompt_tokens: int  # of requests that have begun
+    cached_tokens: int  # of these, those that the cache held
+    generated_tokens: int
+    tokens_per_second: float  # generated, in the last 256 steps without a pause
+    cache_usage: float  # 0 to 1
+    cache_hit_rate: float  # the share of prompt tokens found in the cache
+    preemptions: int
+    ttft: float | None  # time to first token, median; None before there was one
+    ttft_p99: float | None
+    itl: float | None  # inter-token latency, median
+    itl_p99: float | None
+
+
+def quantile(values: Sequence[float], share: float) -> float | None:
+    """The value that ``share`` of the values do not exceed; None of none."""
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+
+class Meter:
+    """Counts and times of one engine."""
+
+    def __init__(self) -> None:
+        self.refused = self.steps = self.tokens = 0
+        self.prompt_tokens = self.cached_tokens = 0
+        self.recent: deque[tuple[float, int]] = deque(maxlen=256)
+        self.ttft: deque[float] = deque(maxlen=4096)
+        self.itl: deque[float] = deque(maxlen=4096)
+
+    def begin(self) -> None:
+        """The first request of a busy time comes: the pause before is not counted."""
+        self.recent.clear()
+        self.recent.append((time.monotonic(), 0))
+
+    def step(self, new: Sequence[tuple[Request, Sequence[int]]], now: float) -> None:
+        """A step has given these requests these tokens at ``now``."""
+        count = sum(len(tokens) for _, tokens in new)
+        self.steps += 1
+        self.tokens += count
+        self.recent.append((now, count))
+        for request, tokens in new:
+            if request.latest is None:
+                self.ttft.append(now - request.submitted)
+                self.prompt_tokens += request.num_prompt
+                self.cached_tokens += request.cached or 0
+            else:
+                self.itl.append((now - request.latest) / len(tokens))
+            request.latest = now
+
+    def stats(self, scheduler: "Scheduler") -> Stats:
+        """All of it, with what the scheduler counts."""
+        recent = list(self.recent)
+        seconds = recent[-1][0] - recent[0][0] if recent else 0.0
+        generated = sum(count for _, count in recent[1:])
+        return Stats(
+            waiting=scheduler.num_waiting,
+            running=len(scheduler.running),
+            finished=dict(scheduler.finished),
+            refused=self.refused,
+            steps=self.steps,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.tokens,
+            tokens_per_second=generated / seconds if seconds else 0.0,
+            cache_usage=scheduler.manager.usage,
+            cache_hit_rate=self.cached_tokens / max(1, self.prompt_tokens),
+            preemptions=scheduler.preemptions,
+            ttft=quantile(self.ttft, 0.5),
+            ttft_p99=quantile(self.ttft, 0.99),
+            itl=quantile(self.itl, 0.5),
+            itl_p99=quantile(self.itl, 0.99),
+        )

@@ -1,0 +1,130 @@
+"""Compiling the Triton kernels that a model will need, before it is loaded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig
+from simplellm.base.request import Request
+from simplellm.base.sampling_params import SamplingParams
+from simplellm.checkpoint.checkpoint import RandomCheckpoint
+from simplellm.engine.graphs import MIXED_SIZES, Room, bucket_sizes
+from simplellm.engine.page_manager import PageManager
+from simplellm.engine.runner import Runner
+from simplellm.engine.sampler import Columns, change
+from simplellm.model.build import build
+from simplellm.model.kv_pool import KVPool
+from simplellm.model.ops import Ops
+from simplellm.sampling.penalties import TokenCounts
+
+# Lengths of prompts that need other kernels than those that graphs are captured of.
+PROMPTS = (8192, 2048)
+# Requests whose tokens need other kernels. One with all of it would have these compiled
+# one after another.
+DRAWS = (
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_k=1),
+    SamplingParams(repetition_penalty=2.0),
+)
+
+
+@torch.inference_mode()
+def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
+    """A step of nothing but padding, computed by ``ops``, which nobody reads.
+
+    It needs the kernels of a real step of this shape. Several may be under way at once,
+    and write over each other's results.
+    """
+    tokens, decodes, chunks = shape
+    flat = torch.zeros_like(runner.inputs)
+    batch = runner.view(flat, tokens, decodes + chunks, runner.pages, decodes)
+    batch.pad()
+    rows = decodes or 1
+    model, logits = replace(runner.model, ops=ops), runner.logits[:rows]
+    hidden = model.forward(batch, runner.pool, runner.output)
+    model.head(hidden[:rows], logits)
+
+
+@torch.inference_mode()
+def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
+    """The experts of so many tokens of padding: no other kernels take as long."""
+    model, zero = runner.model, torch.zeros(1, dtype=torch.int32, device=runner.device)
+    x = runner.hidden.new_zeros(tokens, model.config.hidden_size)
+    for layer in model.layers:
+        layer.mlp.feed(ops, x, zero)
+
+
+@torch.inference_mode()
+def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
+    """A token drawn with ``params``, for one row: more need no other kernels."""
+    model, device = runner.model.config, runner.device
+    counts = TokenCounts(model.vocab_size, device)
+    some = counts.arrange([Request([0], 1, params)])
+    columns = Columns.of([params], model.vocab_size, device)
+    steps = torch.zeros(1, dtype=torch.int64, device=device)
+    logits = change(runner.logits[:1], columns, ops, counts if some else None, None)
+    how = columns.temperature, columns.seeds, steps, columns.filters
+    ops.draw(logits, runner.output[:1], *how)
+
+
+def one_of_each(model: ModelConfig) -> ModelConfig:
+    """A model that has one layer of each kind that ``model`` has.
+
+    Kinds differ in what they see, in having experts, and in their weights' formats.
+    """
+    kinds: dict[Any, None] = {}
+    stored = model.formats.items()
+    for layer, layer_type in enumerate(model.layer_types):
+        begin = f"layers.{layer}."
+        forms = [(n.removeprefix(begin), f) for n, f in stored if n.startswith(begin)]
+        kinds[layer_type, layer in model.dense_layers, *forms] = None
+    formats = {n: form for n, form in stored if not n.startswith("layers.")}
+    for place, (_, _, *forms) in enumerate(kinds):
+        formats |= {f"layers.{place}.{name}": form for name, form in forms}
+    return replace(
+        model,
+        num_hidden_layers=len(kinds),
+        layer_types=tuple(kind for kind, *_ in kinds),
+        dense_layers=tuple(n for n, (_, dense, *_) in enumerate(kinds) if dense),
+        formats=formats,
+    )
+
+
+def warm_up(
+    ops: Ops,
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Ops:
+    """The table ``ops`` of Triton kernels, compiled, as far as they compile.
+
+    A stand-in with a layer of each kind computes steps of all the sizes that choose
+    among kernels. That is before an expert is loaded: whether experts are repacked
+    depends on what compiles.
+    """
+    from simplellm.model.kernels.compiling import compile_kernels
+
+    small = one_of_each(model)
+    source = RandomCheckpoint(small, dtype=dtype, device=device, seed=0)
+    stand_in = build(small, source.__getitem__, ops)
+    pool = KVPool(small, 2, config.page_size, dtype, device)
+    manager = PageManager(2, config.page_size, window=small.windows[-1])
+    longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+    runner = Runner(stand_in, pool, manager, config, longest)
+    budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    # Prompts first: their kernels take the longest. And what takes the longest of all
+    # begins at once, by itself.
+    prompts = [min(size, budget) for size in PROMPTS]
+    shapes = [Room(size, 0, 1) for size in prompts]
+    shapes += [Room.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
+    shapes += [Room(size, size) for size in bucket_sizes(seqs)]
+    steps: list[Callable[[Ops], object]] = [
+        *(partial(rehearse_experts, runner, size) for size in dict.fromkeys(prompts)),
+        *(partial(rehearse_draw, runner, params) for params in DRAWS),
+        *(partial(rehearse, runner, shape) for shape in dict.fromkeys(shapes)),
+    ]
+    return compile_kernels(ops, steps, device, config.batch_invariant)

@@ -1,0 +1,119 @@
+"""One step of the engine: all that a forward pass needs beside the weights.
+
+T packed tokens, B sequences, S of them sampling, P pages in a row of a block table.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from simplellm.model.gather import Read, decode_reads
+
+
+@dataclass(frozen=True, eq=False)
+class KVGroup:
+    """Where the layers of one kind, full or sliding, find keys and values in a step.
+
+    The first ``decodes`` sequences have one new token each, or none if they are padding
+    that stands between the decodes and the chunks of prompts, which are the others. The
+    arrays after ``offsets`` are the same for all groups.
+    """
+
+    slots: Tensor  # int32 [T], page * page_size + row to write to; -1 for padding
+    tables: Tensor  # int32 [B, P], the block table: pages from the first one in use
+    offsets: Tensor  # int32 [B], the position at which the first of them begins
+    lengths: Tensor  # int32 [B], positions in the cache after this step; 0 for padding
+    queries: Tensor  # int32 [B + 1], where each sequence's tokens begin
+    decodes: int
+    window: int | None  # positions that a query sees, itself included; None: all
+    page_size: int
+
+    @cached_property
+    def chunks(self) -> "KVGroup":
+        """The sequences after the decodes, put together once for all layers."""
+        names = ("tables", "offsets", "lengths", "queries")
+        rest = {name: getattr(self, name)[self.decodes :] for name in names}
+        return replace(self, decodes=0, **rest)
+
+    @cached_property
+    def reads(self) -> list[Read]:
+        """What the decodes read, put together once for all layers of the group."""
+        arrays = (self.tables, self.offsets, self.lengths)
+        rows = (array[: self.decodes] for array in arrays)
+        return decode_reads(*rows, window=self.window, page_size=self.page_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The input of every forward pass: views of one flat int32 array.
+
+    One array is one copy to the GPU, always to the same place, so that a captured graph
+    finds it there; it is also all that another process would have to be sent.
+    """
+
+    tokens: Tensor  # int32 [T]; -1 - i stands for token i that the step before samples
+    positions: Tensor  # int32 [T]
+    lengths: Tensor  # int32 [B], as in KVGroup
+    queries: Tensor  # int32 [B + 1], as in KVGroup
+    samples: Tensor  # int32 [S], the tokens whose successors are wanted
+    groups: tuple[KVGroup, ...]  # one for each of the model's windows
+
+    @staticmethod
+    def size(tokens: int, sequences: int, pages: int, groups: int) -> int:
+        """How many numbers a step of this shape has."""
+        shared = 2 * tokens + 3 * sequences + 1
+        return shared + groups * (tokens + sequences * (pages + 1))
+
+    @classmethod
+    def of(
+        cls,
+        flat: Any,
+        tokens: int,
+        sequences: int,
+        pages: int,
+        decodes: int,
+        windows: tuple[int | None, ...],
+        page_size: int,
+    ) -> "Batch":
+        """The views of ``flat``, an int32 array or tensor, that make up a step."""
+        place = 0
+
+        def take(*shape: int) -> Any:
+            nonlocal place
+            count = math.prod(shape)
+            place += count
+            return flat[place - count : place].reshape(shape)
+
+        ids, positions = take(tokens), take(tokens)
+        lengths, queries = take(sequences), take(sequences + 1)
+        samples = take(sequences)
+        groups = tuple(
+            KVGroup(
+                slots=take(tokens),
+                tables=take(sequences, pages),
+                offsets=take(sequences),
+                lengths=lengths,
+                queries=queries,
+                decodes=decodes,
+                window=window,
+                page_size=page_size,
+            )
+            for window in windows
+        )
+        return cls(ids, positions, lengths, queries, samples, groups)
+
+    def pad(self) -> None:
+        """Make every row a padding row: of no length, and written nowhere."""
+        self.tokens[:] = self.positions[:] = self.lengths[:] = 0
+        self.queries[:] = self.samples[:] = 0
+        for group in self.groups:
+            group.slots[:] = -1
+            group.tables[:] = group.offsets[:] = 0
+
+    @cached_property
+    def live(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]

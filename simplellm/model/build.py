@@ -1,0 +1,138 @@
+"""From weights by their names to a model: which of them its layers are made of."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import LAYER_TYPES, ModelConfig
+from simplellm.checkpoint.names import tensor_names
+from simplellm.model.layers import (
+    Attention,
+    Dense,
+    Experts,
+    Layer,
+    LayerNorm,
+    Norm,
+    SandwichNorm,
+)
+from simplellm.model.model import Model
+from simplellm.model.ops import Ops
+from simplellm.model.rope import rotations
+
+# Gives a weight by its name, on the right device: a Tensor, or what is packed. Below
+# `build` it gives None for one that the model does not have.
+Take = Callable[[str], Any]
+
+
+def take_norm(take: Take, name: str, post: Any = None) -> Norm:
+    """A norm, as far as its family has the parts; ``post`` is for the update before."""
+    weight, bias = take(f"{name}.weight"), take(f"{name}.bias")
+    if bias is not None:
+        return LayerNorm(weight, bias)
+    return weight if post is None else SandwichNorm(post, weight)
+
+
+def plain_norm(weight: Tensor, name: str, config: ModelConfig) -> Tensor:
+    """The float32 weight of a norm as the operations want it, whatever the family's.
+
+    It may be stored less 1. And where scores aren't divided by the root of head_dim,
+    the norm of q makes up for it: all that follows up to the scores is linear.
+    """
+    if not name.endswith(".weight"):
+        return weight
+    queries, scalar = name.endswith("q_norm.weight"), config.query_pre_attn_scalar
+    factor = (config.head_dim / scalar) ** 0.5 if queries and scalar else 1.0
+    return (weight + config.norm_offset) * factor
+
+
+def placement(
+    config: ModelConfig, dtype: torch.dtype, table: Tensor | None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes of embedded tokens what the first layer gets: `Model.placed`.
+
+    ``table`` [positions, hidden] are learned positions, which are added. A scale is
+    rounded to ``dtype`` first, as transformers does.
+    """
+    if table is not None:
+        return lambda x, positions: x + table[positions]
+    scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
+    return lambda x, positions: x if scale == 1 else x * scale
+
+
+def take_mlp(take: Take, config: ModelConfig) -> Experts | Dense:
+    """The feed-forward part of a layer: experts, if it has a router."""
+    router = take("router.weight")
+    if router is None:
+        return Dense(
+            gate_up=take("mlp.gate_up.weight"),
+            gate_up_bias=take("mlp.gate_up.bias"),
+            down=take("mlp.down.weight"),
+            down_bias=take("mlp.down.bias"),
+            activation=config.activation,
+        )
+    return Experts(
+        router=router,
+        router_bias=take("router.bias"),
+        gate_up=take("experts.gate_up"),
+        gate_up_bias=take("experts.gate_up_bias"),
+        down=take("experts.down"),
+        down_bias=take("experts.down_bias"),
+        top_k=config.num_experts_per_tok,
+        limit=config.swiglu_limit,
+        alpha=config.swiglu_alpha,
+        activation=config.activation,
+        normalized=config.norm_topk_prob,
+    )
+
+
+def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
+    """A model of the weights that ``take`` delivers, as ``ops`` wants them."""
+    names = tensor_names(config)
+
+    def found(name: str) -> Any:
+        return take(name) if name in names else None
+
+    embed_tokens = take("embed_tokens.weight")
+    tables = dict.fromkeys(LAYER_TYPES, rotations(config, embed_tokens.device))
+    if config.local_rope_theta is not None:
+        local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+        tables["sliding_attention"] = rotations(local, embed_tokens.device)
+    post = None
+    layers = []
+    for index, layer_type in enumerate(config.layer_types):
+
+        def part(name: str, layer: str = f"layers.{index}") -> Any:
+            return found(f"{layer}.{name}")
+
+        cos, sin = tables[layer_type]
+        attn_norm = take_norm(part, "attn_norm", post)
+        attn = Attention(
+            qkv=part("attn.qkv.weight"),
+            qkv_bias=part("attn.qkv.bias"),
+            o=part("attn.o.weight"),
+            o_bias=part("attn.o.bias"),
+            sinks=part("attn.sinks"),
+            q_norm=part("attn.q_norm.weight"),
+            k_norm=part("attn.k_norm.weight"),
+            cos=cos,
+            sin=sin,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
+        mlp_norm = take_norm(part, "mlp_norm", part("attn_post_norm.weight"))
+        layer = Layer(attn_norm, attn, mlp_norm, take_mlp(part, config))
+        layers.append(ops.prepare(layer))
+        post = part("mlp_post_norm.weight")
+    tied = config.tie_word_embeddings
+    return Model(
+        config,
+        ops,
+        embed_tokens=embed_tokens,
+        layers=layers,
+        norm=take_norm(found, "norm", post),
+        lm_head=embed_tokens if tied else take("lm_head.weight"),
+        placed=placement(config, embed_tokens.dtype, found("embed_positions.weight")),
+    )

@@ -1,0 +1,35 @@
+"""Attention over pages: sequences with one new token apart from chunks of prompts."""
+
+import torch
+from torch import Tensor
+
+from simplellm.model.batch import KVGroup
+from simplellm.model.kernels.decode import Scratch, decode_attention
+from simplellm.model.kernels.prefill import prefill_attention
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    *,
+    scratch: Scratch,
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Attention [T, H, D] of each sequence's newest tokens over all of its positions.
+
+    As `simplellm.model.ops.attend`; ``scratch`` has room for the decodes. With
+    ``batch_invariant`` decodes go the way of chunks, for the same order of sums.
+    """
+    decodes = 0 if batch_invariant else group.decodes
+    out = torch.empty_like(q)
+    if decodes:
+        decode_attention(q, keys, values, group, sinks, out, scratch)
+    if decodes < q.shape[0]:
+        rest = group.chunks if decodes else group
+        prefill_attention(
+            q, keys, values, rest, sinks, out, batch_invariant=batch_invariant
+        )
+    return out

@@ -1,0 +1,370 @@
+"""The experts of a layer: for many tokens, on tensor cores, and the choice of a way.
+
+Weights are the left operand, as `fragments` has ordered them. Tokens are the right
+operand, 8 at least, so that few padding tokens are multiplied when an expert has only
+one or two. For 8 tokens Triton 3.6 takes mma, which needs no wait for products under
+way, else wgmma; later versions take it only with fewer than 4 warps.
+
+T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
+columns of a weight, I intermediate size.
+"""
+
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
+from simplellm.model.kernels.fragments import (
+    UNSHIFT,
+    Fragments,
+    activate,
+    decode_weights,
+)
+from simplellm.model.kernels.launch import Launcher, follow, launcher
+from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
+from simplellm.model.layers import Experts
+
+
+@triton.jit
+def finished(out):
+    """``out`` itself, as an instruction that needs it and does nothing.
+
+    Triton would leave wgmmas under way while the next weights are decoded, and ptxas
+    before 13.3 decodes them into registers that those wgmmas have yet to read
+    (https://github.com/triton-lang/triton/issues/9433). With a use it waits for them.
+    """
+    return tl.inline_asm_elementwise(
+        "", "=f,0", [out], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def opaque(weight):
+    """``weight`` itself, bfloat16, as an instruction that nobody looks behind.
+
+    For an mma, Triton 3.6 looks for joins in what made an operand and then wants its
+    columns in another order. They are in the right one; another would have every
+    register exchanged between threads. Not pure, since Triton looks through what is.
+    """
+    return tl.inline_asm_elementwise(
+        "", "=r,0", [weight], dtype=tl.bfloat16, is_pure=False, pack=2
+    )
+
+
+@triton.jit
+def multiply(
+    x_ptr,
+    x_rows,
+    valid,
+    words_ptr,
+    scales_ptr,
+    expert,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """float32 [BLOCK_N, BLOCK_T]: this program's rows of the expert's weight times the
+    rows ``x_rows`` of x."""
+    ROWS16: tl.constexpr = BLOCK_N // 16
+    TILES: tl.constexpr = (K + 63) // 64
+    MASKED: tl.constexpr = TILES % UNROLL != 0 or K % 64 != 0
+    base = expert.to(tl.int64) * (N // 16) * TILES
+    rows = tl.program_id(0) * ROWS16 + tl.arange(0, ROWS16)
+    tiles = rows[:, None] * TILES
+    words_ptrs = words_ptr + base * 128 + (tiles * 128 + tl.arange(0, 128))
+    scales_ptrs = scales_ptr + base * 8 + (tiles * 8 + tl.arange(0, 8))
+    columns = tl.arange(0, 64)
+    x_ptrs = x_ptr + (x_rows[None, :] * K + columns[:, None])
+    ends = tl.where(rows < N // 16, TILES, 0)[:, None]  # of rows of tiles
+    out = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for start in tl.range(0, TILES, UNROLL, num_stages=STAGES):
+        for part in tl.static_range(UNROLL):
+            tile = start + part
+            here = ends > 0
+            inside = valid[None, :]
+            if MASKED:
+                here = ends > tile
+                inside = inside & (columns < K - tile * 64)[:, None]
+            words = tl.load(words_ptrs + tile * 128, here, 0)
+            scales = tl.load(scales_ptrs + tile * 8, here, 0)
+            x = tl.load(x_ptrs + tile * 64, inside, 0.0)
+            weight = decode_weights(words, scales, PTX)
+            if PTX:
+                out = tl.dot(opaque(weight), x, out)
+            else:
+                out = tl.dot(weight, x.to(tl.float32), out, input_precision="ieee")
+        if PTX:
+            out = finished(out)
+    return out * UNSHIFT
+
+
+@triton.jit
+def multiply_block(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    scores_ptr,
+    pairs_ptr,
+    out_ptr,
+    expert,
+    first,
+    end,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
+    positions = first + tl.arange(0, BLOCK_T)
+    valid = positions < end
+    pairs = tl.load(pairs_ptr + positions, valid, 0)
+    if PAIRED:
+        x_rows = pairs // TOP_K
+    else:
+        x_rows = positions
+        scores = tl.load(scores_ptr + pairs, valid, 0).to(tl.float32)
+    out = multiply(
+        *(x_ptr, x_rows, valid, words_ptr, scales_ptr, expert),
+        *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
+    )
+    if PAIRED:
+        # A tile's rows are 8 gates and their 8 ups; a thread has both of a unit.
+        HALF: tl.constexpr = BLOCK_N // 2
+        out = tl.reshape(out, (BLOCK_N // 16, 2, 8, BLOCK_T))
+        gate, up = tl.split(tl.permute(out, (0, 2, 3, 1)))
+        gate = tl.reshape(gate, (HALF, BLOCK_T))
+        up = tl.reshape(up, (HALF, BLOCK_T))
+        units = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        inside = units < N // 2
+        bias_ptrs = bias_ptr + expert * N + 2 * units
+        gate += tl.load(bias_ptrs, inside, 0).to(tl.float32)[:, None]
+        up += tl.load(bias_ptrs + 1, inside, 0).to(tl.float32)[:, None]
+        out = activate(gate, up, LIMIT, ALPHA)
+        ptrs = out_ptr + (positions.to(tl.int64)[None, :] * (N // 2) + units[:, None])
+    else:
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = rows < N
+        bias = tl.load(bias_ptr + expert * N + rows, inside, 0).to(tl.float32)
+        out = (out + bias[:, None]) * scores[None, :]
+        ptrs = out_ptr + (pairs.to(tl.int64)[None, :] * N + rows[:, None])
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(ptrs, out, valid[None, :] & inside[:, None])
+
+
+@triton.jit
+def nearest(count, SIZE: tl.constexpr, LAST: tl.constexpr):
+    """Whether SIZE is the least power of two from ``count`` on, or LAST and enough."""
+    if LAST:
+        return (count > 0) & (count <= SIZE)
+    return (count > SIZE // 2) & (count <= SIZE)
+
+
+@triton.jit
+def experts_kernel(
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    bias_ptr,
+    scores_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    out_ptr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program multiplies BLOCK_N rows with one block of pairs.
+
+    If PAIRED, the first half of an expert's network:
+
+    g, u = even and odd rows of (weight[expert] @ x[token] + bias[expert])
+    g = min(g, LIMIT); u = clamp(u, -LIMIT, LIMIT)
+    out[position] = g * sigmoid(ALPHA * g) * (u + 1)
+
+    Else the other one, with pair = pairs[position]:
+
+    out[pair] = (weight[expert] @ x[position] + bias[expert]) * scores[pair]
+
+    A block that is not full is padded to BLOCK_T, BLOCK_T / 2, … whichever is nearest
+    of WIDTHS such.
+    """
+    follow(PDL)
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
+    first = tl.load(blocks_ptr + 2 * block + 1)
+    end = tl.load(offsets_ptr + expert + 1)
+    count = tl.minimum(end - first, BLOCK_T)
+    for level in tl.static_range(WIDTHS):
+        if nearest(count, BLOCK_T >> level, level == WIDTHS - 1):
+            multiply_block(
+                *(x_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr, pairs_ptr),
+                *(out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PAIRED, PTX),
+            )
+
+
+class Tiling(NamedTuple):
+    """How a kernel divides its work. It may change the last bits of a result."""
+
+    rows: int  # of weights a program
+    tokens: int  # of a block, `dispatch`'s ``block``
+    widths: int = 1  # sizes that a block is padded to: tokens, tokens / 2, …
+    unroll: int = 1  # tiles of 64 columns between waits for the weights
+    stages: int = 4  # of loads under way
+    warps: int = 4
+
+
+NARROW = Tiling(rows=128, tokens=16, widths=2, unroll=3, stages=3)
+LEAN = Tiling(rows=128, tokens=8, unroll=3, stages=3, warps=2)
+MIDDLE = Tiling(rows=128, tokens=64, widths=3)
+WIDE = Tiling(rows=128, tokens=128, widths=3)
+# The tilings of gate_up and down for at most so many experts in use, with at most so
+# many pairs each if tokens spread evenly: from 8 tokens of 128 experts on the fastest
+# on an H200 on 2026-11-21, at its power limit. Few experts need more warps, to have
+# some for all processors; 16 tokens have up to 64. Fewer than 5 go another way.
+TILINGS: tuple[tuple[float, float, Tiling, Tiling], ...] = (
+    (76, 12, NARROW, NARROW),
+    (math.inf, 6, LEAN, LEAN),
+    (math.inf, 12, NARROW, NARROW),
+    (math.inf, 96, MIDDLE, MIDDLE),
+    (math.inf, math.inf, WIDE, WIDE),
+)
+# For any number of tokens, where each must be summed in the same order: never less than
+# 16 in a block, since 8 may take another instruction.
+INVARIANT_TILING = MIDDLE
+
+
+@lru_cache(8192)
+def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
+    """Good tilings of `gate_up` and `down`; both want blocks of the same size."""
+    pairs = tokens * top_k
+    used, mean = min(pairs, experts), pairs / experts
+    fits = ((up, back) for u, m, up, back in TILINGS if used <= u and mean <= m)
+    return next(fits)
+
+
+@cache
+def experts_launcher(
+    tiling: Tiling,
+    shape: tuple[int, int, int],
+    paired: bool,
+    ptx: bool,
+    top_k: int,
+    limit: float,
+    alpha: float,
+) -> Launcher:
+    """For a weight of this shape, [E, N, K]."""
+    return launcher(
+        experts_kernel,
+        LIMIT=limit,
+        ALPHA=alpha,
+        TOP_K=top_k,
+        N=shape[1],
+        K=shape[2],
+        BLOCK_N=tiling.rows,
+        BLOCK_T=tiling.tokens,
+        WIDTHS=tiling.widths,
+        UNROLL=tiling.unroll,
+        STAGES=tiling.stages,
+        PAIRED=paired,
+        PTX=ptx,
+        num_warps=tiling.warps,
+    )
+
+
+def gate_up(x: Tensor, mlp: Experts, dispatch: Dispatch, tiling: Tiling) -> Tensor:
+    """The activations of every pair: the first half of its expert's network.
+
+    x [T, hidden] -> [n, I] in x's dtype, in the order of ``dispatch``, whose blocks
+    have tiling.tokens pairs. Padding's are not written.
+    """
+    weight = cast(Fragments, mlp.gate_up)
+    out = x.new_empty(dispatch.pairs.shape[0], weight.shape[1] // 2)
+    multiply_pairs(out, x, weight, mlp.gate_up_bias, None, mlp, dispatch, tiling)
+    return out
+
+
+def down(
+    hidden: Tensor, mlp: Experts, scores: Tensor, dispatch: Dispatch, tiling: Tiling
+) -> Tensor:
+    """What each expert adds to each token: the other half, times the router's score.
+
+    hidden [n, I] from `gate_up`, scores [T, k] from `route` -> [T, k, hidden] in its
+    dtype; the token's sum is the caller's to take. What padding would get is not
+    written.
+    """
+    weight = cast(Fragments, mlp.down)
+    out = hidden.new_empty(*scores.shape, weight.shape[1])
+    multiply_pairs(out, hidden, weight, mlp.down_bias, scores, mlp, dispatch, tiling)
+    return out
+
+
+def multiply_pairs(
+    out: Tensor,
+    x: Tensor,
+    weight: Fragments,
+    bias: Tensor | None,
+    scores: Tensor | None,
+    mlp: Experts,
+    dispatch: Dispatch,
+    tiling: Tiling,
+) -> None:
+    """One half of the experts: fill ``out``, paired if ``weight`` is."""
+    ptx = x.is_cuda and x.dtype == torch.bfloat16
+    start = experts_launcher(
+        *(tiling, weight.shape, weight.paired, ptx),
+        *(mlp.top_k, mlp.limit, mlp.alpha),
+    )
+    start(
+        (-(-weight.shape[1] // tiling.rows), dispatch.blocks.shape[0], 1),
+        *(x, weight.words, weight.scales, bias, scores, *dispatch, out),
+    )
+
+
+def experts(
+    x: Tensor, mlp: Experts, live: Tensor, *, batch_invariant: bool = False
+) -> Tensor:
+    """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
+
+    Only the first ``live``, int32 [1], tokens are no padding: no expert is read for the
+    others, and nothing written. With ``batch_invariant`` no token's result depends on
+    the others.
+    """
+    if x.shape[0] <= FEW_TOKENS and x.dtype == torch.bfloat16 and not batch_invariant:
+        return experts_one(x, mlp, live)
+    first = second = INVARIANT_TILING
+    if not batch_invariant:
+        first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
+    router = mlp.router, mlp.router_bias, mlp.top_k
+    ids, scores = route_tokens(x, *router, batch_invariant)
+    pairs = dispatch(ids, len(mlp.router), first.tokens, live)
+    hidden = gate_up(x, mlp, pairs, first)
+    return down(hidden, mlp, scores, pairs, second)

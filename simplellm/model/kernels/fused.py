@@ -1,0 +1,51 @@
+"""The table of operations whose every step is a Triton kernel."""
+
+from functools import partial
+
+import torch
+
+from simplellm.base.config import ModelConfig
+from simplellm.model.kernels.attention import attend
+from simplellm.model.kernels.decode import Scratch
+from simplellm.model.kernels.draw import draw
+from simplellm.model.kernels.experts import experts as packed_experts
+from simplellm.model.kernels.grouped import experts
+from simplellm.model.kernels.norm import embed
+from simplellm.model.kernels.penalties import penalize
+from simplellm.model.kernels.quantized import head, project
+from simplellm.model.kernels.rope import rope_and_cache
+from simplellm.model.kernels.variants import add_norm, dense, prepare
+from simplellm.model.ops import Ops
+
+
+def fused(
+    config: ModelConfig,
+    *,
+    max_num_seqs: int,
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> Ops:
+    """The operations for models of this shape, with up to ``max_num_seqs`` decodes.
+
+    `kernels.compiling` finds out which of them compile. With ``batch_invariant`` a
+    token goes through the same kernels in the same way whatever else is in a step, so
+    that its hidden state and its logits have the same bits.
+    """
+    heads = config.num_attention_heads, config.num_key_value_heads
+    scratch = Scratch.create(max_num_seqs, *heads, config.head_dim, device)
+    # gpt-oss has no table of names, and its experts are MXFP4.
+    feed = experts if config.names else packed_experts
+    return Ops(
+        name="Triton",
+        embed=embed,
+        add_norm=add_norm,
+        project=partial(project, batch_invariant=batch_invariant),
+        rope_and_cache=rope_and_cache,
+        attend=partial(attend, scratch=scratch, batch_invariant=batch_invariant),
+        experts=partial(feed, batch_invariant=batch_invariant),
+        dense=partial(dense, batch_invariant=batch_invariant),
+        head=partial(head, batch_invariant=batch_invariant),
+        draw=draw,
+        penalize=penalize,
+        prepare=prepare,
+    )

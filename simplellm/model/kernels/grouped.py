@@ -1,0 +1,296 @@
+"""Experts whose weights are ordinary numbers, or of 8 bits: those of other families.
+
+As in `experts`, a kernel goes through blocks of pairs of one expert, with the weight as
+the left operand and tokens as the right one, for one token or thousands. As in
+`quantized`, inputs are rounded where the format says so, each token's once, in front of
+the product, and what each step of 128 columns of e4m3 adds is taken out of the tensor
+cores.
+
+So few pairs that hardly any two share an expert are for `grouped_few`.
+
+T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N rows and K
+columns of a weight, I intermediate size, C scales of a token.
+"""
+
+import math
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.model.kernels.grouped_few import are_few, experts_few
+from simplellm.model.kernels.launch import Launcher, launcher
+from simplellm.model.kernels.quantized import load_scales
+from simplellm.model.kernels.rounding import round_rows
+from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
+from simplellm.model.layers import Experts
+
+
+@triton.jit
+def grouped_sums(
+    x_ptr,
+    x_scales_ptr,
+    x_rows,
+    valid,
+    x_count,
+    weight_ptr,
+    scales_ptr,
+    rows,
+    inside,
+    expert,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """float32 [rows, x_rows]: rows of the expert's weight times rows of x.
+
+    Scales are as in `scaled_dot_kernel`: of x [C, x_count], None if it is not rounded,
+    and of the weight, None if it is not scaled. COLUMNS share a scale; if it is 0, all
+    do, and their sum is scaled.
+    """
+    expert = expert.to(tl.int64)
+    WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if COLUMNS > 0 else 1
+    has_row = inside[:, None]
+    if scales_ptr is not None:
+        tiles = expert * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS
+        scales_ptrs = scales_ptr + (tiles * WIDE)[:, None]
+    if COLUMNS > 0:
+        scales, x_scales = load_scales(
+            scales_ptrs, x_scales_ptr, 0, x_rows, x_count, has_row, K, COLUMNS
+        )
+    weight_rows = weight_ptr + (expert * N + rows)[:, None] * K
+    x_starts = x_ptr + x_rows[:, None].to(tl.int64) * K
+    INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
+    SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    total = tl.zeros([rows.shape[0], x_rows.shape[0]], SUMS)
+    for k in range(0, K, DEPTH):
+        at = (k + tl.arange(0, DEPTH))[None, :]
+        here, there = inside[:, None], valid[:, None]
+        if K % DEPTH != 0:
+            here, there = here & (at < K), there & (at < K)
+        w = tl.load(weight_rows + at, here, 0.0)
+        x = tl.trans(tl.load(x_starts + at, there, 0.0))
+        part = tl.dot(w.to(x.dtype), x, input_precision="ieee", out_dtype=SUMS)
+        if COLUMNS > 0:
+            part *= scales * x_scales
+            # Those of the next step are on their way while this one is multiplied.
+            scales, x_scales = load_scales(
+                *(scales_ptrs, x_scales_ptr, k + DEPTH, x_rows, x_count, has_row),
+                *(K, COLUMNS),
+            )
+        total += part
+    out = total.to(tl.float32)
+    if scales_ptr is not None and COLUMNS == 0:
+        out *= tl.load(scales_ptrs, has_row, 0)
+        if x_scales_ptr is not None:
+            out *= tl.load(x_scales_ptr + x_rows, valid, 0)[None, :]
+    return out
+
+
+@triton.jit(do_not_specialize=["x_count"])
+def grouped_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    scores_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    out_ptr,
+    x_count,
+    TOP_K: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program multiplies BLOCK_N rows with one block of up to BLOCK_T pairs.
+
+    If PAIRED, the first half of an expert's network:
+
+    gate, up = both halves of weight[expert] @ x[token]
+    out[position] = gate * sigmoid(gate) * up
+
+    Else the other one, with pair = pairs[position]:
+
+    out[pair] = weight[expert] @ x[position] * scores[pair]
+
+    x has x_count rows. The other half may start once the first one has what is known
+    of blocks: it reads that, and scores, without waiting.
+    """
+    if PDL and PAIRED:
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(1)
+    expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
+    first = tl.load(blocks_ptr + 2 * block + 1)
+    end = tl.load(offsets_ptr + expert + 1)
+    positions = first + tl.arange(0, BLOCK_T)
+    valid = positions < end
+    pairs = tl.load(pairs_ptr + positions, valid, 0)
+    if PAIRED:
+        units, rows = paired_rows(N, BLOCK_N)
+    else:
+        rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    if not PAIRED:
+        factors = tl.load(scores_ptr + pairs, valid, 0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    if end > first:
+        out = grouped_sums(
+            *(x_ptr, x_scales_ptr, pairs // TOP_K if PAIRED else positions, valid),
+            *(x_count, weight_ptr, scales_ptr, rows, inside, expert),
+            *(N, K, DEPTH, TILE_ROWS, COLUMNS),
+        )
+        if PDL:
+            # Earlier, kernels behind would take processors that programs of this one
+            # have not been given yet.
+            tl.extra.cuda.gdc_launch_dependents()
+        if PAIRED:
+            gate, up = split_pairs(out)
+            out = curve(gate, "swiglu") * up
+            here = units < N // 2
+            where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
+        else:
+            out *= factors[None, :]
+            here = inside
+            where = pairs.to(tl.int64)[None, :] * N + rows[:, None]
+        out = out.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + where, out, here[:, None] & valid[None, :])
+
+
+class Grouping(NamedTuple):
+    """How the kernel divides its work. It may change the last bits of a result."""
+
+    rows: int  # of weights a program
+    tokens: int  # of a block, `dispatch`'s ``block``
+    warps: int
+    stages: int  # of loads under way
+
+
+# For at most so many pairs of each expert if tokens spread evenly. With few, reading
+# weights is all, and more programs read more at once; with many, the tensor cores want
+# large tiles.
+GROUPINGS: tuple[tuple[float, Grouping], ...] = (
+    (8, Grouping(rows=64, tokens=16, warps=4, stages=6)),
+    (48, Grouping(rows=128, tokens=64, warps=8, stages=4)),
+    (math.inf, Grouping(rows=128, tokens=128, warps=8, stages=4)),
+)
+INVARIANT_GROUPING = GROUPINGS[1][1]  # for any number of tokens
+
+
+@lru_cache(8192)
+def choose_grouping(
+    tokens: int, experts: int, top_k: int, scaled: bool = False
+) -> Grouping:
+    """A good way for so many tokens.
+
+    Weights that are ``scaled`` need registers for sums and for what a step adds: there
+    are none for the largest tiles.
+    """
+    mean = tokens * top_k / experts
+    found = next(grouping for most, grouping in GROUPINGS if mean <= most)
+    return found._replace(tokens=min(found.tokens, 64)) if scaled else found
+
+
+@cache
+def grouped_launcher(
+    grouping: Grouping,
+    shape: tuple[int, ...],
+    itemsize: int,
+    tile: tuple[int, int],
+    top_k: int,
+    paired: bool,
+) -> Launcher:
+    """For a weight of this shape, [E, N, K], in numbers of ``itemsize`` bytes.
+
+    ``tile`` is `Scaled.tile`, of 0 columns where sums are scaled.
+    """
+    return launcher(
+        grouped_kernel,
+        TOP_K=top_k,
+        N=shape[1],
+        K=shape[2],
+        BLOCK_N=grouping.rows,
+        BLOCK_T=grouping.tokens,
+        DEPTH=128 // itemsize,
+        TILE_ROWS=tile[0],
+        COLUMNS=tile[1],
+        PAIRED=paired,
+        num_warps=grouping.warps,
+        num_stages=grouping.stages,
+    )
+
+
+def multiply_groups(
+    out: Tensor,
+    x: Tensor,
+    weight: Weight,
+    scores: Tensor | None,
+    order: Dispatch,
+    top_k: int,
+    grouping: Grouping,
+) -> None:
+    """One half of the experts: fill ``out``.
+
+    The first one without ``scores``: x [T, hidden] -> [n, I], in this ``order``. The
+    blocks of a `Dispatch` have grouping.tokens pairs. The other one with ``scores``
+    [T, k]: x [n, I], from the first, launched just before -> [T, k, hidden]. Padding's
+    are not written.
+    """
+    values, scales, x_scales = weight, None, None
+    tile, shape = (1, 0), tuple(weight.shape)
+    if isinstance(weight, Scaled):
+        values, scales, tile = weight.values, weight.scales, weight.tile
+        if weight.inputs:
+            x, x_scales = round_rows(x, weight)
+            # Otherwise each step is scaled: what uses its sums waits for the tensor
+            # cores, and the next weights go to registers that these still read, see
+            # `experts.finished`.
+            tile = tile if tile[1] < shape[2] else (tile[0], 0)
+    assert isinstance(values, Tensor)
+    paired = scores is None
+    start = grouped_launcher(grouping, shape, values.itemsize, tile, top_k, paired)
+    start(
+        (-(-shape[1] // grouping.rows), len(order.blocks), 1),
+        *(x, x_scales, values, scales, scores, *order, out, x.shape[0]),
+    )
+
+
+def experts(
+    x: Tensor, mlp: Experts, live: Tensor, *, batch_invariant: bool = False
+) -> Tensor:
+    """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
+
+    Only the first ``live``, int32 [1], tokens are no padding: no expert is read for the
+    others, and nothing written. With ``batch_invariant`` no token's result depends on
+    the others.
+    """
+    count, top_k = len(mlp.router), mlp.top_k
+    router = mlp.router, mlp.router_bias, top_k
+    ids, scores = route_tokens(x, *router, batch_invariant, mlp.normalized)
+    grouping = INVARIANT_GROUPING
+    if not batch_invariant:
+        if are_few(x.shape[0], count, top_k):
+            return experts_few(x, mlp, ids, scores, live)
+        scaled = isinstance(mlp.gate_up, Scaled)
+        grouping = choose_grouping(x.shape[0], count, top_k, scaled)
+    order = dispatch(ids, count, grouping.tokens, live)
+    hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
+    multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
+    out = x.new_empty(*ids.shape, mlp.down.shape[1])
+    multiply_groups(out, hidden, mlp.down, scores, order, top_k, grouping)
+    return out

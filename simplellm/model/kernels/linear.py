@@ -1,0 +1,421 @@
+"""Products of few tokens with a weight, bounded by the time it takes to read it.
+
+T tokens, N out, K in, S parts along K.
+
+Two kernels. `gemv_kernel` multiplies on the ordinary cores: a program holds whole rows
+of the weight in registers, loaded before it waits for its input. `dot_kernel`
+multiplies on the tensor cores, with the weight as the tall operand and the tokens as
+the narrow one. Which one runs, and how, is looked up in `PROJECTIONS`; more tokens go
+to PyTorch's matmul. Both can end by finding the largest result of each tile, which is
+all that is left of a row of logits for `head`.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from simplellm.model.kernels.keys import LOWEST, ordered
+from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+
+
+class Gemv(NamedTuple):
+    """How `gemv_kernel` runs: so many rows of the weight a program."""
+
+    rows: int
+    warps: int
+    pdl: bool = True
+
+    @property
+    def parts(self) -> int:
+        """A row is summed at once."""
+        return 1
+
+
+class Dot(NamedTuple):
+    """How `dot_kernel` runs: a tile of rows x depth, and parts along K.
+
+    ``ahead`` is how many steps of depth are brought to the L2 cache before the wait, of
+    a weight whose rows begin at multiples of 16 bytes. ``width`` is how many tokens a
+    program takes; None: all, from 16 up to 128.
+    """
+
+    rows: int
+    depth: int
+    parts: int
+    warps: int
+    stages: int
+    pdl: bool = True
+    ahead: int = 0
+    width: int | None = None
+
+
+Product = Gemv | Dot
+
+
+@triton.jit
+def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
+    """``columns`` of ``rows`` of the weight, zeros where it has none."""
+    inside = (rows < N)[:, None] & (columns < K)[None, :]
+    where = rows[:, None].to(tl.int64) * K + columns[None, :]
+    return tl.load(weight_ptr + where, inside, 0.0)
+
+
+@triton.jit
+def gemv_hold(
+    weight_ptr,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """``rows`` of the weight in registers, as BLOCK columns and, if any, REST more."""
+    first = gemv_weight(weight_ptr, rows, tl.arange(0, BLOCK), N, K)
+    rest = first
+    if REST > 0:
+        rest = gemv_weight(weight_ptr, rows, BLOCK + tl.arange(0, REST), N, K)
+    return first, rest
+
+
+@triton.jit
+def gemv_times(held, x_ptr, K: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """The rows held, times one x: float32 [rows]."""
+    first, rest = held
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + columns, columns < K, 0).to(tl.float32)
+    if REST > 0:
+        others = BLOCK + tl.arange(0, REST)
+        more = tl.load(x_ptr + others, others < K, 0).to(tl.float32)
+        return tl.sum(first.to(tl.float32) * x[None, :], 1) + tl.sum(
+            rest.to(tl.float32) * more[None, :], 1
+        )
+    else:
+        return tl.sum(first.to(tl.float32) * x[None, :], 1)
+
+
+@triton.jit
+def gemv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    best_ptr,
+    stride_x,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
+
+    best[t, program] is the key of the largest. bias and best may be None. The weight is
+    on its way before the program waits for x.
+    """
+    if PDL and best_ptr is not None:
+        # The kernel behind has no weight to load that would come in this one's way.
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    rows = program * ROWS + tl.arange(0, ROWS)
+    held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
+    bias = tl.zeros([ROWS], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
+    if PDL:
+        if best_ptr is None:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for token in tl.static_range(TOKENS):
+        y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST)
+        if bias_ptr is not None:
+            y += bias
+        tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), rows < N)
+        if best_ptr is not None:
+            keys = tl.where(rows < N, ordered(y, rows), LOWEST)
+            tl.store(best_ptr + token * tl.num_programs(0) + program, tl.max(keys, 0))
+
+
+@triton.jit
+def prefetch(pointers, sizes):
+    """Ask for so many bytes at each pointer to be brought into the L2 cache.
+
+    Pointers and sizes are multiples of 16; size 0 asks for nothing. A request for a
+    whole range takes one instruction, and what follows it in memory is read once.
+    """
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [pointers, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def dot_tile(
+    x_ptr,
+    weight_ptr,
+    stride_x,
+    tokens,
+    rows,
+    columns_t,
+    start,
+    stop,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """float32 [rows, tokens]: weight[rows, start:stop] . x[tokens, start:stop]^T.
+
+    With PDL, AHEAD steps of the weight are on their way to the L2 cache before the
+    wait for x. More of them than the cache can hold beside those of the other programs
+    would be read twice.
+
+    The next kernel may start behind the loop, when all programs of this one have long
+    had a place: those of kernels to come would take theirs, and they crowd on the rest.
+    """
+    depth = tl.arange(0, DEPTH)
+    weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
+    if PDL:
+        BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        for step in tl.static_range(AHEAD):
+            soon = start + step * DEPTH
+            left = tl.minimum(tl.maximum(stop - soon, 0), DEPTH) * BYTES
+            prefetch(weight_rows + soon, tl.where((rows < N)[:, None], left, 0))
+        tl.extra.cuda.gdc_wait()
+    x_rows = x_ptr + columns_t[:, None].to(tl.int64) * stride_x
+    total = tl.zeros([rows.shape[0], columns_t.shape[0]], tl.float32)
+    for k in range(start, stop, DEPTH):
+        at = k + depth
+        if K % DEPTH == 0:
+            w = tl.load(weight_rows + at[None, :], (rows < N)[:, None], 0)
+            x = tl.load(x_rows + at[None, :], (columns_t < tokens)[:, None], 0)
+        else:
+            inside = at[None, :] < K
+            w = tl.load(weight_rows + at[None, :], (rows < N)[:, None] & inside, 0)
+            x = tl.load(x_rows + at[None, :], (columns_t < tokens)[:, None] & inside, 0)
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    return total
+
+
+# Triton would compile a kernel again for numbers of tokens that 16 divides, and for 1,
+# in the middle of somebody's answer.
+@triton.jit(do_not_specialize=["tokens"])
+def dot_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    best_ptr,
+    stride_x,
+    tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS rows, TOKENS tokens and one of PARTS parts of K.
+
+    y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias;
+    best[t, program] is the key of the largest, where there is one part. bias and best
+    may be None.
+    """
+    program = tl.program_id(0)
+    rows = program * ROWS + tl.arange(0, ROWS)
+    t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    part, start, stop = 0, 0, K
+    if PARTS > 1:
+        LENGTH: tl.constexpr = tl.cdiv(tl.cdiv(K, DEPTH), PARTS) * DEPTH
+        part = tl.program_id(1)
+        start = part * LENGTH
+        stop = tl.minimum(start + LENGTH, K)
+    total = dot_tile(
+        *(x_ptr, weight_ptr, stride_x, tokens, rows, t, start, stop),
+        *(N, K, DEPTH, AHEAD, PDL),
+    )
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
+        total += tl.where(part == 0, bias, 0.0)[:, None]
+    where = (t[None, :].to(tl.int64) * PARTS + part) * N + rows[:, None]
+    inside = (rows < N)[:, None] & (t < tokens)[None, :]
+    tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), inside)
+    if best_ptr is not None:
+        keys = tl.where((rows < N)[:, None], ordered(total, rows[:, None]), LOWEST)
+        best_ptrs = best_ptr + t * tl.num_programs(0) + program
+        tl.store(best_ptrs, tl.max(keys, 0), t < tokens)
+
+
+# (N, K) -> for up to so many tokens, how.
+Table = tuple[tuple[int, Product], ...]
+ROUTER: Table = (
+    (2, Gemv(rows=4, warps=4)),
+    (4, Gemv(rows=4, warps=2)),
+    (64, Dot(rows=64, depth=64, parts=15, warps=4, stages=6, pdl=False)),
+    (2048, Dot(rows=64, depth=64, parts=5, warps=4, stages=6)),
+    (8192, Dot(rows=128, depth=64, parts=3, warps=8, stages=4)),
+)
+PROJECTIONS: dict[tuple[int, int], Table] = {
+    (5120, 2880): (  # query, key and value of both models
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=64, parts=3, warps=4, stages=6, ahead=1)),
+    ),
+    (2880, 4096): (  # the output of attention
+        (2, Gemv(rows=2, warps=4)),
+        (32, Dot(rows=64, depth=64, parts=5, warps=4, stages=6, pdl=False)),
+        (64, Dot(rows=64, depth=128, parts=6, warps=4, stages=3, ahead=1)),
+    ),
+    (128, 2880): ROUTER,  # of the 120b
+    (32, 2880): ROUTER,  # of the 20b
+}
+# For more tokens than a table has, where PyTorch's matmul would round the sums.
+MANY_TOKENS = Dot(rows=128, depth=64, parts=1, warps=8, stages=4)
+# For any number of tokens: each is then summed in the same order, by the same program.
+INVARIANT = Dot(rows=64, depth=64, parts=3, warps=4, stages=6, pdl=False, width=64)
+ENOUGH = 264  # programs, for all processors of an H100 or H200
+MOST_PARTS = 8
+
+
+def count_parts(size_out: int, size_in: int) -> int:
+    """Parts along K that give all processors a program of 64 rows."""
+    programs = -(-size_out // 64)
+    return max(1, min(MOST_PARTS, ENOUGH // programs, size_in // 128))
+
+
+def other_projections(size_out: int, size_in: int) -> Table:
+    """The table for a weight of another model, measured in steps of some of them."""
+    parts = count_parts(size_out, size_in)
+    # Of short rows, more steps are under way.
+    gemv, dot = Gemv(rows=2, warps=8), Dot(64, 128, parts, warps=4, stages=3)
+    if size_in < 4096:
+        gemv, dot = Gemv(rows=8, warps=4), Dot(64, 64, parts, warps=4, stages=6)
+    # A thread has registers for about 128 numbers of the weight.
+    return ((1, gemv), (64, dot)) if size_in <= 16384 else ((64, dot),)
+
+
+def choose_in(table: Table, tokens: int) -> Product | None:
+    """The way for so many tokens, if the table has one."""
+    return next((config for most, config in table if tokens <= most), None)
+
+
+@lru_cache(8192)
+def choose(tokens: int, size_out: int, size_in: int) -> Product | None:
+    """The way to project ``tokens`` tokens; None for PyTorch's matmul."""
+    table = PROJECTIONS.get((size_out, size_in))
+    return choose_in(table or other_projections(size_out, size_in), tokens)
+
+
+def choose_invariant(size_out: int) -> Product:
+    """The way for any number of tokens; parts of more rows would take much memory."""
+    return INVARIANT if size_out <= 8192 else INVARIANT._replace(parts=1)
+
+
+def split_columns(size: int) -> tuple[int, int]:
+    """Two powers of two that hold ``size`` numbers with less padding than one; or 0."""
+    block = 1 << (size.bit_length() - 1)
+    rest = size - block
+    return block, power_of_two(rest) if rest else 0
+
+
+def product_options(
+    config: Product, tokens: int, size_out: int, size_in: int
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Constexprs and so on of the kernel for so many tokens; and the grid."""
+    programs = -(-size_out // config.rows)
+    options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
+    options |= {"pdl": config.pdl, "num_warps": config.warps}
+    if isinstance(config, Gemv):
+        block, rest = split_columns(size_in)
+        options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
+        return options, (programs, 1, 1)
+    width = config.width or min(max(16, power_of_two(tokens)), 128)
+    options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
+    options |= {"AHEAD": config.ahead, "num_stages": config.stages}
+    return options, (programs, config.parts, -(-tokens // width))
+
+
+@lru_cache(8192)
+def product_launcher(
+    config: Product, tokens: int, size_out: int, size_in: int
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """For so many tokens; and the grid."""
+    options, grid = product_options(config, tokens, size_out, size_in)
+    kernel = gemv_kernel if isinstance(config, Gemv) else dot_kernel
+    return launcher(kernel, **options), grid
+
+
+def multiply_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: Product,
+    best: Tensor | None = None,
+) -> None:
+    """Fill y [T, N], or the parts [T, S, N] of ``config``: x ``weight``^T + ``bias``.
+
+    Products are summed in float32. x [T, K] has contiguous rows; ``weight`` [N, K],
+    ``bias`` [N] and y are contiguous. ``best`` int64 [T, N / config.rows, rounded up]
+    gets each tile's largest number and its row as a key of `keys.ordered`, if config
+    has one part.
+    """
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    start, grid = product_launcher(config, tokens, size_out, size_in)
+    if type(config) is Gemv:
+        start(grid, x, weight, bias, y, best, x.stride(0))
+    else:
+        start(grid, x, weight, bias, y, best, x.stride(0), tokens)
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False
+) -> Tensor:
+    """x [T, K] times ``weight`` [N, K], transposed, plus ``bias`` [N].
+
+    [T, N] in x's dtype, or float32 parts [T, S, N] for the next kernel to add up. With
+    ``batch_invariant`` no token's result depends on the others.
+    """
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    config: Product | None = choose_invariant(size_out)
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in)
+    if config is None:
+        return functional.linear(x, weight, bias)
+    if config.parts == 1:
+        y = x.new_empty(tokens, size_out)
+    else:
+        y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
+    multiply_into(y, x, weight, bias, config)
+    return y
+
+
+def project_exactly(x: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
+    """`project` with sums that stay float32: always parts, [T, S, N]."""
+    tokens, (size_out, size_in) = x.shape[0], weight.shape
+    config: Product = INVARIANT
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in) or MANY_TOKENS
+    y = x.new_empty(tokens, config.parts, size_out, dtype=torch.float32)
+    multiply_into(y, x, weight, None, config)
+    return y

@@ -1,0 +1,320 @@
+"""Attention of chunks of prompts over the pages of a cache.
+
+T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K
+heads a group, D head_dim. Heads are grouped; there may be a window, and sinks. Logits
+are in units of log2: a softmax is then made of exp2. A place is a position counted
+from the first page that a table still names.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.model.batch import KVGroup
+from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+
+LOG2E = tl.constexpr(math.log2(math.e))
+# Stands for "no key yet". Unlike -inf it can be subtracted from itself.
+NO_KEY = tl.constexpr(-1e30)
+# Triton would compile attention again for some values of these,
+VARIED = ["num_tokens", "num_sequences", "stride_table", "splits", "least"]
+# and for where these begin, which is anywhere in what a step came with.
+ANYWHERE = ["tables_ptr", "offsets_ptr", "lengths_ptr", "queries_ptr"]
+
+
+class PrefillTiles(NamedTuple):
+    """How the prefill kernel runs."""
+
+    block: int
+    warps: int
+    stages: int
+    tokens: int  # queries that a program takes; below, with 8 heads of each
+
+
+# Up to 128 registers a thread, two programs of 8 warps share a processor.
+PREFILL = PrefillTiles(block=64, warps=8, stages=3, tokens=16)
+# Longer heads leave room for one, and want keys enough for what each tile costs.
+PREFILL_LONG = PrefillTiles(block=128, warps=8, stages=2, tokens=16)
+PREFILL_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=8)
+# A window's first tile of keys begins with the first key of the program's first query.
+# With a query to a program, that depends on nothing else.
+INVARIANT_WINDOW = PrefillTiles(block=32, warps=4, stages=3, tokens=1)
+
+
+def padded(dim: int) -> int:
+    """Columns of the kernels' matrices for heads of ``dim``."""
+    return max(16, power_of_two(dim))
+
+
+def block_of(block: int, dim: int) -> int:
+    """The keys of a tile that was timed with heads of 64 and ``block`` keys.
+
+    Tiles of longer heads have as many numbers.
+    """
+    return max(16, block * 64 // max(padded(dim), 64))
+
+
+@cache
+def prefill_tiles(
+    dim: int, heads: int, window: int | None, batch_invariant: bool
+) -> PrefillTiles:
+    """What the kernel runs with for heads of ``dim``, so many of a kv head.
+
+    With fewer heads a program takes more queries: the tensor cores want 128 rows, or
+    some of 8 warps would have none.
+    """
+    tiles = PREFILL_LONG if padded(dim) == 128 else PREFILL
+    if window is not None:
+        tiles = PREFILL_WINDOW
+        if batch_invariant:
+            tiles, heads = INVARIANT_WINDOW, 8
+    tokens = max(1, tiles.tokens * 8 // power_of_two(heads))
+    return tiles._replace(block=block_of(tiles.block, dim), tokens=tokens)
+
+
+@triton.jit
+def find_rows(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    """Where the rows of ``places`` begin; those from ``stop`` on in page 0."""
+    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
+    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
+
+
+@triton.jit
+def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.constexpr):
+    """Keys and values [N, DIMS] of one kv head; 0 where nothing is ``there``."""
+    d = tl.arange(0, DIMS)[None, :]
+    mask = there[:, None] & (d < D)
+    k = tl.load(keys_ptr + rows[:, None] + d, mask=mask, other=0.0)
+    return k, tl.load(values_ptr + rows[:, None] + d, mask=mask, other=0.0)
+
+
+@triton.jit
+def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """What `fold` starts with, top, total and acc: of a sink, or of nothing."""
+    top = tl.full(heads.shape, NO_KEY, tl.float32)
+    total = tl.zeros(heads.shape, tl.float32)
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
+        top = tl.where(counted, sinks * LOG2E, top)
+        total = tl.where(counted, 1.0, total)
+    return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
+
+
+@triton.jit
+def fold(
+    logits,  # [M, N], not yet scaled
+    v,  # [N, D]
+    top,  # float32 [M], the largest logit so far
+    total,  # float32 [M], the sum of exp2(logit - top)
+    acc,  # float32 [M, D], the sum of exp2(logit - top) * v
+    scale,
+):
+    """One step of an online softmax: take the keys of one tile in."""
+    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
+    weights = tl.exp2(logits * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def hide(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
+    """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
+
+    Most tiles are seen whole, and the masks would be a fifth of the work. All queries
+    see a tile that begins at ``first`` unless that is from ``clear`` on, or a window
+    before ``stop``.
+    """
+    partly = first >= clear
+    if WINDOW:
+        partly |= first + WINDOW < stop
+    if partly:
+        seen = keys <= queries
+        if WINDOW:
+            seen &= keys > queries - WINDOW
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def find_sequence(queries_ptr, tile, num_tokens, num_sequences, TOKENS: tl.constexpr):
+    """Whose tile this is, where its tokens begin and end, and where the tile begins.
+
+    The tiles of a sequence are numbered from queries[sequence] // TOKENS + sequence, so
+    that any number of tokens fits in before the next one's. Some of these tiles begin
+    outside their sequence and are nobody's. What comes after the last sequence
+    counts as one more.
+    """
+    low, high = 0, num_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(queries_ptr + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    begin = tl.load(queries_ptr + low)
+    end = num_tokens
+    if low < num_sequences:
+        end = tl.load(queries_ptr + low + 1)
+    return low, begin, end, begin + (tile - begin // TOKENS - low) * TOKENS
+
+
+@triton.jit(do_not_specialize=VARIED, do_not_specialize_on_alignment=ANYWHERE)
+def prefill_kernel(
+    # Pointers
+    q_ptr,  # [T, H, D]
+    keys_ptr,  # [pages, PAGE, K, D]
+    values_ptr,
+    tables_ptr,  # int32 [B, P]
+    offsets_ptr,  # int32 [B]
+    lengths_ptr,  # int32 [B]
+    queries_ptr,  # int32 [B + 1]
+    sinks_ptr,  # [H]
+    out_ptr,  # [T, H, D]
+    # Sizes and strides, in elements
+    scale,  # log2(e) / sqrt(D)
+    num_tokens,
+    num_sequences,
+    stride_page,
+    stride_table,
+    # Sizes and switches
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    TOKENS: tl.constexpr,  # of one sequence that a program takes
+    ROWS: tl.constexpr,  # G, rounded up to a power of two
+    DIMS: tl.constexpr,  # D, likewise
+    BLOCK: tl.constexpr,  # keys in a tile
+    HAS_SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """For TOKENS queries in a row of a sequence, and the G query heads of a kv head:
+
+    weights = exp2(q @ k.T * scale) of the keys that each query sees, and exp2(sink)
+    out = weights @ v / sum(weights)
+
+    The rows of all matrices are (query, head) pairs, the heads of a query together.
+    Tokens after the last sequence get zeros.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    # The last queries of a sequence see the most keys: they are begun with.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, begin, end, base = find_sequence(
+        queries_ptr, tile, num_tokens, num_sequences, TOKENS
+    )
+    if (base < begin) | (base >= end):
+        return
+    pair = tl.arange(0, TOKENS * ROWS)
+    token, group = base + pair // ROWS, pair % ROWS
+    d, n = tl.arange(0, DIMS), tl.arange(0, BLOCK)
+    inside, heads = (token < end) & (group < G), head * G + group
+    cell = inside[:, None] & (d < D)[None, :]
+    row = token.to(tl.int64)
+    out_ptr = out_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    if sequence == num_sequences:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        nothing = tl.zeros([TOKENS * ROWS, DIMS], out_ptr.dtype.element_ty)
+        tl.store(out_ptr, nothing, mask=cell)
+        return
+
+    # From a token's number among all to its place in the sequence.
+    shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
+    table_ptr = tables_ptr + sequence * stride_table
+    first_query, place = base + shift, (token + shift)[:, None]
+    stop = tl.minimum(base + TOKENS, end) + shift
+    lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
+    # The first query sees all keys up to here, and the others see at least these.
+    clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
+    rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
+    top, total, acc = initial(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    q_at = q_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=cell, other=0.0)
+    keys_ptr += head * D
+    values_ptr += head * D
+    for first in range(lowest, stop, BLOCK):
+        at = first + n
+        k, v = load_pair(keys_ptr, values_ptr, rows, at < stop, D, DIMS)
+        # The next tile's rows are on their way while this one is computed with.
+        rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = hide(logits, at[None, :], place, first, clear, stop, WINDOW)
+        top, total, acc = fold(logits, v, top, total, acc, scale)
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=cell)
+
+
+@cache
+def prefill_launcher(
+    tiles: PrefillTiles,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    window: int | None,
+    has_sinks: bool,
+) -> Launcher:
+    """For attention of this shape."""
+    return launcher(
+        prefill_kernel,
+        K=kv_heads,
+        G=heads // kv_heads,
+        D=dim,
+        PAGE=page_size,
+        WINDOW=window or 0,
+        TOKENS=tiles.tokens,
+        ROWS=power_of_two(heads // kv_heads),
+        DIMS=padded(dim),
+        BLOCK=tiles.block,
+        HAS_SINKS=has_sinks,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+def prefill_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: KVGroup,
+    sinks: Tensor | None,
+    out: Tensor,
+    *,
+    batch_invariant: bool = False,
+) -> None:
+    """Put attention of the newest tokens of each sequence into ``out`` [T, H, D].
+
+    As `simplellm.model.ops.attend`, whatever ``group.decodes`` is. Tokens before the
+    first sequence's are left alone, those after the last one's get zeros. Keys and
+    values are one layer's pages [pages, page_size, K, D] with the same stride; the rest
+    is contiguous. With ``batch_invariant`` the bits of a token's row depend neither on
+    the others nor on where its chunk begins.
+    """
+    (num_tokens, heads, dim), (_, page_size, kv_heads, _) = q.shape, keys.shape
+    tiles = prefill_tiles(dim, heads // kv_heads, group.window, batch_invariant)
+    start = prefill_launcher(
+        tiles, heads, kv_heads, dim, page_size, group.window, sinks is not None
+    )
+    num_sequences, pages_in_row = group.tables.shape
+    # No chunks need more tiles, whatever their lengths; see `find_sequence`.
+    count = num_tokens // tiles.tokens + num_sequences + 1
+    start(
+        (kv_heads, count, 1),
+        *(q, keys, values, group.tables, group.offsets, group.lengths, group.queries),
+        *(sinks, out, LOG2E.value * dim**-0.5),
+        *(num_tokens, num_sequences, keys.stride(0), pages_in_row),
+    )

@@ -1,0 +1,372 @@
+"""Choose each token's experts, and sort the choices by expert.
+
+T tokens, E experts, k experts a token, n = T * k (token, choice) pairs, N hidden size.
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from simplellm.model.kernels.keys import LOWEST, index_of, ordered
+from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.linear import project_exactly
+
+COMPARED = 4096  # pairs of which each is compared with each
+PLACED = 512  # pairs that a program counts and then places when there are more
+# What changes from step to step. Triton would compile a kernel again for numbers that
+# 16 divides, and for 1, in the middle of somebody's answer.
+VARYING = ["tokens", "n", "num_blocks"]
+
+
+def max_blocks(pairs: int, experts: int, block: int) -> int:
+    """The most blocks that ``pairs`` pairs can fill, however they are routed."""
+    return min(pairs, (pairs + min(pairs, experts) * (block - 1)) // block)
+
+
+class Dispatch(NamedTuple):
+    """The n pairs in order of their experts, and blocks of pairs of one expert.
+
+    Pairs of padding come last, after ``offsets[E]``.
+    """
+
+    pairs: Tensor  # int32 [n]; pair p is choice p % k of token p // k
+    offsets: Tensor  # int32 [E + 1], where each expert's pairs begin
+    blocks: Tensor  # int32 [blocks, 2], expert and first position; -1, 0 if empty
+
+    @classmethod
+    def empty(cls, ids: Tensor, experts: int, num_blocks: int) -> "Dispatch":
+        """Room for the pairs of ``ids`` int32 [T, k]."""
+        pairs, offsets = ids.new_empty(ids.numel()), ids.new_empty(experts + 1)
+        return cls(pairs, offsets, ids.new_empty(num_blocks, 2))
+
+
+@triton.jit
+def count_live(live_ptr, tokens):
+    """How many tokens have experts; those after them are padding."""
+    live = tokens
+    if live_ptr is not None:
+        live = tl.load(live_ptr)
+    return live
+
+
+@triton.jit
+def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
+    """How many pairs have experts."""
+    return count_live(live_ptr, n // TOP_K) * TOP_K
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def count_kernel(
+    ids_ptr,
+    counts_ptr,
+    live_ptr,
+    n,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    chunk = tl.program_id(0)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
+
+
+@triton.jit
+def write_blocks(
+    count,
+    offsets_ptr,
+    blocks_ptr,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """From how many pairs each expert has: the offsets and this program's STEP blocks.
+
+    Block b is of the expert whose blocks, counted up over the experts, b falls into.
+    Returns the offsets.
+    """
+    program = tl.program_id(0)
+    experts = tl.arange(0, count.shape[0])
+    end = tl.cumsum(count, 0)
+    begin = end - count
+    if program == 0:
+        tl.store(offsets_ptr + experts, begin, experts < E)
+        tl.store(offsets_ptr + experts + 1, end, experts == E - 1)
+
+    own = (count + BLOCK - 1) // BLOCK
+    last = tl.cumsum(own, 0)  # blocks up to and with this expert's
+    b = program * STEP + tl.arange(0, STEP)
+    nth = b[:, None] - (last - own)[None, :]  # which of this expert's
+    hit = (nth >= 0) & (nth < own[None, :])
+    expert = tl.sum(tl.where(hit, experts[None, :] + 1, 0), 1) - 1
+    first = tl.sum(tl.where(hit, begin[None, :] + nth * BLOCK, 0), 1)
+    tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
+    tl.store(blocks_ptr + b * 2 + 1, first, b < num_blocks)
+    return begin
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def sort_small_kernel(
+    ids_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS pairs, each of which it compares with all the others.
+
+    position[i] = #{j: (id[j], j) < (id[i], i)}
+    """
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mine = tl.load(ids_ptr + i, i < live, E) * n + i
+    position = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, n, CHUNK):
+        j = first + tl.arange(0, CHUNK)
+        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
+        count += tl.histogram(other, BLOCK_E, j < live)
+        lower = (other * n + j)[None, :] < mine[:, None]
+        position += tl.sum(lower.to(tl.int32), 1)
+    tl.store(pairs_ptr + position, i, i < n)
+    write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+
+@triton.jit
+def top_k_of(logits, experts, choices, TOP_K: tl.constexpr, NORMALIZED: tl.constexpr):
+    """logits float32 [rows, E] -> ids, scores [rows, CHOICES], best first.
+
+    scores = softmax over the chosen logits, or over all if not NORMALIZED; columns from
+    TOP_K on are padding
+    """
+    keys = ordered(logits, experts)
+    ids = tl.zeros([logits.shape[0], choices.shape[1]], tl.int32)
+    best = tl.zeros([logits.shape[0], choices.shape[1]], tl.float32) - float("inf")
+    for choice in tl.static_range(TOP_K):
+        key = tl.max(keys, 1, keep_dims=True)  # [rows, 1]
+        taken = keys == key
+        value = tl.sum(tl.where(taken, logits, 0.0), 1, keep_dims=True)
+        ids = tl.where(choices == choice, index_of(key), ids)
+        best = tl.where(choices == choice, value, best)
+        keys = tl.where(taken, LOWEST, keys)
+    top = tl.sum(tl.where(choices == 0, best, 0.0), 1, keep_dims=True)
+    odds = tl.where(choices < TOP_K, tl.exp(best - top), 0.0)
+    among = odds if NORMALIZED else tl.exp(logits - top)
+    return ids, odds / tl.sum(among, 1, keep_dims=True)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def top_k_kernel(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    scores_ptr,
+    tokens,
+    E: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for ROWS tokens: ids = the k largest; scores = their softmax.
+
+    Logits are the sum of the parts [T, PARTS, E] and the bias.
+    """
+    follow(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    choices = tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < tokens) & (experts < E)
+    logits = tl.zeros([ROWS, BLOCK_E], tl.float32)
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + experts, experts < E, 0).to(tl.float32)
+    for part in tl.static_range(PARTS):
+        where = (rows.to(tl.int64) * PARTS + part) * E + experts
+        logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
+    logits = tl.where(experts < E, logits, -float("inf"))
+    ids, scores = top_k_of(logits, experts, choices, TOP_K, NORMALIZED)
+    places = rows * TOP_K + choices
+    real = (rows < tokens) & (choices < TOP_K)
+    tl.store(ids_ptr + places, ids, real)
+    tl.store(scores_ptr + places, scores, real)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+def place_kernel(
+    ids_ptr,
+    counts_ptr,
+    pairs_ptr,
+    offsets_ptr,
+    blocks_ptr,
+    live_ptr,
+    n,
+    num_blocks,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a chunk of pairs, which it puts where they belong.
+
+    position[i] = offset[id[i]] + #{j in earlier chunks: id[j] = id[i]}
+                  + #{j < i in this chunk: id[j] = id[i]}
+
+    Pairs of padding stay in their places, after all others.
+    """
+    live = count_live_pairs(live_ptr, n, TOP_K)
+    follow(PDL)
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    count = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(0, tl.num_programs(0), TILE):
+        c = (first + tl.arange(0, TILE))[:, None]
+        where = counts_ptr + c * BLOCK_E + experts[None, :]
+        counts = tl.load(where, c < tl.num_programs(0), 0)
+        count += tl.sum(counts, 0)
+        before += tl.sum(tl.where(c < chunk, counts, 0), 0)
+    begin = write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
+
+    i = tl.arange(0, CHUNK)
+    pair = chunk * CHUNK + i
+    mine = tl.load(ids_ptr + pair, pair < live, 0)
+    position = tl.gather(begin + before, mine, 0)
+    for first in range(0, CHUNK, TILE):
+        j = first + tl.arange(0, TILE)
+        other = tl.load(ids_ptr + chunk * CHUNK + j, chunk * CHUNK + j < n, E)
+        same = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
+        position += tl.sum(same.to(tl.int32), 1)
+    tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
+
+
+@cache
+def top_k_launcher(
+    experts: int, parts: int, top_k: int, rows: int, normalized: bool = True
+) -> Launcher:
+    """For logits in so many parts, ``rows`` tokens a program."""
+    return launcher(
+        top_k_kernel,
+        E=experts,
+        PARTS=parts,
+        TOP_K=top_k,
+        NORMALIZED=normalized,
+        ROWS=rows,
+        BLOCK_E=power_of_two(experts),
+        BLOCK_K=power_of_two(top_k),
+        num_warps=rows,
+    )
+
+
+def choose_experts(
+    logits: Tensor, bias: Tensor | None, top_k: int, rows: int, normalized: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`route_tokens` from the logits on, float32 parts [T, S, E] that are summed.
+
+    A program takes ``rows`` tokens.
+    """
+    tokens, parts, experts = logits.shape
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int32)
+    scores = logits.new_empty(tokens, top_k)
+    start = top_k_launcher(experts, parts, top_k, rows, normalized)
+    start((-(-tokens // rows), 1, 1), logits, bias, ids, scores, tokens)
+    return ids, scores
+
+
+def route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    batch_invariant: bool = False,
+    normalized: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The experts of each token, best first, and how much each one counts.
+
+    x [T, N], weight [E, N], bias [E] -> ids int32 [T, k] and scores float32 [T, k], a
+    softmax over the chosen logits, or over all if not ``normalized``. Of equal logits
+    the lower id comes first; NaN comes before every number and makes the token's scores
+    NaN. Logits stay in float32, where hardly any are equal. With ``batch_invariant`` no
+    token's scores depend on the others.
+    """
+    logits = project_exactly(x, weight, batch_invariant)
+    rows = 1 if batch_invariant or x.shape[0] <= 512 else 4
+    return choose_experts(logits, bias, top_k, rows, normalized)
+
+
+class SortPlan(NamedTuple):
+    """How pairs are sorted, in one launch or two."""
+
+    num_blocks: int
+    grid: tuple[int, int, int]
+    counter: Launcher | None  # if they are counted first
+    placer: Launcher
+
+
+@lru_cache(8192)
+def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
+    """For n pairs."""
+    num_blocks = max_blocks(n, experts, block)
+    rows = PLACED if n > COMPARED else 32
+    programs = -(-n // rows)
+    options: dict[str, Any] = {"TOP_K": top_k, "BLOCK_E": power_of_two(experts)}
+    # At least 32, for fewer kernels to compile.
+    step = max(32, power_of_two(-(-num_blocks // programs)))
+    sizes: dict[str, Any] = {"E": experts, "BLOCK": block, "STEP": step}
+    grid = programs, 1, 1
+    if n > COMPARED:
+        options |= {"CHUNK": rows, "num_warps": 16}
+        counter = launcher(count_kernel, **options)
+        placer = launcher(place_kernel, TILE=32, **options, **sizes)
+        return SortPlan(num_blocks, grid, counter, placer)
+    options |= {"CHUNK": min(512, max(32, power_of_two(n))), "num_warps": 8}
+    small = launcher(sort_small_kernel, ROWS=rows, **options, **sizes)
+    return SortPlan(num_blocks, grid, None, small)
+
+
+def dispatch(
+    ids: Tensor, experts: int, block: int, live: Tensor | None = None
+) -> Dispatch:
+    """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
+
+    The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
+    Only the first ``live``, int32 [1], tokens have experts, all if None. The others are
+    padding: their pairs come last, and no block has them. Never waits for the GPU.
+    """
+    n = ids.numel()
+    num_blocks, grid, counter, placer = sort_plan(n, ids.shape[1], experts, block)
+    result = Dispatch.empty(ids, experts, num_blocks)
+    outputs = *result, live, n, num_blocks
+    if counter is None:
+        placer(grid, ids, *outputs)
+        return result
+    counts = ids.new_empty(grid[0], power_of_two(experts))
+    counter(grid, ids, counts, live, n)
+    placer(grid, ids, counts, *outputs)
+    return result

@@ -1,0 +1,45 @@
+"""The memory of keys and values, in pages: tensors, which know no owner of a page.
+
+Who holds which page is for `PageManager` to say. K kv heads, D head_dim.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from simplellm.base.config import ModelConfig
+
+
+class KVPool:
+    """The keys and values of all layers, in pages.
+
+    A page holds ``page_size`` positions of all full or of all sliding layers, whichever
+    a sequence needs next. ``keys[layer]`` and ``values[layer]`` are [num_pages,
+    page_size, K, D]; layers of one kind lie behind each other in the same pages, and
+    layers of different kinds share their memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.windows = config.windows
+        self.page_size = page_size
+        layers = range(config.num_hidden_layers)
+        self.groups = [self.windows.index(config.window(layer)) for layer in layers]
+        # Of each layer, how many layers of its group come before it.
+        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
+        heads, dim = config.num_key_value_heads, config.head_dim
+        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
+        self.memory = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = [self.memory[0, place] for place in places]
+        self.values = [self.memory[1, place] for place in places]
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, (from, to) in this order."""
+        for source, target in pages:
+            self.memory[:, :, target] = self.memory[:, :, source]

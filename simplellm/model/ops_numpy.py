@@ -1,0 +1,248 @@
+"""The operations for small models on a CPU: NumPy for few tokens, PyTorch for more.
+
+Most of a decode is so small that a call costs more than its numbers, and a call of
+NumPy costs less. Experts are unpacked to float32 at load. Tensors and arrays share
+their memory; everything is float32. The functions do what those of `ops` do.
+
+T tokens, H query heads, K kv heads, G = H / K heads a group, D head_dim, S positions, E
+experts, k experts a token, I intermediate size.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.mxfp4 import MXFP4, Weight
+from simplellm.checkpoint.names import is_expert_weight, tensor_shapes
+from simplellm.checkpoint.scaled import Scaled
+from simplellm.model import ops
+from simplellm.model.batch import KVGroup
+from simplellm.model.layers import Attention, Experts, Layer, Norm
+from simplellm.model.ops import Ops
+
+FEW = 64  # tokens up to which NumPy computes
+SMALL = 10**6  # multiplications up to which OpenBLAS copies nothing
+UNPACKED_BYTES = 2**30  # of experts in float32, up to which a model is small
+
+
+def is_small(config: ModelConfig) -> bool:
+    """Whether what is packed of a model, its experts, may be unpacked to float32."""
+    unpacked = sum(
+        math.prod(shape)
+        for ours, shape in tensor_shapes(config).items()
+        if is_expert_weight(ours)
+        or (ours in config.formats and config.formats[ours].is_mxfp4)
+    )
+    return 4 * unpacked <= UNPACKED_BYTES
+
+
+def by_column(weight: Weight) -> Any:
+    """The same numbers in the order in which a product of few rows reads them."""
+    if isinstance(weight, Scaled):  # which PyTorch multiplies
+        return weight
+    if isinstance(weight, MXFP4):
+        weight = weight.dequantize(torch.float32)
+    return weight.mT.contiguous().mT
+
+
+def prepare(layer: Layer) -> Layer:
+    """The layer with unpacked weights that are stored by column."""
+    attn = replace(layer.attn, qkv=by_column(layer.attn.qkv), o=by_column(layer.attn.o))
+    mlp = replace(
+        layer.mlp,
+        gate_up=by_column(layer.mlp.gate_up),
+        down=by_column(layer.mlp.down),
+    )
+    if isinstance(mlp, Experts):
+        mlp = replace(mlp, router=by_column(mlp.router))
+    return replace(layer, attn=attn, mlp=mlp)
+
+
+def product(x: ndarray, weight: ndarray, out: ndarray) -> None:
+    """Write x [T, in] times ``weight`` [in, out] to out [T, out]."""
+    if len(x) * weight.size <= SMALL:
+        np.dot(x, weight, out=out)
+    else:
+        to_tensor = torch.from_numpy
+        torch.mm(to_tensor(x), to_tensor(weight), out=to_tensor(out))
+
+
+def matmul(x: ndarray, weight: Tensor, bias: Tensor | None) -> ndarray:
+    """x [T, in] times ``weight`` [out, in], transposed, plus ``bias`` -> [T, out]."""
+    out = np.empty((len(x), weight.shape[0]), np.float32)
+    product(x, weight.mT.numpy(), out)
+    if bias is not None:
+        out += bias.numpy()
+    return out
+
+
+def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
+    ids = tokens.numpy()
+    if len(ids) > FEW or ids.min() < 0:
+        return ops.embed(tokens, previous, table)
+    return torch.from_numpy(table.numpy()[ids])
+
+
+def add_norm(
+    residual: Tensor, update: Tensor | None, norm: Norm, eps: float
+) -> tuple[Tensor, Tensor]:
+    if len(residual) > FEW or not isinstance(norm, Tensor):
+        return ops.add_norm(residual, update, norm, eps)
+    x = residual.numpy()
+    if update is not None:
+        x += update.numpy()
+    squares = np.add.reduce(x * x, axis=1, keepdims=True)
+    normed = x * (squares / x.shape[1] + eps) ** -0.5
+    normed *= norm.numpy()
+    return residual, torch.from_numpy(normed)
+
+
+def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    if len(x) > FEW or not isinstance(weight, Tensor):
+        return ops.linear(x, weight, bias)
+    return torch.from_numpy(matmul(x.numpy(), weight, bias))
+
+
+def turn_few(x: ndarray, cos: ndarray, sin: ndarray) -> None:
+    """Turn heads [T, N, D] in place; cos and sin [T, 1, D/2]."""
+    half = x.shape[2] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = first * cos
+    turned -= second * sin
+    second *= cos
+    second += first * sin
+    first[...] = turned
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    attn: Attention,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    if len(qkv) > FEW or attn.q_norm is not None:
+        return ops.rope_and_cache(qkv, attn, positions, keys, values, slots)
+    kv_heads, dim = keys.shape[2:]
+    x = qkv.numpy()
+    if attn.qkv_bias is not None:
+        x += attn.qkv_bias.numpy()
+    x = x.reshape(len(x), -1, dim)  # [T, H + 2K, D]
+    where = positions.numpy()
+    cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
+    turn_few(x[:, :-kv_heads], cos, sin)
+    places = slots.numpy()  # none is -1: padding is for captured graphs
+    for pages, new in (
+        (keys, x[:, -2 * kv_heads : -kv_heads]),
+        (values, x[:, -kv_heads:]),
+    ):
+        pages.numpy().reshape(-1, kv_heads, dim)[places] = new
+    return torch.from_numpy(x)[:, : -2 * kv_heads]
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, sinks: Tensor | None
+) -> Tensor:
+    heads, dim = q.shape[1:]
+    kv_heads = keys.shape[2]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
+    scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]
+    sink = -np.inf if sinks is None else sinks.numpy().reshape(kv_heads, -1, 1)
+    found = out.numpy().reshape(-1, kv_heads, heads // kv_heads, dim)
+    rows_of = [pages.numpy().reshape(-1, dim) for pages in (keys, values)]
+    every = np.arange(kv_heads)[:, None]
+    for rows, cells, hidden in group.reads:
+        each = cells[:, None] * kv_heads + every  # [n, K, S], rows of D numbers
+        k, v = (pages.take(each, 0) for pages in rows_of)  # [n, K, S, D]
+        weights = np.matmul(scaled[rows], k.swapaxes(2, 3))  # [n, K, G, S]
+        if hidden is not None:
+            np.copyto(weights, -np.inf, where=hidden[:, None, None])
+        top = np.maximum(weights.max(axis=3, keepdims=True), sink)
+        weights -= top
+        np.exp(weights, out=weights)
+        total = weights.sum(axis=3, keepdims=True)
+        total += np.exp(sink - top)
+        mixed = np.matmul(weights, v)
+        mixed /= total
+        found[rows] = mixed
+    if group.decodes < len(q):
+        ops.attend_chunks(q, keys, values, group, sinks, out)
+    return out
+
+
+def swiglu_few(gate_up: ndarray, limit: float, alpha: float) -> ndarray:
+    """gate_up [N, 2I] -> [N, I]; `ops.swiglu` in fewer operations."""
+    gate_up = np.minimum(gate_up, np.float32(limit))
+    gate, up = gate_up[:, 0::2], np.maximum(gate_up[:, 1::2], np.float32(-limit))
+    up += 1
+    up *= gate
+    divisor = gate * np.float32(-alpha)
+    with np.errstate(over="ignore"):  # infinity makes the quotient 0, as it should be
+        np.exp(divisor, out=divisor)
+    divisor += 1
+    up /= divisor
+    return up
+
+
+def each(x: ndarray, weight: Tensor, bias: Tensor | None, counts: list[int]) -> ndarray:
+    """x [N, in], ``counts[e]`` rows for each expert e in turn -> [N, out]."""
+    out = np.empty((len(x), weight.shape[1]), np.float32)
+    weights = weight.mT.numpy()  # [E, in, out]
+    stop = 0
+    for expert, count in enumerate(counts):
+        if count:
+            start, stop = stop, stop + count
+            product(x[start:stop], weights[expert], out[start:stop])
+    if bias is not None:
+        out += bias.numpy().repeat(counts, axis=0)
+    return out
+
+
+def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+    if not isinstance(mlp.gate_up, Tensor) or not isinstance(mlp.down, Tensor):
+        return ops.experts(x, mlp, live)
+    if len(x) > FEW or mlp.activation != "clamped_swiglu":
+        return ops.experts(x, mlp, live)
+    rows, top_k = x.numpy(), mlp.top_k
+    logits = matmul(rows, mlp.router, mlp.router_bias)
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]  # [T, k]
+    best = logits[np.arange(len(rows))[:, None], chosen]
+    shares = np.exp(best - best[:, :1])
+    shares /= shares.sum(axis=1, keepdims=True)
+    order = chosen.ravel().argsort(kind="stable")  # [T*k], by expert
+    counts = np.bincount(chosen.ravel(), minlength=logits.shape[1]).tolist()
+    gate_up = each(rows[order // top_k], mlp.gate_up, mlp.gate_up_bias, counts)
+    hidden = swiglu_few(gate_up, mlp.limit, mlp.alpha)
+    out = np.empty((len(order), rows.shape[1]), np.float32)
+    out[order] = each(hidden, mlp.down, mlp.down_bias, counts)
+    mixed = np.matmul(shares[:, None], out.reshape(*chosen.shape, -1))[:, 0]
+    return torch.from_numpy(mixed)
+
+
+def head(hidden: Tensor, weight: Weight, logits: Tensor) -> Tensor:
+    if len(hidden) > FEW or not isinstance(weight, Tensor):
+        return ops.head(hidden, weight, logits)
+    scores = logits.numpy()
+    product(hidden.numpy(), weight.mT.numpy(), scores)
+    return torch.from_numpy(scores.argmax(1).astype(np.int32))
+
+
+NUMPY = Ops(
+    "NumPy",
+    embed=embed,
+    add_norm=add_norm,
+    project=project,
+    rope_and_cache=rope_and_cache,
+    attend=attend,
+    experts=experts,
+    head=head,
+    prepare=prepare,
+)

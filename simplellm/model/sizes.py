@@ -1,0 +1,222 @@
+"""How large a model, its cache and its steps are, and whether there is room for them.
+
+Each formula stands here once. All sizes are in bytes unless they say otherwise;
+``itemsize`` is the bytes of one number.
+"""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.checkpoint.names import (
+    Shape,
+    is_expert_weight,
+    kind,
+    packed_shapes,
+    tensor_shapes,
+)
+
+CPU_CACHE_BYTES = 2**28
+GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
+
+
+def by_kind(config: ModelConfig, size: Callable[[str, Shape], int]) -> dict[str, int]:
+    """Add up a ``size`` of each tensor by the parts of the model they belong to.
+
+    ``size`` gets our name and the shape; `names.kind` names the parts.
+    """
+    found: dict[str, int] = {}
+    for ours, shape in tensor_shapes(config).items():
+        found[kind(ours)] = found.get(kind(ours), 0) + size(ours, shape)
+    if config.tie_word_embeddings:
+        del found["embedding"]  # it is the LM head
+    return found
+
+
+class Counts(NamedTuple):
+    """Parameters of a model; ``active`` ones take part in each token."""
+
+    total: int
+    active: int
+    by_kind: dict[str, int]
+
+
+def count_parameters(config: ModelConfig) -> Counts:
+    """Count as gpt-oss's model card does (arXiv:2508.10925, table 1).
+
+    Every weight, bias, norm and sink is a parameter; an MXFP4 scale is not. Active
+    are num_experts_per_tok of the experts and everything else except the embedding,
+    of which a token reads one row.
+    """
+    found = by_kind(config, lambda ours, shape: math.prod(shape))
+    total, experts = sum(found.values()), found.get("experts", 0)
+    used = experts * config.num_experts_per_tok // max(1, config.num_local_experts)
+    return Counts(total, total - experts + used - found.get("embedding", 0), found)
+
+
+def weight_bytes(
+    config: ModelConfig, itemsize: int = 2, packed: bool = True
+) -> dict[str, int]:
+    """The loaded weights by kind: norms are float32, ``packed`` experts are MXFP4."""
+
+    def size(ours: str, shape: Shape) -> int:
+        if form := config.formats.get(ours):
+            return int(form.nbytes(shape))
+        if packed and is_expert_weight(ours):
+            return sum(map(math.prod, packed_shapes(shape)))
+        return math.prod(shape) * (4 if kind(ours) == "norms" else itemsize)
+
+    return by_kind(config, size)
+
+
+def position_bytes(config: ModelConfig, itemsize: int) -> int:
+    """A key and a value of one position in one layer."""
+    return 2 * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def kv_bytes(
+    config: ModelConfig, tokens: int, *, itemsize: int = 2, windowed: bool = True
+) -> int:
+    """The keys and values of one sequence of ``tokens`` tokens.
+
+    ``windowed`` lets a sliding layer keep no more than its window.
+    """
+    windows = map(config.window, range(config.num_hidden_layers))
+    kept = (min(tokens, w) if w and windowed else tokens for w in windows)
+    return position_bytes(config, itemsize) * sum(kept)
+
+
+def page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> int:
+    """A page: keys and values of the larger group of layers, full or sliding."""
+    layers = max(Counter(config.layer_types).values())
+    return layers * page_size * position_bytes(config, itemsize)
+
+
+def activation_bytes(
+    config: ModelConfig, tokens: int, samples: int, itemsize: int
+) -> int:
+    """About what a step of ``tokens`` tokens has to hold, float32 logits included."""
+    inner = max(config.intermediate_size, config.dense_intermediate_size or 0)
+    rows = (inner + config.hidden_size) * max(config.num_experts_per_tok, 1)
+    rows += 3 * config.hidden_size + 2 * config.num_attention_heads * config.head_dim
+    tables = 8 * config.max_position_embeddings * config.head_dim  # of rotations, made
+    return tokens * rows * itemsize + 4 * samples * config.vocab_size + tables
+
+
+def free_bytes(device: torch.device) -> tuple[int, int]:
+    """What this process can still take of a device's memory, and what there is."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        return free + reserved - torch.cuda.memory_allocated(device), total
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return total, total
+    found = dict(line.split(":") for line in lines)
+    return int(found["MemAvailable"].split()[0]) * 1024, total
+
+
+def num_pages(
+    model: ModelConfig, config: EngineConfig, itemsize: int, device: torch.device
+) -> int:
+    """Pages for keys and values: as many as asked for, or as there is room for.
+
+    ``config`` is resolved. On a GPU the room is a share of what is free now. Raises
+    ValueError if it is less than a page.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    room = config.cache_bytes
+    if room is None and device.type == "cuda":
+        free, total = free_bytes(device)
+        room = int(free * GPU_CACHE_SHARE)
+        if (share := config.gpu_memory_utilization) is not None:
+            room = int(free - (1 - share) * total)
+    room = CPU_CACHE_BYTES if room is None else room
+    each = page_bytes(model, config.page_size, itemsize)
+    wanted = f"at least one page of {each} bytes"
+    expect(room >= each, "the room for pages, in bytes,", room, wanted)
+    return room // each
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a model and what it works with take of a device's memory."""
+
+    weights: int
+    cache: int  # for the keys and values asked for, or those of one step
+    step: int  # about, for what a step has to hold
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        itemsize: int = 2,
+        *,
+        packed: bool = True,
+        mapped: bool = False,
+    ) -> "Need":
+        """Of a resolved ``config``; ``itemsize`` and ``packed`` as in `weight_bytes`.
+
+        ``mapped`` experts stay in their file and take nothing.
+        """
+        weights = weight_bytes(model, itemsize, packed)
+        if mapped:
+            weights.pop("experts", None)
+        tokens = config.max_num_batched_tokens
+        if config.num_pages is not None:
+            cache = config.num_pages * page_bytes(model, config.page_size, itemsize)
+        else:
+            cache = config.cache_bytes or kv_bytes(model, tokens, itemsize=itemsize)
+        step = activation_bytes(model, tokens, config.max_num_seqs, itemsize)
+        return cls(sum(weights.values()), cache, step)
+
+
+def shortage(device: torch.device, takes: str) -> Exception:
+    """What to raise where a device has less memory than something ``takes``."""
+    free, total = free_bytes(device)
+    gpu = device.type == "cuda"
+    error = torch.OutOfMemoryError if gpu else MemoryError
+    name = torch.cuda.get_device_name(device) if gpu else "the CPU"
+    return error(
+        f"{name} has not enough memory: {takes}; {free / 1e9:.1f} of "
+        f"{total / 1e9:.1f} GB are free"
+    )
+
+
+def check_room(device: torch.device, nbytes: int, what: str) -> None:
+    """Raise torch.OutOfMemoryError (on a CPU MemoryError) if ``nbytes`` do not fit."""
+    if nbytes > free_bytes(device)[0]:
+        raise shortage(device, f"{what} take {nbytes / 1e9:.1f} GB")
+
+
+@contextmanager
+def enough(need: Need, device: torch.device) -> Iterator[None]:
+    """Load a model inside of this, which says what is missing if memory is.
+
+    Raises torch.OutOfMemoryError (on a CPU MemoryError): before anything is loaded if
+    ``need`` cannot fit, and in the place of an error like it that happens inside.
+    """
+    takes = (
+        f"the model takes {need.weights / 1e9:.1f} GB for its weights, "
+        f"{need.cache / 1e9:.1f} for keys and values and about {need.step / 1e9:.1f} "
+        "for a step (a smaller model, num_pages, cache_bytes, max_num_seqs or "
+        "max_num_batched_tokens takes less)"
+    )
+    if need.weights + need.cache + need.step > free_bytes(device)[0]:
+        raise shortage(device, takes)
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise shortage(device, takes) from error

@@ -1,0 +1,117 @@
+"""Which tokens a request may get: the allowed ones, no bad words, no end too soon.
+
+And what its grammar leaves. Bit v % 32 of word v // 32 allows token v. V vocabulary,
+W = ceil(V / 32) words. All that they depend on is known without the device.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from simplellm.base.request import Request
+from simplellm.text.tokenizer import Tokenizer
+
+Bits = np.ndarray  # uint32 [W]
+
+
+def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """The tokens of each of ``words`` at the beginning of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip()
+        for text in (bare, " " + bare) if bare else (word,):
+            found[tuple(tokenizer.encode(text))] = None
+    return [*found]
+
+
+def pack(allowed: np.ndarray) -> Bits:
+    """bool [V] as bits; those behind the last token are 0."""
+    padding = np.zeros(-len(allowed) % 32, dtype=bool)
+    packed = np.packbits(np.concatenate([allowed, padding]), bitorder="little")
+    return packed.view("<u4")
+
+
+def without(bits: Bits, tokens: Collection[int]) -> Bits:
+    """A copy of ``bits`` that does not allow ``tokens``."""
+    ids = np.fromiter(tokens, dtype=np.uint32, count=len(tokens))
+    left = bits.copy()
+    np.bitwise_and.at(left, ids // 32, ~(np.uint32(1) << ids % 32))
+    return left
+
+
+class Choices:
+    """The tokens that one request may get next. It does not keep the request."""
+
+    def __init__(self, request: Request, vocab_size: int) -> None:
+        ids = request.params.allowed_token_ids
+        allowed = np.full(vocab_size, ids is None)
+        allowed[[*(ids or ())]] = True
+        # Bad words by their last token but one: what is before the last one, and that.
+        self.endings: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        for *beginning, last in request.bad_sequences:
+            if beginning:
+                self.endings[beginning[-1]].append((beginning, last))
+            else:
+                allowed[last] = False
+        self.narrow = not allowed.all()
+        self.always = pack(allowed)
+        self.early = without(self.always, request.stop_ids)  # before min_tokens
+        # What masks.py has sent to the device, and what it is for.
+        self.row: Any = None
+        self.state: object = None
+        grammar = request.grammar
+        self.walk = None if grammar is None else grammar.walk(request.number)
+        params = request.params
+        # A forced token is not sampled: it has no logprob, and no penalty counts it.
+        sampled = params.logprobs is not None or params.penalizes or params.restricts
+        self.forces = not sampled
+        self.coming: list[int] = []  # forced tokens that no step has taken yet
+
+    def completed(self, request: Request) -> frozenset[int]:
+        """The tokens that would complete a bad word of several tokens."""
+        tokens, longest = request.tokens, request.num_output
+        if (begun := self.endings.get(tokens[-1])) is None:
+            return frozenset()
+        return frozenset(
+            last
+            for beginning, last in begun
+            if len(beginning) <= longest and tokens[-len(beginning) :] == beginning
+        )
+
+    def bits(self, early: bool, completed: Collection[int]) -> Bits:
+        """The bits, ``early`` or not, without the tokens ``completed``.
+
+        Should that leave none, such a token may complete its word: something has to
+        come. `Door.ask` refuses what leaves none from the beginning.
+        """
+        bits = self.early if early else self.always
+        left = without(bits, completed) if completed else bits
+        return left if left.any() else bits
+
+    def advance(self, request: Request, several: bool) -> list[int]:
+        """Walk on with the request's new tokens; those that have to come next.
+
+        Without ``several`` there is one at most, and the others wait, so that the text
+        is cut into the same tokens.
+        """
+        assert self.walk is not None
+        self.walk.advance(request.tokens[request.num_prompt + self.walk.length :])
+        if self.forces and not self.coming:
+            self.coming = self.walk.forced()
+        count = request.max_tokens - request.num_output if several else 1
+        found, self.coming = self.coming[:count], self.coming[count:]
+        return found
+
+    def now(self, request: Request) -> tuple[bool, Collection[int]]:
+        """What `bits` depend on."""
+        early = request.num_output < request.params.min_tokens
+        return early, self.completed(request)
+
+    def limit(self, bits: Bits, request: Request) -> None:
+        """Take away from ``bits``, which its grammar left, unless none would remain."""
+        early, completed = self.now(request)
+        if early or completed or self.narrow:
+            left = bits & self.bits(early, completed)
+            bits[:] = left if left.any() else bits

@@ -1,0 +1,114 @@
+"""Log-probabilities on their way to the host: of sampled tokens and of prompts.
+
+N rows, M alternatives of each, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from simplellm.base.request import Request, TokenLogprobs
+from simplellm.base.transfer import upload
+
+ROWS = 128  # of a prompt whose logits are there at a time
+
+
+def score(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Logprobs, by ``logits`` [N, V], of ``tokens`` [N]: float32 [N].
+
+    And their ranks, int64 [N]; and the ``count`` likeliest ids with their logprobs
+    [N, M], best first.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    top = logprobs.topk(min(count, logits.shape[1]), dim=-1)
+    picked = logprobs.gather(1, tokens[:, None].long())
+    ranks = 1 + (logprobs > picked).sum(dim=-1)
+    return picked[:, 0], ranks, top.indices, top.values
+
+
+class PromptScores(NamedTuple):
+    """What a step found out about a part of a prompt."""
+
+    request: Request
+    first: int  # the place of its first token
+    scores: Sequence[Tensor]  # the results of `score`
+
+
+Head = Callable[[Tensor, Tensor], object]  # `Model.head`
+
+
+def score_prompts(
+    works: Iterable[tuple[Request, int, int, bool]],
+    hidden: Tensor,
+    head: Head,
+    logits: Tensor,
+) -> list[PromptScores]:
+    """Score the prompts' tokens that come next after those of ``hidden`` [T, hidden].
+
+    A request whose ``prompt_logprobs`` is None wants none, or has got them. ``head``
+    never computes a whole prompt: at most ROWS rows, and no more than ``logits`` has.
+    """
+    found, row = [], 0
+    for request, start, length, _ in works:
+        count = request.params.prompt_logprobs
+        stop = min(start + length, request.num_prompt - 1)
+        if request.prompt_logprobs is not None and count is not None and start < stop:
+            tokens = request.tokens[start + 1 : stop + 1]
+            targets = upload(tokens, torch.int64, hidden.device)
+            rows = hidden[row : row + stop - start]
+            scores = score_rows(rows, targets, count, head, logits[:ROWS])
+            found.append(PromptScores(request, start + 1, scores))
+        row += length
+    return found
+
+
+def score_rows(
+    hidden: Tensor, tokens: Tensor, count: int, head: Head, logits: Tensor
+) -> list[Tensor]:
+    """`score` of ``tokens`` [N] after ``hidden`` [N, hidden].
+
+    The head computes as many rows at once as ``logits`` has.
+    """
+    scratch, parts = torch.empty_like(logits), []
+    pieces = (x.split(len(logits)) for x in (hidden, tokens))
+    for rows, chosen in zip(*pieces, strict=True):
+        head(rows, scratch[: len(rows)])
+        parts.append(score(scratch[: len(rows)], chosen, count))
+    return [*map(torch.cat, zip(*parts, strict=True))]
+
+
+def token_logprobs(
+    wanted: Sequence[int | None],
+    tokens: Sequence[int],
+    scores: Sequence[Tensor],
+    whole: Sequence[Tensor],
+) -> list[list[TokenLogprobs] | None]:
+    """Each row's log-probabilities, as many as its request asked for.
+
+    ``scores``, on the host, are those of `score`, or nothing if no row asked. ``whole``
+    has the ids and the values of the rows that asked for the vocabulary.
+    """
+    found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+    if not scores:
+        return found
+    chosen, ranks, ids, values = (column.tolist() for column in scores)
+    rest = zip(*(column.tolist() for column in whole), strict=True)
+    for row, count in enumerate(wanted):
+        if count is not None:
+            some = ids[row][:count], values[row][:count]
+            top = tuple(zip(*(next(rest) if count < 0 else some), strict=True))
+            found[row] = [TokenLogprobs(tokens[row], chosen[row], top, ranks[row])]
+    return found
+
+
+def prompt_entries(part: PromptScores) -> list[TokenLogprobs]:
+    """The log-probabilities of a part of a prompt whose scores are on the host."""
+    request, first, scores = part
+    tokens = request.tokens[first : first + len(scores[0])]
+    columns = (column.tolist() for column in scores)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(tokens, *columns, strict=True)
+    ]

@@ -1,0 +1,2 @@
+"""Anthropic's interface: `messages.py` answers, `messages_body.py` reads what is
+asked."""

@@ -1,0 +1,298 @@
+"""The bodies of /v1/messages: what a client may ask for, and how the model is shown it.
+
+A message's content is text or a list of blocks: text, thinking, calls of tools
+("tool_use") and what came of them ("tool_result").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from reprlib import repr as short
+from typing import Any, ClassVar, Literal
+
+from simplellm.api.chat_options import Format, as_format
+from simplellm.base.config import as_texts, declared, expect, expect_type, one_of
+from simplellm.base.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
+from simplellm.server.http.answers import list_of
+from simplellm.server.http.bodies import (
+    NOT_HERE,
+    SHARED_NEUTRAL,
+    Neutral,
+    SampledBody,
+)
+from simplellm.text.dialects.dialect import Dialect
+from simplellm.text.harmony import Message, Tool, result_message
+from simplellm.text.harmony.message import HEADER_WORD
+from simplellm.text.harmony.openai import call_message
+from simplellm.text.harmony.schema import as_tools
+
+MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
+RAW = "_raw"  # holds what the model wrote as a call's input, if that is no object
+# The blocks that there are, by who writes them, with the strings that they must have.
+BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "system": {"text": ("text",)},
+    "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
+    "assistant": {
+        "text": ("text",),
+        "thinking": ("thinking",),  # whatever its signature
+        "redacted_thinking": (),
+        "tool_use": ("id", "name"),
+    },
+}
+BLOCK_TYPES = sorted({kind for kinds in BLOCKS.values() for kind in kinds})
+SOME_BLOCK: dict[str, Any] = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": BLOCK_TYPES}},
+}
+SOME_CONTENT = {"anyOf": [{"type": "string"}, list_of(SOME_BLOCK)]}
+SOME_MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": [*BLOCKS]}, "content": SOME_CONTENT},
+}
+CUSTOM_TOOL: dict[str, Any] = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": {
+        "name": {"type": "string"},
+        "input_schema": {"type": "object"},
+        "strict": {"type": ["boolean", "null"]},
+    },
+}
+OUTPUT_FORMAT: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "schema"],
+    "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
+}
+CONVERSATION_NEUTRAL = {
+    "container": Neutral(NOT_HERE),
+    "context_management": Neutral(NOT_HERE, ({"edits": []},)),
+    "mcp_servers": Neutral(NOT_HERE, ([],)),
+    "speed": Neutral(NOT_HERE, ("standard",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thinking:
+    """Whether the model is to think. It does if it wants to; its effort can be low."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        "display": Neutral("the thoughts are told as they are", ("summarized",)),
+    }
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = declared(None)  # nothing is done with it
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """How the model is to answer."""
+
+    effort: Literal["low", "medium", "high"] = "medium"
+    format: dict[str, Any] | None = field(
+        default=None, metadata={"schema": OUTPUT_FORMAT}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolChoice:
+    """Whether the model may call tools."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None  # of the tool, and of no other type
+    # A turn has one call at most; that of gpt-oss ends with its first one anyway.
+    disable_parallel_tool_use: bool = False
+
+    def __post_init__(self) -> None:
+        ok = (self.name is not None) == (self.type == "tool")
+        expect(ok, "tool_choice.name", self.name, "a name with the type 'tool'")
+
+    @property
+    def as_openai(self) -> str | dict[str, Any]:
+        """The same in the words of OpenAI."""
+        if self.type == "tool":
+            return {"type": "function", "name": self.name}
+        return "required" if self.type == "any" else self.type
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountBody:
+    """What /v1/messages/count_tokens takes: a conversation."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = CONVERSATION_NEUTRAL
+
+    model: str | None = None  # one that is served
+    messages: list[dict[str, Any]] = field(metadata={"schema": list_of(SOME_MESSAGE)})
+    system: str | list[dict[str, Any]] | None = field(
+        default=None, metadata={"schema": SOME_CONTENT}
+    )
+    tools: list[dict[str, Any]] | None = field(
+        default=None, metadata={"schema": list_of(CUSTOM_TOOL)}
+    )
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # Equal beginnings are always found again, so that nothing is done with it.
+    cache_control: dict[str, Any] | None = None
+
+    @property
+    def format(self) -> Format:
+        """What the answer's text is to fit. Raises TypeError or ValueError."""
+        given = (self.output_config or OutputConfig()).format
+        named = given and {"name": "output", **given}
+        return as_format(named, "output_config.format")
+
+    @property
+    def effort(self) -> str:
+        if self.output_config is None and self.thinking is not None:
+            return "low" if self.thinking.type == "disabled" else "medium"
+        return (self.output_config or OutputConfig()).effort
+
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of. Raises TypeError or ValueError."""
+        functions = []
+        for number, tool in enumerate(self.tools or ()):
+            where = f"tools[{number}]"
+            expect_type(where, tool, Mapping, "an object")
+            one_of(f"{where}.type", tool.get("type"), (None, "custom"))
+            schema = tool.get("input_schema")
+            expect_type(f"{where}.name", tool.get("name"), str, "a string")
+            expect_type(f"{where}.input_schema", schema, dict, "an object")
+            functions.append({"function": {**tool, "parameters": schema}})
+        found = as_tools(functions)
+        hidden = self.tool_choice is not None and self.tool_choice.type == "none"
+        return [] if hidden else found
+
+    def shown(self, dialect: Dialect) -> dict[str, Any]:
+        """The conversation as `render` takes it. Raises TypeError or ValueError."""
+        tools, called = self.offered(), dict[str, str]()
+        system = "" if self.system is None else text_in(self.system, "system")
+        lead = dialect.lead(system, tools)
+        found = [Message("developer", lead)] if lead else []
+        expect(self.messages, "messages", self.messages, "at least one message")
+        for number, message in enumerate(self.messages):
+            where = f"messages[{number}]"
+            expect_type(where, message, Mapping, "an object")
+            one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
+            found += shown_messages(message, where, called, dialect)
+        count, most = len(found), MOST_MESSAGES
+        expect(count <= most, "the number of messages", count, f"at most {most}")
+        wanted = "another one at the end: no answer is continued"
+        expect(message["role"] != "assistant", f"{where}.role", "assistant", wanted)
+        if text := self.format.text:
+            found = [*dialect.with_format(found, tools, text)]
+        return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageBody(CountBody, SampledBody):
+    """What /v1/messages takes."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        **SHARED_NEUTRAL,
+        **CONVERSATION_NEUTRAL,
+        "logprobs": Neutral(NOT_HERE),
+        "prompt_logprobs": Neutral(NOT_HERE),
+        "n": Neutral("a message is one turn", (1,)),
+        "return_token_ids": Neutral(NOT_HERE, (False,)),
+        "response_format": Neutral("use format of output_config"),
+        "service_tier": Neutral(NOT_HERE, ("auto", "standard_only")),
+        "stop": Neutral("use stop_sequences"),
+        "stream_options": Neutral("a stream always tells the usage"),
+        "user": Neutral("use metadata"),
+    }
+
+    max_tokens: int = declared()  # thinking included
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None  # nothing is done with it
+
+    @property
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.tools or self.output_config)
+
+    def __post_init__(self) -> None:
+        limits = MAX_STOPS, MAX_STOP_CHARACTERS
+        as_texts("stop_sequences", self.stop_sequences, *limits)
+
+
+def blocks_in(
+    content: Any, where: str, role: str
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The blocks of a content with their places, checked. Raises as `shown`."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    expect_type(where, content, list, "a string or a list of blocks")
+    kinds, found = BLOCKS[role], []
+    for number, block in enumerate(content):
+        place = f"{where}[{number}]"
+        expect_type(place, block, Mapping, "an object")
+        one_of(f"{place}.type", block.get("type"), tuple(kinds))
+        for name in kinds[block["type"]]:
+            expect_type(f"{place}.{name}", block.get(name), str, "a string")
+        found.append((place, block))
+    return found
+
+
+def joined(blocks: Any) -> str:
+    """The text of some blocks, which are as much apart as paragraphs."""
+    return "\n\n".join(block["text"] for _, block in blocks)
+
+
+def text_in(content: Any, where: str) -> str:
+    """The text of a content that may hold nothing else."""
+    return joined(blocks_in(content, where, "system"))
+
+
+def shown_messages(
+    message: Mapping[str, Any], where: str, called: dict[str, str], dialect: Dialect
+) -> list[Message]:
+    """A message as the model is shown it; ``called`` has the tool behind each id."""
+    role, where = message["role"], f"{where}.content"
+    blocks = blocks_in(message.get("content"), where, role)
+    if role == "system":
+        return [Message("developer", dialect.lead(joined(blocks), ()))]
+    found = []
+    if role == "user":
+        for kind, group in groupby(blocks, key=lambda pair: pair[1]["type"]):
+            if kind == "text":
+                found.append(Message("user", joined(group)))
+            else:
+                found += [shown_result(block, place, called) for place, block in group]
+        return found
+    calls = any(block["type"] == "tool_use" for _, block in blocks)
+    for place, block in blocks:
+        match block["type"]:
+            case "text":
+                channel = "commentary" if calls else "final"
+                found.append(Message("assistant", block["text"], channel=channel))
+            case "thinking" if block["thinking"]:
+                thought = block["thinking"]
+                found.append(Message("assistant", thought, channel="analysis"))
+            case "tool_use":
+                called[block["id"]] = block["name"]
+                found.append(shown_call(block, place))
+    return found  # without what is redacted: none but its writer can read it
+
+
+def shown_call(block: Mapping[str, Any], where: str) -> Message:
+    name: str = block["name"]
+    given: Any = block.get("input")
+    ok = HEADER_WORD.fullmatch(name)
+    expect(ok, f"{where}.name", name, "a name without spaces and '<'")
+    expect_type(f"{where}.input", given, Mapping, "an object")
+    raw = given.get(RAW)
+    arguments = raw if isinstance(raw, str) and len(given) == 1 else given
+    return call_message({"function": {"name": name, "arguments": arguments}}, where)
+
+
+def shown_result(
+    block: Mapping[str, Any], where: str, called: Mapping[str, str]
+) -> Message:
+    id, content = block["tool_use_id"], block.get("content")
+    wanted = f"the id of a call before it ({short(list(called))})"
+    expect(id in called, f"{where}.tool_use_id", id, wanted)
+    text = "" if content is None else text_in(content, f"{where}.content")
+    if block.get("is_error"):  # harmony has no place for that
+        text = f"Error: {text}"
+    return result_message(called[id], text)

@@ -1,0 +1,433 @@
+"""What every endpoint is made of: a body, an answer, and the way of an answer out."""
+
+import asyncio
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from reprlib import repr as short
+from typing import Any, ClassVar
+
+import orjson
+from anyio import CapacityLimiter, to_thread
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from simplellm.api.llm import LLM
+from simplellm.api.outputs import Usage
+from simplellm.api.reader import END
+from simplellm.api.streams import Replies
+from simplellm.base.request import EngineError, Request
+from simplellm.server.http import sse
+from simplellm.server.http.bodies import (
+    known_names,
+    parse_json,
+    read_body,
+    read_query,
+)
+from simplellm.server.http.errors import (
+    UNMEANT,
+    APIError,
+    as_api_error,
+    openai_form,
+    unavailable,
+)
+from simplellm.server.http.metrics import ServerMetrics
+from simplellm.server.openai.responses_store import ResponseStore
+from simplellm.server.remote.client import DistantError
+
+MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
+# A longer body is parsed and tokenized in a worker thread, and so is what may have to
+# compile a grammar: the event loop, and every other stream, would wait for it.
+LARGE_BODY = 16 * 2**10
+LOGGER = logging.getLogger("simplellm.server")
+LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
+
+
+class GoneError(Exception):
+    """The client went away: nobody is there to be told anything."""
+
+
+@dataclass(eq=False)
+class Service:
+    """What all requests of one server share."""
+
+    llm: LLM
+    names: Sequence[str]  # that the model goes by; the first one is its own
+    key: str | None = None  # that clients must know
+    timeout: float = 600.0  # seconds that a request may take
+    log_prompts: bool = False  # bodies in the access log
+    created: int = field(default_factory=lambda: int(time.time()))
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    # Bodies whose grammars are compiled wait for each other, and nobody waits for them.
+    compiling: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
+    draining: bool = False  # no new requests, while those that run finish
+    running: int = 0  # HTTP requests
+    # The id of the HTTP request that each of the engine's belongs to, by its number.
+    calls: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.metrics = ServerMetrics(self.llm, self.names[0])
+
+    def check_model(self, name: str | None) -> str:
+        """What the answer calls the model that a body asks for. Raises APIError."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
+        raise APIError(404, message, param="model", code="model_not_found")
+
+    def check(self) -> None:
+        """Raise APIError if the model can be asked nothing now."""
+        if self.llm.engine.dead is not None:
+            raise unavailable("the engine died", "engine_error")
+        if self.draining:
+            raise unavailable("the server is shutting down", "shutting_down")
+
+
+@dataclass(eq=False)
+class Call:
+    """One HTTP request to an endpoint."""
+
+    service: Service
+    request: HTTPRequest
+    id: str  # of the request: the client's, or a new one
+    body: Any = None  # of the endpoint's kind
+    query: Any = None  # of the endpoint's kind of query
+    # What the access log tells of it: its tokens, for example.
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def fail(self, error: APIError) -> None:
+        """Note what went wrong; a message may quote the body, and so a prompt."""
+        self.facts["error"] = error.code or error.type
+        if error.param is not None:
+            self.facts["param"] = error.param
+        if self.service.log_prompts:
+            self.facts["message"] = error.message
+
+
+class Generation:
+    """The requests of a body, and what the client is told of their replies.
+
+    A reply has an index, prompt by prompt, and comes in parts: RequestOutput, or Delta
+    where ``chat``. The methods do nothing but make data, so that a stream can be
+    compared with the whole. ``first``, ``part`` and ``last`` are called in this order,
+    and `ended` behind the last part of a reply.
+    """
+
+    ending: ClassVar[bytes] = sse.DONE  # of a stream
+    # Whether `whole` is made of what `part` has kept. Others can wait for the end.
+    gathers: ClassVar[bool] = False
+
+    def __init__(
+        self, requests: list[Request], *, n: int = 1, chat: bool, stream: bool
+    ) -> None:
+        self.requests, self.n = requests, n
+        self.chat, self.stream = chat, stream
+
+    def begin(self, replies: Replies) -> None:
+        """The requests run; nothing is said yet. This and `end` may have effects.
+
+        Both are called once more if all begins again.
+        """
+
+    def end(self, told: bool) -> None:
+        """Nothing more will be said, unless `failure` is asked for.
+
+        ``told``: whether a client has seen the beginning of a stream.
+        """
+
+    def first(self) -> list[dict[str, Any]]:
+        """Events before any part."""
+        return []
+
+    def part(self, index: int, part: Any) -> list[dict[str, Any]]:
+        """Events for a part of reply ``index``."""
+        raise NotImplementedError
+
+    def ended(self, index: int, output: Any) -> list[dict[str, Any]]:
+        """Events once reply ``index`` is over; ``output`` is all of it."""
+        return []
+
+    def last(self, outputs: Sequence[Any], usage: Usage) -> list[dict[str, Any]]:
+        """Events at the end; ``outputs`` are the whole replies, by index."""
+        raise NotImplementedError
+
+    def whole(self, outputs: Sequence[Any], usage: Usage) -> dict[str, Any]:
+        """The answer in one object, where no stream was asked for."""
+        raise NotImplementedError
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        """The event that ends a stream which goes wrong."""
+        return openai_form(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    path: str
+    answer: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
+    summary: str
+    method: str = "POST"
+    body: type | None = None  # a dataclass that `read_body` can make
+    # One for what stands behind the "?"; None: whatever stands there means nothing.
+    query: type | None = None
+    open: bool = False  # whether it needs no key, and answers while the server drains
+    media: str = "application/json"  # what it answers with, streams aside
+    result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
+    form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
+
+    async def respond(
+        self, call: Call, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request. Raises what went wrong, if nothing is sent yet."""
+        service = call.service
+        if not self.open:
+            service.check()
+        raw = b""
+        if self.body is not None:
+            raw = await body_of(call.request, service.timeout)
+        call.facts["bytes"] = len(raw)
+        try:
+            if len(raw) > LARGE_BODY:
+                await run_in_threadpool(self.read, call, raw)
+            else:
+                self.read(call, raw)
+            if getattr(call.body, "compiles", False):
+                limiter = service.compiling
+                answer = await to_thread.run_sync(self.answer, call, limiter=limiter)
+            elif len(raw) > LARGE_BODY:
+                answer = await run_in_threadpool(self.answer, call)
+            else:
+                answer = self.answer(call)
+            if inspect.isawaitable(answer):
+                answer = await answer
+        except Exception as error:
+            kinds = [kind for kind in (self.body, self.query) if kind is not None]
+            known = {name for kind in kinds for name in known_names(kind)}
+            if (found := as_api_error(error, known)) is None:
+                raise
+            if isinstance(error, UNMEANT):
+                LOGGER.warning(
+                    "request %s is refused by accident", call.id, exc_info=True
+                )
+            raise found from None
+        if isinstance(answer, Generation):
+            await while_there(receive, generate(call, answer, send))
+            return
+        response = answer if isinstance(answer, Response) else as_json(answer)
+        await response(scope, receive, send)
+
+    def read(self, call: Call, raw: bytes) -> None:
+        """Read and check the body and what stands behind the "?"."""
+        if self.body is not None:
+            parsed = parse_json(raw)
+            if call.service.log_prompts:
+                call.facts["body"] = parsed
+            call.body = read_body(self.body, parsed)
+        if self.query is not None:
+            pairs = call.request.query_params.multi_items()
+            call.query = read_query(self.query, pairs)
+
+
+def as_json(
+    data: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response of plain data."""
+    return Response(orjson.dumps(data), status, headers, "application/json")
+
+
+def new_id(kind: str) -> str:
+    """A name for something of ``kind`` that nothing else has."""
+    return f"{kind}-{uuid.uuid4().hex}"
+
+
+async def body_of(request: HTTPRequest, seconds: float) -> bytes:
+    """The body of a request that is JSON and not too long; it may take ``seconds``."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site can send anything else without asking the browser first.
+    if kind != "application/json":
+        message = f"the content-type is {short(kind)}; expected application/json"
+        raise APIError(415, message, code="unsupported_media_type")
+    said = request.headers.get("content-length", "")
+    check_size(int(said) if said.isdecimal() else 0)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                body += chunk
+                check_size(len(body))
+    except ClientDisconnect:
+        raise GoneError from None
+    except TimeoutError:
+        message = f"the body did not come within {seconds} seconds"
+        raise APIError(408, message, code="timeout") from None
+    return bytes(body)
+
+
+def check_size(length: int) -> None:
+    """Raise APIError if a body of so many bytes is too long."""
+    if length > MAX_BODY:
+        message = f"the body has more than {MAX_BODY:,} bytes; expected fewer"
+        raise APIError(413, message, code="body_too_large")
+
+
+async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do ``work`` as long as the client is there; raises GoneError if it leaves."""
+    task = asyncio.create_task(work)
+    leaves = asyncio.create_task(wait_until_gone(receive))
+    try:
+        await asyncio.wait([task, leaves], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise GoneError
+        task.result()
+    finally:
+        for one in (task, leaves):
+            one.cancel()
+        await asyncio.gather(task, leaves, return_exceptions=True)
+
+
+async def wait_until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def generate(call: Call, answer: Generation, send: Send) -> None:
+    """Run the requests of ``answer`` and write what it says of them.
+
+    Nothing is sent before the first event is there: until then, whatever goes wrong can
+    still be a status. Afterwards it is the stream's last event.
+    """
+    service, started = call.service, False
+    try:
+        # Whatever ends this ends the generator too, and with it the requests.
+        async with (
+            asyncio.timeout(service.timeout),
+            aclosing(texts(call, answer)) as written,
+        ):
+            async for data in written:
+                if not started:
+                    started = True
+                    await send(start_of(None if answer.stream else len(data)))
+                # Waits while the client reads slowly; parts merge meanwhile.
+                await send(body_part(data, more=answer.stream))
+    except Exception as error:
+        found = as_api_error(error)
+        if not started or found is None:
+            raise
+        call.fail(found)
+        if not answer.stream:  # the object is there, for whoever reads it
+            return
+        # If the client has stopped reading, this can't be sent either.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await send(body_part(sse.event(answer.failure(found)), more=False))
+        return
+    if answer.stream:
+        await send(body_part(b"", more=False))
+
+
+def start_of(length: int | None) -> dict[str, Any]:
+    """The beginning of a response: one object of ``length`` bytes, or a stream."""
+    headers = sse.HEADERS
+    if length is not None:
+        headers = {"content-type": "application/json", "content-length": str(length)}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": pairs}
+
+
+def body_part(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
+    """What is written: one object, or a stream's events, those of a part together.
+
+    If an engine's process ends before anything is, another engine may begin again. That
+    happens once: it may have been the request that ended it.
+    """
+    for last in (False, True):
+        told = False
+        try:
+            async with aclosing(attempt(call, answer)) as written:
+                async for data in written:
+                    told = True
+                    yield data
+            return
+        except EngineError as error:
+            if told or last or not isinstance(error.__cause__, DistantError):
+                raise
+
+
+async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
+    """`texts` of one engine."""
+    llm = call.service.llm
+    watch = call.service.metrics.watch(answer.requests, answer.n)
+    replies = llm.replies(answer.requests, n=answer.n, chat=answer.chat)
+    replies.ends = answer.stream
+    numbers = [reader.request.number for reader in replies.readers]
+    call.service.calls |= dict.fromkeys(numbers, call.id)
+    told = False
+    try:
+        answer.begin(replies)
+        waiting = answer.first()
+        if not (answer.stream or answer.gathers):
+            await replies.finish()
+        async for index, part in replies:
+            if part is END:
+                waiting += answer.ended(index, replies.readers[index].reply.output())
+            else:
+                waiting += answer.part(index, part)
+                if answer.stream:
+                    watch.part(index)
+            if waiting and answer.stream:
+                if call.body.counts:
+                    so_far = {"usage": usage_fields(replies.usage())}
+                    waiting = [event | so_far for event in waiting]
+                told = True
+                yield b"".join(map(sse.event, waiting))
+            waiting = []
+        outputs, usage = replies.outputs(), replies.usage()
+        reasons = [output.finish_reason for output in outputs]
+        watch.done(outputs, usage)
+        call.facts |= facts_of(reasons, usage)
+        if "abort" in reasons:
+            raise unavailable("the server is shutting down", "shutting_down")
+        if answer.stream:
+            waiting += answer.last(outputs, usage)
+            yield b"".join(map(sse.event, waiting)) + answer.ending
+        else:
+            yield orjson.dumps(answer.whole(outputs, usage))
+    finally:
+        answer.end(told)
+        for number in numbers:
+            del call.service.calls[number]
+        await replies.aclose()
+
+
+def facts_of(reasons: Sequence[str | None], usage: Usage) -> dict[str, Any]:
+    """What the access log says of an answer."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+        "finish_reasons": list(reasons),
+    }
+
+
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """The usage as OpenAI's completions and chats tell it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

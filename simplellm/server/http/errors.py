@@ -1,0 +1,109 @@
+"""What can go wrong with a request, as HTTP and OpenAI's clients say it."""
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+from simplellm.base.request import EngineError, QueueFullError
+from simplellm.engine.client import UnfitError
+
+# JSON can go wrong in many ways. A body that has got past the checks is still to blame
+# for what it then breaks, but that is worth a line in the log.
+UNMEANT = (LookupError, AttributeError, RecursionError)
+REFUSALS = (TypeError, ValueError, *UNMEANT)
+RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
+
+
+class APIError(Exception):
+    """A request that ends with an HTTP ``status`` other than 200.
+
+    ``param`` is the body's parameter that is to blame, ``code`` a word for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code = param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        """OpenAI's word for errors like this one."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def openai_form(error: APIError) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    fields = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    return {"error": fields}
+
+
+# Anthropic's words for errors; others are told by the kind of status.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_form(error: APIError) -> dict[str, Any]:
+    """The body of an error in Anthropic's form, which is that of a stream's event."""
+    kind = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = ANTHROPIC_TYPES.get(error.status, kind)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def unavailable(message: str, code: str) -> APIError:
+    """The engine or the server cannot answer now; another one may."""
+    return APIError(503, message, code=code, headers=RETRY)
+
+
+def param_of(error: Exception, known: Container[str]) -> str | None:
+    """The parameter among ``known`` that a refusal is about, as far as it says so.
+
+    A path such as "messages[0].role" stays whole; Python's prompts are a prompt here,
+    and that of a chat are its messages.
+    """
+    param = getattr(error, "param", "")
+    names = [param, param.removesuffix("s")]
+    names += ["messages", "input"] if param == "prompt" else []
+    return next((n for n in names if re.split(r"[.\[]", n)[0] in known), None)
+
+
+def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | None:
+    """What a client is told of ``error``; None for what nobody foresaw."""
+    match error:
+        case APIError():
+            return error
+        case QueueFullError():
+            return APIError(429, str(error), code="queue_full", headers=RETRY)
+        case UnfitError():
+            wanted = "simpler structured_outputs, response format or tools"
+            return APIError(400, f"{error}; expected {wanted}", code="grammar_error")
+        case EngineError():
+            return unavailable(str(error), "engine_error")
+        case TimeoutError():
+            message = "the time limit for requests is over; expected a shorter answer"
+            return APIError(504, message, code="timeout")
+    if isinstance(error, REFUSALS):
+        message = str(error) or repr(error)
+        return APIError(400, message, param=param_of(error, known))
+    return None

@@ -1,0 +1,168 @@
+"""The small endpoints: models, tokens, health and metrics."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from simplellm.base.config import expect
+from simplellm.base.request import EngineError
+from simplellm.server.http import answers
+from simplellm.server.http.endpoint import Call, Endpoint
+from simplellm.server.remote.replicas import Replicas
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def model_card(call: Call, name: str) -> dict[str, Any]:
+    """A served model as OpenAI's list has it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": call.service.created,
+        "owned_by": "simplellm",
+        "root": call.service.names[0],
+        "max_model_len": call.service.llm.door.max_model_len,
+    }
+
+
+def list_models(call: Call) -> dict[str, Any]:
+    cards = [model_card(call, name) for name in call.service.names]
+    return {"object": "list", "data": cards}
+
+
+def get_model(call: Call) -> dict[str, Any]:
+    name = call.request.path_params["model"]
+    return model_card(call, call.service.check_model(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeBody:
+    """What /tokenize takes: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    reasoning_effort: Literal["low", "medium", "high"] = "medium"
+    return_token_strs: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a grammar may have to be compiled, that of strict tools."""
+        return bool(self.tools)
+
+    def __post_init__(self) -> None:
+        given = [self.prompt, self.messages].count(None)
+        expect(given == 1, "prompt", self.prompt, "either prompt or messages")
+        alone = self.prompt is None or self.tools is None
+        expect(alone, "tools", self.tools, "none beside a prompt")
+
+
+def tokenize(call: Call) -> dict[str, Any]:
+    """The tokens of a prompt, or of a chat as the model is asked."""
+    body: TokenizeBody = call.body
+    call.service.check_model(body.model)
+    door = call.service.llm.door
+    tokenizer = door.need_tokenizer()
+    if body.prompt is not None:
+        ids = door.encode(body.prompt)
+    else:
+        asked = door.ask_chat(
+            body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort
+        )
+        ids = asked.tokens
+    found = {"tokens": ids, "count": len(ids), "max_model_len": door.max_model_len}
+    if body.return_token_strs:
+        found["token_strs"] = [
+            tokenizer.token_bytes(id).decode(errors="replace") for id in ids
+        ]
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeBody:
+    """What /detokenize takes."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def detokenize(call: Call) -> dict[str, Any]:
+    """The text of token ids; control tokens by their names."""
+    body: DetokenizeBody = call.body
+    call.service.check_model(body.model)
+    door = call.service.llm.door
+    ok = isinstance(body.tokens, list)
+    expect(ok, "tokens", body.tokens, "a list of token ids", TypeError)
+    most = door.config.vocab_size - 1
+    for token in body.tokens:
+        ok = type(token) is int and 0 <= token <= most
+        expect(ok, "an entry of tokens", token, f"a token id, 0 to {most}")
+    return {"prompt": door.need_tokenizer().decode(body.tokens)}
+
+
+def health(call: Call) -> dict[str, Any]:
+    """Whether the model can be asked: 503 if it can't, or soon no longer."""
+    call.service.check()
+    engine = call.service.llm.engine
+    try:
+        engine.check()
+    except EngineError:
+        call.service.check()
+        raise
+    return {"status": "ok"} | (engine.health() if isinstance(engine, Replicas) else {})
+
+
+async def metrics(call: Call) -> Response:
+    text = await run_in_threadpool(call.service.metrics.text)
+    return Response(text, headers={"content-type": PROMETHEUS})
+
+
+FACTS = [
+    Endpoint(
+        method="GET",
+        path="/v1/models",
+        answer=list_models,
+        result=answers.MODEL_LIST,
+        summary="The names that the model goes by.",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/models/{model:path}",
+        answer=get_model,
+        result=answers.MODEL,
+        summary="One of them.",
+    ),
+    Endpoint(
+        path="/tokenize",
+        answer=tokenize,
+        result=answers.TOKEN_LIST,
+        body=TokenizeBody,
+        summary="The token ids of a prompt or a chat.",
+    ),
+    Endpoint(
+        path="/detokenize",
+        answer=detokenize,
+        result=answers.PROMPT,
+        body=DetokenizeBody,
+        summary="The text of token ids.",
+    ),
+    Endpoint(
+        method="GET",
+        path="/health",
+        answer=health,
+        result=answers.HEALTH,
+        open=True,
+        summary="Whether the model can be asked: 503 if it can't.",
+    ),
+    Endpoint(
+        method="GET",
+        path="/metrics",
+        answer=metrics,
+        open=True,
+        media="text/plain",
+        summary="Counts and times, for Prometheus.",
+    ),
+]

@@ -1,0 +1,175 @@
+"""/live: how the engine is doing, a few times a second, for the page at /.
+
+Each event is what `Engine.snapshot` tells, cut down to what fits a screen, without any
+text: who may look isn't who may read other people's conversations.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from simplellm.base.request import EngineError
+from simplellm.server.http import sse
+from simplellm.server.http.endpoint import (
+    Call,
+    Endpoint,
+    Service,
+    body_part,
+    start_of,
+    while_there,
+)
+from simplellm.server.http.errors import RETRY, APIError
+
+EVERY = 0.2  # seconds between two looks
+QUIET = 15.0  # seconds without news after which a sign of life is sent
+STALLED = 5.0  # seconds that a viewer may take for one event
+MAX_VIEWERS = 32
+MAX_ROWS = 10  # requests that are told of one by one, of those that run or wait
+MAX_PAGES = 240  # that are told of one by one
+ALIVE = b": still here\n\n"  # a comment, which readers of events skip
+
+
+def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot of the engine with as many requests and pages as a screen shows.
+
+    Its tables are {place: page} for each group, without pages that are gone, and
+    ``totals`` counts what there is in all.
+    """
+    pages = snapshot["pages"]
+    running = snapshot["running"][:MAX_ROWS]
+    shown = [str(r["number"]) for r in running]
+    tables = {str(number): table for number, table in pages["tables"].items()}
+    groups = len(pages["windows"])
+    most = MAX_PAGES // max(1, groups * len(shown))  # of a request, in each group
+    references, kept = pages["references"], pages["cached"]
+    return {
+        "running": running,
+        "waiting": snapshot["waiting"][:MAX_ROWS],
+        "pages": {
+            "num_pages": pages["num_pages"],
+            "page_size": pages["page_size"],
+            "tables": {
+                number: [first_pages(table, most) for table in tables[number]]
+                for number in shown
+                if number in tables
+            },
+            "cached": kept[-MAX_PAGES:],  # those that were used last
+        },
+        "totals": {
+            "running": len(snapshot["running"]),
+            "waiting": len(snapshot["waiting"]),
+            "held": sum(count > 0 for count in references),
+            "shared": sum(count > 1 for count in references),
+            "kept": len(kept),
+        },
+    }
+
+
+def first_pages(table: list[int], most: int) -> dict[str, int]:
+    """The first ``most`` pages of a table that are there, by their places in it."""
+    found: dict[str, int] = {}
+    for place, page in enumerate(table):
+        if page >= 0:
+            found[str(place)] = page
+            if len(found) == most:
+                break
+    return found
+
+
+class Lookout:
+    """Looks at the engine for all viewers at once, and only while there are any."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.viewers = 0
+        self.seen: dict[str, Any] = {}
+        self.looked = float("-inf")  # when, by time.monotonic()
+        self.lock = threading.Lock()
+
+    def look(self) -> dict[str, Any]:
+        """The engine as it was at most `EVERY` seconds ago. Raises EngineError."""
+        with self.lock:
+            now = time.monotonic()
+            if now - self.looked >= EVERY:
+                engine = self.service.llm.engine
+                found, stats = cut(engine.snapshot()), engine.stats()
+                found["totals"] |= {
+                    "tokens": stats.generated_tokens,
+                    "found": stats.cached_tokens,
+                    "preemptions": stats.preemptions,
+                }
+                self.seen, self.looked = found, now
+            return self.seen
+
+    def answer(self, call: Call) -> Response:
+        if self.viewers >= MAX_VIEWERS:
+            message = f"{self.viewers} others look already; expected fewer"
+            raise APIError(429, message, code="too_many_viewers", headers=RETRY)
+        return View(self, call)
+
+
+class View(Response):
+    """What one viewer is sent, for as long as it is there and the server isn't ending.
+
+    A viewer knows its own requests by their x-request-id, which is that of the view.
+    """
+
+    def __init__(self, lookout: Lookout, call: Call) -> None:
+        self.lookout, self.call = lookout, call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.lookout.viewers += 1
+        try:
+            # A viewer that doesn't read keeps nobody waiting but itself.
+            with suppress(TimeoutError):
+                await while_there(receive, self.show(send))
+        finally:
+            self.lookout.viewers -= 1
+
+    async def show(self, send: Send) -> None:
+        service = self.call.service
+        await send(start_of(None))
+        latest: dict[str, Any] = {}
+        sent = time.monotonic()
+        while not service.draining and service.llm.engine.dead is None:
+            with suppress(EngineError):
+                told = await run_in_threadpool(self.told)  # the engine may be far
+                data = sse.event(told) if told != latest else b""
+                if not data and time.monotonic() - sent >= QUIET:
+                    data = ALIVE
+                if data:
+                    async with asyncio.timeout(STALLED):
+                        await send(body_part(data, more=True))
+                    latest, sent = told, time.monotonic()
+            await asyncio.sleep(EVERY)
+        await send(body_part(b"", more=False))
+
+    def told(self) -> dict[str, Any]:
+        """What is seen, with those requests marked that are this viewer's."""
+        seen = self.lookout.look()
+        calls, own = self.call.service.calls, self.call.id
+
+        def marked(request: dict[str, Any]) -> dict[str, Any]:
+            return {**request, "mine": calls.get(request["number"]) == own}
+
+        marks = {name: [*map(marked, seen[name])] for name in ("running", "waiting")}
+        return {**seen, **marks}
+
+
+def live_endpoints(service: Service) -> list[Endpoint]:
+    """The view of one server's engine."""
+    return [
+        Endpoint(
+            method="GET",
+            path="/live",
+            answer=Lookout(service).answer,
+            summary="The engine at work, for the page at /.",
+        )
+    ]

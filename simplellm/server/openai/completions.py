@@ -1,0 +1,207 @@
+"""/v1/completions: a prompt is continued, as it stands."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from simplellm.api.chat_options import as_format, text_constraint
+from simplellm.api.input_processor import MAX_SAMPLES, as_prompts
+from simplellm.api.outputs import RequestOutput, Usage
+from simplellm.base.config import declared, expect
+from simplellm.base.sampling_params import MAX_LOGPROBS
+from simplellm.server.http import answers
+from simplellm.server.http.bodies import (
+    NOT_HERE,
+    SHARED_NEUTRAL,
+    Neutral,
+    SampledBody,
+    checked_samples,
+)
+from simplellm.server.http.endpoint import (
+    Call,
+    Endpoint,
+    Generation,
+    new_id,
+    usage_fields,
+)
+from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
+
+MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionBody(SampledBody):
+    """What /v1/completions takes."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
+        "best_of": Neutral("use n, and choose among the answers yourself", (1,)),
+        "suffix": Neutral("gpt-oss was not trained to fill in the middle", ("",)),
+        "add_special_tokens": Neutral(NOT_HERE, (True, False)),  # there are none
+    }
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    response_format: dict[str, Any] | None = None  # as vLLM has it
+    echo: bool = False  # the prompt in front of the text
+    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+
+    @property
+    def compiles(self) -> bool:
+        return super().compiles or bool(self.response_format)
+
+
+class Completion(Generation):
+    """The samples of some prompts, as text."""
+
+    def __init__(self, call: Call) -> None:
+        body: CompletionBody = call.body
+        door = call.service.llm.door
+        self.model = call.service.check_model(body.model)
+        params = {
+            "max_tokens": MAX_TOKENS,
+            "priority": body.priority,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": body.prompt_logprobs,
+            **body.sampling,
+        }
+        # The first sample of a prompt tells its log-probabilities.
+        self.scored = body.echo and body.logprobs is not None
+        if self.scored:
+            if body.prompt_logprobs is None:
+                params["prompt_logprobs"] = body.logprobs
+            alone = body.n == 1 or not body.stream
+            expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
+        prompts = as_prompts(body.prompt)
+        count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
+        expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
+        answer = as_format(body.response_format)
+        constrain = partial(text_constraint, answer=answer)
+        requests = door.ask_all(prompts, None, params, constrain)
+        super().__init__(
+            checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
+        )
+        self.body = body
+        self.id, self.created = new_id("cmpl"), int(time.time())
+        self.echoes = [""] * len(requests)  # what stands in front of the texts
+        if body.echo:
+            decode = door.need_tokenizer().decode
+            self.echoes = [decode(request.tokens) for request in requests]
+        self.logprobs: list[LegacyLogprobs] = []
+        if body.logprobs is not None:
+            tokenizer, skip = door.need_tokenizer(), requests[0].params
+            self.logprobs = [
+                LegacyLogprobs(tokenizer, skip_special=skip.skip_special_tokens)
+                for _ in range(len(requests) * body.n)
+            ]
+
+    def choice(
+        self, index: int, part: RequestOutput, *, echo: bool = False
+    ) -> dict[str, Any]:
+        """A part of a sample, or all of it, perhaps with its prompt in front."""
+        shown = self.echoes[index // self.n] if echo else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": shown + part.text,
+            "logprobs": None,
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,  # as vLLM has it
+        }
+        if part.logprobs is not None:
+            choice["logprobs"] = self.logprobs[index].push(
+                part.token_ids, part.logprobs
+            )
+        if self.body.prompt_logprobs is not None:
+            first = index % self.n == 0  # of a prompt's samples
+            scores = prompt_logprobs(part.prompt_logprobs) if first else None
+            choice["prompt_logprobs"] = scores
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+            if echo or not self.stream:
+                choice["prompt_token_ids"] = part.prompt_token_ids
+        return choice
+
+    def scored_choice(
+        self, index: int, part: RequestOutput, scores: RequestOutput
+    ) -> dict[str, Any]:
+        """A choice that begins with its prompt and the log-probabilities of that.
+
+        ``scores`` is what tells them: the prompt's first sample.
+        """
+        prompt = self.logprobs[index].push(
+            part.prompt_token_ids, scores.prompt_logprobs or [], prompt=True
+        )
+        choice = self.choice(index, part, echo=True)
+        rest = choice["logprobs"]
+        choice["logprobs"] = {name: prompt[name] + rest[name] for name in prompt}
+        return choice
+
+    def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The answer, or an event, with these choices."""
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream; the usage, where asked for, comes in the last one."""
+        found = self.object(choices)
+        return found | {"usage": None} if self.body.include_usage else found
+
+    def first(self) -> list[dict[str, Any]]:
+        if not self.body.echo or self.scored:
+            return []
+        choices = [
+            {
+                "index": index,
+                "text": self.echoes[index // self.n],
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+            }
+            for index in range(len(self.requests) * self.n)
+        ]
+        return [self.event([choice]) for choice in choices]
+
+    def part(self, index: int, part: RequestOutput) -> list[dict[str, Any]]:
+        if self.scored and part.prompt_logprobs is not None:
+            return [self.event([self.scored_choice(index, part, part)])]
+        choice = self.choice(index, part)
+        told = part.text or part.finish_reason or part.logprobs
+        if not (told or self.body.return_token_ids):
+            return []
+        return [self.event([choice])]
+
+    def last(
+        self, outputs: Sequence[RequestOutput], usage: Usage
+    ) -> list[dict[str, Any]]:
+        if not self.body.include_usage:
+            return []
+        return [self.object([]) | {"usage": usage_fields(usage)}]
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
+        if self.scored:
+            choices = [
+                self.scored_choice(index, output, outputs[index - index % self.n])
+                for index, output in enumerate(outputs)
+            ]
+        else:
+            choices = [
+                self.choice(index, output, echo=True)
+                for index, output in enumerate(outputs)
+            ]
+        return self.object(choices) | {"usage": usage_fields(usage)}
+
+
+COMPLETIONS = [
+    Endpoint(
+        path="/v1/completions",
+        answer=Completion,
+        body=CompletionBody,
+        result=answers.COMPLETION,
+        summary="Continue a prompt, text or token ids.",
+    )
+]

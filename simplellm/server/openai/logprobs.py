@@ -1,0 +1,112 @@
+"""Log-probabilities in OpenAI's two forms: that of chats, and that of completions."""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from simplellm.base.request import TokenLogprobs
+from simplellm.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON can't spell
+
+
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    """Those of a chat: of all tokens, control tokens and reasoning among them."""
+    if entries is None:
+        return None
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        spelled = tokenizer.token_bytes(token)
+        return {
+            "token": spelled.decode(errors="replace"),
+            "logprob": max(logprob, LEAST),
+            "bytes": list(spelled),
+        }
+
+    content = [
+        one(entry.token_id, entry.logprob)
+        | {"top_logprobs": [one(*pair) for pair in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_name(token: int, tokenizer: Tokenizer) -> str:
+    """A token as completions name it; one that is no text by its bytes."""
+    spelled = tokenizer.token_bytes(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprobs | None] | None,
+) -> list[dict[str, Any] | None]:
+    """Those of a prompt in vLLM's form: by token id; the first token has none."""
+
+    def one(entry: TokenLogprobs) -> dict[str, Any]:
+        pairs = zip(entry.top, entry.decoded_top, strict=True)
+        rows = [
+            (token, value, rank, text)
+            for rank, ((token, value), text) in enumerate(pairs, start=1)
+        ]
+        own = entry.token_id, entry.logprob, entry.rank, entry.decoded_token
+        return {
+            str(token): {
+                "logprob": max(value, LEAST),
+                "rank": rank,
+                "decoded_token": text,
+            }
+            for token, value, rank, text in [own, *rows]
+        }
+
+    return [None if entry is None else one(entry) for entry in entries or ()]
+
+
+class LegacyLogprobs:
+    """Those of one sample of a completion, part by part.
+
+    An offset is where a token's text begins in the answer's text, in characters; one
+    that only goes on with a character begins where that does.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.skip_special = skip_special  # whether control tokens are no text
+        self.offset = 0
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(
+        self,
+        tokens: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        *,
+        prompt: bool = False,
+    ) -> dict[str, list[Any]]:
+        """The next tokens and their log-probabilities; a prompt's first has None.
+
+        In a ``prompt`` control tokens are part of the text.
+        """
+        found: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token, entry in zip(tokens, entries, strict=True):
+            logprob, named = None, None
+            if entry is not None:
+                logprob = max(entry.logprob, LEAST)
+                pairs = [*entry.top, (token, logprob)]
+                named = {token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs}
+            found["tokens"].append(token_name(token, self.tokenizer))
+            found["token_logprobs"].append(logprob)
+            found["top_logprobs"].append(named)
+            found["text_offset"].append(self.offset)
+            skip = self.skip_special and not prompt
+            spelled = self.tokenizer.token_bytes(token, skip_special=skip)
+            self.offset += len(self.decoder.decode(spelled))
+        return found

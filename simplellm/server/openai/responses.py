@@ -1,0 +1,341 @@
+"""/v1/responses: OpenAI's newer way to ask, with items in place of messages."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from simplellm.api.outputs import ChatChoice, Usage
+from simplellm.api.streams import Replies
+from simplellm.base.config import declared, expect
+from simplellm.server.http import answers
+from simplellm.server.http.bodies import NOT_HERE, Neutral
+from simplellm.server.http.endpoint import Call, Endpoint, Generation
+from simplellm.server.http.errors import APIError
+from simplellm.server.openai.responses_body import (
+    NO_BACKGROUND,
+    ResponseBody,
+    check_include,
+)
+from simplellm.server.openai.responses_items import ItemReader, to_harmony
+from simplellm.server.openai.responses_output import Output
+from simplellm.server.openai.responses_store import Kept, ResponseStore, Stored
+from simplellm.text.harmony import Delta
+from simplellm.text.harmony.schema import as_tools
+
+# How a response ends, by the reason that the model's turn has; others: incomplete.
+STATUS_OF_REASON = {"stop": "completed", "tool_calls": "completed", None: "cancelled"}
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """The usage as responses tell it. What the cache didn't hold is put into it."""
+    cached = usage.cached_tokens
+    details = {"cached_tokens": cached}
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": details
+        | {"cache_write_tokens": usage.prompt_tokens - cached},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class Response(Generation):
+    """One turn of the assistant, as items.
+
+    ``last``, ``whole`` and ``failure`` also put the response where it is kept: who has
+    read the last event may ask for it at once.
+    """
+
+    gathers: ClassVar[bool] = True
+
+    def __init__(self, call: Call) -> None:
+        body: ResponseBody = call.body
+        door = call.service.llm.door
+        self.store = call.service.responses
+        self.model = call.service.check_model(body.model)
+        self.key = uuid.uuid4().hex
+        self.id, self.created = f"resp_{self.key}", int(time.time())
+        before = items_before(self.store, body.previous_response_id)
+        given = ItemReader(self.key).read(body.input)
+        self.asked = before + given
+        expect(self.asked, "input", body.input, "at least one item")
+        tools = as_tools(body.offered)
+        params = {"max_tokens": door.max_model_len, **body.sampling}
+        if body.max_output_tokens is not None:
+            params["max_tokens"] = body.max_output_tokens
+        if body.logprobs:
+            params["logprobs"] = body.top_logprobs
+        asked = door.ask_chat(
+            to_harmony(before, given, body.instructions, tools, door.dialect.lead),
+            tools=tools,
+            tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
+            response_format=body.format,
+            reasoning_effort=body.effort,
+            priority=body.priority,
+            **params,
+        )
+        super().__init__([asked], chat=True, stream=body.stream)
+        self.body = body
+        self.output = Output(self.key, door.need_tokenizer())
+        self.replies: Replies | None = None  # while they come
+        self.status = "in_progress"
+
+    def object(
+        self,
+        status: str,
+        usage: Usage | None = None,
+        *,
+        error: dict[str, Any] | None = None,
+        why: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The response as it stands; ``why`` it is incomplete, if it is."""
+        body, params = self.body, self.requests[0].params
+        unfinished = status if status == "in_progress" else "incomplete"
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": why,
+            "model": self.model,
+            "output": self.output.items(unfinished),
+            "usage": None if usage is None else usage_of(usage),
+            "instructions": body.instructions,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store,
+            "background": False,
+            "tools": [tool_of(tool) for tool in body.tools or ()],
+            "tool_choice": body.told_choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "max_tool_calls": body.max_tool_calls,
+            "reasoning": {"effort": body.effort, "summary": None},
+            "text": {"format": body.told_format, "verbosity": "medium"},
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "top_logprobs": body.top_logprobs,
+            "truncation": "disabled",
+            "service_tier": "default",
+            "metadata": body.metadata or {},
+            "user": body.user,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+        }
+
+    def begin(self, replies: Replies) -> None:
+        self.replies = replies
+        self.output = Output(self.key, self.output.tokenizer)
+        if self.body.store:
+            self.store.begin(self.id, self)
+
+    def end(self, told: bool) -> None:
+        if self.replies is None:
+            return
+        if told:  # the client is gone
+            self.settle(self.object("cancelled", self.replies.usage()))
+        else:  # nobody was told its id
+            self.store.forget(self.id)
+
+    def settle(self, response: dict[str, Any]) -> dict[str, Any]:
+        """``response`` is what there is from now on."""
+        self.status, self.replies = response["status"], None
+        self.store.end(self.id, Kept(response, self.asked))
+        return response
+
+    def now(self) -> dict[str, Any]:
+        return self.object(self.status)
+
+    async def cancel(self) -> None:
+        """End it; what is written by then stays."""
+        self.status = "cancelled"
+        if self.replies is not None:
+            await self.replies.aclose()
+
+    def first(self) -> list[dict[str, Any]]:
+        found = self.object(self.status)
+        kinds = ("response.created", "response.in_progress")
+        return [self.output.event(kind, response=found) for kind in kinds]
+
+    def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
+        return self.output.push(part)
+
+    def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
+        response, events = self.finish(outputs[0], usage)
+        completed = response["status"] == "completed"
+        kind = "response.completed" if completed else "response.incomplete"
+        return [*events, self.output.event(kind, response=response)]
+
+    def whole(self, outputs: Sequence[ChatChoice], usage: Usage) -> dict[str, Any]:
+        return self.finish(outputs[0], usage)[0]
+
+    def finish(
+        self, choice: ChatChoice, usage: Usage
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The response at its end, and the events that end its last item."""
+        reason = choice.finish_reason
+        status = STATUS_OF_REASON.get(reason, "incomplete")
+        done = "completed" if status == "completed" else "incomplete"
+        events = self.output.close(done)
+        why = {"reason": "max_output_tokens"} if reason == "length" else None
+        return self.settle(self.object(status, usage, why=why)), events
+
+    def failure(self, error: APIError) -> dict[str, Any]:
+        told = {"code": "server_error", "message": error.message}
+        response = self.settle(self.object("failed", error=told))
+        return self.output.event("response.failed", response=response)
+
+
+def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the response tells it."""
+    names = ("type", "name", "description", "parameters")
+    return {name: tool.get(name) for name in names} | {
+        "strict": bool(tool.get("strict"))
+    }
+
+
+def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:
+    """The response of this ``id``. Raises APIError if there is none.
+
+    As a ``previous`` one it is a parameter, and no part of the path.
+    """
+    found = store.find(id)
+    if found is None:
+        param = "previous_response_id" if previous else None
+        code = f"{'previous_' * previous}response_not_found"
+        message = f"response {id!r} is not here, or no longer"
+        raise APIError(400 if previous else 404, message, param=param, code=code)
+    return found
+
+
+def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
+    """What a response that follows response ``id`` begins with."""
+    if id is None:
+        return []
+    found = stored_response(store, id, previous=True)
+    response, wanted = found.now(), "one that is no longer being written"
+    expect(response["status"] != "in_progress", "previous_response_id", id, wanted)
+    output: list[dict[str, Any]] = response["output"]
+    return found.asked + output
+
+
+def named_response(call: Call) -> Stored:
+    """The response that a path names. Raises APIError."""
+    return stored_response(call.service.responses, call.request.path_params["response"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseQuery:
+    """How a response is shown."""
+
+    neutral: ClassVar[Mapping[str, Neutral]] = {
+        "stream": Neutral(NO_BACKGROUND, ("false",)),
+        "starting_after": Neutral(NO_BACKGROUND),
+        "include_obfuscation": Neutral(NOT_HERE, ("false",)),
+    }
+
+    include: list[str] | None = None  # all that there is, is there
+
+    def __post_init__(self) -> None:
+        check_include(self.include)
+
+
+def get_response(call: Call) -> dict[str, Any]:
+    return named_response(call).now()
+
+
+async def cancel_response(call: Call) -> dict[str, Any]:
+    """End a response; one that is over stays as it is."""
+    found = named_response(call)
+    await found.cancel()
+    return found.now()
+
+
+async def delete_response(call: Call) -> dict[str, Any]:
+    """Forget a response; one that is being written ends."""
+    found = named_response(call)
+    id = found.now()["id"]
+    call.service.responses.forget(id)
+    await found.cancel()
+    return {"id": id, "object": "response", "deleted": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemsQuery:
+    """Which items of a response's input are shown."""
+
+    limit: int = declared(20, high=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None  # the id of the item before the first one
+    include: list[str] | None = None  # all that there is, is there
+
+    def __post_init__(self) -> None:
+        check_include(self.include)
+
+
+def list_items(call: Call) -> dict[str, Any]:
+    """All that the model was asked, the items of earlier responses first."""
+    query: ItemsQuery = call.query
+    items = named_response(call).asked
+    if query.order == "desc":
+        items = items[::-1]
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        expect(query.after in ids, "after", query.after, "the id of an item")
+        items = items[ids.index(query.after) + 1 :]
+    shown = items[: query.limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else "",
+        "last_id": shown[-1]["id"] if shown else "",
+        "has_more": len(items) > len(shown),
+    }
+
+
+ONE = "/v1/responses/{response}"
+RESPONSES = [
+    Endpoint(
+        path="/v1/responses",
+        answer=Response,
+        body=ResponseBody,
+        result=answers.RESPONSE,
+        summary="The assistant's next turn, as items.",
+    ),
+    Endpoint(
+        method="GET",
+        path=ONE,
+        answer=get_response,
+        query=ResponseQuery,
+        result=answers.RESPONSE,
+        summary="A response that is kept or being written.",
+    ),
+    Endpoint(
+        method="DELETE",
+        path=ONE,
+        answer=delete_response,
+        result=answers.DELETED,
+        summary="Forget a response.",
+    ),
+    Endpoint(
+        path=f"{ONE}/cancel",
+        answer=cancel_response,
+        result=answers.RESPONSE,
+        summary="End a response that is being written.",
+    ),
+    Endpoint(
+        method="GET",
+        path=f"{ONE}/input_items",
+        answer=list_items,
+        query=ItemsQuery,
+        result=answers.INPUT_ITEMS,
+        summary="What the model was asked for a response.",
+    ),
+]

@@ -1,0 +1,165 @@
+"""Parts of a turn as the output of a response, and as the events that tell of it.
+
+Data in, data out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from simplellm.api.outputs import is_reasoning
+from simplellm.base.request import TokenLogprobs
+from simplellm.server.openai.logprobs import chat_logprobs
+from simplellm.server.openai.responses_items import (
+    PREFIXES,
+    Item,
+    reasoning_part,
+    text_part,
+)
+from simplellm.text.harmony import Delta
+from simplellm.text.harmony.openai import function_name
+from simplellm.text.tokenizer import Tokenizer
+
+
+def item_kind(part: Delta) -> tuple[str, int]:
+    """What kind of item ``part`` belongs to; equal neighbors make one item.
+
+    The number tells calls apart, and commentary from other text.
+    """
+    if part.call is not None:
+        return "function_call", part.call
+    if is_reasoning(part):
+        return "reasoning", 0
+    return "message", int(part.channel == "commentary")
+
+
+class Output:
+    """The output of a response: parts of a turn go in, events come out.
+
+    ``key`` makes the ids of its items, so that the same parts make the same output, and
+    it doesn't matter how they are cut. Text that isn't reasoning or a call's arguments
+    is in a message. Each event has the next ``sequence_number``.
+    """
+
+    def __init__(self, key: str, tokenizer: Tokenizer) -> None:
+        self.key, self.tokenizer = key, tokenizer
+        self.told = 0  # events
+        self.done: list[Item] = []
+        # The item being written: its kind, what it is without its text, and the text.
+        self.kind: tuple[str, int] | None = None
+        self.item: Item = {}
+        self.texts: list[str] = []
+        self.logprobs: list[dict[str, Any]] = []
+        # Those of tokens whose text is to come, and the kind of item that it begins.
+        self.held: tuple[tuple[str, int] | None, list[TokenLogprobs]] = None, []
+
+    def items(self, status: str = "in_progress") -> list[Item]:
+        """All there is; ``status`` is that of an item that is open."""
+        opened = [] if self.kind is None else [self.snapshot(status)]
+        return self.done + opened
+
+    def event(self, type: str, **fields: Any) -> dict[str, Any]:
+        """An event with the next number."""
+        self.told += 1
+        return {"type": type, "sequence_number": self.told - 1, **fields}
+
+    def push(self, part: Delta) -> list[dict[str, Any]]:
+        """The events for the next part of the turn.
+
+        Without log-probabilities there are those of its text. With them, a token may
+        come before its text, when it is half a character.
+        """
+        kind = item_kind(part)
+        # No channel: a message that lacks one, or perhaps a header.
+        told = kind[0] == "message" and part.channel is not None
+        entries = [*part.logprobs] if told and part.logprobs is not None else []
+        if self.held[0] == kind:
+            entries = [*self.held[1], *entries]
+        begins = kind != self.kind
+        if begins and not part.text and part.call is None:
+            self.held = kind, entries
+            return []
+        self.held = None, []
+        events = [*self.close(), *self.open(kind, part)] if begins else []
+        if part.text or entries:
+            events.append(self.add(part.text, entries))
+        return events
+
+    def open(self, kind: tuple[str, int], part: Delta) -> list[dict[str, Any]]:
+        """Begin an item."""
+        type, number = self.kind = kind
+        id = f"{PREFIXES[type]}_{self.key}_{len(self.done)}"
+        self.item = {"id": id, "type": type}
+        if type == "function_call":
+            name = function_name((part.recipient or "").removeprefix("functions."))
+            self.item |= {"call_id": f"call_{self.key}_{number}", "name": name}
+        elif type == "message":
+            phase = "commentary" if number else "final_answer"
+            self.item |= {"role": "assistant", "phase": phase}
+        else:
+            self.item |= {"summary": []}
+        self.texts, self.logprobs = [], []
+        index = len(self.done)
+        empty = self.snapshot()
+        parts = empty.get("content", ())
+        shown = empty | {"content": []} if parts else empty
+        events = [
+            self.event("response.output_item.added", output_index=index, item=shown)
+        ]
+        if parts:
+            events.append(self.of_item("content_part.added", part=parts[0]))
+        return events
+
+    def add(self, text: str, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """More text for the item that is open."""
+        assert self.kind is not None
+        self.texts.append(text)
+        if self.kind[0] == "function_call":
+            return self.of_item("function_call_arguments.delta", delta=text)
+        if self.kind[0] == "reasoning":
+            return self.of_item("reasoning_text.delta", delta=text)
+        told = chat_logprobs(entries, self.tokenizer)
+        logprobs = [] if told is None else told["content"]
+        self.logprobs += logprobs
+        return self.of_item("output_text.delta", delta=text, logprobs=logprobs)
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """End the item that is open, if one is."""
+        if self.kind is None:
+            return []
+        item, type = self.snapshot(status), self.kind[0]
+        if type == "function_call":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            events = [self.of_item("function_call_arguments.done", **told)]
+        elif type == "reasoning":
+            (part,) = item["content"]
+            events = [self.of_item("reasoning_text.done", text=part["text"])]
+            events.append(self.of_item("content_part.done", part=part))
+        else:
+            (part,) = item["content"]
+            told = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [self.of_item("output_text.done", **told)]
+            events.append(self.of_item("content_part.done", part=part))
+        index = len(self.done)
+        events.append(
+            self.event("response.output_item.done", output_index=index, item=item)
+        )
+        self.done.append(item)
+        self.kind = None
+        return events
+
+    def snapshot(self, status: str = "in_progress") -> Item:
+        """The item that is open, as it stands."""
+        assert self.kind is not None
+        found, text = self.item | {"status": status}, "".join(self.texts)
+        if self.kind[0] == "function_call":
+            return found | {"arguments": text}
+        if self.kind[0] == "reasoning":
+            return found | {"content": [reasoning_part(text)]}
+        return found | {"content": [text_part(text, logprobs=self.logprobs)]}
+
+    def of_item(self, type: str, **fields: Any) -> dict[str, Any]:
+        """An event of the item that is open."""
+        place = {"item_id": self.item["id"], "output_index": len(self.done)}
+        if self.kind is not None and self.kind[0] != "function_call":
+            place["content_index"] = 0  # items have one part
+        return self.event(f"response.{type}", **place, **fields)

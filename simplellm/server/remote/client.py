@@ -1,0 +1,274 @@
+"""An engine in another process, for whoever has a use for an `Engine` in this one."""
+
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from simplellm.api.input_processor import Door, Loaded
+from simplellm.base.config import EngineConfig
+from simplellm.base.grammar import Grammar
+from simplellm.base.request import EngineError, Event, Request
+from simplellm.checkpoint.folder import EMBEDDED, open_config
+from simplellm.engine.client import Access, failure
+from simplellm.engine.stats import Stats
+from simplellm.server.remote.wire import (
+    as_error,
+    as_frame,
+    as_plain,
+    as_samples,
+    event_of,
+    frames,
+)
+from simplellm.server.start import WATCHDOG_TIMEOUT
+
+ANSWER_SECONDS = 60.0  # that an answer may take: a first grammar needs some
+END_SECONDS = 5.0  # between the end of a link and that of its process
+LOOK_SECONDS = 0.5  # between two looks at whether the process hangs
+
+
+class DistantError(Exception):
+    """What went wrong in another process, as it describes it."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class RemoteEngine(Access):
+    """What `Delivery` and the server need of an engine; ``process``, a Popen, has it.
+
+    What it tells is read where its events are: whoever takes these from ``events``
+    brings the answers to everybody else too. A process without progress for more than
+    ``watchdog_timeout`` seconds is killed.
+    """
+
+    thread = None  # none of this process runs steps
+
+    def __init__(
+        self,
+        process: Any,
+        link: socket.socket,
+        watchdog_timeout: float = WATCHDOG_TIMEOUT,
+    ) -> None:
+        super().__init__()
+        self.process, self.link = process, link
+        self.frames = frames(link)
+        self.events = SimpleNamespace(get=partial(next, self._events(), None))
+        # A SimpleQueue may be put to from a finalizer, which may run in any thread.
+        self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()  # guards what follows
+        self.open: set[int] = set()  # requests that haven't ended
+        self.asked: dict[int, Future[Any]] = {}  # questions, until they are answered
+        self.numbers = itertools.count()
+        self.over = False  # no events will come, nor answers
+        self.watchdog_timeout = watchdog_timeout
+        self.steps = 0  # that have ended
+        self.still = 0.0  # seconds since one has, or since it told that none was due
+        self.hung = False
+
+    def load(self, wanted: dict[str, Any]) -> None:
+        """Let it load what is ``wanted``; `loaded` tells of it, two times."""
+        with suppress(OSError):  # if it is gone, `loaded` says so
+            self.link.sendall(as_frame(wanted))
+
+    def loaded(self) -> dict[str, Any]:
+        """Wait for what it says next of loading. Raises what that has raised."""
+        told: dict[str, Any] | None = next(self.frames, None)
+        if told is None:
+            wrong = f"the engine's process {self._end()} while it loaded"
+            told = {"failed": as_plain(EngineError(wrong))}
+        if "failed" in told:
+            raise as_error(told["failed"])
+        return told
+
+    def start(self) -> None:
+        """Let requests go out."""
+        for name, target in (("link", self._send), ("watchdog", self._watch)):
+            name = f"simplellm-{name}"
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, each with a number of its own, and their siblings.
+
+        Raises EngineError and then has taken none of them. That too many wait is the
+        first event of each.
+        """
+        self.check_process()
+        every = [one.number for first in requests for one in (first, *first.siblings)]
+        frame = as_frame(["submit", [*map(as_samples, requests)]])
+        with self.lock:
+            self.check_open()
+            self.open.update(every)
+            self.outgoing.put(frame)
+
+    def abort(self, number: int, reason: str = "abort") -> None:
+        """End a request soon, from any thread or finalizer."""
+        self.outgoing.put(as_frame(["abort", number, reason]))
+
+    def stats(self) -> Stats:
+        """How the engine is doing. Raises EngineError if it can't say."""
+        return Stats(**self._ask("stats"))
+
+    def snapshot(self) -> dict[str, Any]:
+        """`Engine.snapshot`; its dicts have text for keys."""
+        found: dict[str, Any] = self._ask("snapshot")
+        return found
+
+    def compile(self, text: str) -> Grammar:
+        """A grammar that the engine's process keeps. Raises GrammarError."""
+        return Grammar(self._ask("compile", text), None)
+
+    def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``cancel`` them now."""
+        if os.getpid() != self.pid:
+            return
+        self.closing = True
+        if cancel:
+            self.cancelling = True
+            self._kill()
+        else:
+            self.outgoing.put(as_frame(["close"]))
+        with suppress(subprocess.TimeoutExpired):
+            # A driver may hold up even a process that was killed.
+            self.process.wait(END_SECONDS if self.hung else timeout)
+
+    def _ask(self, *question: Any) -> Any:
+        """What the engine's process answers. Raises EngineError, or its error."""
+        answer: Future[Any] = Future()
+        self.check_process()
+        with self.lock:
+            self.check()
+            if self.over:
+                self.check_open()
+            number = next(self.numbers)
+            frame = as_frame(["ask", number, *question])
+            self.asked[number] = answer
+            self.outgoing.put(frame)
+        try:
+            return answer.result(ANSWER_SECONDS)
+        except TimeoutError:
+            wrong = f"the engine's process gives no answer in {ANSWER_SECONDS} seconds"
+            raise EngineError(wrong) from None
+
+    def _send(self) -> None:
+        """Send what is asked: nobody waits for a process that does not read."""
+        with suppress(OSError):
+            while (frame := self.outgoing.get()) is not None:
+                self.link.sendall(frame)
+
+    def _watch(self) -> None:
+        """Kill a process that is silent, or where no step ends though requests wait.
+
+        Looks are counted and no clock is read: while this process was stopped itself,
+        it could not hear the other one.
+        """
+        while not self.over:
+            time.sleep(LOOK_SECONDS)
+            self.still += LOOK_SECONDS
+            if self.still > self.watchdog_timeout:
+                self.hung = True
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        self.process.kill()
+        with suppress(OSError):  # nobody waits until it has given everything back
+            self.link.shutdown(socket.SHUT_RDWR)
+
+    def _events(self) -> Iterator[Event]:
+        """What becomes of requests, until the process ends: then all of them do."""
+        orderly = False
+        for frame in self.frames:
+            if frame["steps"] != self.steps or not self.open:
+                self.steps, self.still = frame["steps"], 0.0
+            for told in frame["events"]:
+                event = event_of(told)
+                if event.finish_reason is not None:
+                    self.open.discard(event.number)
+                yield event
+            for number, found, error in frame["told"]:
+                answer = self.asked.pop(number)
+                if error is None:
+                    answer.set_result(found)
+                else:
+                    answer.set_exception(as_error(error))
+            if "dead" in frame:
+                orderly, cause = True, frame["dead"]
+                self.dead = DistantError(cause) if cause else None
+        ended = "was ended" if self.cancelling else self._end()
+        with self.lock:
+            if not (orderly or self.cancelling):
+                self.dead = DistantError(f"its process {ended}")
+            self.over = True
+            left, asked = sorted(self.open), [*self.asked.values()]
+        self.outgoing.put(None)
+        for answer in asked:
+            answer.set_exception(EngineError(f"the engine's process {ended}"))
+        for number in left:
+            if self.dead is None:
+                yield Event(number, finish_reason="abort")
+            else:
+                error = failure("the engine died", self.dead)
+                yield Event(number, finish_reason="error", error=error)
+
+    def _end(self) -> str:
+        """Wait for the process, whose link is closed; how it ended."""
+        if self.hung:
+            return f"made no progress in {self.watchdog_timeout:g} seconds"
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        return f"ended with status {self.process.wait()}"
+
+
+def load_remote(
+    engine: Any,
+    path: str | None = None,
+    config: EngineConfig | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    random_weights: bool = False,
+    seed: int | None = None,
+    log_level: str = "warning",
+) -> Loaded:
+    """What an `LLM` needs, with ``engine``, a `RemoteEngine` or several of them as one.
+
+    Other arguments and errors are those of `LLM`. Here is what makes text and requests:
+    the tokenizer, and no weights. Nothing here needs PyTorch.
+    """
+    wanted = {
+        "path": path,
+        "config": asdict(config or EngineConfig()),
+        "device": device,
+        "dtype": dtype,
+        "random_weights": random_weights,
+        "seed": seed,
+        "log_level": log_level,
+    }
+    try:
+        engine.load(wanted)
+        engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
+        folder = EMBEDDED if path is None else Path(path)
+        door = Door.open(folder, open_config(path, random_weights))
+        told = engine.loaded()
+    except BaseException:
+        engine.shutdown(cancel=True)
+        raise
+    limit, how, seconds = (
+        told[name] for name in ("max_model_len", "how", "weights_seconds")
+    )
+    door = replace(door, max_model_len=limit, compiler=engine.compile)
+    return Loaded(engine, door, how, seconds)

@@ -1,0 +1,205 @@
+"""The engine in a process of its own, as `simplellm serve` runs it: `spawn` starts it.
+
+Whoever answers clients wants Python's lock all the time, and a step needs it several
+times in its few milliseconds. Here nobody else wants it for long: one thread runs the
+steps, one sends what became of them, and one does what the server asks.
+"""
+
+import logging
+import os
+import queue
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from simplellm.api.input_processor import Door
+from simplellm.api.load import load_engine
+from simplellm.base.config import EngineConfig
+from simplellm.base.grammar import Grammar
+from simplellm.base.request import Event
+from simplellm.checkpoint.checkpoint import open_weights
+from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.engine.engine import Engine
+from simplellm.model.machine import find_device, find_dtype
+from simplellm.server.remote.wire import as_frame, as_one, frames, request_of
+from simplellm.server.start import freeze_objects
+
+LOGGER = logging.getLogger("simplellm")
+LOOK = 0.1  # seconds between two looks at what else there is, while nobody reads
+BEAT = 1.0  # seconds after which a frame leaves even if there is nothing to tell
+
+
+class Core:
+    """The engine of a server, at the other end of ``link``.
+
+    It waits for nobody: what a server that is slow has not read yet is joined, so that
+    it takes no more memory than the tokens themselves.
+    """
+
+    engine: Engine
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        # Events, answers, and None behind the last event.
+        self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.events: dict[int, Event] = {}  # that wait, by their request's number
+        self.told: list[Any] = []  # answers that wait
+        self.over = False  # nothing more will come
+        self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
+
+    def load(self, path: str | None, config: dict[str, Any], **wanted: Any) -> Any:
+        """Load the engine; what the server has to know of it."""
+        device = find_device(wanted["device"])
+        resolved = EngineConfig(**config).resolved(device.type)
+        dtype = find_dtype(wanted["dtype"], device)
+        random = wanted["random_weights"], wanted["seed"]
+        source = open_weights(path, dtype, device, *random)
+        self.link.sendall(as_frame({}))  # the server may read the folder, too
+        self.folder = EMBEDDED if path is None else Path(path)
+        self.config = source.config
+        # Beside the weights: the first grammar would stop everybody.
+        prepared = self.pool.submit(lambda: self.door.prepare())
+        self.engine, how, seconds = load_engine(source, resolved, dtype, device)
+        self.engine.events = self.outgoing
+        prepared.result()
+        limit = self.engine.max_model_len
+        return {"how": how, "weights_seconds": seconds, "max_model_len": limit}
+
+    # What the server asks
+
+    def listen(self, asked: Iterator[Any]) -> None:
+        """Do what is asked for as long as the server is there."""
+        known = {f.__name__: f for f in (self.submit, self.abort, self.ask, self.close)}
+        try:
+            for name, *arguments in asked:
+                known[name](*arguments)
+        except BaseException:
+            LOGGER.exception("the engine's process failed")
+        os._exit(1)  # there is nobody left to compute for
+
+    def submit(self, prompts: list[dict[str, Any]]) -> None:
+        """Queue requests; that they are refused is an event of each."""
+        every = [first["number"] for first in prompts]
+        every += [number for first in prompts for _, number in first["siblings"]]
+        try:
+            self.engine.submit([request_of(first, self.compile) for first in prompts])
+        except Exception as error:
+            for number in every:
+                event = Event(number, finish_reason="error", error=error)
+                self.outgoing.put(event)
+
+    def abort(self, number: int, reason: str) -> None:
+        """End a request soon."""
+        self.engine.abort(number, reason)
+
+    def close(self) -> None:
+        """Take no more requests, finish those there are, and end."""
+        self.engine.shutdown(cancel=False, timeout=0)
+
+    def ask(self, number: int, name: str, *arguments: Any) -> None:
+        """Answer a question: stats, snapshot, or whether a grammar compiles."""
+        known: dict[str, Callable[..., Any]] = {
+            "stats": self.engine.stats,
+            "snapshot": self.engine.snapshot,
+            "compile": lambda text: self.compile(text).text,
+        }
+
+        def answer() -> None:
+            found = error = None
+            try:
+                found = known[name](*arguments)
+            except Exception as raised:
+                error = raised
+            self.outgoing.put((number, found, error))
+
+        self.pool.submit(answer)
+
+    def compile(self, text: str) -> Grammar:
+        """A grammar. Raises GrammarError."""
+        return self.door.compile(text)
+
+    @cached_property
+    def door(self) -> Door:
+        """What knows the tokenizer, which only grammars need here."""
+        return Door.open(self.folder, self.config)
+
+    # What it is told
+
+    def run(self) -> None:
+        """Run steps and send what comes of them, until the engine ends."""
+        self.engine.start()
+        while not self.over:
+            self.collect(wait=not (self.events or self.told))
+            self.send({})
+        self.send({"dead": self.engine.dead and repr(self.engine.dead)})
+
+    def collect(self, wait: bool) -> None:
+        """Take in all that there is to tell; what a request has got becomes one.
+
+        Whoever waits does so for BEAT at most: the server has to see that we live.
+        """
+        with suppress(queue.Empty):
+            while True:
+                found = self.outgoing.get(wait, BEAT)
+                wait = False
+                if found is None:
+                    self.over = True
+                elif isinstance(found, Event):
+                    before = self.events.get(found.number)
+                    event = found if before is None else as_one(before, found)
+                    self.events[found.number] = event
+                else:
+                    self.told.append(found)
+
+    def send(self, more: dict[str, Any]) -> None:
+        """Send what waits, and ``more``. What comes meanwhile waits for the next."""
+        frame = {"events": [*self.events.values()], "told": self.told, **more}
+        # Not `Engine.stats`, which waits for a lock that a step may never give back.
+        frame["steps"] = self.engine.meter.steps
+        self.events, self.told = {}, []
+        data = memoryview(as_frame(frame))
+        while data:
+            _, ready, _ = select.select([], [self.link], [], LOOK)
+            if ready:
+                data = data[self.link.send(data, socket.MSG_DONTWAIT) :]
+            else:
+                self.collect(wait=False)
+
+
+def run_core(link: socket.socket) -> int:
+    """Load what the server asks for, then run it; the exit status."""
+    asked = frames(link)
+    if (wanted := next(asked, None)) is None:
+        return 1
+    logging.basicConfig(level=wanted.pop("log_level").upper())
+    core = Core(link)
+    threading.Thread(target=core.listen, args=[asked], daemon=True).start()
+    try:
+        told = core.load(**wanted)
+    except Exception as error:
+        told = {"failed": error}
+    freeze_objects()
+    link.sendall(as_frame(told))
+    if "failed" in told:
+        return 1
+    core.run()
+    return int(core.engine.dead is not None)
+
+
+if __name__ == "__main__":
+    status = 1
+    try:
+        status = run_core(socket.socket(fileno=int(sys.argv[1])))
+    except ConnectionError:
+        pass  # the server is gone
+    except BaseException:
+        LOGGER.exception("the engine's process failed")
+    # Everything is told: to take CUDA and Python apart would only take time.
+    os._exit(status)

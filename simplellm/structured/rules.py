@@ -1,0 +1,120 @@
+"""From what users ask a text to be to rules that llguidance reads.
+
+Rules are a dict, `{"json_schema": ...}` or `{"lark_grammar": ...}`. What is too large
+for llguidance, or would let the model write control tokens, is refused here; the limits
+of its parser bound the rest. Nothing here needs llguidance.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from simplellm.base.config import about, as_texts, expect
+from simplellm.base.sampling_params import StructuredOutputs
+from simplellm.structured.schemas import JSON_ESCAPES, problem_of
+
+# The longest that a schema, an expression or a grammar may be, in characters.
+MAX_TEXT = 2**17
+# Lines of a Lark grammar and brackets in them. llguidance recurses: 2,000 of them take
+# some of the 8 MB that a thread's stack has, 5,000 crash the process.
+MAX_RULES = 500
+MAX_CHOICES = 10_000
+WHERE = "structured_outputs"  # where they stand, for what is said of them
+# How JSON is written: as most do it, with a space or none behind a comma or a colon.
+# Where any white space may stand a model that is at a loss fills its answer with it,
+# and after every sign it has to be asked whether it wants some.
+COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "json_allowed_escapes": JSON_ESCAPES,
+}
+
+# Strings, regular expressions and comments of a Lark grammar, as llguidance reads them.
+LARK_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?:#|//)[^\n]*')
+# Control tokens by name or id, another grammar, a negation (which control tokens fit
+# too), an intersection (of eight short words it takes a GB), or a directive: a schema
+# would go unchecked, an option would loosen the rules.
+LARK_REFUSED = re.compile(r"<\S*|[@~&]|%(?!ignore\b|import\b)\w*")
+
+
+def output_rules(outputs: StructuredOutputs) -> dict[str, Any]:
+    """The rules of a text that ``outputs`` asks for. Raises ValueError."""
+    if outputs.json is not None:
+        return schema_rules(outputs.json, f"{WHERE}.json")
+    if outputs.regex is not None:
+        return regex_rules(outputs.regex)
+    if outputs.choice is not None:
+        return choice_rules(outputs.choice)
+    return lark_rules(outputs.grammar or "")
+
+
+def rules_text(*rules: Mapping[str, Any]) -> str:
+    """What llguidance takes: the rules of a text, and before them those they name."""
+    return json.dumps({"grammars": rules})
+
+
+def checked_text(text: str, where: str) -> str:
+    """``text`` if it isn't empty or too long."""
+    expect(text, where, text, "a text that is not empty")
+    count = f"{len(text)} characters"
+    expect(len(text) <= MAX_TEXT, where, count, f"at most {MAX_TEXT} characters")
+    return text
+
+
+def regex_rules(regex: str) -> dict[str, Any]:
+    """The rules of a text that ``regex`` matches as a whole.
+
+    So "^" in front and "$" at the end say nothing; llguidance knows them in no place.
+    """
+    where = f"{WHERE}.regex"
+    bare = checked_text(regex, where).removeprefix("^")
+    if re.search(r"(?<!\\)(?:\\\\)*\$$", bare):
+        bare = bare[:-1]
+    # A slash would end the expression in Lark.
+    escaped = re.sub(
+        r"\\.|/", lambda m: r"\/" if m[0] == "/" else m[0], bare, flags=re.S
+    )
+    return {"lark_grammar": f"start: /{escaped or '(?:)'}/\n"}
+
+
+def choice_rules(choice: Any) -> dict[str, Any]:
+    """The rules of one text among ``choice``."""
+    where = f"{WHERE}.choice"
+    texts = as_texts(where, choice, MAX_CHOICES, MAX_TEXT)
+    expect(texts, where, choice, "at least one text")
+    quoted = (json.dumps(text).replace("\x7f", r"\u007f") for text in texts)
+    return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(quoted)}\n"}
+
+
+def lark_rules(grammar: str) -> dict[str, Any]:
+    """The rules that ``grammar`` says itself, in Lark."""
+    where = f"{WHERE}.grammar"
+    bare = LARK_TEXTS.sub(" ", checked_text(grammar, where))
+    count = len(re.findall(r"[(\[\n]", bare)) + 1
+    most = f"at most {MAX_RULES} lines and brackets"
+    expect(count <= MAX_RULES, where, f"{count} of them", most)
+    odd = LARK_REFUSED.search(bare)
+    wanted = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
+    expect(odd is None, f"what {where} has", odd and odd[0], wanted)
+    return {"lark_grammar": grammar}
+
+
+def schema_rules(schema: Any, where: str) -> dict[str, Any]:
+    """The rules of JSON that fits ``schema``, text or a dict.
+
+    Raises ValueError with the path of what can't be done, which begins with ``where``.
+    """
+    problem = None
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        if len(text) <= MAX_TEXT:
+            found = json.loads(text)
+            problem = problem_of(found, where)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"{where} is no JSON that can be read: {error}"
+    if problem is not None:
+        raise about(ValueError(problem), where)
+    checked_text(text, where)
+    return {"json_schema": found | {"x-guidance": COMPACT}}

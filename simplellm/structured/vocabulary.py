@@ -1,0 +1,133 @@
+"""Grammars over the tokens of a model: what llguidance has to know of them."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from simplellm.base.grammar import Grammar, GrammarError, llguidance, reason_of
+from simplellm.structured.rules import rules_text
+from simplellm.structured.schemas import blamed
+from simplellm.text.tokenizer import Tokenizer
+
+# What llguidance may spend, on a grammar and on a step in it. Schemas that people use
+# need a hundredth of it; what needs more would hold up the others.
+LIMITS = {
+    "max_grammar_size": 500_000,
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "verbose_errors": False,  # they would hold the whole grammar
+}
+# How much of a text that has to come becomes tokens at once. A pattern says 100,000
+# letters in a few, and who waits for their tokens holds up all that the engine runs.
+MOST_FORCED = 1000  # characters
+# Lexers of a grammar, so that as many threads can make masks of its walks at once. What
+# takes more seconds of the processor's to compile has one only.
+MOST_LEXERS, QUICK = min(8, os.cpu_count() or 1), 0.005
+SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refused
+
+
+class Vocabulary:
+    """A tokenizer as llguidance wants it: every id's bytes, and a way to encode."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+        self.tokenizer, self.eos_token_id = tokenizer, eos_token_id
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        self.special_token_ids = [
+            id for id in range(vocab_size) if tokenizer.is_special(id)
+        ]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens of a text, which spell it to the byte.
+
+        Some tokenizers change a text, and some put a space in front of it, though not
+        behind a line break. What they would change is spelled in bytes.
+        """
+        text = (text.decode() if isinstance(text, bytes) else text)[:MOST_FORCED]
+        bytes_, ids = text.encode(), self.tokenizer.encode(text)
+        if ids and not bytes_.startswith(self.tokens[ids[0]]):
+            ids = self.tokenizer.encode("\n" + text)
+            lines = [n for n, id in enumerate(ids, 1) if self.tokens[id] == b"\n"]
+            ids = ids[lines[0] :] if lines else []
+        found, place = [], 0
+        for id in ids:
+            if not bytes_.startswith(self.tokens[id], place):
+                break
+            found.append(id)
+            place += len(self.tokens[id])
+        rest = (bytes([byte]) for byte in bytes_[place:])
+        return found + [self.tokens.index(byte) for byte in rest]
+
+
+@dataclass(frozen=True)
+class Grammars:
+    """Compiles grammars over the ``vocab_size`` tokens of a model."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    eos_token_ids: frozenset[int]  # one of them follows what is complete
+
+    @cached_property
+    def vocabulary(self) -> Any:
+        """llguidance's tokenizer; 0.5 s for 200,000 tokens, in which no thread runs."""
+        library, ends = llguidance(), sorted(self.eos_token_ids)
+        given = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
+        wrapped = library.TokenizerWrapper(given)
+        return library.LLTokenizer(wrapped, self.vocab_size, ends)
+
+    def compile(self, text: str) -> "Grammar":
+        """``text`` is Lark or JSON, as llguidance takes it. Raises GrammarError."""
+        library, known = llguidance(), (self.vocabulary, text)
+        limits, begin = library.LLParserLimits(**LIMITS), time.thread_time()
+        matcher = library.LLMatcher(*known, log_level=0, limits=limits)
+        # Some that allow no text at all, or too much at once, show it with a mask only.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            reason = reason_of(first).splitlines()
+            raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
+        more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
+        others = [
+            library.LLMatcher(*known, log_level=0, limits=limits) for _ in range(more)
+        ]
+        return Grammar(text, matcher, others)
+
+
+Compile = Callable[[str], Grammar]
+
+
+def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused, and where in their schema; None if they aren't.
+
+    llguidance names no place. So the innermost schema is looked for that it refuses
+    for the same kind of reason, which stands before a colon.
+    """
+    reason = reason_against(rules, compile)
+    if reason is None or "json_schema" not in rules:
+        return reason
+
+    def alike(schema: Mapping[str, Any]) -> bool:
+        other = reason_against({"json_schema": schema}, compile) or ""
+        return other.partition(":")[0] == reason.partition(":")[0]
+
+    if alike({}):  # it's no schema's fault: llguidance may be missing
+        return reason
+    until = time.monotonic() + SEARCH_SECONDS
+    place = blamed(rules["json_schema"], alike, until)
+    return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
+
+
+def reason_against(rules: Mapping[str, Any], compile: Compile) -> str | None:
+    """Why ``rules`` are refused; None if they aren't."""
+    try:
+        compile(rules_text(rules))
+    except GrammarError as error:
+        return str(error)
+    return None

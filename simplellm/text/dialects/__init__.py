@@ -1,0 +1,6 @@
+"""Chat formats by model: harmony, or whatever a checkpoint's own template says.
+
+`dialect.py` is the record that all of them fill. `encoder.py` reads a tokenizer.json,
+`template.py` a chat template, which `sandbox.py` runs. `forms.py` says how a model
+writes calls, `tags.py` reads them.
+"""

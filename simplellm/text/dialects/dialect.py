@@ -1,0 +1,140 @@
+"""How chats with a model are written: harmony, or as its own template says."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from simplellm.base.config import (
+    MAX_SIZE,
+    ConfigError,
+    ModelConfig,
+    expect,
+    raising,
+    read_json,
+)
+from simplellm.base.files import find_file
+from simplellm.base.grammar import Grammar
+from simplellm.text.dialects.encoder import needs, read_tokenizer
+from simplellm.text.dialects.forms import CallForm, tags_grammar
+from simplellm.text.dialects.tags import TagParser
+from simplellm.text.harmony import (
+    HarmonyParser,
+    Message,
+    Tool,
+    developer_text,
+    render,
+)
+from simplellm.text.harmony.schema import Lead, with_format
+from simplellm.text.harmony.turn import turn_grammar
+from simplellm.text.parser import TurnParser
+from simplellm.text.tokenizer import Tokenizer, TokenizerError
+
+END_OF_TURN = "<end_of_turn>"  # Gemma's, which is not its eos_token
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What differs between one chat format and another.
+
+    Conversations come as harmony's messages. ``lead`` makes the content of a developer
+    message out of instructions and tools, ``with_format`` has messages tell an answer's
+    format, and ``render`` makes the token ids of a prompt. ``parser`` and ``grammar``
+    get the tokenizer and the prompt's ids: they are for what the model writes then. The
+    grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
+    parser gets the grammar that came of it, if any. Where a turn can have
+    ``several_calls``, the grammar is also told whether one has to stay alone.
+    ``ends`` are the control tokens that end a turn, as far as the tokenizer has them,
+    ``begin`` the ids in front of a text that is no chat.
+    """
+
+    lead: Lead
+    with_format: Callable[[Sequence[Message], Sequence[Tool], str], Sequence[Message]]
+    render: Callable[..., list[int]]
+    parser: Callable[[Tokenizer, Sequence[int], Grammar | None], TurnParser]
+    grammar: Callable[..., str]
+    ends: tuple[str, ...]
+    begin: tuple[int, ...] = ()
+    several_calls: bool = False
+
+
+def render_harmony(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[int]:
+    """`render`, which has no ``variables``. Raises ValueError if there are some."""
+    wanted = "none: harmony is no template"
+    expect(not variables, "chat_template_kwargs", variables, wanted)
+    return render(messages, tokenizer, **options)
+
+
+HARMONY = Dialect(
+    lead=developer_text,
+    with_format=with_format,
+    render=render_harmony,
+    parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
+    grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
+    ends=("<|return|>", "<|call|>", "<|endoftext|>"),
+)
+
+
+def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dialect]:
+    """The tokenizer of a checkpoint folder, if it has one, and how its chats go.
+
+    It may have fewer ids than the embedding has rows: checkpoints pad the vocabulary,
+    gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more, and for a
+    chat template that cannot be used.
+    """
+    file = find_file(folder, "tokenizer.json")
+    if file is None:
+        return None, HARMONY
+    if config.model_type == "gpt_oss":
+        tokenizer, dialect = Tokenizer.from_file(file), HARMONY
+    else:
+        tokenizer, dialect = open_family(file, config.vocab_size)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
+            f"most the model's vocab_size, {config.vocab_size}"
+        )
+    return tokenizer, dialect
+
+
+def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
+    """The same of another model than gpt-oss, of so many ``rows``."""
+    with raising(TokenizerError, file):
+        needs("tokenizers")
+        needs("jinja2")
+    from simplellm.text.dialects.template import ChatTemplate, special_tokens
+
+    tokenizer, encoder = read_tokenizer(file, rows)
+    settings_file = file.with_name("tokenizer_config.json")
+    with raising(ConfigError, settings_file):
+        settings = read_json(settings_file) if settings_file.is_file() else {}
+    named = special_tokens(settings)
+    first = tokenizer.special.get(named.get("bos_token", ""))
+    begin = encoder.begin
+    if (adds := settings.get("add_bos_token")) is not None:
+        begin = (first,) if adds and first is not None else ()
+    template = ChatTemplate.read(file.parent, settings, encoder)
+    dialect = Dialect(
+        lead=lambda instructions, tools: instructions or "",
+        with_format=lambda messages, tools, text: messages,
+        render=template.render if template else no_template,
+        parser=TagParser,
+        grammar=tags_grammar,
+        ends=(named.get("eos_token", ""), END_OF_TURN),
+        begin=begin,
+        several_calls=CallForm.of(tokenizer) is not None,
+    )
+    return tokenizer, dialect
+
+
+def no_template(*conversation: Any, **options: Any) -> list[int]:
+    """Refuse to render: what base models are asked is text. Raises ValueError."""
+    wanted = "chat_template.jinja, or chat_template in tokenizer_config.json"
+    expect(False, "the chat template of this model", None, wanted)
+    return []

@@ -1,0 +1,176 @@
+"""How other models than gpt-oss write a turn, and the grammar of one that has to fit.
+
+Thoughts stand between tags, and so do calls, in one of a few forms. Tags are control
+tokens: whether the tokenizer has them tells which form a model knows.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from simplellm.base.config import expect
+from simplellm.base.grammar import Grammar
+from simplellm.text.harmony.turn import FREE, Rules
+from simplellm.text.tokenizer import Tokenizer
+
+THINK_START, THINK_END = "<think>", "</think>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"  # Qwen
+PYTHON = "<|python_tag|>"  # Llama 3.1 and later, which may as well leave it out
+CALLS, ID_START, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"  # Mistral
+TAGS = (
+    *(THINK_START, THINK_END, CALL_START, CALL_END, PYTHON),
+    *(CALLS, ID_START, ARGUMENTS),
+)
+FINAL = "final"  # the grammar of an answer that has to fit
+# How such an answer stands in a turn: alone, or behind white space that is none of it.
+ANSWER, GAP_ANSWER = f"@{FINAL}", f"GAP @{FINAL}"
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How models write calls, in Lark, but that control tokens go by their names.
+
+    ``opening`` and ``ending`` stand around the arguments of a `call`, and ``calls`` are
+    those of a turn, where MORE are the ones behind the first. In the opening, NAME is
+    the function's name, and JSON_NAME that as JSON has it. A ``bare`` call may also
+    make up a turn without any tag.
+    """
+
+    opening: str
+    ending: str
+    calls: str
+    more: str = ""
+    bare: bool = False
+
+    def tags(self) -> list[str]:
+        """The control tokens that it is written with."""
+        return TAG.findall(" ".join([self.opening, self.ending, self.calls]))
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "CallForm | None":
+        """The one that a tokenizer's model knows, by its tags."""
+        special = {*tokenizer.special}
+        return next((form for form in FORMS if {*form.tags()} <= special), None)
+
+
+TAG = re.compile(r"\[[A-Z_]+\]|</?\w+>|<\|\w+\|>")
+JSON_OPENING = r'"{\"name\": " JSON_NAME ", \"%s\": "'
+# The first one whose tags a tokenizer has is its model's.
+FORMS = (
+    CallForm("[TOOL_CALLS] NAME ([CALL_ID] ID)? [ARGS]", "", "call MORE", "call*"),
+    CallForm(
+        JSON_OPENING % "arguments",
+        r'(", \"id\": \"" ID "\"")? "}"',
+        '[TOOL_CALLS] " "? "[" call MORE "]"',
+        '(", " call)*',
+    ),
+    CallForm(
+        r'<tool_call> "\n" ' + JSON_OPENING % "arguments",
+        r'"}\n" </tool_call>',
+        "call MORE",
+        r'("\n" call)*',
+    ),
+    CallForm(JSON_OPENING % "parameters", '"}"', "<|python_tag|> call", bare=True),
+)
+# UNLIKE is text that does not begin as a bare call. GAP is what stands before an
+# answer: line breaks behind thoughts, and the space that SentencePiece begins with.
+# There is none where an answer may begin with these itself, and BREAKS behind thoughts.
+BREAKS = "\n\n"
+SHARED_TEXTS = r"""
+TEXT: /(?s:.*)/
+UNLIKE: /(\s*[^{\s](?s:.*))?/
+GAP: /[ \n]{0,2}/
+ID: /[a-zA-Z0-9]{9}/
+"""
+
+# An expression, and a choice whose texts don't begin with white space, as rules.py
+# writes them. The parts of an expression that match none, and what else may match some.
+EXPRESSION = re.compile(r"start: /(.*)/\n", re.DOTALL)
+CHOICE = re.compile(r'start: CHOICE\nCHOICE:(?: (?:\| )?"(?! |\\n)(?:\\.|[^"\\])*")+\n')
+PRINTED = re.compile(r"\\[dwS!-/:-@\[-^`{-~]")
+BLANK = re.compile(r"[\x00- .\\]|\[[:^]")
+
+
+def may_begin_blank(answer: Rules) -> bool:
+    """Whether a text may begin with a space or a line break, for all that is known."""
+    lark = answer.get("lark_grammar", "")
+    if expression := EXPRESSION.fullmatch(lark):
+        return BLANK.search(PRINTED.sub("", expression[1])) is not None
+    return "json_schema" not in answer and not CHOICE.fullmatch(lark)
+
+
+def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
+    """Lark with the control tokens of ``lark`` by their ids, and a function's name."""
+    names = {"NAME": function, "JSON_NAME": json.dumps(function, ensure_ascii=False)}
+
+    def found(match: re.Match[str]) -> str:
+        name = names.get(match[0])
+        return f"<[{special[match[0]]}]>" if name is None else quoted(name)
+
+    return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", found, lark)
+
+
+def quoted(text: str) -> str:
+    """``text`` as a string of Lark."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
+
+
+def is_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Whether a turn behind ``prompt`` begins within thoughts."""
+    control = (id for id in reversed(prompt) if tokenizer.is_special(id))
+    return next(control, None) == tokenizer.special.get(THINK_START, -1)
+
+
+def tags_grammar(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    answer: Rules | None,
+    calls: Mapping[str, Rules],
+    alone: bool = False,
+) -> str:
+    """The grammar of a turn behind ``prompt``, as `turn_grammar` for harmony.
+
+    Thoughts are free; a call is ``alone`` where there may be no other. Raises
+    ValueError where it is unknown how calls are written.
+    """
+    special, form = tokenizer.special, CallForm.of(tokenizer)
+    wanted = "none where something has to fit: this model's calls have no tags"
+    expect(form or not calls, "tools", list(calls), wanted)
+    odd = next((name for name in calls if not name.isprintable()), None)
+    expect(odd is None, "a name in tools", odd, "characters that need no escape")
+    texts = {f"call_{number}": rules for number, rules in enumerate(calls.values())}
+    free, turns, rules = answer == FREE, [], []
+    if form and calls:
+        some = [
+            filled(f"{form.opening} @{text} {form.ending}", special, function)
+            for text, function in zip(texts, calls, strict=True)
+        ]
+        several = form.calls.replace("MORE", "" if alone else form.more)
+        rules = [f"calls: {filled(several, special)}", f"call: {' | '.join(some)}"]
+        text = "UNLIKE" if form.bare else "TEXT"
+        turns = [f"{text} calls?" if free else "calls"]
+        turns += ["call"] if form.bare and (free or answer is None) else []
+    gap = "GAP"
+    if answer is not None and not (free and turns):
+        exact = not free and may_begin_blank(answer)
+        gap = quoted(BREAKS) if exact else gap
+        texts[FINAL] = answer
+        turns.append(ANSWER if exact else GAP_ANSWER)
+    thoughts = ""
+    if is_thinking(tokenizer, prompt):
+        thoughts = filled(f"TEXT {THINK_END} {gap}", special)
+    elif THINK_END in special:
+        thoughts = filled(f"({THINK_START} TEXT {THINK_END} {gap})?", special)
+    start = f"start: {thoughts} ({' | '.join(turns)})"
+    turn = {"lark_grammar": "\n".join([start, *rules, SHARED_TEXTS])}
+    named = [{"name": name, **given} for name, given in texts.items()]
+    return json.dumps({"grammars": [turn, *named]})
+
+
+def turn_rule(grammar: Grammar | None) -> str:
+    """What a turn is made of in a grammar that `tags_grammar` made; "" without one."""
+    if grammar is None:
+        return ""
+    turn = json.loads(grammar.text)["grammars"][0]["lark_grammar"]
+    return str(turn.partition("\n")[0])

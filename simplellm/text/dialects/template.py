@@ -1,0 +1,177 @@
+"""A model's chat template: messages to the token ids of a prompt.
+
+What a template writes itself may be control tokens, what it copies from messages never
+is: `Encoder.mixed` says how they are told apart.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from simplellm.base.config import ConfigError, expect_type, one_of, raising
+from simplellm.text.dialects.encoder import Encoder, guarded
+from simplellm.text.dialects.sandbox import compiled, rendered
+from simplellm.text.harmony import EFFORTS, Message, Tool
+from simplellm.text.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The templates of a folder, compiled, by their names; most have one, "default".
+
+    ``place`` is their file and field, ``tokens`` what the special tokens are called
+    (`bos_token` and so on).
+    """
+
+    templates: Mapping[str, CodeType]
+    place: str
+    tokens: Mapping[str, str]
+    encoder: Encoder
+
+    @classmethod
+    def read(
+        cls, folder: Path, config: Mapping[str, Any], encoder: Encoder
+    ) -> "ChatTemplate | None":
+        """That of a checkpoint folder, if it has one. Raises ConfigError."""
+        given = config.get("chat_template")
+        place = "tokenizer_config.json: chat_template"
+        if (file := folder / "chat_template.jinja").is_file():
+            given, place = file.read_bytes().decode(errors="replace"), file.name
+        if not given:
+            return None
+        if isinstance(given, str):
+            given = [{"name": "default", "template": given}]
+        with guarded(ConfigError, folder / place):
+            wanted = "text or a list of named ones"
+            expect_type("a chat template", given, list, wanted)
+            templates = {}
+            for one in given:
+                expect_type("a named chat template", one, Mapping, "an object")
+                source = one.get("template")
+                expect_type("a named chat template's text", source, str, "text")
+                templates[one.get("name")] = compiled(source)
+        return cls(templates, place, special_tokens(config), encoder)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        reasoning_effort: str = "medium",
+        tools: Sequence[Tool] = (),
+        current_date: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a conversation, for the model to continue.
+
+        ``variables`` are what else a template looks at, as Qwen's does at
+        enable_thinking; what is here has precedence. Raises ValueError for what the
+        template cannot write, or refuses.
+        """
+        one_of("reasoning_effort", reasoning_effort, EFFORTS)
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        one_of("a chat template", name, [*self.templates])
+        told: dict[str, Any] = {
+            **(variables or {}),
+            "messages": conversation(messages),
+            "tools": [function_of(tool) for tool in tools] or None,
+        }
+        if current_date is not None:
+            told["date_string"] = current_date  # Llama's name for it
+        variables = {
+            **self.tokens,
+            **concealed(told, self.encoder.hidden),
+            "documents": None,
+            "reasoning_effort": reasoning_effort,
+            "add_generation_prompt": True,
+        }
+        with guarded(ValueError, self.place):
+            text = rendered(self.templates[name], variables)
+        return self.encoder.mixed(text)
+
+
+def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
+    """Plain data with all its text put through ``hidden``. Raises TokenizerError."""
+    if isinstance(value, str):
+        with raising(TokenizerError, "a message"):
+            value.encode()  # nothing stands in for a character already
+        return value.translate(hidden)
+    if isinstance(value, Mapping):
+        pairs = value.items()
+        return {concealed(k, hidden): concealed(v, hidden) for k, v in pairs}
+    if isinstance(value, list | tuple):
+        return [concealed(part, hidden) for part in value]
+    return value
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """What a tokenizer_config.json calls special tokens: `bos_token` and so on."""
+    found = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):  # with flags
+            value = value.get("content")
+        if name.endswith("_token") and isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def function_of(tool: Tool) -> dict[str, Any]:
+    """A tool as templates know it, which is as in OpenAI's chats."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters is not None:
+        function["parameters"] = tool.parameters
+    return {"type": "function", "function": function}
+
+
+def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them, which is as in OpenAI's chats.
+
+    What the assistant thinks, says and calls in a row is one message. Calls have ids of
+    nine digits, as Mistral wants them; a result has that of the first call of its
+    function that has none yet.
+    """
+    found: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's, under way
+    waiting: list[dict[str, Any]] = []  # calls without a result
+    for message in messages:
+        text, name = message.content, (message.name or "").removeprefix("functions.")
+        if message.role == "assistant":
+            thinks = message.channel == "analysis" and not message.recipient
+            begun = turn is not None and (turn["content"] or "tool_calls" in turn)
+            if turn is None or thinks or (begun and not message.recipient):
+                turn = {"role": "assistant", "content": ""}
+                found.append(turn)
+            if message.recipient:
+                name = message.recipient.removeprefix("functions.")
+                function = {"name": name, "arguments": arguments_of(text)}
+                number = sum(len(one.get("tool_calls", ())) for one in found)
+                call = {"id": f"{number:09}", "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
+                waiting.append(call)
+            else:
+                turn["reasoning_content" if thinks else "content"] = text
+            continue
+        turn = None
+        one = {"role": message.role, "content": text}
+        if message.role == "tool":
+            own = [call for call in waiting if call["function"]["name"] == name]
+            one |= {"name": name, "tool_call_id": own[0]["id"] if own else ""}
+            waiting = [call for call in waiting if call not in own[:1]]
+        elif message.role == "developer":
+            one["role"] = "system"
+        found.append(one)
+    return found
+
+
+def arguments_of(text: str) -> Any:
+    """A call's arguments as an object, if they are one: most templates write it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else text

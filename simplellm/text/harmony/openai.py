@@ -1,0 +1,165 @@
+"""OpenAI's chat-completions messages: to harmony's and back."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from simplellm.base.config import about, expect, expect_type, one_of
+from simplellm.text.harmony.message import ROLES, Message
+from simplellm.text.harmony.parse import ToolCall
+from simplellm.text.harmony.schema import Lead, Tool, as_tools, developer_text
+
+
+def from_openai(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool | Mapping[str, Any]] = (),
+    lead: Lead = developer_text,
+) -> list[Message]:
+    """Harmony messages for OpenAI chat-completions messages.
+
+    "system" and "developer" become developer messages; ``tools``, as Tool or as
+    `{"type": "function", "function": {...}}`, are described in the first one, which
+    ``lead`` writes. An
+    assistant's "reasoning" (or "reasoning_content") becomes an analysis message, its
+    "tool_calls" become calls and its "content" the final answer, or commentary beside
+    calls. Raises ValueError or TypeError for what is not such a message.
+    """
+    found: list[Message] = []
+    functions = as_tools(tools)
+    called: dict[Any, str] = {}  # the function behind each tool_call_id
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        expect_type(where, message, Mapping, "a dict")
+        role = message.get("role")
+        one_of(f"{where}.role", role, ROLES)
+        text = content_text(message.get("content"), where)
+        name: Any = message.get("name")
+        if role in ("system", "developer"):
+            text = lead(text, functions if number == 0 else ())
+            found += [Message("developer", text)] if text else []
+        elif role == "user":
+            ok = isinstance(name, str | None)
+            expect(ok, f"{where}.name", name, "a str", TypeError)
+            found.append(Message("user", text, name=name))
+        elif role == "assistant":
+            found += assistant_messages(message, text, where)
+            for call in message.get("tool_calls") or ():
+                called[checked_id(call.get("id"), where)] = call["function"]["name"]
+        else:
+            call_id = checked_id(message.get("tool_call_id"), where)
+            name = called.get(call_id, name)
+            wanted = f"the id of a call before it ({list(called) or 'there is none'})"
+            expect(name is not None, f"{where}.tool_call_id", call_id, wanted)
+            found.append(result_message(name, text))
+    text = lead(None, functions)
+    if text and not (found and found[0].role == "developer"):
+        found.insert(0, Message("developer", text))
+    return found
+
+
+def assistant_messages(
+    message: Mapping[str, Any], text: str, where: str
+) -> list[Message]:
+    """What an assistant's message is in harmony; ``text`` is its content."""
+    thought: Any = None
+    for name in ("reasoning_content", "reasoning"):
+        given = message.get(name)
+        ok = isinstance(given, str | None)
+        expect(ok, f"{where}.{name}", given, "a str", TypeError)
+        thought = given or thought
+    calls: Any = message.get("tool_calls")
+    ok = isinstance(calls, list | tuple | None)
+    expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)
+    calls = calls or ()
+    found = []
+    if thought:
+        found.append(Message("assistant", thought, channel="analysis"))
+    if text or not (thought or calls):
+        channel = "commentary" if calls else "final"
+        found.append(Message("assistant", text, channel=channel))
+    return found + [call_message(call, where) for call in calls]
+
+
+def content_text(content: Any, where: str) -> str:
+    """The text of a message's "content": a str, None, or a list of text parts."""
+    if isinstance(content, str | None):
+        return content or ""
+    parts = content if isinstance(content, list | tuple) else [None]
+    texts: Any = [
+        part.get("text") if isinstance(part, Mapping) else None for part in parts
+    ]
+    ok = all(isinstance(text, str) for text in texts)
+    wanted = "a str or a list of text parts"
+    expect(ok, f"{where}.content", content, wanted, TypeError)
+    return "".join(texts)
+
+
+def checked_id(call_id: Any, where: str) -> str | int | None:
+    """``call_id`` if it can be that of a tool call."""
+    ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
+    expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
+    return call_id
+
+
+def call_message(call: Mapping[str, Any], where: str) -> Message:
+    """The message that makes one of OpenAI's "tool_calls"."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    function = function if isinstance(function, Mapping) else {}
+    name, arguments = function.get("name"), function.get("arguments")
+    ok = isinstance(name, str) and "arguments" in function
+    expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
+    if not isinstance(arguments, str):
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            wrong = f"arguments of {where} are nested too deep; expected fewer levels"
+            raise about(ValueError(wrong), where) from None
+    return Message(
+        "assistant",
+        arguments,
+        channel="commentary",
+        recipient=f"functions.{name}",
+        content_type="<|constrain|>json",
+    )
+
+
+def result_message(name: str, content: str) -> Message:
+    """The message that brings function ``name``'s result to the assistant."""
+    return Message(
+        "tool",
+        content,
+        name=f"functions.{name}",
+        channel="commentary",
+        recipient="assistant",
+    )
+
+
+def to_openai(
+    reasoning: str, content: str, calls: Sequence[ToolCall]
+) -> dict[str, Any]:
+    """An assistant's turn as a message that `from_openai` takes.
+
+    Calls get the ids "call_0", "call_1" and so on, which the results name.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {
+                    "name": function_name(call.name),
+                    "arguments": call.arguments,
+                },
+            }
+            for number, call in enumerate(calls)
+        ]
+    return message
+
+
+def function_name(name: str) -> str:
+    """``name``, which the model wrote, as a header of the next prompt can hold it."""
+    return re.sub(r"[^\w.-]", "_", name.removeprefix("functions.")) or "_"

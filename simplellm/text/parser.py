@@ -1,0 +1,18 @@
+"""What a parser of turns has to have, whatever format it reads."""
+
+from typing import Protocol
+
+from simplellm.text.harmony.message import Message
+from simplellm.text.harmony.parse import Delta
+
+
+class TurnParser(Protocol):
+    """What reads a turn, token by token, as `HarmonyParser` tells."""
+
+    messages: list[Message]
+    message: Message | None
+    num_calls: int
+
+    def push(self, token_id: int) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
