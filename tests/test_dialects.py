@@ -278,6 +278,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     ),
     "a call, and on": ([USER, CALLS, RESULT, ANSWER, MORE], True),
     "two calls": ([SYSTEM, USER, BOTH, RESULT, LATER, ANSWER, MORE], True),
+    "results in another order": ([USER, BOTH, LATER, RESULT, ANSWER, MORE], True),
     "a call beside text": ([USER, {**CALLS, "content": "I'll look."}, RESULT], True),
 }
 DATE = "26 Jul 2024"

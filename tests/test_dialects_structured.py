@@ -537,6 +537,51 @@ def test_an_answer_like_a_call_is_served_as_an_answer(served: Served) -> None:
         assert parts_of(CHAT, ask(served, CHAT, options)) == (LIKE_A_CALL, [])
 
 
+ORDER = ("rome", "paris")  # the second call's result comes first
+
+
+@pytest.mark.parametrize("kind", ["qwen", "mistral"])
+def test_results_of_parallel_calls_keep_their_calls(
+    opened: dict[str, Opened], kind: str, tmp_path: Path
+) -> None:
+    """In whatever order they come back, by each endpoint; Mistral is shown ids."""
+    with family_llm(write_model(tmp_path / "tiny"), kind) as llm, serving(llm) as own:
+        made = [{"id": name, "name": "find"} for name in ("paris", "rome")]
+        calls = [
+            {"id": one["id"], "type": "function"}
+            | {"function": {"name": "find", "arguments": "{}"}}
+            for one in made
+        ]
+        told = [{"role": "tool", "tool_call_id": n, "content": n} for n in ORDER]
+        chat = [USER, {"role": "assistant", "tool_calls": calls}, *told]
+        items = [
+            {"type": "function_call", "call_id": one["id"], "name": "find"}
+            | {"arguments": "{}"}
+            for one in made
+        ]
+        items += [
+            {"type": "function_call_output", "call_id": name, "output": name}
+            for name in ORDER
+        ]
+        used = [{"type": "tool_use", "input": {}, **one} for one in made]
+        results = [
+            {"type": "tool_result", "tool_use_id": name, "content": name}
+            for name in ORDER
+        ]
+        blocks = [USER, {"role": "assistant", "content": used}]
+        blocks += [{"role": "user", "content": results}]
+        with noted(llm) as prompts:
+            ask(own, CHAT, {"messages": chat, "max_tokens": 1})
+            ask(own, ITEMS, {"input": [USER, *items], "max_output_tokens": 1})
+            ask(own, BLOCKS, {"messages": blocks, "max_tokens": 1})
+    shown = opened[kind].tokenizer.decode(prompts[0])
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert shown.index("rome") < shown.index("paris")
+    if kind == "mistral":
+        rome, paris = shown.index("000000001", shown.index("rome")), len(shown)
+        assert rome < shown.index("paris") < shown.index("000000000", rome) < paris
+
+
 THOUGHT, SKY = "I'll look.", '{"sky": "blue"}'
 
 

@@ -173,19 +173,25 @@ TEXTS = st.lists(
 NAMES = st.from_regex(r"[a-z][a-z0-9_.-]{0,8}", fullmatch=True)
 
 
-def call(name: str, arguments: str) -> Message:
+def call(name: str, arguments: str, call_id: str | None = None) -> Message:
     return Message(
         "assistant",
         arguments,
         channel="commentary",
         recipient=f"functions.{name}",
         content_type=JSON,
+        call_id=call_id,
     )
 
 
-def result(name: str, text: str) -> Message:
+def result(name: str, text: str, call_id: str | None = None) -> Message:
     return Message(
-        "tool", text, f"functions.{name}", channel="commentary", recipient="assistant"
+        "tool",
+        text,
+        f"functions.{name}",
+        channel="commentary",
+        recipient="assistant",
+        call_id=call_id,
     )
 
 
@@ -614,8 +620,8 @@ def test_from_openai_takes_a_whole_conversation() -> None:
         Message("user", "12 * 34?"),
         Message("assistant", "I must multiply.", channel="analysis"),
         Message("assistant", "One moment.", channel="commentary"),
-        call("calculator", '{"expression": "12 * 34"}'),
-        result("calculator", "408"),
+        call("calculator", '{"expression": "12 * 34"}', "call_1"),
+        result("calculator", "408", "call_1"),
         Message("assistant", "408.", channel="final"),
     ]
     assert tool_calls(messages) == [ToolCall("calculator", '{"expression": "12 * 34"}')]
@@ -632,7 +638,7 @@ def test_a_call_of_no_name_can_be_answered() -> None:
     made = {"id": "c", "function": {"name": "", "arguments": "{}"}}
     answer = {"role": "tool", "tool_call_id": "c", "content": "no such function"}
     messages = from_openai([{"role": "assistant", "tool_calls": [made]}, answer])
-    assert messages == [call("", "{}"), result("", "no such function")]
+    assert messages == [call("", "{}", "c"), result("", "no such function", "c")]
 
 
 def test_an_answer_with_nul_can_stand_in_the_next_turn() -> None:

@@ -283,7 +283,8 @@ def shown_call(block: Mapping[str, Any], where: str) -> Message:
     expect_type(f"{where}.input", given, Mapping, "an object")
     raw = given.get(RAW)
     arguments = raw if isinstance(raw, str) and len(given) == 1 else given
-    return call_message({"function": {"name": name, "arguments": arguments}}, where)
+    function = {"name": name, "arguments": arguments}
+    return call_message({"id": block["id"], "function": function}, where)
 
 
 def shown_result(
@@ -295,4 +296,4 @@ def shown_result(
     text = "" if content is None else text_in(content, f"{where}.content")
     if block.get("is_error"):  # harmony has no place for that
         text = f"Error: {text}"
-    return result_message(called[id], text)
+    return result_message(called[id], text, id)

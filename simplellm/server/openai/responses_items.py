@@ -163,12 +163,13 @@ def to_harmony(
             case "function_call":
                 called[item["call_id"]] = item["name"]
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                found.append(call_message({"function": function}, "input"))
+                call = {"id": item["call_id"], "function": function}
+                found.append(call_message(call, "input"))
             case "function_call_output":
                 id = item["call_id"]
                 wanted = f"the id of a call before it ({list(called) or 'none'})"
                 expect(id in called, f"input[{number}].call_id", id, wanted)
-                found.append(result_message(called[id], item["output"]))
+                found.append(result_message(called[id], item["output"], id))
     return found
 
 

@@ -132,12 +132,12 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates know them, which is as in OpenAI's chats.
 
     What the assistant thinks, says and calls in a row is one message. Calls have ids of
-    nine digits, as Mistral wants them; a result has that of the first call of its
-    function that has none yet.
+    nine digits, as Mistral wants them. A result has that of the call whose ``call_id``
+    it names; without one, of the first call of its function that has no result yet.
     """
     found: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's, under way
-    waiting: list[dict[str, Any]] = []  # calls without a result
+    waiting: list[tuple[Message, dict[str, Any]]] = []  # calls without a result
     for message in messages:
         text, name = message.content, (message.name or "").removeprefix("functions.")
         if message.role == "assistant":
@@ -152,20 +152,28 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 number = sum(len(one.get("tool_calls", ())) for one in found)
                 call = {"id": f"{number:09}", "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
-                waiting.append(call)
+                waiting.append((message, call))
             else:
                 turn["reasoning_content" if thinks else "content"] = text
             continue
         turn = None
         one = {"role": message.role, "content": text}
         if message.role == "tool":
-            own = [call for call in waiting if call["function"]["name"] == name]
-            one |= {"name": name, "tool_call_id": own[0]["id"] if own else ""}
-            waiting = [call for call in waiting if call not in own[:1]]
+            own = [pair for pair in waiting if answers(message, pair[0])]
+            one |= {"name": name, "tool_call_id": own[0][1]["id"] if own else ""}
+            waiting = [pair for pair in waiting if pair not in own[:1]]
         elif message.role == "developer":
             one["role"] = "system"
         found.append(one)
     return found
+
+
+def answers(result: Message, call: Message) -> bool:
+    """Whether a tool's message is the result of ``call``."""
+    if None not in (result.call_id, call.call_id):
+        return result.call_id == call.call_id
+    names = [name or "" for name in (result.name, call.recipient)]
+    return len({name.removeprefix("functions.") for name in names}) == 1
 
 
 def arguments_of(text: str) -> Any:

@@ -23,7 +23,8 @@ class Message:
     ``content`` is the text as the model reads it. An assistant's message with a
     ``recipient`` is a call, "functions.calculator" for the function `calculator`; its
     ``content_type`` is "<|constrain|>json". A parsed message may hold whatever names
-    the model wrote; ``channel`` is None if it wrote none.
+    the model wrote; ``channel`` is None if it wrote none. ``call_id`` is what a client
+    calls a call, and the result that belongs to it; harmony doesn't write it.
     """
 
     role: str
@@ -32,6 +33,7 @@ class Message:
     channel: str | None = None
     recipient: str | None = None
     content_type: str | None = None
+    call_id: str | None = None
 
 
 HEADER_WORD = re.compile(r"[^\s<]+")  # a space would begin another word, "<" a marker

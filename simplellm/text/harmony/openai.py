@@ -27,7 +27,7 @@ def from_openai(
     """
     found: list[Message] = []
     functions = as_tools(tools)
-    called: dict[Any, str] = {}  # the function behind each tool_call_id
+    called: dict[str | None, str] = {}  # the function behind each tool_call_id
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         expect_type(where, message, Mapping, "a dict")
@@ -51,7 +51,7 @@ def from_openai(
             name = called.get(call_id, name)
             wanted = f"the id of a call before it ({list(called) or 'there is none'})"
             expect(name is not None, f"{where}.tool_call_id", call_id, wanted)
-            found.append(result_message(name, text))
+            found.append(result_message(name, text, call_id))
     text = lead(None, functions)
     if text and not (found and found[0].role == "developer"):
         found.insert(0, Message("developer", text))
@@ -95,11 +95,11 @@ def content_text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-def checked_id(call_id: Any, where: str) -> str | int | None:
+def checked_id(call_id: Any, where: str) -> str | None:
     """``call_id`` if it can be that of a tool call."""
     ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
     expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
-    return call_id
+    return None if call_id is None else str(call_id)
 
 
 def call_message(call: Mapping[str, Any], where: str) -> Message:
@@ -121,10 +121,11 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
         channel="commentary",
         recipient=f"functions.{name}",
         content_type="<|constrain|>json",
+        call_id=checked_id(call.get("id"), where),
     )
 
 
-def result_message(name: str, content: str) -> Message:
+def result_message(name: str, content: str, call_id: str | None = None) -> Message:
     """The message that brings function ``name``'s result to the assistant."""
     return Message(
         "tool",
@@ -132,6 +133,7 @@ def result_message(name: str, content: str) -> Message:
         name=f"functions.{name}",
         channel="commentary",
         recipient="assistant",
+        call_id=call_id,
     )
 
 
