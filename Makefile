@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all lab workbook progress mine book export figures check sizes
+.PHONY: demo test test-all lab read workbook progress mine book export figures check sizes
 .PHONY: evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -23,10 +23,11 @@ help:
 	@echo "make demo      ask the embedded model what 47 + 85 is"
 	@echo "make test      run every test and every chapter"
 	@echo "make test-all  run also the variants that make test leaves out"
-	@echo "make lab       open the chapters as notebooks in JupyterLab"
-	@echo "make workbook  write the chapters with empty blanks into workbook/"
+	@echo "make lab       open your workbook, the chapters with empty blanks"
+	@echo "make read      open the reading edition, the chapters with our versions"
 	@echo "make progress  tell which blanks are yours, and right"
 	@echo "make mine      ask an engine with your functions in it: PROMPT=\"...\""
+	@echo "make workbook  refresh the workbook's text; what you wrote stays"
 	@echo "make book      build the course as a web site into book/"
 	@echo "make export    write simplellm/*.py from the chapters"
 	@echo "make figures   draw the chapters' figures again"
@@ -44,11 +45,16 @@ test: $(STAMP)
 test-all: OPTIONS += -m "exhaustive or not exhaustive"
 test-all: test
 
+LAB = JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
+	--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" $(OPTIONS)
+
 lab: $(STAMP)
-	JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
-		--LabApp.default_url=/lab/tree/chapters \
-		--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" \
-		$(OPTIONS)
+	@test -e workbook || $(PY) tools/workbook.py make
+	$(LAB) --ServerApp.root_dir="$(CURDIR)/workbook" \
+		--LabApp.default_url=/lab/tree/index.md
+
+read: $(STAMP)
+	$(LAB) --LabApp.default_url=/lab/tree/chapters/index.md
 
 book: $(STAMP)
 	@$(PY) tools/book.py build
@@ -57,15 +63,15 @@ export: $(STAMP)
 	@$(PY) tools/export.py
 
 workbook: $(STAMP)
-	@$(PY) chapters/workbook.py make
+	@$(PY) tools/workbook.py make
 
 # Its exit status 1, of a workbook that is not done, is no error here.
 progress: $(STAMP)
-	@$(PY) chapters/workbook.py progress $(OPTIONS) || test $$? -eq 1
+	@$(PY) tools/workbook.py progress $(OPTIONS) || test $$? -eq 1
 
 PROMPT := What is 47 + 85?
 mine: $(STAMP)
-	@$(PY) chapters/workbook.py mine "$(PROMPT)" $(OPTIONS)
+	@$(PY) tools/workbook.py mine "$(PROMPT)" $(OPTIONS)
 
 figures: $(STAMP)
 	SAVE_FIGURES=1 OMP_NUM_THREADS=1 $(PY) -m pytest chapters -n $(JOBS) \

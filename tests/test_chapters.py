@@ -336,7 +336,10 @@ def classes_in(code: str) -> dict[str, set[str]]:
     return found
 
 
-SOURCES = [*(ROOT / "simplellm").rglob("*.py"), *(ROOT / "chapters").glob("*.py")]
+SOURCES = [
+    *(ROOT / "simplellm").rglob("*.py"),
+    *(ROOT / "chapters/course").glob("*.py"),
+]
 PACKAGE_CODE = "\n".join(
     re.sub(r"^from __future__.*$", "", source.read_text("utf-8"), flags=re.MULTILINE)
     for source in SOURCES
@@ -414,7 +417,8 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     chapters = tmp_path / "chapters"
     chapters.mkdir()
-    shutil.copy(ROOT / "chapters/cells.py", chapters)
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/cells.py", tmp_path / "tools")
 
     def write(
         name: str, stub: str, solution: str, more: str = "", form: str = EXERCISE

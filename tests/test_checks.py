@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cells
-import checks
 import course
 import pytest
 import torch
+from course import checks
 from wrong import ANSWERS, Answer
 
 ROOT = Path(__file__).parents[1]
+CHECKS = sorted((ROOT / "chapters/course/checks").glob("*.py"))
 PACKAGE = "simplellm"
 
 
@@ -39,7 +40,7 @@ for path in sorted((ROOT / "tests/wrong").glob("ch*.py")):
 
 
 class Asked(NamedTuple):
-    """A blank or an exercise of a chapter whose check is in chapters/checks."""
+    """A blank or an exercise of a chapter whose check is in chapters/course/checks."""
 
     name: str
     blank: bool  # or an exercise
@@ -80,7 +81,7 @@ EXPORTED = [thing for thing in ASKED if thing.module]
 def prepare(name: str, request: pytest.FixtureRequest) -> None:
     """Let kernels run, if the check of ``name`` is about one."""
     home = checks.homes()[name.replace(".", "_")]
-    if about_kernels(ROOT / f"chapters/checks/{home}.py"):
+    if about_kernels(ROOT / f"chapters/course/checks/{home}.py"):
         request.getfixturevalue("kernel_device")
 
 
@@ -102,7 +103,9 @@ def test_names_are_unique_over_the_course() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "chapters/checks").glob("*.py")), ids=lambda path: path.stem
+    "path",
+    sorted((ROOT / "chapters/course/checks").glob("*.py")),
+    ids=lambda path: path.stem,
 )
 def test_every_assertion_teaches(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import checks
 import course
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from course import checks
 
 from simplellm.apps.report import write_json
 from simplellm.base.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ def test_code_of_what_wraps_a_function(capsys: pytest.CaptureFixture[str]) -> No
     decorated = torch.no_grad()(course.bench)
     course.show(property(course.recorded), SimpleNamespace(fn=course.table), decorated)
     printed = capsys.readouterr().out
-    assert printed.count("chapters/course.py\n\ndef ") == 3
+    assert printed.count("course/__init__.py\n\ndef ") == 3
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_a_notebook_renders_code(shown: list) -> None:
     course.show(course.bench)
     ((data, _),) = shown
     markdown = data["text/markdown"]
-    assert markdown.startswith("`chapters/course.py`\n\n````python\ndef bench(")
+    assert markdown.startswith("`course/__init__.py`\n\n````python\ndef bench(")
     assert markdown.endswith("\n````")
-    assert data["text/plain"].startswith("chapters/course.py\n\ndef bench(")
+    assert data["text/plain"].startswith("course/__init__.py\n\ndef bench(")
 
 
 def test_a_notebook_shows_a_figure(figures: Path, shown: list) -> None:
@@ -190,7 +190,7 @@ def test_a_loop_without_end_is_ended(
 
 
 def test_an_unknown_check_is_named() -> None:
-    with pytest.raises(LookupError, match="no check_no_such in chapters/checks/"):
+    with pytest.raises(LookupError, match="no check_no_such in chapters"):
         course.check("no.such", None)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
 from clockwork import Clockwork
-from integrity import check_integrity
+from course.integrity import check_integrity
 from models import PATIENCE, SMALL, until
 from recompute import Recompute
 from stepping import drain, make_engine

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_checkpoint
-from integrity import check_integrity
+from course.integrity import check_integrity
 from recompute import Recompute
 from stepping import drain, make_engine
 from test_runner import Tape

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
-from integrity import check_integrity
+from course.integrity import check_integrity
 from oracle import oracle_config, prompt, save_dense
 from stepping import drain, make_engine
 from torch import Tensor

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from course.integrity import check_integrity
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from integrity import check_integrity
 from oracle import prompt, relative_errors
 from stepping import Stepper
 from torch import Tensor

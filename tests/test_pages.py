@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from course.integrity import check_integrity
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,7 +18,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from integrity import check_integrity
 
 from simplellm.engine.page_manager import NULL, PageManager, page_digest
 from simplellm.model.kv_pool import KVPool

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrity import check_integrity
+from course.integrity import check_integrity
 from models import GREEDY, HELLO, PATIENCE, SMALL, saying, until
 from recompute import Recompute
 

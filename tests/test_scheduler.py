@@ -10,10 +10,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+from course.integrity import check_integrity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from integrity import check_integrity
 
 from simplellm.base.request import UNKNOWN, QueueFullError, Request
 from simplellm.engine.page_manager import PageManager

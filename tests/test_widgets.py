@@ -20,10 +20,10 @@ from typing import Any
 import jupytext
 import pytest
 import torch
-import widgets
 from bookbuild import page
-from widgets import live
-from widgets.data import batch_routers, merge_table, rope_dial, weight_block
+from course import widgets
+from course.widgets import live
+from course.widgets.data import batch_routers, merge_table, rope_dial, weight_block
 
 from simplellm.api.llm import LLM
 from simplellm.checkpoint.mxfp4 import PAIRS, VALUES, quantize

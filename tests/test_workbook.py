@@ -16,6 +16,7 @@ import mine
 import pytest
 import workbook
 from blanks import (
+    ENGINE,
     Blank,
     Result,
     WorkbookError,
@@ -39,7 +40,7 @@ LONG = pytest.mark.timeout(1800)  # every check of the course runs, most of them
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, ROOT / "chapters/workbook.py", *map(str, arguments)],
+        [sys.executable, ROOT / "tools/workbook.py", *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment(),
@@ -48,7 +49,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def fill(folder: Path, sources: dict[str, str]) -> None:
     """Write ``sources`` into the blanks of a workbook, as a reader does."""
-    for path in sorted((folder / "chapters").glob("*.md")):
+    for path in cells.chapter_files(folder):
         text = path.read_text(encoding="utf-8")
         cells_of = {name: f"#| blank {name}\n{code}" for name, code in sources.items()}
         path.write_text(workbook.with_cells(text, cells_of), encoding="utf-8")
@@ -76,7 +77,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_edition_has_stubs_and_no_kept_versions(empty: Path) -> None:
     assert BLANKS
     for blank in BLANKS:
-        found = cells.read(empty / f"chapters/{blank.chapter}.md")
+        found = cells.read(empty / f"{blank.chapter}.md")
         assert written(blank, found) == ""
         sources = [cell.source for cell in found]
         root = blank.root
@@ -88,8 +89,8 @@ def test_the_edition_has_stubs_and_no_kept_versions(empty: Path) -> None:
 
 def test_all_else_stays(empty: Path) -> None:
     for blank in BLANKS:
-        text = (ROOT / f"chapters/{blank.chapter}.md").read_text("utf-8")
-        made = (empty / f"chapters/{blank.chapter}.md").read_text("utf-8")
+        text = cells.committed(ROOT / f"chapters/{blank.chapter}.md")
+        made = (empty / f"{blank.chapter}.md").read_text("utf-8")
         titles = [line for line in text.splitlines() if line.startswith(("# ", "##"))]
         assert set(titles) - set(made.splitlines()) <= set(blank.kept.splitlines())
         assert made.count("<details>") == made.count("</details>")
@@ -110,7 +111,7 @@ def test_no_cell_reads_a_name_that_only_a_kept_version_has(
     empty: Path, chapter: str
 ) -> None:
     """Whoever writes the blanks runs no kept version: no import or helper of theirs."""
-    found = cells.read(empty / f"chapters/{chapter}.md")
+    found = cells.read(empty / f"{chapter}.md")
     tables = [
         symtable.symtable(cell.source, chapter, "exec")
         for cell in found
@@ -138,7 +139,7 @@ def test_a_chapter_runs_with_empty_blanks(
 ) -> None:
     """Each check raises, as its tag says, and ours goes on in the blank's place."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = execute.read((empty / f"chapters/{chapter}.md").read_text("utf-8"))
+    notebook = execute.read((empty / f"{chapter}.md").read_text("utf-8"))
     execute.run(empty, chapter, notebook)
     printed = [
         output.text
@@ -169,7 +170,7 @@ def test_kept_versions_are_right_and_the_engine_with_them_answers(
     assert "ours is used" not in head
     for blank in EXPORTED:
         assert f" {blank.name}" in head
-    copy = full / "simplellm/checkpoint/mxfp4.py"
+    copy = full / ENGINE / "simplellm/checkpoint/mxfp4.py"
     assert copy.read_text("utf-8").count("def dequantize(") == 1
     assert "132" in said
     assert "Calls of yours:" in said and "MXFP4.dequantize" in said
@@ -191,7 +192,7 @@ def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     assert "yours, in the engine: none yet" in done.stdout
     assert "132" in done.stdout
     ours = (ROOT / "simplellm/checkpoint/mxfp4.py").read_text("utf-8")
-    assert (empty / "simplellm/checkpoint/mxfp4.py").read_text("utf-8") == ours
+    assert (empty / ENGINE / "simplellm/checkpoint/mxfp4.py").read_text("utf-8") == ours
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_code_may_use_what_its_chapter_computed(empty: Path) -> None:
     kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
-    path = empty / "chapters/03-mxfp4.md"
+    path = empty / "03-mxfp4.md"
     helper = "HALF = abs(-2)\n\n\ndef zero():\n    return HALF - 2\n"
     stub = "```python\n#| blank MXFP4.dequantize\n"
     text = path.read_text("utf-8").replace(stub, f"```python\n{helper}```\n\n{stub}")
@@ -250,7 +251,7 @@ def test_several_folders_are_judged(empty: Path) -> None:
 def test_a_notebook_is_read_too(empty: Path) -> None:
     """JupyterLab saves either; the one with the reader's code counts."""
     blank = BLANKS[0]
-    path = empty / f"chapters/{blank.chapter}.md"
+    path = empty / f"{blank.chapter}.md"
     text = path.read_text("utf-8")
     mine_text = workbook.with_cells(
         text, {blank.name: f"#| blank {blank.name}\n{blank.kept}"}
@@ -289,14 +290,14 @@ def test_a_second_run_changes_nothing(empty: Path) -> None:
 
 
 def course_text(chapter: str, mark: str = "") -> str:
-    text = (ROOT / f"chapters/{chapter}.md").read_text("utf-8")
-    return workbook.without_kept_versions(text) + mark
+    text = cells.committed(ROOT / f"chapters/{chapter}.md")
+    return workbook.edition(text) + mark
 
 
 def test_new_text_comes_and_changed_blanks_stay(empty: Path) -> None:
     blank = BLANKS[0]
     fill(empty, {blank.name: "MINE = 1\n"})
-    path = empty / f"chapters/{blank.chapter}.md"
+    path = empty / f"{blank.chapter}.md"
     with path.open("a", encoding="utf-8") as file:
         file.write("\nA note of mine.\n")
     reader = path.read_text("utf-8")
@@ -304,7 +305,7 @@ def test_new_text_comes_and_changed_blanks_stay(empty: Path) -> None:
     workbook.make(empty)  # the course has not changed
     assert path.read_text("utf-8") == reader
 
-    name = f"chapters/{blank.chapter}.md"
+    name = f"{blank.chapter}.md"
     workbook.Writer(empty).chapter(name, course_text(blank.chapter, "\nNews.\n"))
     text = path.read_text("utf-8")
     assert "MINE = 1" in text and "News." in text
@@ -327,7 +328,7 @@ def test_code_with_backticks_gets_a_longer_fence() -> None:
 
 def test_untouched_stubs_follow_the_course(empty: Path) -> None:
     blank = BLANKS[0]
-    name = f"chapters/{blank.chapter}.md"
+    name = f"{blank.chapter}.md"
     changed = course_text(blank.chapter).replace(blank.stub, "NEW = 2\n")
     workbook.Writer(empty).chapter(name, changed)
     assert "NEW = 2" in (empty / name).read_text("utf-8")
@@ -335,12 +336,12 @@ def test_untouched_stubs_follow_the_course(empty: Path) -> None:
 
 
 def test_changed_files_are_put_aside(empty: Path) -> None:
-    path = empty / "chapters/course.py"
+    path = empty / "course/integrity.py"
     for number in (1, 2):
         path.write_text(f"MINE = {number}\n")
         workbook.make(empty)
-        assert path.read_bytes() == (ROOT / "chapters/course.py").read_bytes()
-        copy = empty / f"before/course-{number}.py"
+        assert path.read_bytes() == (ROOT / "chapters/course/integrity.py").read_bytes()
+        copy = empty / f"before/integrity-{number}.py"
         assert copy.read_text() == f"MINE = {number}\n"
 
 
@@ -434,7 +435,7 @@ def test_every_exported_blank_can_be_replaced() -> None:
 def test_blanks_are_read_with_all_cells_of_their_kept_version() -> None:
     found = [
         Cell("#| blank a\ndef a(): ...\n"),
-        Cell("#| export ops\n#| solution a\nA = 1\n"),
+        Cell("#| export model.ops\n#| solution a\nA = 1\n"),
         Cell("#| solution 1.1\nX = 1\n"),
         Cell("#| solution a\ndef a():\n    return A\n"),
     ]

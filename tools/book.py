@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
-
 from bookbuild import execute, mdbook, page
 from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError

@@ -24,8 +24,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
-
 from cells import cells as all_cells
 from cells import chapter_files
 from joining import Cell, ExportError, joined

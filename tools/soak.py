@@ -32,7 +32,7 @@ import torch
 from records import header, parser, save
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
-from integrity import check_integrity
+from course.integrity import check_integrity
 
 from simplellm import LLM, EngineConfig, EngineError, QueueFullError, RequestOutput
 

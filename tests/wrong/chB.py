@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from checks.chB import EMPTY, NOTHING
+from course.checks.chB import EMPTY, NOTHING
 
 from simplellm.sampling.allowed_tokens import pack
 from simplellm.text.harmony.turn import SHARED_RULES, call_rule, final_rule

@@ -22,6 +22,7 @@ Outputs = list[list[dict[str, Any]]]  # of each code cell, in nbformat's form
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a terminal
 SECONDS_PER_CELL = 600
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class BookError(Exception):
@@ -70,7 +71,7 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
         if kept["key"] == key:
             return kept["outputs"]
     start = time.perf_counter()
-    run(root, name, notebook)
+    run(root / "chapters", name, notebook)
     seconds = time.perf_counter() - start
     print(f"{name}: {len(cells)} cells in {seconds:.1f} s", file=sys.stderr)
     found: Outputs = [cell.outputs for cell in cells]
@@ -79,8 +80,8 @@ def outputs(root: Path, name: str, source: str) -> Outputs:
     return found
 
 
-def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
-    """Execute all cells in one kernel of this Python, in the folder of the chapters."""
+def run(folder: Path, name: str, notebook: nbformat.NotebookNode) -> None:
+    """Execute all cells in one kernel of this Python, in ``folder``."""
     # With no folder to look in, the manager offers the kernel of this Python alone.
     manager = AsyncKernelManager(
         kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
@@ -91,11 +92,11 @@ def run(root: Path, name: str, notebook: nbformat.NotebookNode) -> None:
         timeout=SECONDS_PER_CELL,
         coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"],
-        resources={"metadata": {"path": str(root / "chapters")}},
+        resources={"metadata": {"path": str(folder)}},
     )
     client.owns_km = True  # so that the kernel ends with the execution
     # The package is imported from here, installed or not.
-    search = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    search = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     try:
         client.execute(env={**os.environ, "PYTHONPATH": search})
     except CellExecutionError as error:

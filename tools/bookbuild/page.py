@@ -10,7 +10,7 @@ from latex2mathml.converter import convert
 
 from bookbuild.execute import ANSI, BookError, Outputs, code_cells, read
 
-WIDGET = "application/vnd.simplellm.page+html"  # from chapters/widgets
+WIDGET = "application/vnd.simplellm.page+html"  # from chapters/course/widgets
 MADE = "page made by tools/book.py"  # a comment at the head of each page
 
 # What the text of a page may hold, in the order in which the readings are tried: code

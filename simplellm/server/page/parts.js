@@ -1,7 +1,7 @@
 // What the course's widgets and the server's page are made of: elements, sliders,
 // buttons, and the frame around them.
 
-// Okabe and Ito's palette, as in chapters/course.py.
+// Okabe and Ito's palette, as in chapters/course/__init__.py.
 export const COLORS = [
   "#0072B2", // blue
   "#D55E00", // vermilion

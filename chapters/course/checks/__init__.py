@@ -34,6 +34,6 @@ def find(name: str) -> Callable[[Any], None]:
     function = name.replace(".", "_")
     known = homes()
     if function not in known:
-        raise LookupError(f"no check_{function} in chapters/checks/")
-    module = import_module(f"checks.{known[function]}")
+        raise LookupError(f"no check_{function} in chapters/course/checks/")
+    module = import_module(f"course.checks.{known[function]}")
     return getattr(module, f"check_{function}")

@@ -1,12 +1,12 @@
 """An engine of the reader's own: the package with the reader's functions in it.
 
-`build` copies the package into the workbook and puts each function that the reader has
-written, and that is right, in the place of ours. What a function needs of the reader's
-chapter besides, imports and helpers, comes along. Each is checked once more where it
-stands now, in the copy, and ours comes back if it is not right there.
+`build` copies the package into a workbook's `ENGINE` and puts each function that the
+reader has written, and that is right, in the place of ours. What a function needs of
+the reader's chapter besides, imports and helpers, comes along. Each is checked once
+more where it stands now, in the copy, and ours comes back if it is not right there.
 
-    python chapters/mine.py check NAME ...       in a process that imports the copy
-    python chapters/mine.py answer PROMPT NAME ...
+    python tools/mine.py check NAME ...       in a process that imports the copy
+    python tools/mine.py answer PROMPT NAME ...
 """
 
 import ast
@@ -27,6 +27,7 @@ from typing import Any
 import cells
 import course
 from blanks import (
+    ENGINE,
     HERE,
     ROOT,
     Blank,
@@ -158,11 +159,11 @@ def copy_package(target: Path) -> None:
 def build(
     folder: Path, right: list[Blank], chapters: dict[str, list[Cell]]
 ) -> dict[str, str]:
-    """Write ``folder``/simplellm; by name, why a blank of ``right`` is not in it."""
-    copy_package(folder / "simplellm")
+    """Write the package; by name, why a blank of ``right`` is not in it."""
+    copy_package(folder / ENGINE / "simplellm")
     out: dict[str, str] = {}
     for blank in right:
-        path = folder / f"{blank.module.replace('.', '/')}.py"
+        path = folder / ENGINE / f"{blank.module.replace('.', '/')}.py"
         chapter = chapters[blank.chapter]
         text = path.read_text(encoding="utf-8")
         try:
@@ -182,7 +183,7 @@ def recheck(names: list[str]) -> dict[str, str]:
     for name in names:
         try:
             thing = getattr(import_module(blanks[name].module), blanks[name].root)
-            course.check(name, thing)
+            course.judge(name, thing)
         except Exception as error:
             told[name] = str(error)
     return told
@@ -204,7 +205,7 @@ def ask(folder: Path, results: list[Result], prompt: str) -> int:
     lessons = [blank.name for blank in right if not blank.module]
     kernels = [b.name for b in right if b.module and b.is_kernel and not gpu]
     chosen = [b for b in right if b.name not in {*lessons, *kernels}]
-    variables = environment(folder)
+    variables = environment(folder / ENGINE)
     tool = [sys.executable, str(HERE / "mine.py")]
     while True:
         out = build(folder, chosen, chapters)

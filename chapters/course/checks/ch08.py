@@ -5,8 +5,7 @@ import hashlib
 import random
 import sys
 
-from integrity import check_integrity
-
+from course.integrity import check_integrity
 from simplellm.engine import page_manager as pages
 from simplellm.engine.page_manager import NULL
 

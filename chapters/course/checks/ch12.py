@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import triton
 
-from checks.loads import beyond
+from course.checks.loads import beyond
 from simplellm.apps.roofline import Machine
 from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4

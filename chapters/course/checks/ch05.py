@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from checks.ch04 import Watch
-from checks.ch07 import few_lines
+from course.checks.ch04 import Watch
+from course.checks.ch07 import few_lines
 from simplellm.base.config import GPT_OSS_20B
 
 YARN: Any = GPT_OSS_20B.rope_scaling  # which it has

@@ -1,12 +1,13 @@
 """A course to write yourself: chapters with empty blanks, and an engine of your own.
 
-    make workbook                          write workbook/, or refresh it
+    make lab                               write workbook/, if it isn't there; open it
+    make workbook                          write it anew: new text, and what you wrote
     make progress                          what of it is yours, and right
     make mine PROMPT="What is 47 + 85?"    ask the engine with your functions in it
 
 and for those who teach, with a folder of each student:
 
-    python chapters/workbook.py progress alice/workbook bob/workbook [--json]
+    python tools/workbook.py progress alice/workbook bob/workbook [--json]
 
 The exit status of `progress` is 0 if every blank is written and right, else 1.
 Nothing that a reader wrote is overwritten: a refresh keeps changed blanks, and a file
@@ -21,16 +22,33 @@ import shutil
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
+
 import cells
-from blanks import HERE, ROOT, Result, WorkbookError, blanks_of, judged, same
-from cells import FENCE, Cell, chapter_files
+from blanks import (
+    CHAPTERS,
+    HERE,
+    OWN,
+    ROOT,
+    Result,
+    WorkbookError,
+    blanks_of,
+    judged,
+    same,
+)
+from cells import EDITION, FENCE, Cell, chapter_files, committed
 from mine import ask
 
-MANIFEST = ".written.json"  # of what we wrote, so that we know what is the reader's
-# What the reader's folder does not need of chapters/.
-LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "modules.toml"}
-LEFT_OUT |= {"workbook.py", "blanks.py", "cells.py", "mine.py"}
+LEFT_OUT = {"__pycache__", ".ipynb_checkpoints"}
+NO_PAGES = {"SUMMARY.md"}
+OURS = "course/ours.json"  # our versions by name
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
+OUTSIDE = re.compile(r"(?<=\]\()\.\./(?=figures/)")
+EDITION_NOTE = """\
+*This is your workbook. The functions that you write here are those that `make mine`
+runs, and `make progress` says which are right. The reading edition, with our versions
+in it, is another folder: `make read` opens it.*
+"""
 KEEP = """\
 ```python
 from course import keep
@@ -47,7 +65,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, {chapters!r})
+sys.path[:0] = {folders!r}
 
 from blanks import Result, judged  # noqa: E402
 
@@ -120,21 +138,21 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        manifest = folder / MANIFEST
-        if folder.exists() and any(folder.iterdir()) and not manifest.exists():
+        self.manifest = folder / OWN / "written.json"
+        if folder.exists() and any(folder.iterdir()) and not self.manifest.exists():
             raise WorkbookError(
                 f"{folder} is not a workbook; expected one that `make workbook` wrote, "
                 "or a folder that is not there yet"
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        self.manifest.parent.mkdir(parents=True, exist_ok=True)
         self.known: dict[str, dict[str, str]] = {}  # of each file, see `chapter`, `put`
-        if manifest.exists():
-            self.known = json.loads(manifest.read_text(encoding="utf-8"))
+        if self.manifest.exists():
+            self.known = json.loads(self.manifest.read_text(encoding="utf-8"))
         self.save()
 
     def save(self) -> None:
         text = json.dumps(self.known, indent=1, sort_keys=True)
-        (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        self.manifest.write_text(text + "\n", encoding="utf-8")
 
     def put(self, name: str, content: bytes) -> None:
         """Write a file; put the reader's aside if it is not as we left it."""
@@ -184,22 +202,37 @@ class Writer:
         self.save()
 
 
+def edition(text: str) -> str:
+    """A page of the course as a workbook has it."""
+    text = EDITION.sub(EDITION_NOTE, without_kept_versions(text))
+    return OUTSIDE.sub("", text)
+
+
 def make(folder: Path) -> None:
     """Write a workbook, or refresh its text."""
     writer = Writer(folder)
-    kept: dict[str, str] = {}
-    chapters = chapter_files(HERE)
+    ours: dict[str, str] = {}
+    chapters = chapter_files(CHAPTERS)
     for path in chapters:
-        text = path.read_text(encoding="utf-8")
-        kept |= {b.name: b.kept for b in blanks_of(path.stem, cells.cells(text))}
-        writer.chapter(f"chapters/{path.name}", without_kept_versions(text))
-    for path in sorted([*HERE.rglob("*"), *(ROOT / "figures").rglob("*")]):
-        name = path.relative_to(ROOT)
-        if path.is_file() and path not in chapters and not LEFT_OUT & set(name.parts):
-            writer.put(name.as_posix(), path.read_bytes())
-    writer.put("chapters/kept.json", json.dumps(kept, indent=1).encode())
-    writer.put("test_blanks.py", TESTS.format(chapters=str(HERE)).encode())
-    print(f"{len(kept)} blanks wait for you in {folder}; `make lab` opens it")
+        text = committed(path)
+        ours |= {b.name: b.kept for b in blanks_of(path.stem, cells.cells(text))}
+        writer.chapter(path.name, edition(text))
+    for path in sorted(CHAPTERS.glob("*.md")):
+        if path not in chapters and path.name not in NO_PAGES:
+            writer.chapter(path.name, edition(committed(path)))
+    for source, target in (
+        (CHAPTERS / "course", "course"),
+        (ROOT / "figures", "figures"),
+    ):
+        for path in sorted(source.rglob("*")):
+            if path.is_file() and not LEFT_OUT & set(path.parts):
+                name = f"{target}/{path.relative_to(source).as_posix()}"
+                writer.put(name, path.read_bytes())
+    writer.put(OURS, json.dumps(ours, indent=1).encode())
+    writer.put("jupytext.toml", (ROOT / "jupytext.toml").read_bytes())
+    folders = [str(HERE), str(CHAPTERS)]
+    writer.put("test_blanks.py", TESTS.format(folders=folders).encode())
+    print(f"{len(ours)} blanks wait for you in {folder}; `make lab` opens it")
 
 
 # Telling
@@ -235,7 +268,7 @@ def report(results: list[Result]) -> str:
 def results_of(folder: Path) -> list[Result]:
     """What became of the blanks in a workbook, which has to be there."""
     if not folder.is_dir():
-        raise WorkbookError(f"{folder} is not there; expected `make workbook` first")
+        raise WorkbookError(f"{folder} is not there; expected `make lab` first")
     return judged(folder)
 
 

@@ -12,6 +12,7 @@ it. The first lines of a cell may be directives:
 
 import json
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ FENCE = re.compile(
 FOLDED = re.compile(r"^<details>.*?^</details>$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 LINKED = re.compile(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)\s]*\)")  # what is not read
 CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
+EDITION = re.compile(r"(?<=^<!-- edition -->\n).*?(?=^<!-- /edition -->$)", re.M | re.S)
 WORDS, LINES = 200, 12  # that are read in a minute
 CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
 
@@ -97,6 +99,21 @@ def cells(text: str) -> list[Cell]:
             folded = any(start < match.start() < end for start, end in regions)
             found.append(Cell(match["code"], options, folded))
     return found
+
+
+def committed(page: Path) -> str:
+    """The text of a page as git has it; the file's own where git has none.
+
+    A reader may have written into a page of the course, and its stubs are still stubs.
+    """
+    command = ["git", "show", f"HEAD:./{page.name}"]
+    try:
+        done = subprocess.run(command, cwd=page.parent, capture_output=True)
+    except OSError:  # there is no git
+        return page.read_text(encoding="utf-8")
+    if done.returncode:
+        return page.read_text(encoding="utf-8")
+    return done.stdout.decode()
 
 
 def read(path: Path) -> list[Cell]:

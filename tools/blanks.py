@@ -4,7 +4,7 @@ A reader's chapter is not run as a whole, which would take a minute: imports,
 definitions and exported cells are, and the cells of blanks. Each blank is judged with
 ours in place of those before it that are missing or wrong.
 
-    python chapters/blanks.py FILE CHAPTER [NAME ...]      judge all, or all but NAMEs
+    python tools/blanks.py FILE CHAPTER [NAME ...]      judge all, or all but NAMEs
 
 prints a line of JSON for each blank. `judged` runs this in a process for each chapter,
 since a reader's code may end the process or never end.
@@ -31,10 +31,13 @@ from typing import Any, NamedTuple
 import cells
 import course
 import torch
-from cells import Cell, chapter_files
+from cells import Cell, chapter_files, committed
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+CHAPTERS = ROOT / "chapters"
+OWN = ".workbook"  # the folder in a workbook of what the reader need not see
+ENGINE = f"{OWN}/engine"  # what holds the package with the reader's functions
 SECONDS = 90  # that a blank may take with the imports of its chapter
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -87,8 +90,8 @@ def course_blanks() -> list[Blank]:
     """All blanks of the course, in order."""
     return [
         blank
-        for path in chapter_files(HERE)
-        for blank in blanks_of(path.stem, cells.read(path))
+        for path in chapter_files(CHAPTERS)
+        for blank in blanks_of(path.stem, cells.cells(committed(path)))
     ]
 
 
@@ -194,8 +197,7 @@ class Result(NamedTuple):
 
 def saved(folder: Path, chapter: str, asked: list[Blank]) -> Path | None:
     """The file that a reader writes ``chapter`` in: the newest that has changes."""
-    places = (folder / "chapters", folder)
-    paths = [p / f"{chapter}{end}" for p in places for end in (".md", ".ipynb")]
+    paths = [folder / f"{chapter}{end}" for end in (".md", ".ipynb")]
     found = sorted(
         (path for path in paths if path.exists()),
         key=lambda path: path.stat().st_mtime,
@@ -214,7 +216,7 @@ def has_gpu() -> bool:
 
 def environment(*folders: Path, kernels: bool = False) -> dict[str, str]:
     """For a child that imports from ``folders`` first, then this repository."""
-    paths = [*map(str, folders), str(HERE), str(ROOT)]
+    paths = [*map(str, folders), str(HERE), str(CHAPTERS), str(ROOT)]
     added = {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
     if kernels and not has_gpu():
         added["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -262,7 +264,7 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
 def judged(folder: Path) -> list[Result]:
     """What became of each blank of the course in a reader's folder."""
     if not folder.is_dir():
-        raise WorkbookError(f"{folder} is not there; expected `make workbook` first")
+        raise WorkbookError(f"{folder} is not there; expected `make lab` first")
     chapters: dict[str, list[Blank]] = {}
     for blank in course_blanks():
         chapters.setdefault(blank.chapter, []).append(blank)
@@ -327,8 +329,8 @@ def provide(source: str, before: list[Cell], names: dict[str, Any]) -> None:
 
 def judge(path: Path, chapter: str, skipped: list[str]) -> Iterator[dict[str, str]]:
     """The verdict on each blank of a reader's ``chapter``, a "start" before each."""
-    ours = HERE / f"{chapter}.md"
-    asked = {blank.name: blank for blank in blanks_of(chapter, cells.read(ours))}
+    ours = cells.cells(committed(CHAPTERS / f"{chapter}.md"))
+    asked = {blank.name: blank for blank in blanks_of(chapter, ours)}
     found = cells.read(path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for blank in asked.values():
@@ -373,7 +375,7 @@ def tried(blank: Blank, source: str, names: dict[str, Any]) -> tuple[str, str]:
     if after is before or (member and member not in vars(after)):
         return "wrong", f"{blank.name}: the cell does not define it"
     try:
-        course.check(blank.name, names.get(blank.root))
+        course.judge(blank.name, names.get(blank.root))
     except course.NotYours as error:
         return "missing", str(error)
     except course.Wrong as error:
