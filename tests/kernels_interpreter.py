@@ -10,8 +10,8 @@ tests/conftest.py: it is "cuda" where there is a GPU, else "cpu" inside `interpr
 
 The interpreter is silently wrong for arithmetic on bfloat16 (loads and stores are
 right) and raises on inline assembly. Its conversions from and to e4m3 round wrongly
-and lose NaN: `interpreted` has PyTorch do them. It multiplies matrices of bfloat16 as
-float32, which holds the same numbers.
+and lose NaN: `interpreted` has PyTorch do them. Matrices of bfloat16 are multiplied as
+float32, which holds the same numbers, and every product adds in one order.
 """
 
 import importlib
@@ -89,17 +89,35 @@ def convert_float(
     return converted.view(integer[converted.itemsize]).numpy()
 
 
-def widened(value: TensorHandle) -> TensorHandle:
-    """bfloat16, of which the interpreter has the bits alone, as float32."""
-    if value.dtype.scalar != tl.bfloat16:
-        return value
-    bits = value.data.astype(np.uint32) << 16
-    return TensorHandle(bits.view(np.float32), tl.float32)
+def numbers(value: TensorHandle) -> np.ndarray:
+    """The numbers of a factor of `tl.dot`, exactly, in a dtype that NumPy has."""
+    dtype = value.dtype.scalar
+    if dtype == tl.bfloat16:  # of which the interpreter has the bits alone
+        return (value.data.astype(np.uint32) << 16).view(np.float32)
+    if dtype.is_floating() and dtype.primitive_bitwidth == 8:
+        half = interpreter._convert_float(value.data, dtype, tl.float16, None)
+        return half.view(np.float16)
+    return value.data
 
 
-def dot(builder, a, b, *rest, original=InterpreterBuilder.create_dot):
-    """The interpreter's product of matrices, right for bfloat16 too."""
-    return original(builder, widened(a), widened(b), *rest)
+def product(a: np.ndarray, b: np.ndarray, dtype: type) -> np.ndarray:
+    """a [..., M, K] times b [..., K, N], each number the sum over k in ascending order.
+
+    `np.matmul` leaves the order to a BLAS, and most of them choose it by the number of
+    rows. A kernel's own order is what decides whether a row's bits depend on the rows
+    beside it, so here nothing else may. `np.einsum` loops over M, K and N, the last one
+    innermost, unless that is a single column, which it would sum in another order.
+    """
+    a, b = np.ascontiguousarray(a, dtype), np.ascontiguousarray(b, dtype)
+    if b.shape[-1] == 1:
+        return product(a, b.repeat(2, axis=-1), dtype)[..., :1]
+    return np.einsum("...mk,...kn->...mn", a, b, optimize=False)
+
+
+def dot(builder, a, b, d, precision, imprecise):
+    """The interpreter's `tl.dot`, right for bfloat16 too, and in one order of sums."""
+    found = product(numbers(a), numbers(b), d.data.dtype)
+    return TensorHandle(found + d.data, d.dtype.scalar)
 
 
 @contextmanager

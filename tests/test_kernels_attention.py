@@ -209,6 +209,7 @@ def test_decode_joins_odd_sizes(kernel_device, batch):
     assert_near(case.attend(), case.expected())
 
 
+@pytest.mark.bits
 def test_decode_has_the_same_bits_twice(kernel_device):
     case = make_case(kernel_device, [700, 300, 5], heads=(4, 1))
     assert torch.equal(case.attend(), case.attend())
@@ -324,6 +325,7 @@ def test_beyond_4096(kernel_device, window):
     assert_near(case.attend(), case.expected())
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("window", [None, 20, pytest.param(128, marks=exhaustive)])
 def test_a_token_has_the_same_bits_in_any_chunk(kernel_device, window):
     case = make_case(kernel_device, [150, 9], [150, 9], window=window, heads=(4, 1))

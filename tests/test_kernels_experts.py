@@ -151,6 +151,7 @@ def test_assembly_decodes_as_plain_operations_do(tiling):
     torch.testing.assert_close(fast.float(), plain, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("tiling", [SOME_TILINGS[0], INVARIANT_TILING])
 def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
     """A token's result has the same bits alone and in a crowd."""
@@ -167,6 +168,7 @@ def test_pairs_of_other_tokens_do_not_matter(kernel_device, tiling):
         assert torch.equal(result(rows), together[rows])
 
 
+@pytest.mark.bits
 def test_invariant_experts_have_the_same_bits_in_any_company(kernel_device):
     """Routing, both halves and all."""
     mlp = repacked(random_experts(kernel_device, HIDDEN, INTERMEDIATE))

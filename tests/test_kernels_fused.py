@@ -172,6 +172,7 @@ def test_a_padded_step_computes_what_the_real_one_does(kernel_device, batch_inva
         assert torch.equal(padded, real) or not batch_invariant
 
 
+@pytest.mark.bits
 def test_a_token_has_the_same_bits_in_any_company(kernel_device):
     device = torch.device(kernel_device)
 

@@ -247,6 +247,7 @@ def test_nan_stays_with_its_token(kernel_device, kind):
     assert out[1].all() and not out[[0, 2]].any()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "kind", ["numbers", pytest.param("FP8 in blocks", marks=exhaustive)]
 )

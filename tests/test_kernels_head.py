@@ -36,6 +36,7 @@ def test_each_way_is_the_plain_head(kernel_device, tokens, vocabulary, config):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("config", CONFIGS)
 def test_of_equal_logits_the_lowest_id_wins(kernel_device, config):
     """Near each other and in different programs; negative and zero ones as well."""
@@ -93,6 +94,7 @@ def test_logits_of_many_rows_are_not_rounded():
     assert not torch.equal(got, got.bfloat16().float())
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_logits_among_any_number_of_others(kernel_device):
     x, weight, logits = inputs(kernel_device, 130)
     ids = head(x, weight, logits, batch_invariant=True)

@@ -122,6 +122,7 @@ def test_nan_in_x_is_nan_in_y(kernel_device, config):
     assert not got[[0, 2]].isnan().any()
 
 
+@pytest.mark.bits
 def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device):
     x, weight, bias = inputs(kernel_device, 150, 96, 320, torch.float16)
     together = project(x, weight, bias, batch_invariant=True)

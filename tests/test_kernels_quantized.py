@@ -158,6 +158,7 @@ def test_nan_in_x_is_nan_in_y(kernel_device, kind, config):
     assert not got[[0, 2]].isnan().any()
 
 
+@pytest.mark.bits
 @KINDS
 def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device, kind):
     x, weight, bias = inputs(kernel_device, kind, 140, (64, 256), torch.float16)

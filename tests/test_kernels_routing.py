@@ -130,6 +130,7 @@ def test_logits_are_not_rounded_to_the_dtype_of_x(kernel_device):
     assert ids.tolist() == [[1]]
 
 
+@pytest.mark.bits
 def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
     x, weight, bias = inputs(kernel_device, 100, 32, 96)
 

@@ -134,6 +134,7 @@ def test_dense_takes_weights_of_8_bits(kernel_device, kind, tokens):
         assert off(got, ops.dense(x, mlp)) < 5e-3
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("kind", [None, "FP8 in blocks"])
 def test_a_row_has_the_same_bits_among_any_number_of_others(kernel_device, kind):
     mlp = make_dense(kernel_device, "swiglu", kind)
