@@ -67,7 +67,9 @@ class Choices:
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts
         self.forces = not sampled
-        self.coming: list[int] = []  # forced tokens that no step has taken yet
+        self.coming: list[
+            int
+        ] = []  # forced tokens that the request has not been given yet
 
     def completed(self, request: Request) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
@@ -97,12 +99,15 @@ class Choices:
         is cut into the same tokens.
         """
         assert self.walk is not None
-        self.walk.advance(request.tokens[request.num_prompt + self.walk.length :])
+        new = request.tokens[request.num_prompt + self.walk.length :]
+        self.walk.advance(new)
+        # A step that fails is tried again, and gets the same ones: only what the
+        # request has been given is no longer to come.
+        self.coming = self.coming[len(new) :]
         if self.forces and not self.coming:
             self.coming = self.walk.forced()
         count = request.max_tokens - request.num_output if several else 1
-        found, self.coming = self.coming[:count], self.coming[count:]
-        return found
+        return self.coming[:count]
 
     def now(self, request: Request) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""
