@@ -838,3 +838,37 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
     lengths = [work.length for work in scheduler.schedule()]
     assert lengths[:decodes] == [1] * decodes
     assert lengths[decodes:] == [MOST_BESIDE * (1 + waiting // 2)]
+
+
+def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> None:
+    scheduler = Scheduler(
+        PageManager(60_000, 1, share=False),
+        max_num_seqs=100,
+        max_num_batched_tokens=8192,
+        prefill_chunk=8192,
+    )
+    scheduler.add([Request([1], 99, number=number) for number in range(1, 33)])
+    scheduler.begin(scheduler.schedule())
+    urgent = Request([1] * 50_000, 9, number=33, priority=-1)
+    scheduler.add([urgent])
+    for _ in range(3):
+        works = scheduler.schedule()
+        scheduler.begin(works)
+        scheduler.commit(works, [[2]] * 32)
+        assert [work.length for work in works[:-1]] == [1] * 32
+        assert 0 < works[-1].length <= MOST_BESIDE + 1
+        assert works[-1].request is urgent is scheduler.running[0]
+
+
+def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> None:
+    """They wait for nothing that comes with it."""
+    scheduler = Scheduler(
+        PageManager(20_000, 1, share=False),
+        max_num_seqs=100,
+        max_num_batched_tokens=8192,
+        prefill_chunk=8192,
+    )
+    scheduler.add([Request([1], 1, number=1)])
+    scheduler.begin(scheduler.schedule())
+    scheduler.add([Request([1] * 10_000, 9, number=2)])
+    assert [work.length for work in scheduler.schedule()] == [8192]

@@ -81,13 +81,14 @@ class Scheduler:
             wanted -= 1  # each sample computes the prompt's last token
         if self.prefill_chunk is None:
             return wanted if wanted <= budget else 0
-        most = self.prefill_chunk
-        if self.running and self.running[0].missing == 1:
-            # Decodes wait for the prompts. But the longer the line, the more of them:
-            # they cost less a token.
-            room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
-            most = min(most, room - (self.max_num_batched_tokens - budget))
-        return max(0, min(wanted, most, budget))
+        most = min(wanted, self.prefill_chunk, budget)
+        # Decodes wait for the prompts. But the longer the line, the more of them: they
+        # cost less a token.
+        room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
+        room -= self.max_num_batched_tokens - budget
+        if most > room and any(r.missing == 1 and not r.complete for r in self.running):
+            most = max(0, room)
+        return most
 
     def _work(self, request: Request, length: int) -> Work:
         return Work(request, request.computed, length, length == request.missing)
