@@ -21,19 +21,21 @@ import pytest
 import torch
 from models import CONFIG, GREEDY, HELLO, PATIENCE, SMALL, saying, spelled
 from recompute import Recompute
+from tqdm import tqdm
 
 from simplellm import (
     LLM,
     EngineConfig,
     Message,
+    QueueFullError,
     RequestOutput,
     SamplingParams,
     Tool,
     ToolCall,
-    sizes,
 )
 from simplellm.api.outputs import merge
 from simplellm.base.request import Request
+from simplellm.model import sizes
 from simplellm.text.tokenizer import TokenizerError
 
 
@@ -397,6 +399,35 @@ def test_a_bar_counts_what_is_done(llm: LLM, capsys: Any) -> None:
     assert "4/4" in capsys.readouterr().err
     llm.generate([5], max_tokens=1).result()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("how", ["refused", "cancelled", "forgotten"])
+def test_a_bar_is_closed_however_a_call_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    closed: list[str] = []
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def close(self) -> None:
+            closed.append(how)
+            super().close()
+
+    monkeypatch.setattr("simplellm.api.reader.tqdm", Bar)
+    with LLM(folder, SMALL, device="cpu", max_num_seqs=1, max_waiting=1) as llm:
+        blocker = llm.stream([1], max_tokens=10_000, ignore_eos=True)
+        next(blocker)
+        future = llm.generate([2], max_tokens=1, use_tqdm=True)
+        if how == "refused":
+            closed.clear()
+            with pytest.raises(QueueFullError) as error:
+                llm.generate([3], use_tqdm=True)
+            assert closed, error  # though the error is kept
+        elif how == "cancelled":
+            future.cancel()
+        else:
+            del future
+        assert closed
+        blocker.close()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from simplellm import (
     RequestOutput,
     SamplingParams,
     load_model,
-    streams,
 )
+from simplellm.api import streams
 from simplellm.base.request import Request
 from simplellm.engine.engine import Engine
 from simplellm.engine.scheduler import Work
@@ -794,6 +795,28 @@ def test_a_dead_engine_says_so(start: Any, caplog: pytest.LogCaptureFixture) -> 
             call()
         assert isinstance(error.value.__cause__, ZeroDivisionError)
     llm.close()
+
+
+def test_without_a_thread_that_reads_events_nobody_waits(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when one of them is none."""
+    llm = start()
+    futures = [llm.generate([1], **LONG), llm.generate([[2], [3]], n=2, **LONG)]
+    stream = llm.stream([2], **LONG)
+    next(stream)
+    llm.engine.events.put("odd")
+    waiting: tuple[Callable[[], Any], ...] = (
+        *(partial(future.result, PATIENCE) for future in futures),
+        lambda: list(stream),
+    )
+    asking = (llm.engine.check, llm.stats, lambda: llm.generate([1]))
+    for call in (*waiting, *asking):
+        with pytest.raises(EngineError) as error:
+            call()
+        assert isinstance(error.value.__cause__, AttributeError)
+    assert "the thread that reads what becomes of requests died" in caplog.text
+    until(lambda: not threads_of(llm.engine))
 
 
 # The end

@@ -332,6 +332,18 @@ def scheduling(self):
 
 Runner.start, Scheduler.schedule = starting, scheduling
 """
+# After 100 steps comes an answer to a question that nobody has asked.
+ODD = """
+from simplellm.server.remote import wire
+as_frame = wire.as_frame
+
+def odd(content):
+    if isinstance(content, dict) and content.get("steps", 0) >= 100:
+        content["told"] = [(99, None, None)]
+    return as_frame(content)
+
+wire.as_frame = odd
+"""
 SLOW = """
 import time
 from simplellm.engine.runner import Runner
@@ -469,6 +481,28 @@ def test_a_slow_engine_does_not_hang(
             assert time.monotonic() - start > llm.engine.watchdog_timeout + 1
             time.sleep(llm.engine.watchdog_timeout + 1)
         assert llm.engine.stats().steps >= 10
+
+
+def test_what_cannot_be_read_ends_the_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for what will never be told; its process isn't trusted any more."""
+    patched(monkeypatch, tmp_path, ODD)
+    with remote(folder) as llm:
+        future, stream = llm.generate([1], **LONG), llm.stream([2], **LONG)
+        for call in (partial(future.result, PATIENCE), lambda: [*stream], llm.stats):
+            with pytest.raises(EngineError, match="can't be read: KeyError"):
+                call()
+        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_server_that_cannot_read_its_engine(processes: Any, folder: Path) -> None:
+    process = processes(str(folder), before=ODD)
+    engine = process.engine
+    told = rest_of(ask(process.port, stream=True))
+    assert b"can't be read: KeyError" in told and b"[DONE]" not in told
+    assert process.finish() == 1 and gone(engine)
 
 
 def test_a_process_that_even_a_signal_does_not_end(

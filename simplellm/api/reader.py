@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from simplellm.api.reply import Reply
 from simplellm.base.request import Event, Request
+from simplellm.engine.client import failure
 
 LOGGER = logging.getLogger("simplellm")
 Samples = Sequence[Sequence[tuple[Request, Reply]]]  # prompt by prompt
@@ -117,6 +118,14 @@ class Delivery:
             self.thread.join(timeout)
 
     def _run(self) -> None:
+        try:
+            self._bring()
+        except BaseException as error:
+            LOGGER.exception("the thread that reads what becomes of requests died")
+            self._die(error)
+
+    def _bring(self) -> None:
+        """Bring events to their readers until the engine has told its last one."""
         while (event := self.engine.events.get()) is not None:
             reader = self.readers.get(event.number)
             if reader is not None and reader.push(event):
@@ -124,6 +133,15 @@ class Delivery:
                     self.drop([reader])
                 self.readers.pop(event.number, None)
             del reader, event  # which may know an LLM that nobody else does
+
+    def _die(self, cause: BaseException) -> None:
+        """Nobody would ever be told anything: all readers get an error."""
+        self.engine.dead = cause.with_traceback(None)  # so nobody submits more
+        self.engine.shutdown(cancel=True, timeout=0)
+        error = failure("what becomes of requests is not read any more", cause)
+        while self.readers:
+            number, reader = self.readers.popitem()
+            reader.push(Event(number, finish_reason="error", error=error))
 
 
 class RequestFuture(Future[Any]):
@@ -133,8 +151,9 @@ class RequestFuture(Future[Any]):
     requests. So each gets a thread of its own.
     """
 
-    def __init__(self, owner: Any, delivery: Delivery) -> None:
+    def __init__(self, owner: Any, delivery: Delivery, bar: tqdm) -> None:
         super().__init__()
+        self.bar = bar  # that shows how many replies are done
         # Stays open for as long as somebody waits for the result.
         self.owner: Any = owner
         self.delivery: Delivery | None = delivery
@@ -143,6 +162,7 @@ class RequestFuture(Future[Any]):
 
     def release(self) -> None:
         """Let go of the engine and its memory: a future may be kept for long."""
+        self.bar.close()
         if self.delivery is not None:
             self.delivery.awaited.discard(self)
         self.owner = self.delivery = None
@@ -240,16 +260,20 @@ class Collector:
         future: RequestFuture,
         samples: Samples,
         result: Callable[[list[list[Reader]]], Any],
-        bar: tqdm,
     ) -> None:
         assert future.delivery is not None
         self.delivery, self.result = future.delivery, result
         self.samples = readers_of(samples, self.deliver)
         readers = list(itertools.chain.from_iterable(self.samples))
         future.readers, self.left = readers, len(readers)  # replies to come
-        self.bar = bar
+        self.bar = bar = future.bar
         delivery = self.delivery
-        self.future = weakref.ref(future, lambda _: delivery.drop(readers))
+
+        def forget(_: object) -> None:
+            delivery.drop(readers)
+            bar.close()
+
+        self.future = weakref.ref(future, forget)
 
     def deliver(self, index: int, part: Any) -> None:
         """Take a part of a reply, which keeps what is in it, END or an exception."""
@@ -266,7 +290,6 @@ class Collector:
                 future.set_result(self.result(self.samples))
             except Exception as error:  # its frames would hold memory
                 future.set_exception(error.with_traceback(None))
-        self.bar.close()
         self.delivery.drop(readers)
         future.release()
 
@@ -282,7 +305,12 @@ def future_of(
 
     To ``show`` how many are, there is a bar on standard error.
     """
-    future, count = RequestFuture(owner, delivery), sum(map(len, samples))
+    count = sum(map(len, samples))
     bar = tqdm(desc="Generating", total=count, unit=" outputs", disable=not show)
-    delivery.submit(Collector(future, samples, result, bar).samples)
+    future = RequestFuture(owner, delivery, bar)
+    try:
+        delivery.submit(Collector(future, samples, result).samples)
+    except BaseException:
+        bar.close()
+        raise
     return future

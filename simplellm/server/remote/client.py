@@ -1,6 +1,7 @@
 """An engine in another process, for whoever has a use for an `Engine` in this one."""
 
 import itertools
+import logging
 import os
 import queue
 import socket
@@ -33,6 +34,7 @@ from simplellm.server.remote.wire import (
 )
 from simplellm.server.start import WATCHDOG_TIMEOUT
 
+LOGGER = logging.getLogger("simplellm")
 ANSWER_SECONDS = 60.0  # that an answer may take: a first grammar needs some
 END_SECONDS = 5.0  # between the end of a link and that of its process
 LOOK_SECONDS = 0.5  # between two looks at whether the process hangs
@@ -189,26 +191,31 @@ class RemoteEngine(Access):
     def _events(self) -> Iterator[Event]:
         """What becomes of requests, until the process ends: then all of them do."""
         orderly = False
-        for frame in self.frames:
-            if frame["steps"] != self.steps or not self.open:
-                self.steps, self.still = frame["steps"], 0.0
-            for told in frame["events"]:
-                event = event_of(told)
-                if event.finish_reason is not None:
-                    self.open.discard(event.number)
-                yield event
-            for number, found, error in frame["told"]:
-                answer = self.asked.pop(number)
-                if error is None:
-                    answer.set_result(found)
-                else:
-                    answer.set_exception(as_error(error))
-            if "dead" in frame:
-                orderly, cause = True, frame["dead"]
-                self.dead = DistantError(cause) if cause else None
+        try:
+            for frame in self.frames:
+                if frame["steps"] != self.steps or not self.open:
+                    self.steps, self.still = frame["steps"], 0.0
+                for told in frame["events"]:
+                    event = event_of(told)
+                    if event.finish_reason is not None:
+                        self.open.discard(event.number)
+                    yield event
+                for number, found, error in frame["told"]:
+                    answer = self.asked.pop(number)
+                    if error is None:
+                        answer.set_result(found)
+                    else:
+                        answer.set_exception(as_error(error))
+                if "dead" in frame:
+                    orderly, cause = True, frame["dead"]
+                    self.dead = DistantError(cause) if cause else None
+        except Exception as wrong:  # then nothing that comes can be relied on
+            LOGGER.exception("the engine's process sends what can't be read")
+            self._kill()
+            self.dead = DistantError(f"what its process sends can't be read: {wrong!r}")
         ended = "was ended" if self.cancelling else self._end()
         with self.lock:
-            if not (orderly or self.cancelling):
+            if self.dead is None and not (orderly or self.cancelling):
                 self.dead = DistantError(f"its process {ended}")
             self.over = True
             left, asked = sorted(self.open), [*self.asked.values()]
