@@ -37,7 +37,7 @@ from simplellm.server.http.live import live_endpoints
 from simplellm.server.http.openapi import document_endpoints
 from simplellm.server.openai import chat, completions, responses
 
-ACCESS = logging.getLogger("simplellm.engine.client")
+ACCESS = logging.getLogger("simplellm.access")
 ENDPOINTS: list[Endpoint] = [
     *completions.COMPLETIONS,
     *chat.CHATS,
