@@ -18,10 +18,10 @@ import simplellm.engine.scheduler
 from simplellm.base.request import Event, Request
 from simplellm.engine.engine import Engine
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.runner import Flight, Landed
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.runner import Flight, StepOutput
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 
-Seconds = Callable[[Sequence[Work]], float]
+Seconds = Callable[[Sequence[ScheduledChunk]], float]
 
 
 class Clockwork:
@@ -43,9 +43,9 @@ class Clockwork:
         self.now = self.free = 0.0  # the time, and when all that is launched is done
         # Begin and end of each step on the device.
         self.spans: list[tuple[float, float]] = []
-        self.works: list[Sequence[Work]] = []
+        self.scheduled: list[Sequence[ScheduledChunk]] = []
         self.device = torch.device("cpu")
-        self.settle: Callable[[], None] = lambda: None
+        self.drain: Callable[[], None] = lambda: None
         self.mail: list[tuple[float, Request | tuple[int, str]]] = []
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for module in (simplellm.engine.engine, simplellm.engine.scheduler):
@@ -67,7 +67,7 @@ class Clockwork:
         ``aborts`` are times and places of requests among the arrivals.
         """
         self.mail = [
-            (when, Request([0] * prompt, new, submitted=when, number=number))
+            (when, Request([0] * prompt, new, arrival_time=when, number=number))
             for number, (when, prompt, new) in enumerate(arrivals)
         ]
         self.mail += [(when, (number, "abort")) for when, number in aborts]
@@ -104,19 +104,19 @@ class Clockwork:
     def put(self, asked: object) -> None:
         """Nobody has to be woken: whoever submits a request is the one who waits."""
 
-    def launch(self, works: Sequence[Work]) -> Flight:
-        self.now += self.host(works)
+    def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
+        self.now += self.host(scheduled)
         begin = max(self.now, self.free)
-        end = self.free = begin + self.seconds(works)
+        end = self.free = begin + self.seconds(scheduled)
         self.spans.append((begin, end))
-        self.works.append(works)
+        self.scheduled.append(scheduled)
         if self.settles:
-            self.settle()
+            self.drain()
 
-        def wait() -> Landed:
+        def wait() -> StepOutput:
             late = self.now >= end
             self.now = max(self.now, end)
-            count = sum(work.samples for work in works)
-            return Landed([[0]] * count, [None] * count, late=late)
+            count = sum(chunk.samples for chunk in scheduled)
+            return StepOutput([[0]] * count, [None] * count, late=late)
 
         return wait

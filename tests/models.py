@@ -15,7 +15,7 @@ from torch import Tensor
 from simplellm import LLM, EngineConfig
 from simplellm.api.load import EMBEDDED
 from simplellm.base.request import Request
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.text.tokenizer import Tokenizer
 
 CONFIG = replace(TINY, vocab_size=1100)  # more than the tokenizer has
@@ -65,7 +65,7 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
     runner = llm.engine.runner
     start = runner.start
 
-    def scripted(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+    def scripted(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         start(works, sampling)
         with torch.inference_mode():
             for row, request in enumerate(sampling):

@@ -23,7 +23,7 @@ from models import PATIENCE, favor, saying, until
 
 from simplellm import LLM
 from simplellm.base.request import Request
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.server.app import ENDPOINTS, make_app
 from simplellm.server.http.endpoint import Service
 from simplellm.server.http.openapi import openapi
@@ -174,7 +174,7 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
     runner = llm.engine.runner
     start = runner.start
 
-    def scripted(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+    def scripted(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         start(works, sampling)
         with torch.inference_mode():
             for row, request in enumerate(sampling):
@@ -195,7 +195,7 @@ def slow(llm: LLM) -> Iterator[None]:
     """Every step takes a while."""
     start = llm.engine.runner.start
 
-    def late(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+    def late(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         time.sleep(STEP)
         start(works, sampling)
 

@@ -12,7 +12,7 @@ from simplellm.base.request import Event, Request
 from simplellm.engine.engine import Engine
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 
@@ -70,40 +70,47 @@ class Stepper:
         """Begin a sequence; how many of its tokens are there already."""
         request = Request(tokens=list(tokens), max_tokens=1)
         request.number = number
-        request.computed = self.manager.add(number, request.tokens)
+        request.num_computed_tokens = self.manager.add(number, request.tokens)
         self.requests[number] = request
-        return request.computed
+        return request.num_computed_tokens
 
     def fork(self, parent: int, child: int, tokens: Sequence[int]) -> None:
         """Begin a sequence with all that is computed of ``parent``."""
         self.manager.fork(parent, child)
         request = Request(tokens=list(tokens), max_tokens=1)
-        request.number, request.computed = child, self.requests[parent].computed
+        request.number, request.num_computed_tokens = (
+            child,
+            self.requests[parent].num_computed_tokens,
+        )
         self.requests[child] = request
 
     def start(self, lengths: dict[int, int]) -> Tensor:
         """Compute the next tokens of some sequences: logits [B, V] behind the last."""
-        works = []
+        scheduled = []
         for number, length in lengths.items():
             request = self.requests[number]
-            assert self.manager.grow(number, request.computed + length)
-            works.append(Work(request, request.computed, length, samples=True))
-        works.sort(key=lambda work: work.length > 1)  # decodes come first
-        requests = [work.request for work in works]
-        self.runner.start(works, requests)
+            assert self.manager.allocate(number, request.num_computed_tokens + length)
+            scheduled.append(
+                ScheduledChunk(
+                    request, request.num_computed_tokens, length, samples=True
+                )
+            )
+        scheduled.sort(key=lambda chunk: chunk.length > 1)  # decodes come first
+        requests = [chunk.request for chunk in scheduled]
+        self.runner.start(scheduled, requests)
         rows = [requests.index(self.requests[number]) for number in lengths]
-        return self.runner.logits[: len(works)][torch.tensor(rows)].clone()
+        return self.runner.logits[: len(scheduled)][torch.tensor(rows)].clone()
 
     def step(self, lengths: dict[int, int]) -> Tensor:
         """`start`, and book what is computed."""
         logits = self.start(lengths)
         for number, length in lengths.items():
             request = self.requests[number]
-            request.computed += length
-            self.manager.commit(number, request.tokens, request.computed)
+            request.num_computed_tokens += length
+            self.manager.commit(number, request.tokens, request.num_computed_tokens)
         return logits
 
-    def feed(self, number: int, tokens: Sequence[int], prefill: int = 0) -> Tensor:
+    def forward(self, number: int, tokens: Sequence[int], prefill: int = 0) -> Tensor:
         """Logits behind a prefill and each token that is fed after it: [T, V]."""
         self.add(number, tokens)
         lengths = [prefill] * (prefill > 0) + [1] * (len(tokens) - prefill)

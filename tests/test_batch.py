@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from simplellm.model.batch import Batch
-from simplellm.model.gather import READ, alike
+from simplellm.model.gather import READ, bucket_by_length
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 8)])
@@ -36,13 +36,13 @@ def test_numpy_s_views_are_those_of_torch() -> None:
 
 
 def test_rows_of_equal_length_go_together() -> None:
-    assert [len(rows) for rows in alike(np.full(65, 30))] == [64, 1]
+    assert [len(rows) for rows in bucket_by_length(np.full(65, 30))] == [64, 1]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_of_like_lengths(seed: int) -> None:
     lengths = np.random.default_rng(seed).lognormal(5, 2, 200).astype(int) + 1
-    batches = list(alike(lengths))
+    batches = list(bucket_by_length(lengths))
     assert sorted(np.concatenate(batches)) == list(range(200))
     for rows in batches:
         longest = lengths[rows].max()

@@ -17,7 +17,7 @@ from serving import Served, serving
 from test_dialects import CALL, QWEN_PARTS, QWEN_TURN, USER, WEATHER
 
 from simplellm import LLM
-from simplellm.api.input_processor import Door
+from simplellm.api.input_processor import InputProcessor
 from simplellm.api.load import load
 from simplellm.api.outputs import is_reasoning
 from simplellm.text.dialects.dialect import HARMONY
@@ -31,10 +31,12 @@ PARAMETERS = WEATHER["function"]["parameters"]
 def family_llm(folder: Path, kind: str) -> LLM:
     """A random model with the text side of another family."""
     loaded = load(folder, replace(SMALL, **LARGE))
-    config = replace(loaded.door.config, model_type="qwen3")
-    door = Door.open(write_text_side(folder, kind), config)
-    door = replace(door, max_model_len=loaded.door.max_model_len)
-    return LLM.of(replace(loaded, door=door))
+    config = replace(loaded.input_processor.config, model_type="qwen3")
+    input_processor = InputProcessor.open(write_text_side(folder, kind), config)
+    input_processor = replace(
+        input_processor, max_model_len=loaded.input_processor.max_model_len
+    )
+    return LLM.of(replace(loaded, input_processor=input_processor))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def test_what_ends_a_turn_and_begins_a_text(served: Served) -> None:
     assert llm.tokenizer.special["<|im_end|>"] in llm.eos_token_ids
     ids = llm.tokenizer.encode("Hi")
     answer = served.post("/tokenize", {"prompt": "Hi"}).json()
-    assert answer["tokens"] == [*llm.door.dialect.begin, *ids]
+    assert answer["tokens"] == [*llm.input_processor.dialect.begin, *ids]
 
 
 def test_a_turn_in_python(llm: LLM) -> None:
@@ -74,7 +76,7 @@ def test_a_turn_in_python(llm: LLM) -> None:
         for n in range(2)
     ]
     messages = [USER, found.choices[0].message(), *results]
-    asked = llm.door.ask_chat(messages, tools=[WEATHER])
+    asked = llm.input_processor.process_chat(messages, tools=[WEATHER])
     prompt = llm.tokenizer.decode(asked.tokens)
     assert f"<think>\n{REASONING}\n</think>\n\n{CONTENT}" in prompt
     assert "<tool_response>\n0!\n</tool_response>\n<tool_response>\n1!" in prompt
@@ -82,18 +84,18 @@ def test_a_turn_in_python(llm: LLM) -> None:
 
 def test_a_template_looks_at_what_it_is_told(served: Served, llm: LLM) -> None:
     options = {"chat_template_kwargs": {"enable_thinking": False}}
-    asked = llm.door.ask_chat([USER], **options)
+    asked = llm.input_processor.process_chat([USER], **options)
     assert llm.tokenizer.decode(asked.tokens).endswith("<think>\n\n</think>\n\n")
     answer = served.post("/v1/chat/completions", {"messages": [USER], **options})
     assert answer.json()["usage"]["prompt_tokens"] == len(asked.tokens)
     unseen: list[dict[str, Any]] = [{"messages": []}, {"x": "<|im_end|>"}]
     for odd in unseen:  # change nothing
-        same = llm.door.ask_chat([USER], chat_template_kwargs=odd)
-        assert same.tokens == llm.door.ask_chat([USER]).tokens
+        same = llm.input_processor.process_chat([USER], chat_template_kwargs=odd)
+        assert same.tokens == llm.input_processor.process_chat([USER]).tokens
     with pytest.raises(ValueError, match="chat_template_kwargs"):
-        replace(llm.door, dialect=HARMONY).ask_chat([USER], **options)
+        replace(llm.input_processor, dialect=HARMONY).process_chat([USER], **options)
     with pytest.raises(TypeError, match="chat_template_kwargs"):
-        llm.door.ask_chat([USER], chat_template_kwargs=5)
+        llm.input_processor.process_chat([USER], chat_template_kwargs=5)
 
 
 def test_stop_strings_count_in_the_answer_only(llm: LLM) -> None:
@@ -148,7 +150,7 @@ def test_a_text_that_has_to_fit(served: Served, llm: LLM) -> None:
     pytest.importorskip("llguidance")
     schema = {"name": "a", "schema": PARAMETERS, "strict": True}
     form = {"type": "json_schema", "json_schema": schema}
-    asked = llm.door.ask_chat([USER], response_format=form)
+    asked = llm.input_processor.process_chat([USER], response_format=form)
     thinking = "<think>\nHm.\n</think>\n\n"
     assert accepts(llm, asked, thinking + '{"city": "Rome"}')
     assert accepts(llm, asked, '{"city": "Rome"}')
@@ -156,7 +158,9 @@ def test_a_text_that_has_to_fit(served: Served, llm: LLM) -> None:
     assert not accepts(llm, asked, "Rome")
     function = {**WEATHER["function"], "strict": True}
     tools = [{"type": "function", "function": function}]
-    asked = llm.door.ask_chat([USER], tools=tools, tool_choice="required")
+    asked = llm.input_processor.process_chat(
+        [USER], tools=tools, tool_choice="required"
+    )
     start, end = '<tool_call>\n{"name": "get_weather", "arguments": ', "}\n</tool_call>"
     assert accepts(llm, asked, f'{start}{{"city": "Rome"}}{end}')
     assert not accepts(llm, asked, f'{start}{{"city": "Pisa"}}{end}')

@@ -354,7 +354,7 @@ def answering(
 @pytest.fixture
 def served(answering: Served) -> Served:
     """One of those that know how calls are written."""
-    if not answering.service.llm.door.dialect.several_calls:
+    if not answering.service.llm.input_processor.dialect.several_calls:
         pytest.skip("its template knows no calls")
     return answering
 
@@ -448,7 +448,9 @@ def test_answers_that_fit_are_served(
         jsonschema.validate(json.loads(text), RESULT)
         assert not calls
     special = llm.tokenizer.special
-    end = next(name for name in reversed(llm.door.dialect.ends) if name in special)
+    end = next(
+        name for name in reversed(llm.input_processor.dialect.ends) if name in special
+    )
     with saying(llm, ADDED + end):
         found = llm.chat([USER], response_format=FORMAT)
     assert (found.content, found.finish_reason) == (ADDED, "stop")
@@ -460,7 +462,7 @@ def test_calls_without_a_form_are_refused_as_served(
     answering: Served, path: str
 ) -> None:
     llm = answering.service.llm
-    if llm.door.dialect.several_calls:
+    if llm.input_processor.dialect.several_calls:
         pytest.skip("its calls have a form")
     said = {"input": USER["content"]} if path == ITEMS else {"messages": [USER]}
     said |= {LIMIT[path]: 4}
@@ -501,7 +503,7 @@ def test_a_second_call_is_served_if_it_may_be(
 ) -> None:
     llm, kind = served.service.llm, request.node.callspec.params["answering"]
     written = f"{ONE[kind]}; {ONE[kind]}" if kind == "llama" else WRITTEN[kind]
-    with saying(llm, written + llm.door.dialect.ends[0]):
+    with saying(llm, written + llm.input_processor.dialect.ends[0]):
         _, calls = parts_of(path, ask(served, path, TOOLS[path]))
         _, alone = parts_of(path, ask(served, path, TOOLS[path] | ALONE[path]))
         options = {"tools": TOOLS[CHAT]["tools"], "max_tokens": 300, "temperature": 0}
@@ -533,7 +535,7 @@ def test_a_streamed_call_adds_up(served: Served) -> None:
 def test_an_answer_like_a_call_is_served_as_an_answer(served: Served) -> None:
     llm = served.service.llm
     options = {"response_format": {"type": "json_object"}, "logprobs": True}
-    with saying(llm, LIKE_A_CALL + llm.door.dialect.ends[0]):
+    with saying(llm, LIKE_A_CALL + llm.input_processor.dialect.ends[0]):
         assert parts_of(CHAT, ask(served, CHAT, options)) == (LIKE_A_CALL, [])
 
 
@@ -616,6 +618,6 @@ def test_what_was_called_is_shown_alike(served: Served, key: str) -> None:
     assert prompts[0] == prompts[1] == prompts[2]
     shown, special = llm.tokenizer.decode(prompts[0]), llm.tokenizer.special
     assert "find" in shown and "Rome" in shown and "blue" in shown
-    begin = llm.door.dialect.begin
+    begin = llm.input_processor.dialect.begin
     assert sum(id in begin for id in prompts[0]) == len(begin), "once"
     assert (THOUGHT in shown) == ("<think>" in special)

@@ -28,7 +28,7 @@ from torch import Tensor
 from simplellm import EngineError, SamplingParams, load_model
 from simplellm.base.request import UNKNOWN, Event, QueueFullError, Request
 from simplellm.engine.engine import Engine
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -219,9 +219,11 @@ def test_a_mask_knows_the_last_token_while_the_next_step_is_computed(
     known, flights = [], []
     start, choose = engine.runner.start, engine.runner.choose
 
-    def watch_start(works: Sequence[Work], sampling: Sequence[Request]) -> None:
+    def watch_start(
+        scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
+    ) -> None:
         flights.append(len(engine.flights))
-        start(works, sampling)
+        start(scheduled, sampling)
 
     def watch_choose(requests: Sequence[Request]) -> Any:
         known.append(all(UNKNOWN not in request.tokens for request in requests))
@@ -252,10 +254,10 @@ def test_a_step_may_land_several_tokens(model: Model, right: Recompute) -> None:
     }
     launch = engine.runner.launch
 
-    def several(works: Sequence[Work]) -> Any:
-        landed = launch(works)()
-        tokens = [next(script[w.request.number]) for w in works if w.samples]
-        return lambda: landed._replace(tokens=tokens)
+    def several(scheduled: Sequence[ScheduledChunk]) -> Any:
+        output = launch(scheduled)()
+        tokens = [next(script[w.request.number]) for w in scheduled if w.samples]
+        return lambda: output._replace(tokens=tokens)
 
     engine.runner.launch = several
     # A request of which several tokens are known has their keys and values computed.
@@ -366,13 +368,13 @@ def test_ten_thousand_prompts_in_one_call(make: Any) -> None:
 # Faults
 
 
-def inject(engine: Engine, fault: Callable[[Sequence[Work]], bool]) -> None:
+def inject(engine: Engine, fault: Callable[[Sequence[ScheduledChunk]], bool]) -> None:
     """Lets a step fail, its pass already made, if ``fault`` says so of its works."""
     launch = engine.runner.launch
 
-    def failing(works: Sequence[Work]) -> Any:
-        flight = launch(works)
-        if fault(works):
+    def failing(scheduled: Sequence[ScheduledChunk]) -> Any:
+        flight = launch(scheduled)
+        if fault(scheduled):
             raise ZeroDivisionError("injected")
         return flight
 
@@ -393,8 +395,8 @@ def test_a_request_that_makes_its_steps_fail_harms_no_other(
     samples = [[r, *r.siblings] for r in requests]
     inject(
         engine,
-        lambda works: any(
-            w.request.number in bad and w.request.num_output == 5 for w in works
+        lambda scheduled: any(
+            w.request.number in bad and w.request.num_output == 5 for w in scheduled
         ),
     )
     engine.submit(requests)
@@ -418,8 +420,8 @@ def test_a_failure_after_the_pass_leaves_no_wrong_pages(make: Any) -> None:
     engine = make()
     launch = engine.runner.launch
 
-    def spoil(works: Sequence[Work]) -> Any:
-        launch(works)
+    def spoil(scheduled: Sequence[ScheduledChunk]) -> Any:
+        launch(scheduled)
         engine.runner.pool.memory.fill_(math.nan)
         raise ZeroDivisionError("injected")
 
@@ -531,8 +533,8 @@ def test_nobody_waits_for_a_step(model: Model) -> None:
     launch = engine.runner.launch
     entered, release = threading.Event(), threading.Event()
 
-    def slow(works: Sequence[Work]) -> Any:
-        flight = launch(works)
+    def slow(scheduled: Sequence[ScheduledChunk]) -> Any:
+        flight = launch(scheduled)
 
         def wait() -> Any:
             entered.set()
@@ -580,9 +582,13 @@ def test_stats_add_up(make: Any) -> None:
 # Rest: the next step is scheduled late in a long one
 
 
-def mostly(decodes: float, prompts: float = 0.02) -> Callable[[Sequence[Work]], float]:
+def mostly(
+    decodes: float, prompts: float = 0.02
+) -> Callable[[Sequence[ScheduledChunk]], float]:
     """Seconds of a step: some of decodes, others if there are prompts in it."""
-    return lambda works: prompts if any(w.length > 1 for w in works) else decodes
+    return lambda scheduled: (
+        prompts if any(w.length > 1 for w in scheduled) else decodes
+    )
 
 
 def first_tokens(patch: pytest.MonkeyPatch, clockwork: Clockwork) -> float:
@@ -627,8 +633,8 @@ def test_steps_that_become_short_are_waited_for_only_a_few_times(
 ) -> None:
     """Of 20 ms while 32 decode, and of 2 ms once a single one is left."""
 
-    def seconds(works: Sequence[Work]) -> float:
-        return 0.02 if len(works) > 1 else 0.002
+    def seconds(scheduled: Sequence[ScheduledChunk]) -> float:
+        return 0.02 if len(scheduled) > 1 else 0.002
 
     clockwork = Clockwork(monkeypatch, seconds, lambda _: 0.001)
     clockwork.run([(0, 8, 100)] * 31 + [(0, 8, 300)])
@@ -661,5 +667,5 @@ def test_an_abort_is_carried_out_in_a_rest(monkeypatch: pytest.MonkeyPatch) -> N
     found = clockwork.run([(0, 8, 90)] * 2, aborts=[(3.001, 0)])
     assert [len(found[n]) for n in (0, 1)] == [61, 90]
     assert found[0][-1].finish_reason == "abort"
-    ended = [len(works) for works in clockwork.works].index(1)
+    ended = [len(scheduled) for scheduled in clockwork.scheduled].index(1)
     assert clockwork.spans[ended][0] < 3.001 + 0.05

@@ -167,7 +167,7 @@ def run_case(
     engine = make_engine(model, make_config(chance), overlap=chance.random() < 0.5)
     if captured:
         runner = engine.runner
-        runner._pages = lambda works: runner.pages  # type: ignore
+        runner._pages = lambda scheduled: runner.pages  # type: ignore
         runner.capture(range(1, len(runner.output) + 1, 2), (4, 8, 24, 64))
     manager = engine.scheduler.manager
     numbers = itertools.count()

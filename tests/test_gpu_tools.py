@@ -167,7 +167,7 @@ def test_requests_at_random_points_of_their_lives_fill_the_cache(prompt, answer)
     for number in range(count):
         length = prompt + chance.randrange(answer)
         manager.add(number, [0] * length)
-        assert manager.grow(number, length)
+        assert manager.allocate(number, length)
         manager.commit(number, [0] * length, length)
     assert 0.85 < manager.usage < 1
     assert manager.free_tokens > prompt

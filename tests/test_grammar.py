@@ -23,9 +23,9 @@ from simplellm import LLM
 from simplellm.api.outputs import RequestOutput
 from simplellm.api.reader import future_of
 from simplellm.api.results import outputs
-from simplellm.base.grammar import Filler, Grammar, GrammarError, llguidance
+from simplellm.base.grammar import BitmaskFiller, Grammar, GrammarError, llguidance
 from simplellm.base.request import EngineError, Request
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.structured.rules import rules_text, schema_rules
 from simplellm.structured.vocabulary import MOST_FORCED, QUICK, Grammars
 from simplellm.text.dialects.dialect import HARMONY
@@ -66,7 +66,7 @@ def run(llm: LLM, asked: Sequence[Request]) -> list[RequestOutput]:
 
 def ask(llm: LLM, grammar: Any, prompt: str = "Hello", **options: Any) -> Request:
     params = {"max_tokens": 40, "temperature": 0, **options}
-    return replace(llm.door.ask(prompt, None, params), grammar=grammar)
+    return replace(llm.input_processor.process(prompt, None, params), grammar=grammar)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
@@ -103,9 +103,9 @@ def test_forced_tokens_take_no_step_of_their_own(
     seen: list[int] = []
     start = llm.engine.runner.start
 
-    def watch(works: Sequence[Work], sampling: Sequence[Request]) -> None:
-        seen.append(len(works))
-        start(works, sampling)
+    def watch(scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
+        seen.append(len(scheduled))
+        start(scheduled, sampling)
 
     llm.engine.runner.start = watch  # type: ignore[method-assign]
     try:
@@ -267,10 +267,10 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
     wanted = [output.token_ids for output in run(llm, others)]
     launch, sizes, failed = llm.engine.runner.launch, list[int](), list[int]()
 
-    def counting(works: Sequence[Work]) -> Any:
-        sizes.append(len(works))
+    def counting(scheduled: Sequence[ScheduledChunk]) -> Any:
+        sizes.append(len(scheduled))
         try:
-            return launch(works)
+            return launch(scheduled)
         except GrammarError:
             failed.append(len(sizes))
             raise
@@ -341,7 +341,7 @@ def test_walks_of_a_grammar_have_several_lexers(
         for walk in walks:
             walk.advance(grammars.tokenizer.encode(text))
         bits = np.zeros((5, -(-grammars.vocab_size // 32)), np.uint32)
-        Filler().fill(walks, bits)
+        BitmaskFiller().fill(walks, bits)
         assert bits.any() and (bits == bits[0]).all()
 
 
@@ -420,7 +420,7 @@ def test_a_first_grammar_stops_nobody(large: LLM) -> None:
         for number, _ in enumerate(stream):
             came.append(time.perf_counter())
             if number == 30:
-                first = pool.submit(large.door.ask, [1], None, asked)
+                first = pool.submit(large.input_processor.process, [1], None, asked)
             if number > 30 and first.done():
                 break
     assert first.result().grammar is not None

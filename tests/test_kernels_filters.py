@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams
-from simplellm.engine.sampler import Columns
+from simplellm.engine.sampler import SamplingTensors
 from simplellm.model import ops
 from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.filters import TALLY_BLOCK, bounds
@@ -45,7 +45,7 @@ def filters_of(params, logits):
 
 def agree(logits, params):
     """The kernel keeps what sorting keeps, and the same tokens are drawn."""
-    columns = Columns.of(params, logits.shape[1], logits.device)
+    columns = SamplingTensors.of(params, logits.shape[1], logits.device)
     best, filters = logits.argmax(-1).int(), columns.filters
     if filters is None:
         return
@@ -144,7 +144,7 @@ def test_nothing_kept_for_nan_is_out_of_bounds(kernel_device):
     logits[0] = torch.nan
     logits[1, 7] = 50.0
     params = [SamplingParams(top_k=3, top_p=0.5, seed=1)] * 2
-    columns = Columns.of(params, 100, logits.device)
+    columns = SamplingTensors.of(params, 100, logits.device)
     best = torch.tensor([0, 7], dtype=torch.int32, device=kernel_device)
     steps = torch.zeros(2, dtype=torch.int64, device=kernel_device)
     heat, seeds = columns.temperature, columns.seeds

@@ -83,7 +83,7 @@ class Model:
             out = ops.attend(q, keys, values, group, layer.attn.sinks)
             update = ops.project(out.flatten(1), layer.attn.o, layer.attn.o_bias)
             x, h = ops.add_norm(x, update, layer.mlp_norm, EPS)
-            update = layer.mlp.feed(ops, h, batch.live)
+            update = layer.mlp.forward(ops, h, batch.live)
         hidden = ops.add_norm(x, update, self.norm, EPS)[1]
         logits = hidden.new_empty(len(batch.samples), VOCABULARY)
         best = ops.head(hidden[batch.samples], self.lm_head, logits)

@@ -16,7 +16,7 @@ from simplellm.base.config import GPT_OSS_20B, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
 from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.formats import SCHEMES, SQUARES, formats, read_quantization
-from simplellm.engine.graphs import MIXED_SIZES, Room
+from simplellm.engine.graphs import MIXED_SIZES, CaptureShape
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.warmup import (
@@ -135,11 +135,11 @@ def rehearsed(config: ModelConfig, batch_invariant: bool) -> None:
     manager = PageManager(4, 64, window=config.windows[-1])
     runner = Runner(model, pool, manager, EngineConfig().resolved("cpu"), 4096)
     for tokens in (1, 2, 8, 64):
-        rehearse(runner, Room(tokens, tokens), ops)
+        rehearse(runner, CaptureShape(tokens, tokens), ops)
     for tokens in (2, 64, 300, 2048):
-        rehearse(runner, Room(tokens, 0, 1), ops)
+        rehearse(runner, CaptureShape(tokens, 0, 1), ops)
     for tokens in MIXED_SIZES:
-        rehearse(runner, Room.mixed(tokens, 64), ops)
+        rehearse(runner, CaptureShape.mixed(tokens, 64), ops)
     for tokens in (64, 2048):
         rehearse_experts(runner, tokens, ops)
     for params in DRAWS:

@@ -388,7 +388,9 @@ async def awaited(future: Any) -> Any:
 
 def test_a_chat_may_know_the_date(llm: LLM) -> None:
     def prompt(**options: Any) -> str:
-        return llm.tokenizer.decode(llm.door.ask_chat(HELLO, **options).tokens)
+        return llm.tokenizer.decode(
+            llm.input_processor.process_chat(HELLO, **options).tokens
+        )
 
     assert "Current date: 2026-11-22" in prompt(current_date="2026-11-22")
     assert "Current date" not in prompt()
@@ -997,7 +999,7 @@ def test_a_share_of_the_gpus_memory_is_what_is_left_of_it(
 
 def test_control_tokens_by_name_are_a_rendered_prompt(llm: LLM, say: Any) -> None:
     """What others give as text is encoded with ``special`` here."""
-    ids = llm.door.ask_chat(HELLO).tokens
+    ids = llm.input_processor.process_chat(HELLO).tokens
     text = llm.tokenizer.decode(ids)
     assert llm.tokenizer.encode(text, special=True) == ids
     assert llm.tokenizer.encode(text) != ids

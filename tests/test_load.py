@@ -224,11 +224,11 @@ def test_a_turn_ends_by_config_generation_config_and_harmony(
     for ends, listed in ((12, {12}), ([12, 13], {12, 13})):
         generation = json.dumps({"eos_token_id": ends, "temperature": 0.5})
         (tmp_path / "generation_config.json").write_text(generation)
-        door = load(tmp_path, device="cpu").door
+        input_processor = load(tmp_path, device="cpu").input_processor
         names = ("<|return|>", "<|call|>", "<|endoftext|>")
-        harmony = {door.need_tokenizer().special[name] for name in names}
-        assert door.eos_token_ids == {11} | listed | harmony
-        assert door.default_params == SamplingParams(temperature=0.5)
+        harmony = {input_processor.need_tokenizer().special[name] for name in names}
+        assert input_processor.eos_token_ids == {11} | listed | harmony
+        assert input_processor.default_params == SamplingParams(temperature=0.5)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_a_prompt_that_begins_again_is_scored_once(model: Model, overlap: bool) 
     engine.submit([request])
     for _ in range(3):
         engine.step()
-    assert 0 < request.computed < 30 and len(engine.flights) == overlap
+    assert 0 < request.num_computed_tokens < 30 and len(engine.flights) == overlap
     engine.scheduler._preempt(request)
     first, *_ = finish(engine)[0]
     assert_scored(first.prompt_logprobs, model.logits(ids), ids, 1)

@@ -16,9 +16,14 @@ from stepping import drain, make_engine
 
 from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Request
-from simplellm.engine.sampler import Columns
+from simplellm.engine.sampler import SamplingTensors
 from simplellm.model.model import Model
-from simplellm.sampling.allowed_tokens import Choices, bad_sequences, pack, without
+from simplellm.sampling.allowed_tokens import (
+    AllowedTokens,
+    bad_sequences,
+    pack,
+    without,
+)
 from simplellm.sampling.filters import Mask, apply_mask
 from simplellm.sampling.masks import Masks, on_device
 
@@ -80,7 +85,7 @@ def test_choices_are_what_the_rules_say(
     params = SamplingParams(min_tokens=min_tokens, allowed_token_ids=allowed)
     request = Request([*prompt], 9, params, stops, bad_sequences=bad)
     request.tokens += output
-    choices = Choices(request, SMALL)
+    choices = AllowedTokens(request, SMALL)
     row = on_device(choices, request, CPU)
     wanted = {*range(SMALL)} - forbidden(request.tokens, len(prompt), request, SMALL)
     assert allowed_by(row.numpy(), SMALL) == wanted
@@ -226,14 +231,14 @@ def test_what_a_batch_asks_for_is_sent_once_while_it_stays(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where every step needs the last token, and tells of the whole vocabulary."""
-    made: list[Columns] = []
-    of = Columns.of
+    made: list[SamplingTensors] = []
+    of = SamplingTensors.of
 
-    def counting(*arguments: Any) -> Columns:
+    def counting(*arguments: Any) -> SamplingTensors:
         made.append(of(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(Columns, "of", counting)
+    monkeypatch.setattr(SamplingTensors, "of", counting)
     words = ["no such word", "nor this one"]
     assert all(len(found) > 1 for found in bad_sequences(words, llm.tokenizer))
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "bad_words": words}
@@ -290,6 +295,6 @@ def test_a_bad_word_may_come_where_nothing_else_can(llm: LLM) -> None:
         bad_sequences=[(a, a), (a, b), (b, a), (b, b)],
     )
     request.tokens.append(a)
-    choices = Choices(request, llm.config.vocab_size)
+    choices = AllowedTokens(request, llm.config.vocab_size)
     row = on_device(choices, request, CPU)
     assert allowed_by(row.numpy(), llm.config.vocab_size) == {a, b}

@@ -140,7 +140,7 @@ def test_decodes_give_the_recomputed_logits(models: Any, name: str, table: str) 
     """Token by token; what one step gives stays when the next one comes."""
     ids = prompt(CONFIGS[name], 25)
     expected = models(name, "plain").logits(ids)
-    assert_same(Stepper(models(name, table)).feed(3, ids), expected)
+    assert_same(Stepper(models(name, table)).forward(3, ids), expected)
     assert_same(models(name, table).logits(ids), expected)
 
 
@@ -175,7 +175,7 @@ def test_a_fork_goes_its_own_way(models: Any, name: str, table: str, seed: int) 
         length = chance.choice([1, 1, 1, 1, 3])
         step = {n: min(length, stepper.requests[n].missing) for n in chosen}
         for n, row in zip(step, stepper.step(step), strict=True):
-            assert_same(row, expected[n][stepper.requests[n].computed - 1])
+            assert_same(row, expected[n][stepper.requests[n].num_computed_tokens - 1])
         check_integrity(stepper.manager)
 
 
@@ -205,7 +205,7 @@ def test_the_embedded_model_across_its_window(chunk: int) -> None:
     stepper.add(7, text)
     while missing := stepper.requests[7].missing:
         found = stepper.step({7: min(chunk, missing)})
-        assert_same(found[0], expected[stepper.requests[7].computed - 1])
+        assert_same(found[0], expected[stepper.requests[7].num_computed_tokens - 1])
 
 
 # Model.logits
@@ -269,7 +269,7 @@ def test_threads_share_a_model(models: Any) -> None:
     found: dict[int, Tensor] = {}
 
     def work(number: int) -> None:
-        found[number] = Stepper(model).feed(0, texts[number])
+        found[number] = Stepper(model).forward(0, texts[number])
 
     threads = [threading.Thread(target=work, args=[n]) for n in range(2)]
     for thread in threads:
@@ -336,7 +336,7 @@ def test_extreme_gates_overflow_to_nothing(tmp_path: Path, recwarn: Any) -> None
     plain = load_model(folder, device="cpu", ops=replace(PLAIN, prepare=extreme))
     both = replace(NUMPY, prepare=lambda layer: NUMPY.prepare(extreme(layer)))
     recwarn.clear()
-    found = Stepper(load_model(folder, device="cpu", ops=both)).feed(0, ids)
+    found = Stepper(load_model(folder, device="cpu", ops=both)).forward(0, ids)
     assert not recwarn.list
     assert_same(found, plain.logits(ids))
 

@@ -145,7 +145,7 @@ MUTATIONS = {
 }
 
 
-READS = reads.decode_reads
+READS = reads.plan_gathers
 DECODING = {
     "window of a decode too narrow": Mutation(
         READS, "ends + 1 - window", "ends + 2 - window"
@@ -281,7 +281,7 @@ def decode_beside_another(
     lengths = [25, 15] + [1] * (len(ids) - 40)
     for length in lengths:
         found = stepper.step({0: length, 1: 1} if length == 1 else {0: length})
-        places.append(stepper.requests[0].computed - 1)
+        places.append(stepper.requests[0].num_computed_tokens - 1)
         logits.append(found[0])
     return places, torch.stack(logits)
 

@@ -514,9 +514,9 @@ def test_long_contexts_are_not_padded_to_the_longest(attend, window) -> None:
     found = pages.attend(attend, pages.sinks)
     for mine, other in zip(found, pages.expected(pages.sinks), strict=True):
         torch.testing.assert_close(mine, other, **TOLERANCE)
-    cells = sum(read.cells.size for read in pages.group.reads)
+    slots = sum(read.slots.size for read in pages.group.gather_plans)
     seen = [min(length, window or length) for length in pages.lengths[:-1]]
-    assert cells <= 2 * sum(max(length, 64) for length in seen)
+    assert slots <= 2 * sum(max(length, 64) for length in seen)
 
 
 @pytest.mark.parametrize("with_sinks", [True, False])
@@ -799,7 +799,7 @@ def test_dense_is_the_mlp_of_qwen3() -> None:
     x = normal(7, 48)
     expected = theirs(x).detach()
     torch.testing.assert_close(ops.dense(x, mlp), expected)
-    torch.testing.assert_close(mlp.feed(PLAIN, x, LIVE), expected)
+    torch.testing.assert_close(mlp.forward(PLAIN, x, LIVE), expected)
 
 
 def test_dense_adds_its_biases() -> None:
@@ -858,7 +858,7 @@ def test_numpy_computes_what_pytorch_does(count: int, pack: bool) -> None:
         residual, h = table.add_norm(x, update, mine.mlp_norm, 1e-5)
         assert residual is x
         found |= {"sum": residual.clone(), "norm of a sum": h.clone()}
-        found["experts"] = mine.mlp.feed(table, h, LIVE)
+        found["experts"] = mine.mlp.forward(table, h, LIVE)
         logits = torch.full((count, 50), torch.nan)
         found["best"] = table.head(h, embedding, logits)
         found["logits"] = logits

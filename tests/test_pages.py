@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from simplellm.engine.page_manager import NULL, PageManager, page_digest
+from simplellm.engine.page_manager import NULL, PageManager, hash_page
 from simplellm.model.kv_pool import KVPool
 
 # The books
@@ -27,7 +27,7 @@ from simplellm.model.kv_pool import KVPool
 
 def compute(manager: PageManager, sequence: int, tokens: Sequence[int], end: int):
     """Grow and commit as a step would, without any tensors."""
-    assert manager.grow(sequence, end)
+    assert manager.allocate(sequence, end)
     manager.take_copies()
     manager.commit(sequence, tokens, end)
     check_integrity(manager)
@@ -38,7 +38,7 @@ class Known:
     """What the plain model knows of a sequence."""
 
     tokens: list[int]
-    computed: int
+    num_computed_tokens: int
 
 
 PICK = st.integers(0, 99)  # one of those there are, counted round and round
@@ -97,16 +97,18 @@ class Books(RuleBasedStateMachine):
         """
         manager, running = self.manager, []
         for (name, known), length in zip(self.sequences.items(), lengths, strict=False):
-            if known.computed == len(known.tokens):
+            if known.num_computed_tokens == len(known.tokens):
                 known.tokens = [*known.tokens, token]
             chunk = min(length, manager.max_chunk or length)
-            end = min(known.computed + chunk, len(known.tokens), manager.max_tokens)
-            if end > known.computed and self.grow(name, end):
+            end = min(
+                known.num_computed_tokens + chunk, len(known.tokens), manager.max_tokens
+            )
+            if end > known.num_computed_tokens and self.allocate(name, end):
                 running.append((name, known, end))
         self.copy()
         for name, known, end in running:
             for group, pages in enumerate(manager.tables[name].groups):
-                for position in range(known.computed, end):
+                for position in range(known.num_computed_tokens, end):
                     index, place = divmod(position, manager.page_size)
                     self.write(name, pages[index])
                     prefix = tuple(known.tokens[: position + 1])
@@ -116,7 +118,7 @@ class Books(RuleBasedStateMachine):
             if unknown and end == len(known.tokens):
                 tokens[-1] = -1
             manager.commit(name, tokens, end)
-            known.computed = end
+            known.num_computed_tokens = end
 
     def write(self, name: int, page: int) -> None:
         """Nobody else holds a page that is written to, or can find it by its tokens."""
@@ -127,7 +129,7 @@ class Books(RuleBasedStateMachine):
             if page in pages
         ]
         assert holders == [name]
-        assert page not in self.manager.names
+        assert page not in self.manager.hash_of
 
     @rule()
     def prefill(self):
@@ -139,13 +141,15 @@ class Books(RuleBasedStateMachine):
     def fail(self, pick, length):
         """A step that never happens: room is made and nothing computed."""
         name = self.picked(pick)
-        end = self.sequences[name].computed + min(length, self.manager.max_chunk or 9)
+        end = self.sequences[name].num_computed_tokens + min(
+            length, self.manager.max_chunk or 9
+        )
         if end <= self.manager.max_tokens:
-            self.grow(name, end)
+            self.allocate(name, end)
 
-    def grow(self, name: int, end: int) -> bool:
+    def allocate(self, name: int, end: int) -> bool:
         before = repr(vars(self.manager))
-        grown = self.manager.grow(name, end)
+        grown = self.manager.allocate(name, end)
         if not grown:
             assert repr(vars(self.manager)) == before, "a refusal changed something"
             assert len(self.sequences) > 1, "no room for a sequence that is alone"
@@ -164,19 +168,21 @@ class Books(RuleBasedStateMachine):
         parent = self.picked(pick)
         known, name = self.sequences[parent], self.name()
         self.manager.fork(parent, name)
-        tokens = [*known.tokens[: known.computed], last]
-        self.sequences[name] = Known(tokens, known.computed)
+        tokens = [*known.tokens[: known.num_computed_tokens], last]
+        self.sequences[name] = Known(tokens, known.num_computed_tokens)
 
-    @precondition(lambda self: any(k.computed for k in self.sequences.values()))
+    @precondition(
+        lambda self: any(k.num_computed_tokens for k in self.sequences.values())
+    )
     @rule(pick=PICK, back=PICK, last=st.integers(0, 1))
     def truncate(self, pick, back, last):
         """Go on from an earlier token, with another one perhaps."""
         manager = self.manager
-        begun = sorted(n for n, k in self.sequences.items() if k.computed)
+        begun = sorted(n for n, k in self.sequences.items() if k.num_computed_tokens)
         name = begun[pick % len(begun)]
         known = self.sequences[name]
-        most = min(known.computed - 1, 2 * manager.page_size)
-        length = known.computed - back % (most + 1)
+        most = min(known.num_computed_tokens - 1, 2 * manager.page_size)
+        length = known.num_computed_tokens - back % (most + 1)
         before = repr(vars(manager))
         if manager.truncate(name, length):
             self.sequences[name] = Known([*known.tokens[:length], last], length)
@@ -218,10 +224,10 @@ class Books(RuleBasedStateMachine):
         origin = {target: source for source, target in manager._copies}
         for name, known in self.sequences.items():
             table = manager.tables[name]
-            assert table.computed == known.computed
+            assert table.num_computed_tokens == known.num_computed_tokens
             for group, window in enumerate(manager.windows):
-                oldest = 0 if window is None else known.computed + 1 - window
-                for position in range(max(0, oldest), known.computed):
+                oldest = 0 if window is None else known.num_computed_tokens + 1 - window
+                for position in range(max(0, oldest), known.num_computed_tokens):
                     index, place = divmod(position, manager.page_size)
                     page = table.groups[group][index]
                     while page in origin:
@@ -236,9 +242,9 @@ class Books(RuleBasedStateMachine):
         for known in self.sequences.values():
             digest = b""
             for end in range(size, len(known.tokens) + 1, size):
-                digest = page_digest(digest, known.tokens[end - size : end])
+                digest = hash_page(digest, known.tokens[end - size : end])
                 chains[digest] = tuple(known.tokens[:end])
-        for (group, digest), page in self.manager.named.items():
+        for (group, digest), page in self.manager.page_of.items():
             if digest in chains:
                 for place in range(size):
                     count = len(chains[digest]) - size + place + 1
@@ -275,7 +281,7 @@ def test_the_books_of_long_lives(seed: int) -> None:
             lengths = [rng.randrange(1, 9) for _ in range(6)]
             books.step(lengths=lengths, token=bit, unknown=rng.random() < 0.5)
         elif name == "truncate":
-            if any(known.computed for known in books.sequences.values()):
+            if any(known.num_computed_tokens for known in books.sequences.values()):
                 books.truncate(pick=pick, back=rng.randrange(99), last=bit)
         elif rng.random() < 0.3:
             books.fork(pick=pick, last=bit)
@@ -305,7 +311,7 @@ def test_pages_are_shared_only_once_they_are_computed() -> None:
     manager = PageManager(100, 4)
     tokens = list(range(20))
     manager.add(0, tokens)
-    manager.grow(0, 20)
+    manager.allocate(0, 20)
     assert manager.add(1, tokens) == 0
     manager.commit(0, tokens, 11)
     assert manager.add(2, tokens) == 8
@@ -351,7 +357,7 @@ def test_a_hit_needs_the_pages_of_the_window() -> None:
     other = [50 + i for i in range(14)]
     manager.add(1, other)
     compute(manager, 1, other, 14)
-    assert sum(group == 0 for group, _ in manager.names.values()) >= 4
+    assert sum(group == 0 for group, _ in manager.hash_of.values()) >= 4
     hit = manager.add(2, tokens)
     first = max(0, hit + 1 - 8) // 4
     assert all(page != NULL for page in manager.tables[2].groups[1][first:])
@@ -365,7 +371,7 @@ def test_pages_behind_the_window_are_given_back() -> None:
     manager.add(0, tokens)
     held = set()
     for end in range(1, 1001):
-        assert manager.grow(0, end)
+        assert manager.allocate(0, end)
         manager.commit(0, tokens, end)
         tokens.append(1)
         pages = manager.tables[0].groups[1]
@@ -441,7 +447,7 @@ def test_the_next_turn_of_a_chat_finds_its_prompt_in_a_full_pool(
             for _ in range(310):
                 for chat, text in texts.items():
                     text.append(50 + turn)
-                    assert manager.grow(chat, len(text))
+                    assert manager.allocate(chat, len(text))
                     manager.commit(chat, text, len(text))
             for chat in some:
                 manager.remove(chat)
@@ -487,7 +493,7 @@ def test_forks_copy_a_page_when_they_write_to_it() -> None:
     assert manager.num_pages - manager.free_pages == 3
     shared = manager.tables[0].groups[0][2]
     for name in (1, 0, 2):
-        assert manager.grow(name, 11)
+        assert manager.allocate(name, 11)
         check_integrity(manager)
     ends = [manager.tables[name].groups[0][2] for name in (0, 1, 2)]
     assert ends[2] == shared and len(set(ends)) == 3
@@ -546,7 +552,7 @@ def test_a_token_is_hashed_once() -> None:
     tokens.read = 0
     for end in range(100, 2001):
         tokens.append(end)
-        assert manager.grow(0, end)
+        assert manager.allocate(0, end)
         manager.commit(0, tokens, end)
     assert tokens.read == 2000
 
@@ -558,7 +564,7 @@ def test_truncate_gives_back_what_lies_beyond() -> None:
     compute(manager, 0, tokens, 18)
     assert manager.truncate(0, 10)
     check_integrity(manager)
-    assert manager.tables[0].computed == 10
+    assert manager.tables[0].num_computed_tokens == 10
     assert manager.num_pages - manager.free_pages == 3
     assert manager.add(1, tokens) == 16, "full pages are found until they are evicted"
     assert manager.truncate(0, 10) and manager.truncate(0, 8)
@@ -573,7 +579,7 @@ def test_a_truncated_page_is_copied_if_another_holds_it() -> None:
     assert manager.add(1, tokens) == 8
     assert manager.truncate(0, 6)
     shared = manager.tables[0].groups[0][1]
-    assert manager.grow(0, 8)
+    assert manager.allocate(0, 8)
     mine = manager.tables[0].groups[0][1]
     assert manager.tables[1].groups[0][1] == shared != mine
     assert manager.take_copies() == [(shared, mine)]
@@ -592,7 +598,7 @@ def test_a_truncated_page_that_nobody_holds_loses_its_name() -> None:
     assert manager.truncate(0, 6)
     assert manager.add(1, tokens) == 8, "until it is written to, it is what it was"
     manager.remove(1)
-    assert manager.grow(0, 7)
+    assert manager.allocate(0, 7)
     assert manager.tables[0].groups[0][1] == page and not manager.take_copies()
     assert manager.add(2, tokens) == 4
 

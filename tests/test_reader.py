@@ -36,7 +36,7 @@ from simplellm import (
 from simplellm.api import streams
 from simplellm.base.request import Request
 from simplellm.engine.engine import Engine
-from simplellm.engine.scheduler import Work
+from simplellm.engine.scheduler import ScheduledChunk
 
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 100_000}
 
@@ -86,22 +86,24 @@ def results(futures: Sequence[Future[list[RequestOutput]]]) -> list[list[int]]:
     return [o.token_ids for f in futures for o in f.result(PATIENCE)]
 
 
-def before_each_step(llm: LLM, look: Callable[[Sequence[Work]], object]) -> None:
+def before_each_step(
+    llm: LLM, look: Callable[[Sequence[ScheduledChunk]], object]
+) -> None:
     """Calls ``look``, which may raise, with the works of a step before it begins."""
     launch = llm.engine.runner.launch
 
-    def watched(works: Sequence[Work]) -> Any:
-        look(works)
-        return launch(works)
+    def watched(scheduled: Sequence[ScheduledChunk]) -> Any:
+        look(scheduled)
+        return launch(scheduled)
 
     llm.engine.runner.launch = watched  # type: ignore[method-assign]
 
 
-def fail_at(token: int) -> Callable[[Sequence[Work]], None]:
+def fail_at(token: int) -> Callable[[Sequence[ScheduledChunk]], None]:
     """Fails if the prompt of some request begins with ``token``."""
 
-    def look(works: Sequence[Work]) -> None:
-        if any(work.request.tokens[0] == token for work in works):
+    def look(scheduled: Sequence[ScheduledChunk]) -> None:
+        if any(work.request.tokens[0] == token for work in scheduled):
             raise ZeroDivisionError("injected")
 
     return look
@@ -315,11 +317,11 @@ def test_a_cancelled_task_ends_its_request(start: Any) -> None:
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_closing_or_dropping_a_stream_ends_its_request(
-    start: Any, begun: bool, how: str
+    start: Any, first_scheduled_time: bool, how: str
 ) -> None:
     llm = start()
     stream = llm.stream([1], **LONG)
-    if begun:
+    if first_scheduled_time:
         next(stream)
     if how == "close":
         stream.close()
@@ -360,7 +362,9 @@ def test_a_stream_that_is_left_early_ends_in_silence(
 
 
 def asked(llm: LLM, prompt: Sequence[int], **options: Any) -> Request:
-    return llm.door.ask(prompt, None, {"max_tokens": 12, **GREEDY, **options})
+    return llm.input_processor.process(
+        prompt, None, {"max_tokens": 12, **GREEDY, **options}
+    )
 
 
 def test_replies_come_with_their_index(start: Any) -> None:
@@ -574,8 +578,8 @@ def test_a_chat_that_ends_without_a_token_keeps_what_was_under_way(
     llm = start()
     ids = llm.tokenizer.encode(reply, special=True)
 
-    def end(works: Sequence[Work]) -> None:
-        if (request := works[0].request).num_output == len(ids):
+    def end(scheduled: Sequence[ScheduledChunk]) -> None:
+        if (request := scheduled[0].request).num_output == len(ids):
             llm.engine.end(request, "timeout")
 
     before_each_step(llm, end)
@@ -712,7 +716,7 @@ def test_a_failing_step_fails_its_requests_alone(start: Any) -> None:
         asyncio.run(collect(llm.stream_async([13])))
     assert results([good]) == right
     chat = llm.chat(HELLO, max_tokens=1).token_ids
-    before_each_step(llm, lambda works: 1 / 0)
+    before_each_step(llm, lambda scheduled: 1 / 0)
     for call in (
         lambda: llm.chat(HELLO),
         lambda: asyncio.run(llm.chat_async(HELLO)),
@@ -753,8 +757,8 @@ def test_a_failing_prompt_of_many_fails_alone(start: Any) -> None:
     lengths = [turn.usage.prompt_tokens for turn in turns]
     assert lengths[0] != lengths[1]
 
-    def fail(works: Sequence[Work]) -> None:
-        if any(work.request.num_prompt == lengths[0] for work in works):
+    def fail(scheduled: Sequence[ScheduledChunk]) -> None:
+        if any(work.request.num_prompt == lengths[0] for work in scheduled):
             raise ZeroDivisionError("injected")
 
     del llm.engine.runner.launch

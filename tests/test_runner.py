@@ -18,7 +18,7 @@ from simplellm import EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Request
 from simplellm.engine import graphs
 from simplellm.engine.engine import Engine
-from simplellm.engine.graphs import CaptureError, Room, bucket_sizes
+from simplellm.engine.graphs import CaptureError, CaptureShape, bucket_sizes
 from simplellm.engine.warmup import rehearse
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
@@ -61,7 +61,7 @@ class Tape:
 
     def __init__(self, room: int = 10**9, error: type[Exception] = CaptureError):
         self.room, self.error = room, error
-        self.replays: list[Room] = []
+        self.replays: list[CaptureShape] = []
 
     def __call__(self, run: partial[None], pool: Any = None) -> SimpleNamespace:
         batch, shape = run.args
@@ -84,7 +84,7 @@ def capture(
 ) -> Engine:
     """An engine with graphs; its tables are of one width, as on a GPU."""
     engine = make_engine(model, CONFIG.changed(options), overlap=overlap)
-    engine.runner._pages = lambda works: engine.runner.pages  # type: ignore
+    engine.runner._pages = lambda scheduled: engine.runner.pages  # type: ignore
     engine.runner.capture(bucket_sizes(len(engine.runner.output)), mixed)
     return engine
 
@@ -104,7 +104,7 @@ def test_padding_rows_change_no_token(
     for batch, bucket in ((8, 8), (1, 1), (2, 2), (3, 4), (5, 8), (7, 8)):
         tape.replays.clear()
         assert answers(engine, PROMPTS[:batch]) == right[:batch]
-        assert set(tape.replays) == {Room(bucket, bucket)}
+        assert set(tape.replays) == {CaptureShape(bucket, bucket)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -122,7 +122,7 @@ def test_captured_steps_with_prompts_change_no_token(
     sizes = (16, 64, 256)
     engine = capture(model, overlap, sizes, prefill_chunk=chunk, max_num_seqs=6)
     assert [graph.shape for graph in engine.runner.mixed] == [
-        Room(16, 6, 4), Room(64, 6, 16), Room(256, 6, 64)
+        CaptureShape(16, 6, 4), CaptureShape(64, 6, 16), CaptureShape(256, 6, 64)
     ]  # fmt: skip
     for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[4:7]):
         tape.replays.clear()
@@ -139,16 +139,16 @@ def test_a_step_takes_the_smallest_graph_that_has_room(
     monkeypatch.setattr(graphs, "record", Tape())
     runner = capture(model, mixed=(16, 64), max_num_seqs=12).runner
     small, large = (graph.shape for graph in runner.mixed)
-    assert (small, large) == (Room(16, 8, 4), Room(64, 12, 16))
+    assert (small, large) == (CaptureShape(16, 8, 4), CaptureShape(64, 12, 16))
     for real, shape in (
-        (Room(16, 0, 1), small),
-        (Room(17, 0, 1), large),
-        (Room(12, 8, 2), small),
-        (Room(13, 9, 2), large),  # more decodes than the small one has room for
-        (Room(10, 0, 5), large),  # more chunks
-        (Room(40, 0, 17), None),
-        (Room(65, 0, 1), None),
-        (Room(9, 9, 0), None),  # parts of prompts of one token each
+        (CaptureShape(16, 0, 1), small),
+        (CaptureShape(17, 0, 1), large),
+        (CaptureShape(12, 8, 2), small),
+        (CaptureShape(13, 9, 2), large),  # more decodes than the small one has room for
+        (CaptureShape(10, 0, 5), large),  # more chunks
+        (CaptureShape(40, 0, 17), None),
+        (CaptureShape(65, 0, 1), None),
+        (CaptureShape(9, 9, 0), None),  # parts of prompts of one token each
     ):
         graph = runner._mixed(real)
         assert (graph and graph.shape) == shape
@@ -212,7 +212,12 @@ def test_a_rehearsal_changes_nothing(model: Model, right: list[list[int]]) -> No
         return PLAIN.project(*args)
 
     ops = type(PLAIN)("counting", project=project)
-    for shape in (Room(1, 1), Room(8, 8), Room(64, 0, 1), Room(32, 8, 8)):
+    for shape in (
+        CaptureShape(1, 1),
+        CaptureShape(8, 8),
+        CaptureShape(64, 0, 1),
+        CaptureShape(32, 8, 8),
+    ):
         seen.clear()
         rehearse(engine.runner, shape, ops)
         assert set(seen) == {shape.tokens}

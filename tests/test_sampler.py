@@ -25,7 +25,7 @@ from simplellm.base.sampling_params import (
     MAX_STOPS,
     SamplingParams,
 )
-from simplellm.engine.sampler import Columns, Sampled, sample
+from simplellm.engine.sampler import Sampled, SamplingTensors, sample
 from simplellm.model import ops
 from simplellm.sampling.filters import Mask, apply_mask, filter_tokens
 from simplellm.sampling.penalties import TokenCounts
@@ -76,7 +76,7 @@ def draw(
     return sample(
         logits,
         logits.argmax(-1).int(),
-        Columns.of(params, vocab, device),
+        SamplingTensors.of(params, vocab, device),
         torch.tensor(steps or [0] * rows, device=device),
         ops.PLAIN,
         counts=counts if counting else None,
@@ -537,10 +537,10 @@ def test_the_likeliest_token_is_taken_as_it_is_given() -> None:
     given = torch.tensor([3, 4], dtype=torch.int32)
     greedy = SamplingParams(temperature=0)
     steps = torch.zeros(2, dtype=torch.int64)
-    columns = Columns.of([greedy] * 2, V, CPU)
+    columns = SamplingTensors.of([greedy] * 2, V, CPU)
     assert sample(logits, given, columns, steps, ops.PLAIN).tokens is given
     biased = replace(greedy, logit_bias={9: 100.0})
-    columns = Columns.of([biased, greedy], V, CPU)
+    columns = SamplingTensors.of([biased, greedy], V, CPU)
     found = sample(logits, given, columns, steps, ops.PLAIN).tokens
     assert found.tolist() == [9, logits[1].argmax()]
     assert found.dtype == torch.int32
@@ -558,7 +558,7 @@ def test_the_operation_that_draws_gets_what_it_needs() -> None:
     best = logits.argmax(-1).int()
     warm, cold = SamplingParams(temperature=0.5), SamplingParams(temperature=0)
     for params in ([cold, cold], [warm, cold], [replace(warm, top_k=3), cold]):
-        columns = Columns.of(params, V, CPU)
+        columns = SamplingTensors.of(params, V, CPU)
         sample(logits, best, columns, steps, replace(ops.PLAIN, draw=spy))
     assert [row for _, *row in seen] == [[[0.5, 0.0], False], [[0.5, 0.0], True]]
     assert all(scores is logits for scores, *_ in seen)

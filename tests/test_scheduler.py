@@ -17,7 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from simplellm.base.request import UNKNOWN, QueueFullError, Request
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.scheduler import MOST_BESIDE, Scheduler, Work
+from simplellm.engine.scheduler import (
+    PREFILL_BESIDE_DECODES,
+    ScheduledChunk,
+    Scheduler,
+)
 
 REASONS = {"stop", "length", "abort", "timeout", "error"}
 
@@ -49,9 +53,9 @@ class Run:
         self.scheduler = Scheduler(manager, **(defaults | limits))
         self.manager = manager
         self.depth = int(overlap)
-        self.flights: list[list[Work]] = []
+        self.flights: list[list[ScheduledChunk]] = []
         self.numbers = count()
-        self.steps: list[list[Work]] = []
+        self.steps: list[list[ScheduledChunk]] = []
         self.outputs: dict[Request, list[int]] = {}
         # How many tokens a step gives a request without overlap, and how many a grammar
         # forces of those in `forcing`.
@@ -89,62 +93,67 @@ class Run:
         self.scheduler.add([first])
         return first
 
-    def step(self) -> list[Work]:
-        works = self.scheduler.schedule()
-        self.steps.append(works)
-        self.check(works)
-        busy = works or self.flights or not self.scheduler.requests
+    def step(self) -> list[ScheduledChunk]:
+        scheduled = self.scheduler.schedule()
+        self.steps.append(scheduled)
+        self.check(scheduled)
+        busy = scheduled or self.flights or not self.scheduler.requests
         assert busy, "somebody waits, and nobody runs"
-        self.begin(works)
-        return works
+        self.begin(scheduled)
+        return scheduled
 
-    def begin(self, works: list[Work]) -> None:
+    def begin(self, scheduled: list[ScheduledChunk]) -> None:
         """Go on with a step that is scheduled."""
-        if any(work.request in self.forcing for work in works):
+        if any(chunk.request in self.forcing for chunk in scheduled):
             while self.flights:  # what is forced depends on the tokens before it
                 self.commit(self.flights.pop(0))
-        for request, start, length, _ in works:
+        for request, start, length, _ in scheduled:
             room = min(self.forced, request.max_tokens - request.num_output)
             first = 1000 + start + length
             if request in self.forcing:
                 request.forced = [*range(first, first + room)]
-        self.scheduler.begin(works)
-        if works:
-            self.flights.append(works)
-        while len(self.flights) > (self.depth if works else 0):
+        self.scheduler.begin(scheduled)
+        if scheduled:
+            self.flights.append(scheduled)
+        while len(self.flights) > (self.depth if scheduled else 0):
             self.commit(self.flights.pop(0))
 
-    def commit(self, works: list[Work]) -> None:
+    def commit(self, scheduled: list[ScheduledChunk]) -> None:
         tokens = []
-        for request, start, length, samples in works:
+        for request, start, length, samples in scheduled:
             first = 1000 + start + length
             several = self.drafts if self.depth == 0 else 1
             if samples:
                 found = list(range(first, first + several))
                 tokens.append(request.forced or found)
         alive = set(self.scheduler.requests.values())
-        sampling = [work.request for work in works if work.samples]
-        new = self.scheduler.commit(works, tokens)
+        sampling = [chunk.request for chunk in scheduled if chunk.samples]
+        new = self.scheduler.commit(scheduled, tokens)
         assert [request for request, _ in new] == [r for r in sampling if r in alive]
         for request, kept in new:
             self.outputs[request] += kept
 
-    def check(self, works: Sequence[Work]) -> None:
+    def check(self, scheduled: Sequence[ScheduledChunk]) -> None:
         scheduler = self.scheduler
-        assert sum(work.length for work in works) <= scheduler.max_num_batched_tokens
-        assert len({work.request for work in works}) == len(works)
+        assert (
+            sum(chunk.length for chunk in scheduled) <= scheduler.max_num_batched_tokens
+        )
+        assert len({chunk.request for chunk in scheduled}) == len(scheduled)
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        for work in works:
-            request = work.request
-            assert request in scheduler.running and work.start == request.computed
-            assert 1 <= work.length <= request.missing
-            assert work.length <= (scheduler.prefill_chunk or math.inf)
-            assert work.samples == (work.start + work.length == len(request.tokens))
+        for chunk in scheduled:
+            request = chunk.request
+            assert (
+                request in scheduler.running
+                and chunk.start == request.num_computed_tokens
+            )
+            assert 1 <= chunk.length <= request.missing
+            assert chunk.length <= (scheduler.prefill_chunk or math.inf)
+            assert chunk.samples == (chunk.start + chunk.length == len(request.tokens))
             assert UNKNOWN not in request.tokens[:-1]
         for queue in (scheduler.waiting, scheduler.running):
             ranks = [request.rank for request in queue]
             assert ranks == sorted(ranks)
-        assert all(request.computed == 0 for request in scheduler.waiting)
+        assert all(request.num_computed_tokens == 0 for request in scheduler.waiting)
         check_integrity(self.manager)
 
     def finish(self, limit: int = 2000) -> None:
@@ -161,15 +170,15 @@ class Run:
 def first_steps(run: Run) -> dict[Request, int]:
     """The step in which each request computed something for the first time."""
     found: dict[Request, int] = {}
-    for number, works in enumerate(run.steps):
-        for work in works:
-            found.setdefault(work.request, number)
+    for number, scheduled in enumerate(run.steps):
+        for chunk in scheduled:
+            found.setdefault(chunk.request, number)
     return found
 
 
 def spans(run: Run, request: Request) -> list[tuple[int, int]]:
-    works = (work for works in run.steps for work in works)
-    return [(w.start, w.length) for w in works if w.request is request]
+    scheduled = (chunk for scheduled in run.steps for chunk in scheduled)
+    return [(w.start, w.length) for w in scheduled if w.request is request]
 
 
 # One step
@@ -227,7 +236,10 @@ def test_static_batches_take_no_samples_either() -> None:
     starts = first_steps(run)
     assert starts[short] == starts[long] == 0
     last = max(
-        n for n, works in enumerate(run.steps) for w in works if w.request is long
+        n
+        for n, scheduled in enumerate(run.steps)
+        for w in scheduled
+        if w.request is long
     )
     assert [starts[request] for request in samples] == [last + 1] * 2
 
@@ -246,13 +258,13 @@ def test_a_request_ends_at_its_last_token() -> None:
     assert long.finish_reason == "length" and long.num_output == 5
 
 
-def land(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
+def collect(request: Request, tokens: Sequence[int]) -> list[Sequence[int]]:
     """Let the one step of ``request`` give ``tokens``; what it keeps of them."""
     scheduler = Scheduler(plenty(), max_num_seqs=1, max_num_batched_tokens=8)
     scheduler.add([request])
-    works = scheduler.schedule()
-    scheduler.begin(works)
-    new = scheduler.commit(works, [tokens])
+    scheduled = scheduler.schedule()
+    scheduler.begin(scheduled)
+    new = scheduler.commit(scheduled, [tokens])
     assert all(found is request for found, _ in new)
     assert request.number in scheduler.requests or request.finish_reason
     check_integrity(scheduler.manager)
@@ -277,7 +289,7 @@ def test_of_several_tokens_those_up_to_the_end_are_kept(
     tokens: list[int], kept: list[int], reason: str | None
 ) -> None:
     request = Request([1, 2, 3], 3, stop_ids=frozenset({98, 99}), number=7)
-    assert land(request, tokens) == [kept]
+    assert collect(request, tokens) == [kept]
     assert request.tokens == [1, 2, 3, *kept]
     assert request.num_output == len(kept)
     assert request.finish_reason == reason
@@ -322,8 +334,8 @@ def test_a_step_that_was_begun_too_early_gives_nothing() -> None:
     run.scheduler.add([request])
     run.finish()
     assert spans(run, request) == [(0, 2), (2, 1), (3, 1)]
-    for works in run.flights:
-        run.commit(works)
+    for scheduled in run.flights:
+        run.commit(scheduled)
     assert run.outputs[request] == [1002, 1003]
     assert run.manager.usage == 0
 
@@ -347,9 +359,9 @@ def test_an_abort_between_schedule_and_commit_loses_only_its_job() -> None:
     manager = PageManager(20, 4, window=8)
     run = Run(manager)
     requests = [run.add(3, max_tokens=4) for _ in range(3)]
-    works = run.scheduler.schedule()
+    scheduled = run.scheduler.schedule()
     run.scheduler.finish(requests[1], "abort")
-    run.commit(works)
+    run.commit(scheduled)
     assert [request.num_output for request in requests] == [1, 0, 1]
     run.finish()
     assert [request.finish_reason for request in requests] == [
@@ -434,7 +446,7 @@ def test_admission_waits_for_room_for_the_whole_prompt() -> None:
     run = Run(room(20))
     first, second = run.add(12, max_tokens=4), run.add(12, max_tokens=1)
     while first.finish_reason is None:
-        assert second.computed == 0
+        assert second.num_computed_tokens == 0
         run.step()
     run.finish()
     assert run.scheduler.preemptions == 0
@@ -459,7 +471,10 @@ def test_who_gave_way_keeps_his_place() -> None:
     run.finish()
     assert second.preemptions == 1
     again = [
-        n for n, works in enumerate(run.steps) for w in works if w.request is second
+        n
+        for n, scheduled in enumerate(run.steps)
+        for w in scheduled
+        if w.request is second
     ]
     assert first_steps(run)[third] >= again[3]  # two steps before, then from the start
 
@@ -518,8 +533,8 @@ def test_a_blocked_head_starts_as_soon_as_there_is_room() -> None:
     run.add(4, max_tokens=9)
     blocked = run.add(11, max_tokens=1)
     run.step()
-    assert blocked.computed == 0
-    assert [work.request for work in run.step()][-1] is blocked
+    assert blocked.num_computed_tokens == 0
+    assert [chunk.request for chunk in run.step()][-1] is blocked
 
 
 def test_a_blocked_head_starts_once_less_is_promised() -> None:
@@ -575,7 +590,7 @@ def test_samples_of_a_prompt_that_is_cached_but_for_a_token() -> None:
     assert [w.request for w in run.step()] == [request]
     assert {w.request for w in run.step()} == set(family)
     run.finish()
-    assert [j.cached for j in family] == [8, 8, 8]
+    assert [j.num_cached_tokens for j in family] == [8, 8, 8]
 
 
 # Any order of things
@@ -680,11 +695,11 @@ class Anything(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, in_between: bool) -> None:
         assert self.run_ is not None
         request = data.draw(st.sampled_from(self.requests))
-        works = self.run_.scheduler.schedule() if in_between else []
+        scheduled = self.run_.scheduler.schedule() if in_between else []
         alive = request.finish_reason is None
         self.run_.scheduler.finish(request, "abort")
         assert (request.finish_reason == "abort") or not alive
-        self.run_.begin(works)
+        self.run_.begin(scheduled)
 
     @precondition(lambda self: self.run_ is not None)
     @rule()
@@ -762,14 +777,14 @@ def test_decodes_never_wait_for_prompts(
     for length, output in requests:
         run.add(length, output)
         decoding = [j for j in run.scheduler.running if j.missing == 1]
-        assert set(decoding) <= {work.request for work in run.step()}
+        assert set(decoding) <= {chunk.request for chunk in run.step()}
     while run.scheduler.requests:
         decoding = [j for j in run.scheduler.running if j.missing == 1]
-        works = run.step()
-        assert set(decoding) <= {work.request for work in works}
+        scheduled = run.step()
+        assert set(decoding) <= {chunk.request for chunk in scheduled}
         prefills = [j for j in run.scheduler.running if j.missing > 1]
-        if prefills and not works[-1].samples:
-            assert sum(w.length for w in works) > len(decoding)  # these go on, too
+        if prefills and not scheduled[-1].samples:
+            assert sum(w.length for w in scheduled) > len(decoding)  # these go on, too
 
 
 @settings(max_examples=60, deadline=None)
@@ -819,7 +834,7 @@ def test_who_shares_a_prompt_starts_once_it_is_computed() -> None:
     assert [first_steps(run)[request] for request in requests] == [0, 10, 10]
 
 
-@pytest.mark.parametrize("decodes", [1, MOST_BESIDE + 9])
+@pytest.mark.parametrize("decodes", [1, PREFILL_BESIDE_DECODES + 9])
 @pytest.mark.parametrize("waiting", [1, 4])
 def test_prompts_beside_decodes_share_what_the_line_allows(
     decodes: int, waiting: int
@@ -835,9 +850,9 @@ def test_prompts_beside_decodes_share_what_the_line_allows(
     scheduler.begin(scheduler.schedule())
     late = range(decodes, decodes + waiting)
     scheduler.add([Request([1] * 5000, 9, number=number) for number in late])
-    lengths = [work.length for work in scheduler.schedule()]
+    lengths = [chunk.length for chunk in scheduler.schedule()]
     assert lengths[:decodes] == [1] * decodes
-    assert lengths[decodes:] == [MOST_BESIDE * (1 + waiting // 2)]
+    assert lengths[decodes:] == [PREFILL_BESIDE_DECODES * (1 + waiting // 2)]
 
 
 def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> None:
@@ -852,12 +867,12 @@ def test_decodes_keep_their_pace_beside_a_prompt_that_ranks_before_them() -> Non
     urgent = Request([1] * 50_000, 9, number=33, priority=-1)
     scheduler.add([urgent])
     for _ in range(3):
-        works = scheduler.schedule()
-        scheduler.begin(works)
-        scheduler.commit(works, [[2]] * 32)
-        assert [work.length for work in works[:-1]] == [1] * 32
-        assert 0 < works[-1].length <= MOST_BESIDE + 1
-        assert works[-1].request is urgent is scheduler.running[0]
+        scheduled = scheduler.schedule()
+        scheduler.begin(scheduled)
+        scheduler.commit(scheduled, [[2]] * 32)
+        assert [chunk.length for chunk in scheduled[:-1]] == [1] * 32
+        assert 0 < scheduled[-1].length <= PREFILL_BESIDE_DECODES + 1
+        assert scheduled[-1].request is urgent is scheduler.running[0]
 
 
 def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> None:
@@ -871,4 +886,4 @@ def test_a_prompt_is_alone_while_the_last_token_of_others_is_on_its_way() -> Non
     scheduler.add([Request([1], 1, number=1)])
     scheduler.begin(scheduler.schedule())
     scheduler.add([Request([1] * 10_000, 9, number=2)])
-    assert [work.length for work in scheduler.schedule()] == [8192]
+    assert [chunk.length for chunk in scheduler.schedule()] == [8192]

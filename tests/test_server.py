@@ -220,7 +220,7 @@ def test_logprobs_of_prompts(served: Served) -> None:
     """In vLLM's form; of a prompt's samples, the first one has them."""
     llm = served.service.llm
     options = {"prompt_logprobs": 2, "max_tokens": 1, "seed": 1, "n": 2}
-    ids = llm.door.ask_chat(HELLO).tokens
+    ids = llm.input_processor.process_chat(HELLO).tokens
     (text, *_) = llm.generate([ids], max_tokens=1, prompt_logprobs=2).result()
     turn = llm.chat(HELLO, max_tokens=1, prompt_logprobs=2)
     assert turn.choices[0].prompt_logprobs == text.prompt_logprobs

@@ -17,7 +17,7 @@ from models import HELLO, SMALL, saying, until
 from serving import Served, idle, serving, slow
 
 from simplellm import LLM
-from simplellm.api.input_processor import Door
+from simplellm.api.input_processor import InputProcessor
 from simplellm.server.http.live import EVERY
 from simplellm.server.page import FOLDER
 
@@ -181,13 +181,13 @@ def test_what_the_model_is_asked(
 ) -> None:
     """The conversation, without reasoning, and the effort that was chosen."""
     asked: list[dict[str, Any]] = []
-    ask_chat = Door.ask_chat
+    ask_chat = InputProcessor.process_chat
 
-    def heard(door: Door, messages: Any, **options: Any) -> Any:
+    def heard(input_processor: InputProcessor, messages: Any, **options: Any) -> Any:
         asked.append({"messages": messages, **options})
-        return ask_chat(door, messages, **options)
+        return ask_chat(input_processor, messages, **options)
 
-    monkeypatch.setattr(Door, "ask_chat", heard)
+    monkeypatch.setattr(InputProcessor, "process_chat", heard)
     opened(chromium, served)
     with saying(served.service.llm, ANSWER.format("1")):
         ask(chromium, "One")

@@ -254,7 +254,7 @@ def test_what_is_told_of_it(near: LLM, far: LLM) -> None:
     assert stats.finished["length"] >= 1 and stats.ttft
     assert snapshot.keys() == near.engine.snapshot().keys()
     assert far.how == near.how and far.config == near.config
-    assert far.door.max_model_len == near.door.max_model_len
+    assert far.input_processor.max_model_len == near.input_processor.max_model_len
 
 
 def test_a_server_of_it(far: LLM) -> None:

@@ -359,21 +359,21 @@ def test_compiling_holds_up_nobody(
     body: dict[str, Any],
 ) -> None:
     """One grammar takes as long as it likes; another request is answered meanwhile."""
-    begun, go_on = threading.Event(), threading.Event()
-    door = served.service.llm.door
-    compile = door.compile
+    first_scheduled_time, go_on = threading.Event(), threading.Event()
+    input_processor = served.service.llm.input_processor
+    compile = input_processor.compile
 
     def slowly(*arguments: Any) -> Any:
-        begun.set()
+        first_scheduled_time.set()
         assert go_on.wait(60)
         return compile(*arguments)
 
-    monkeypatch.setitem(door.__dict__, "compile", slowly)
+    monkeypatch.setitem(input_processor.__dict__, "compile", slowly)
     answers = []
     body = PATHS.get(path, {}) | body
     ask = threading.Thread(target=lambda: answers.append(served.post(path, body)))
     ask.start()
-    assert begun.wait(60)
+    assert first_scheduled_time.wait(60)
     try:
         other = served.post("/v1/completions", PATHS["/v1/completions"])
         assert other.status_code == 200 and not answers

@@ -32,7 +32,7 @@ def test_what_is_left_behind_is_found():
     llm = LLM(device="cpu", config=soak.CONFIG)
     manager = llm.engine.scheduler.manager
     manager.add(-1, [1] * 20)
-    assert manager.grow(-1, 20)
+    assert manager.allocate(-1, 20)
     wrong = soak.find_leaks(llm, ledger, threading.active_count() - 2)
     assert "pages in use: 6" in wrong
     assert "sequences in the cache: 1" in wrong

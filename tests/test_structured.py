@@ -1,4 +1,4 @@
-"""What a text must be: the rules, the grammar of a turn, and what the door refuses.
+"""What a text must be: the rules, the grammar of a turn, and what is refused.
 
 Whole turns go through llguidance's matcher, which is the mask's source in the engine.
 """
@@ -21,7 +21,7 @@ from models import HELLO, SMALL, TOKENIZER
 
 from simplellm import LLM, Message, SamplingParams, StructuredOutputs, Tool
 from simplellm.api.chat_options import as_format, text_constraint, turn_constraint
-from simplellm.api.input_processor import Door
+from simplellm.api.input_processor import InputProcessor
 from simplellm.base.grammar import GrammarError
 from simplellm.structured.rules import output_rules, rules_text
 from simplellm.structured.schemas import blamed
@@ -342,14 +342,16 @@ def llm(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def door(llm: LLM) -> Door:
-    return llm.door
+def input_processor(llm: LLM) -> InputProcessor:
+    return llm.input_processor
 
 
 @pytest.mark.parametrize(("outputs", "param", "word"), REFUSED)
-def test_what_the_door_refuses(door: Door, outputs: Any, param: str, word: str) -> None:
+def test_what_the_door_refuses(
+    input_processor: InputProcessor, outputs: Any, param: str, word: str
+) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        door.ask("x", None, {"structured_outputs": outputs})
+        input_processor.process("x", None, {"structured_outputs": outputs})
     assert getattr(caught.value, "param", None) == param, caught.value
     assert word in str(caught.value), caught.value
     assert len(str(caught.value)) < 1000
@@ -357,7 +359,7 @@ def test_what_the_door_refuses(door: Door, outputs: Any, param: str, word: str) 
 
 @pytest.mark.parametrize(("schema", "place"), PLACES)
 def test_what_llguidance_refuses_has_a_place(
-    door: Door, schema: Any, place: str
+    input_processor: InputProcessor, schema: Any, place: str
 ) -> None:
     """That of the innermost schema which is refused by itself for the same reason."""
     given = FORMAT | {"json_schema": {"name": "x", "schema": schema}}
@@ -368,7 +370,7 @@ def test_what_llguidance_refuses_has_a_place(
     ):
         name = next(iter(options))
         with pytest.raises(ValueError, match=f"^{name}: .*, {re.escape(place)}"):
-            door.ask_chat(HELLO, **options)
+            input_processor.process_chat(HELLO, **options)
 
 
 JSON_ASKED: list[tuple[dict[str, Any], str]] = [
@@ -382,13 +384,13 @@ JSON_ASKED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "param"), JSON_ASKED, ids=str)
 def test_no_schema_is_to_blame_without_llguidance(
-    door: Door, options: dict[str, Any], param: str
+    input_processor: InputProcessor, options: dict[str, Any], param: str
 ) -> None:
     def missing(text: str) -> Any:
         raise GrammarError("structured output needs llguidance; expected it")
 
     with pytest.raises(ValueError) as caught:
-        replace(door, compiler=missing).ask_chat(HELLO, **options)
+        replace(input_processor, compiler=missing).process_chat(HELLO, **options)
     said = f"{param}: structured output needs llguidance; expected it"
     assert str(caught.value) == said
     assert getattr(caught.value, "param", None) == param
@@ -396,24 +398,26 @@ def test_no_schema_is_to_blame_without_llguidance(
 
 @pytest.mark.parametrize(("options", "param"), JSON_ASKED, ids=str)
 def test_a_model_without_end_tokens_has_no_grammars(
-    door: Door, options: dict[str, Any], param: str
+    input_processor: InputProcessor, options: dict[str, Any], param: str
 ) -> None:
     """All else works: its texts end where max_tokens or a stop string says."""
-    bare = replace(door, eos_token_ids=frozenset())
+    bare = replace(input_processor, eos_token_ids=frozenset())
     bare.prepare()
-    assert bare.ask_chat(HELLO).stop_ids == frozenset()
+    assert bare.process_chat(HELLO).stop_ids == frozenset()
     with pytest.raises(ValueError, match="this model has no token that ends") as caught:
-        bare.ask_chat(HELLO, **options)
+        bare.process_chat(HELLO, **options)
     assert getattr(caught.value, "param", None) == param
 
 
-def test_a_model_without_a_tokenizer_has_no_grammars(door: Door) -> None:
-    bare = replace(door, tokenizer=None)
-    assert bare.ask([5], None, {}).tokens == [5]
+def test_a_model_without_a_tokenizer_has_no_grammars(
+    input_processor: InputProcessor,
+) -> None:
+    bare = replace(input_processor, tokenizer=None)
+    assert bare.process([5], None, {}).tokens == [5]
     with pytest.raises(
         ValueError, match=r"this model has no tokenizer\.json"
     ) as caught:
-        bare.ask([5], None, {"structured_outputs": {"regex": "a"}})
+        bare.process([5], None, {"structured_outputs": {"regex": "a"}})
     assert getattr(caught.value, "param", None) == "structured_outputs"
 
 
@@ -451,10 +455,12 @@ DOOR = "structured_outputs.json"
         (LIST | {"minItems": 2}, ".$defs.d"),
     ],
 )
-def test_what_cannot_end_is_refused(door: Door, schema: Any, place: str) -> None:
+def test_what_cannot_end_is_refused(
+    input_processor: InputProcessor, schema: Any, place: str
+) -> None:
     asked = {"json": schema | {"$defs": {"d": NEVER}}}
     with pytest.raises(ValueError, match=r"a way out of its \$refs") as error:
-        door.ask("x", None, {"structured_outputs": asked})
+        input_processor.process("x", None, {"structured_outputs": asked})
     assert str(error.value).startswith(f"{DOOR}{place}: nothing that fits")
 
 
@@ -472,10 +478,10 @@ def test_what_cannot_end_is_refused(door: Door, schema: Any, place: str) -> None
     ],
 )
 def test_a_schema_that_is_only_itself_is_refused(
-    door: Door, schema: Any, place: str
+    input_processor: InputProcessor, schema: Any, place: str
 ) -> None:
     with pytest.raises(ValueError, match="leads back to it, never inside") as error:
-        door.ask("x", None, {"structured_outputs": {"json": schema}})
+        input_processor.process("x", None, {"structured_outputs": {"json": schema}})
     assert str(error.value).startswith(f"{DOOR}{place}: $ref")
 
 
@@ -498,16 +504,16 @@ def test_a_schema_that_is_only_itself_is_refused(
     ids=str,
 )
 def test_of_what_can_end_no_part_is_endless(
-    door: Door, schema: Any, fitting: str, other: str
+    input_processor: InputProcessor, schema: Any, fitting: str, other: str
 ) -> None:
     """Inside, what can't end is a schema that nothing fits."""
     asked = {"json": schema | {"$defs": {"d": NEVER}}}
-    grammar = door.ask("x", None, {"structured_outputs": asked}).grammar
-    assert grammar is not None and door.tokenizer is not None
+    grammar = input_processor.process("x", None, {"structured_outputs": asked}).grammar
+    assert grammar is not None and input_processor.tokenizer is not None
     walk = grammar.walk()
-    walk.advance(door.tokenizer.encode(fitting))
+    walk.advance(input_processor.tokenizer.encode(fitting))
     assert walk.matcher.is_accepting()
-    ids = door.tokenizer.encode(other)
+    ids = input_processor.tokenizer.encode(other)
     assert grammar.walk().matcher.try_consume_tokens(ids) < len(ids)
 
 
@@ -590,11 +596,13 @@ BOMBS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_nothing_takes_long(door: Door, name: str) -> None:
+def test_nothing_takes_long(input_processor: InputProcessor, name: str) -> None:
     """It is refused or compiled in a few seconds of the processor's, busy or not."""
     begin = time.process_time()
     try:
-        request = door.ask("x", None, {"structured_outputs": BOMBS[name]})
+        request = input_processor.process(
+            "x", None, {"structured_outputs": BOMBS[name]}
+        )
         assert request.grammar is not None
         said = "compiled"
     except ValueError as error:
@@ -604,14 +612,16 @@ def test_nothing_takes_long(door: Door, name: str) -> None:
     assert seconds < 10
 
 
-def test_a_grammar_comes_with_the_request(door: Door) -> None:
-    asked = door.ask_chat(HELLO, response_format=FORMAT, max_tokens=4, n=2)
+def test_a_grammar_comes_with_the_request(input_processor: InputProcessor) -> None:
+    asked = input_processor.process_chat(
+        HELLO, response_format=FORMAT, max_tokens=4, n=2
+    )
     assert asked.grammar is not None and asked.needs_last_token
-    again = door.ask_chat(HELLO, response_format=FORMAT, max_tokens=9)
+    again = input_processor.process_chat(HELLO, response_format=FORMAT, max_tokens=9)
     assert again.grammar is asked.grammar, "it is compiled once"
-    assert door.ask_chat(HELLO, max_tokens=4).grammar is None
+    assert input_processor.process_chat(HELLO, max_tokens=4).grammar is None
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
-    both = door.ask_all(["x", "y"], params, {})
+    both = input_processor.process_all(["x", "y"], params, {})
     times = []
 
     def counting(outputs: Any) -> Any:
@@ -619,18 +629,20 @@ def test_a_grammar_comes_with_the_request(door: Door) -> None:
         return text_constraint(outputs)
 
     given = {"structured_outputs": {"regex": "[ab]+"}}
-    many = door.ask_all(["x"] * 100, None, given, counting)
+    many = input_processor.process_all(["x"] * 100, None, given, counting)
     assert len(times) == 1, "its rules are made once"
     assert len({id(request.grammar) for request in many}) == 1
     assert both[0].grammar is both[1].grammar is not None
 
 
-def test_the_library_is_missing(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_missing(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'simplellm\[structured\]'"):
-        door.ask_chat(HELLO, tools=[ADD, FIND], tool_choice="required")
+        input_processor.process_chat(HELLO, tools=[ADD, FIND], tool_choice="required")
     with pytest.raises(ValueError, match="structured_outputs: structured output needs"):
-        door.ask("x", None, {"structured_outputs": {"regex": "library"}})
+        input_processor.process("x", None, {"structured_outputs": {"regex": "library"}})
 
 
 CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -710,10 +722,10 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("options", "param", "word"), CHATS)
 def test_what_a_chat_is_refused(
-    door: Door, options: dict[str, Any], param: str, word: str
+    input_processor: InputProcessor, options: dict[str, Any], param: str, word: str
 ) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
-        door.ask_chat(HELLO, max_tokens=4, **options)
+        input_processor.process_chat(HELLO, max_tokens=4, **options)
     assert getattr(caught.value, "param", None) == param, caught.value
     assert word in str(caught.value), caught.value
 
@@ -731,8 +743,8 @@ def test_a_turn_has_only_so_many_tools() -> None:
         turn_constraint(None, some, None, None)
 
 
-def shown(door: Door, messages: Any, **options: Any) -> str:
-    ids = door.ask_chat(messages, max_tokens=4, **options).tokens
+def shown(input_processor: InputProcessor, messages: Any, **options: Any) -> str:
+    ids = input_processor.process_chat(messages, max_tokens=4, **options).tokens
     return TOKENIZER.decode(ids)
 
 
@@ -741,30 +753,36 @@ SECTION += '{"result":{"type":"integer"}},"required":["result"],'
 SECTION += '"additionalProperties":false}<|end|><|start|>user'
 
 
-def test_the_model_is_told_the_format(door: Door) -> None:
+def test_the_model_is_told_the_format(input_processor: InputProcessor) -> None:
     """At the end of the developer message, as harmony's documentation has it."""
     system = {"role": "system", "content": "Be short."}
-    told = shown(door, [system, *HELLO], response_format=FORMAT)
+    told = shown(input_processor, [system, *HELLO], response_format=FORMAT)
     lead = "<|start|>developer<|message|># Instructions\n\nBe short.\n\n"
     assert lead + SECTION in told
     assert f"developer<|message|>{SECTION}" in shown(
-        door, HELLO, response_format=FORMAT
+        input_processor, HELLO, response_format=FORMAT
     )
-    told = shown(door, HELLO, response_format=FORMAT, tools=[FREE])
+    told = shown(input_processor, HELLO, response_format=FORMAT, tools=[FREE])
     assert "} // namespace functions\n\n" + SECTION in told
     late = [*HELLO, system]
-    assert f"developer<|message|>{SECTION}" in shown(door, late, response_format=FORMAT)
+    assert f"developer<|message|>{SECTION}" in shown(
+        input_processor, late, response_format=FORMAT
+    )
     harmony = [Message("user", "Hello")]
-    assert SECTION in shown(door, harmony, response_format=FORMAT, tools=[FREE])
+    assert SECTION in shown(
+        input_processor, harmony, response_format=FORMAT, tools=[FREE]
+    )
     described = {"name": "sum", "schema": RESULT, "description": "A sum.\nOf two."}
     told = shown(
-        door,
+        input_processor,
         HELLO,
         response_format={"type": "json_schema", "json_schema": described},
     )
     assert '## sum\n\n// A sum.\n// Of two.\n{"type"' in told
     for unsaid in ({"type": "text"}, {"type": "json_object"}):
-        assert "Response Formats" not in shown(door, HELLO, response_format=unsaid)
+        assert "Response Formats" not in shown(
+            input_processor, HELLO, response_format=unsaid
+        )
 
 
 CLOSERS = {b'"', b"}", b"]", b",", b'"}', b'":', b"1", b"true"}

@@ -10,27 +10,27 @@ def check_integrity(manager: PageManager) -> None:
     for sequence, table in manager.tables.items():
         groups = zip(table.groups, manager.windows, strict=True)
         for group, (pages, window) in enumerate(groups):
-            first = manager._first_page(table.computed, window)
+            first = manager._first_page(table.num_computed_tokens, window)
             assert table.first[group] == first, f"{sequence}: wrong first page"
             assert len(pages) == len(table.groups[0]), f"{sequence}: uneven tables"
-            assert len(pages) * manager.page_size >= table.computed
+            assert len(pages) * manager.page_size >= table.num_computed_tokens
             assert all(page == NULL for page in pages[:first])
             for index, page in enumerate(pages[first:], first):
                 assert 0 <= page < manager.num_pages, f"{sequence}: no page {page}"
                 held[page] += 1
                 home = homes.setdefault(page, (group, index))
                 assert home == (group, index), f"page {page} is in two places"
-                if index * manager.page_size >= table.computed:
+                if index * manager.page_size >= table.num_computed_tokens:
                     assert manager.references[page] == 1, f"page {page} is not private"
-                    assert page not in manager.names, f"page {page} is named too soon"
-        full = manager.share * (table.computed // manager.page_size)
-        named = len(table.digests)
+                    assert page not in manager.hash_of, f"page {page} is named too soon"
+        full = manager.share * (table.num_computed_tokens // manager.page_size)
+        named = len(table.page_hashes)
         # The last token of the last full page may not be known yet.
         assert full - 1 <= named <= full, f"{sequence}: pages without names"
     assert held == manager.references, "reference counts differ from the tables"
     unused = sorted([*manager.free, *manager.cached])
     assert unused == [page for page, count in enumerate(held) if count == 0]
-    assert all(page in manager.names for page in manager.cached)
-    assert not any(page in manager.names for page in manager.free)
-    assert manager.found <= set(manager.names)
-    assert manager.named == {name: page for page, name in manager.names.items()}
+    assert all(page in manager.hash_of for page in manager.cached)
+    assert not any(page in manager.hash_of for page in manager.free)
+    assert manager.kept_longer <= set(manager.hash_of)
+    assert manager.page_of == {name: page for page, name in manager.hash_of.items()}

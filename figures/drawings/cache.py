@@ -90,7 +90,7 @@ def tables() -> Drawing:
     size, num_pages = 2, 5
     manager = PageManager(num_pages, size, share=False)
     manager.add(0, range(len(WORDS)))
-    manager.grow(0, len(WORDS))
+    manager.allocate(0, len(WORDS))
     manager.commit(0, range(len(WORDS)), len(WORDS))
     manager.fork(0, 1)
 
@@ -146,7 +146,7 @@ def tables() -> Drawing:
     )
     # Each writes its sixth token; B asks first, and gets a copy of page 2.
     for sequence in (1, 0):
-        assert manager.grow(sequence, len(WORDS) + 1)
+        assert manager.allocate(sequence, len(WORDS) + 1)
     for source, target in manager.take_copies():
         content[target] = list(content[source])
     write(0, len(WORDS), "mat")

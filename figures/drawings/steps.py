@@ -24,7 +24,7 @@ from drawings.svg import (
 from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.model.batch import Batch
 
 BUDGET = 16
@@ -32,7 +32,7 @@ NAMES = "ABCDE"
 COLORS = (BLUE, GREEN, ORANGE, VERMILION, PURPLE)
 
 
-def planned() -> list[list[Work]]:
+def planned() -> list[list[ScheduledChunk]]:
     """Three steps of three requests that decode and two with prompts."""
     manager = PageManager(100, 2, share=False)
     scheduler = Scheduler(
@@ -47,11 +47,11 @@ def planned() -> list[list[Work]]:
         request.number = number
         scheduler.add([request])
 
-    def step() -> list[Work]:
-        works = scheduler.schedule()
-        scheduler.begin(works)
-        scheduler.commit(works, [[1] for work in works if work.samples])
-        return works
+    def step() -> list[ScheduledChunk]:
+        scheduled = scheduler.schedule()
+        scheduler.begin(scheduled)
+        scheduler.commit(scheduled, [[1] for chunk in scheduled if chunk.samples])
+        return scheduled
 
     for number, answer in enumerate((9, 9, 3)):
         ask(number, 2, answer)
@@ -73,11 +73,11 @@ def plan() -> Drawing:
         "tokens, E with one of 6.",
     )
     y = 96.0
-    for number, works in enumerate(planned(), 1):
+    for number, scheduled in enumerate(planned(), 1):
         d.text(MARGIN, y + tall / 2, f"step {number}", bold=True)
         x = left
         used = 0
-        for request, start, length, samples in works:
+        for request, start, length, samples in scheduled:
             name, color = NAMES[request.number], COLORS[request.number]
             prompt = start < request.num_prompt
             cells = [f"{name}{start + i}" if prompt else name for i in range(length)]
@@ -200,7 +200,7 @@ PAGE, WINDOW, PAGES = 2, 4, 3  # positions, positions, pages in a row of a table
 def filled() -> Batch:
     """Two decodes and a chunk of three tokens, as the runner writes them down."""
     manager = PageManager(24, PAGE, window=WINDOW, share=False)
-    works = []
+    scheduled = []
     for number, (tokens, computed, length) in enumerate(
         (
             ([40, 41, 42, 43, 44, UNKNOWN], 5, 1),
@@ -211,17 +211,17 @@ def filled() -> Batch:
         request = Request(tokens, max_tokens=9)
         request.number = number
         manager.add(number, tokens[:1])
-        assert manager.grow(number, computed + length)
+        assert manager.allocate(number, computed + length)
         manager.commit(number, tokens, computed)
         samples = computed + length == len(tokens)
-        works.append(Work(request, computed, length, samples))
-    shape = sum(work.length for work in works), len(works), PAGES
+        scheduled.append(ScheduledChunk(request, computed, length, samples))
+    shape = sum(chunk.length for chunk in scheduled), len(scheduled), PAGES
     flat = np.zeros(Batch.size(*shape, 2), dtype=np.int32)
     batch = Batch.of(flat, *shape, 2, manager.windows, PAGE)
     runner = SimpleNamespace(
         pool=SimpleNamespace(page_size=PAGE), manager=manager, previous={0: 0}
     )
-    Runner._fill(cast(Any, runner), batch, works, decodes=2)
+    Runner._fill(cast(Any, runner), batch, scheduled, decodes=2)
     return batch
 
 

@@ -1,4 +1,4 @@
-"""The door: what users ask is checked here, once, and becomes requests."""
+"""What users ask for is checked here, once, and becomes requests."""
 
 import math
 import re
@@ -33,7 +33,7 @@ from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.checkpoint.folder import read_generation_config, turn_ends
-from simplellm.sampling.allowed_tokens import Choices, bad_sequences
+from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
 from simplellm.structured.rules import WHERE, rules_text
 from simplellm.structured.vocabulary import Grammars, refusal
 from simplellm.text.dialects.dialect import HARMONY, Dialect, open_text
@@ -127,7 +127,7 @@ def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Door:
+class InputProcessor:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
     A checked call becomes a request that never runs; `sample_of` makes those that do.
@@ -144,8 +144,8 @@ class Door:
     dialect: Dialect = HARMONY  # of chats
 
     @classmethod
-    def open(cls, folder: Path, config: ModelConfig) -> "Door":
-        """The door of a checkpoint folder, with room for all that the model has."""
+    def open(cls, folder: Path, config: ModelConfig) -> "InputProcessor":
+        """That of a checkpoint folder, with room for all that the model has."""
         tokenizer, dialect = open_text(folder, config)
         params, listed = read_generation_config(folder, config.vocab_size)
         ends = turn_ends(config, tokenizer, listed, dialect.ends)
@@ -193,7 +193,7 @@ class Door:
         """What reads the turn that a chat's request asks for."""
         return self.dialect.parser(self.need_tokenizer(), asked.tokens, asked.grammar)
 
-    def ask_all(
+    def process_all(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
@@ -217,20 +217,20 @@ class Door:
         for index, prompt in enumerate(every):
             with blaming("prompts", index, each) if len(every) > 1 else nullcontext():
                 params = sampling_params[index]
-                asked.append(self.ask(prompt, params, overrides, constrain))
+                asked.append(self.process(prompt, params, overrides, constrain))
         return asked
 
-    def ask_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
+    def process_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
         """One conversation or several, with the same options."""
         if not is_several(messages):
-            return [self.ask_chat(messages, **options)]
+            return [self.process_chat(messages, **options)]
         asked = []
         for index, one in enumerate(messages):
             with blaming("messages", index):
-                asked.append(self.ask_chat(one, **options))
+                asked.append(self.process_chat(one, **options))
         return asked
 
-    def ask_chat(
+    def process_chat(
         self,
         messages: Any,  # Messages, once checked
         *,
@@ -276,9 +276,9 @@ class Door:
         grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
         asked = wanted_format, functions, tool_choice
         constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
-        return self.ask(ids, sampling_params, overrides, constrain)
+        return self.process(ids, sampling_params, overrides, constrain)
 
-    def ask(
+    def process(
         self,
         prompt: object,
         params: SamplingParams | None,
@@ -330,7 +330,7 @@ class Door:
             deadline=deadline,
         )
         if params.restricts:
-            choices = Choices(request, self.config.vocab_size)
+            choices = AllowedTokens(request, self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
             restricting = "allowed_token_ids, bad_words and min_tokens"
             expect(left, f"the tokens that {restricting} leave", 0, "at least one")
@@ -404,6 +404,6 @@ class Loaded:
     """All that an LLM is made of."""
 
     engine: Any  # an `Engine`, or whatever has its events and methods
-    door: Door
+    input_processor: InputProcessor
     how: str  # which operations compute, and why
     weights_seconds: float  # that it took to read the weights

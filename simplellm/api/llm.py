@@ -78,13 +78,13 @@ class LLM:
         return llm
 
     def _begin(self, loaded: Loaded) -> None:
-        self.engine, self.config = loaded.engine, loaded.door.config
+        self.engine, self.config = loaded.engine, loaded.input_processor.config
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
-        self.door = loaded.door
+        self.input_processor = loaded.input_processor
         # What generation_config.json recommends, and the tokens that end a turn.
-        self.default_params = loaded.door.default_params
-        self.eos_token_ids = loaded.door.eos_token_ids
+        self.default_params = loaded.input_processor.default_params
+        self.eos_token_ids = loaded.input_processor.eos_token_ids
         self._delivery = Delivery(loaded.engine)
         # Also runs at the interpreter's exit, before it stops threads by force.
         self._finalizer = weakref.finalize(self, self._delivery.close, True, 60.0)
@@ -99,7 +99,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises ValueError if it has none."""
-        return self.door.need_tokenizer()
+        return self.input_processor.need_tokenizer()
 
     def generate(
         self,
@@ -118,7 +118,7 @@ class LLM:
         draw with s, s + 1, ... Cancelling or dropping the future ends its requests.
         ``use_tqdm`` shows a bar that counts them.
         """
-        asked = self.door.ask_all(prompts, sampling_params, overrides)
+        asked = self.input_processor.process_all(prompts, sampling_params, overrides)
         samples = self._samples(asked)
         return future_of(self, self._delivery, samples, outputs, show=use_tqdm)
 
@@ -133,7 +133,7 @@ class LLM:
         Texts are whole characters and never part of a stop string; the last output
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
-        asked = self.door.ask(prompt, sampling_params, overrides)
+        asked = self.input_processor.process(prompt, sampling_params, overrides)
         return Stream(self, self._delivery, self._one_sample(asked))
 
     def stream_async(
@@ -146,7 +146,7 @@ class LLM:
 
         The request starts with the iteration, its ``timeout`` with this call.
         """
-        asked = self.door.ask(prompt, sampling_params, overrides)
+        asked = self.input_processor.process(prompt, sampling_params, overrides)
         return AsyncStream(self, self._delivery, self._one_sample(asked))
 
     @overload
@@ -173,7 +173,7 @@ class LLM:
         self, messages: Any, *, use_tqdm: bool = False, **options: Any
     ) -> RequestFuture:
         """The future of what `chat` returns, as that of `generate`."""
-        asked = self.door.ask_chats(messages, options)
+        asked = self.input_processor.process_chats(messages, options)
         result = turns if is_several(messages) else turn
         samples = self._samples(asked, chat=True)
         return future_of(self, self._delivery, samples, result, show=use_tqdm)
@@ -188,14 +188,18 @@ class LLM:
         ``options`` are those of `chat`, without ``n``. The stream's ``output()`` is the
         `ChatChoice` that it has come to.
         """
-        sample = self._one_sample(self.door.ask_chat(messages, **options), chat=True)
+        sample = self._one_sample(
+            self.input_processor.process_chat(messages, **options), chat=True
+        )
         return Stream(self, self._delivery, sample)
 
     def stream_chat_async(
         self, messages: Messages, **options: Any
     ) -> AsyncStream[Delta]:
         """Like `stream_chat`, for ``async for``; deltas that waited come as one."""
-        sample = self._one_sample(self.door.ask_chat(messages, **options), chat=True)
+        sample = self._one_sample(
+            self.input_processor.process_chat(messages, **options), chat=True
+        )
         return AsyncStream(self, self._delivery, sample)
 
     def replies(
@@ -204,7 +208,7 @@ class LLM:
         n: int | None = None,
         chat: bool = False,
     ) -> Replies:
-        """All samples of one or more requests of `door`, for a coroutine.
+        """All samples of one or more requests of `input_processor`, for a coroutine.
 
         They start at once, ``n`` of each or what its parameters say. ``async for``
         gives pairs of an index (prompt by prompt) and a part: a RequestOutput or, in a
@@ -241,8 +245,8 @@ class LLM:
 
         def reply_to(one: Request) -> Reply:
             if chat:
-                return ChatReply(one, self.tokenizer, self.door.parser(one))
-            return TextReply(one, self.door.tokenizer)
+                return ChatReply(one, self.tokenizer, self.input_processor.parser(one))
+            return TextReply(one, self.input_processor.tokenizer)
 
         samples = (
             [sample_of(one, k) for k in range(n or one.params.n)] for one in asked

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from simplellm.api.input_processor import Door, Loaded
+from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Checkpoint, Source, Upload, open_weights
 from simplellm.checkpoint.families import title
@@ -57,13 +57,17 @@ def load(
     config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
-    door = Door.open(EMBEDDED if path is None else Path(path), source.config)
+    input_processor = InputProcessor.open(
+        EMBEDDED if path is None else Path(path), source.config
+    )
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
-        beside.submit(door.prepare)
+        beside.submit(input_processor.prepare)
         engine, how, seconds = load_engine(source, config, dtype, device)
     limit = engine.max_model_len
-    door = replace(door, max_model_len=limit, compiler=door.compile)
-    return Loaded(engine, door, how, seconds)
+    input_processor = replace(
+        input_processor, max_model_len=limit, compiler=input_processor.compile
+    )
+    return Loaded(engine, input_processor, how, seconds)
 
 
 def load_engine(

@@ -111,8 +111,8 @@ class BaseReply:
     def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
         self.tokenizer, self.params = tokenizer, asked.params
         self.prompt_token_ids, self.prompt = list(asked.tokens), asked.text
-        self.index, self.arrival = asked.index, asked.submitted
-        self.begun: float | None = None
+        self.index, self.arrival = asked.index, asked.arrival_time
+        self.first_scheduled_time: float | None = None
         self.first: float | None = None
         self.finished: float | None = None
         self.cached_tokens = self.preemptions = 0
@@ -144,7 +144,7 @@ class BaseReply:
         if self.logprobs is not None:
             self.logprobs += (scores or ())[:count]
         self.cached_tokens, self.preemptions = event.cached_tokens, event.preemptions
-        self.begun = event.begun
+        self.first_scheduled_time = event.first_scheduled_time
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = self.with_text(event.prompt_logprobs)
         now = event.time or time.monotonic()
@@ -178,7 +178,7 @@ class BaseReply:
 
     def origin(self) -> dict[str, Any]:
         """The fields of a `Sample` that tell where it comes from, and why it ended."""
-        times = self.arrival, self.begun, self.first, self.finished
+        times = self.arrival, self.first_scheduled_time, self.first, self.finished
         return {
             "stop_reason": self.stop_reason,
             "index": self.index,

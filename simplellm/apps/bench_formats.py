@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from simplellm.api.input_processor import Door, Loaded
+from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.api.load import load_engine
 from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
@@ -114,7 +114,7 @@ def measure_formats(
     dtype, folder = find_dtype(None, place), EMBEDDED if model is None else Path(model)
     source = open_weights(model, dtype, place, random_weights, None)
     config = EngineConfig(max_num_seqs=32).resolved(place.type)
-    door = Door.open(folder, source.config)
+    input_processor = InputProcessor.open(folder, source.config)
     load = os.getloadavg()[0]
     rows, asked = [], model is None and not random_weights
     forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
@@ -124,7 +124,7 @@ def measure_formats(
         one: Any = Recoded(source, form) if form else source
         size = weight_bytes(one.config, dtype.itemsize, one.packed)
         engine, how, seconds = load_engine(one, config, dtype, place)
-        limited = replace(door, max_model_len=engine.max_model_len)
+        limited = replace(input_processor, max_model_len=engine.max_model_len)
         with start.of(Loaded(engine, limited, how, seconds)) as llm:
             rows.append(measure_row(llm, name, sum(size.values()), asked))
     return circumstances(model, place, command) | {

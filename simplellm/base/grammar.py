@@ -85,7 +85,7 @@ class Walk:
         return found
 
 
-class Filler:
+class BitmaskFiller:
     """Fills the masks of a step, several at a time, while the device computes."""
 
     @cached_property

@@ -57,19 +57,19 @@ class Request:
     deadline: float = math.inf  # by time.monotonic()
     siblings: "list[Request]" = field(default_factory=list)  # more samples of a prompt
     grammar: Grammar | None = None  # that its output must follow
-    submitted: float = field(default_factory=time.monotonic)
+    arrival_time: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
     index: int = 0  # among the samples of its prompt
     number: int = -1  # its name, given by who submits it
 
     # What the scheduler writes down.
     rank: tuple[int, ...] = ()  # its place in line: the least goes first
-    computed: int = 0  # tokens that the cache holds
-    cached: int | None = None  # how many of the prompt it held when the request began
-    begun: float | None = None  # when it was first scheduled, by time.monotonic()
+    num_computed_tokens: int = 0  # tokens that the cache holds
+    num_cached_tokens: int | None = None  # of the prompt, when it was first scheduled
+    first_scheduled_time: float | None = None  # by time.monotonic()
     preemptions: int = 0
     finish_reason: str | None = None
-    latest: float | None = None  # when its latest token came
+    last_token_time: float | None = None  # when its latest token came
     # What has to come next by its grammar, whatever is sampled.
     forced: list[int] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class Request:
     @property
     def missing(self) -> int:
         """Tokens to compute before the next one can be sampled: 1 in a decode."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
     def num_output(self) -> int:
@@ -123,4 +123,4 @@ class Event(NamedTuple):
     # Of the prompt's tokens, if they were asked for: with the first event.
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     preemptions: int = 0  # so far
-    begun: float | None = None  # `Request.begun`
+    first_scheduled_time: float | None = None  # `Request.first_scheduled_time`

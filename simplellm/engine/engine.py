@@ -21,7 +21,7 @@ from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import Access, failure
 from simplellm.engine.runner import Flight, Runner
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.stats import Meter, Stats
 
 LOGGER = logging.getLogger("simplellm")
@@ -40,7 +40,7 @@ class Engine(Access):
     ) -> None:
         super().__init__()
         self.scheduler, self.runner = scheduler, runner
-        runner.settle = partial(self.land, 0)
+        runner.drain = partial(self.collect, 0)
         self.max_model_len = max_model_len
         self.depth = int(overlap)  # steps under way while the next one is scheduled
         self.meter = Meter()
@@ -51,7 +51,9 @@ class Engine(Access):
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.flights: deque[tuple[Sequence[Work], Flight]] = deque()  # oldest first
+        self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = (
+            deque()
+        )  # oldest first
         self.rest = 0.0  # seconds in a step of decodes
         self.until = 0.0  # when this step's rest is over
         self.rested: float | None = None  # seconds in this step, if it is of decodes
@@ -59,34 +61,34 @@ class Engine(Access):
     def step(self) -> None:
         """Begin the next forward pass, and book those that are over."""
         with self.lock:
-            works = self.scheduler.schedule()
-        if works:
-            self.launch(works)
+            scheduled = self.scheduler.schedule()
+        if scheduled:
+            self.launch(scheduled)
         elif not self.flights:
             raise RuntimeError("requests wait, but none of them can run")
-        self.land(self.depth if works else 0)
+        self.collect(self.depth if scheduled else 0)
 
-    def land(self, depth: int) -> None:
+    def collect(self, depth: int) -> None:
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
-            works, flight = self.flights[0]
+            scheduled, flight = self.flights[0]
             asked = time.monotonic()
-            landed = flight()  # waits for the device, and without the lock
+            output = flight()  # waits for the device, and without the lock
             self.flights.popleft()
             now = time.monotonic()
-            self.plan_rest(landed.late, now - asked)
+            self.plan_rest(output.late, now - asked)
             with self.lock:
-                new = self.scheduler.commit(works, landed.tokens)
+                new = self.scheduler.commit(scheduled, output.tokens)
                 self.meter.step(new, now)
-            for request, first, entries in landed.prompts:
+            for request, first, entries in output.prompts:
                 if (known := request.prompt_logprobs) is not None:
                     known += entries[len(known) - first :]  # some may come again
-            sampling = [work.request.number for work in works if work.samples]
-            found = dict(zip(sampling, landed.logprobs, strict=True))
+            sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
+            found = dict(zip(sampling, output.logprobs, strict=True))
             for request, kept in new:
-                self.tell(request, kept, found[request.number], now)
+                self.emit(request, kept, found[request.number], now)
 
-    def tell(
+    def emit(
         self,
         request: Request,
         tokens: Sequence[int] = (),
@@ -106,10 +108,10 @@ class Engine(Access):
             finish_reason=request.finish_reason,
             error=error,
             time=now,
-            cached_tokens=request.cached or 0,
+            cached_tokens=request.num_cached_tokens or 0,
             prompt_logprobs=scores,
             preemptions=request.preemptions,
-            begun=request.begun,
+            first_scheduled_time=request.first_scheduled_time,
         )
         self.events.put(event)
 
@@ -119,8 +121,8 @@ class Engine(Access):
         If both are decodes alone, it takes about as long as the one that lands. For
         that one the host ``waited`` after it had rested, or it came too ``late``.
         """
-        works = self.flights[0][0] if self.flights else []
-        decodes = bool(works) and all(work.length == 1 for work in works)
+        scheduled = self.flights[0][0] if self.flights else []
+        decodes = bool(scheduled) and all(chunk.length == 1 for chunk in scheduled)
         if decodes and self.rested is not None:
             # Up slowly, as it may have waited for Python, too.
             up = (self.rested + waited - SLACK - self.rest) / 8
@@ -128,32 +130,32 @@ class Engine(Access):
         self.rested = max(0.0, self.rest) if decodes else None
         self.until = time.monotonic() + (self.rested or 0.0)
 
-    def launch(self, works: Sequence[Work]) -> None:
+    def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Begin to compute works; if that fails, without who is to blame, or alone."""
         try:
-            flight = self.runner.launch(works)
+            flight = self.runner.launch(scheduled)
         except Exception as error:
             LOGGER.error("a step failed, whose requests are tried again: %s", error)
             # The frames hold memory, and whoever gets the error may keep it for long.
             traceback.clear_frames(error.__traceback__)
             error.__traceback__ = None
-            self.land(0)  # what is tried again must know its last token
+            self.collect(0)  # what is tried again must know its last token
             self.runner.forget()
             number = error.number if isinstance(error, GrammarError) else None
-            alone = len(works) == 1
-            blamed = [w for w in works if alone or w.request.number == number]
-            for work in blamed:
+            alone = len(scheduled) == 1
+            blamed = [w for w in scheduled if alone or w.request.number == number]
+            for chunk in blamed:
                 why = failure("the step of this request failed", error)
-                self.end(work.request, "error", why)
-            for some in [works] if blamed else [[work] for work in works]:
+                self.end(chunk.request, "error", why)
+            for some in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
                 # Some have ended, if not now, then with a flight.
                 if left := [w for w in some if w.request.finish_reason is None]:
                     self.launch(left)
-                    self.land(self.depth)
+                    self.collect(self.depth)
             return
         with self.lock:
-            self.scheduler.begin(works)
-        self.flights.append((works, flight))
+            self.scheduler.begin(scheduled)
+        self.flights.append((scheduled, flight))
 
     def end(
         self, request: Request, reason: str, error: EngineError | None = None
@@ -163,7 +165,7 @@ class Engine(Access):
             if request.finish_reason is not None:
                 return
             self.scheduler.finish(request, reason)
-        self.tell(request, error=error)
+        self.emit(request, error=error)
 
     # From here on: what other threads call, and the thread that calls step().
 
@@ -209,7 +211,7 @@ class Engine(Access):
                 "number": request.number,
                 "prompt": request.num_prompt,
                 "output": request.num_output,
-                "computed": request.computed,
+                "computed": request.num_computed_tokens,
                 "preemptions": request.preemptions,
             }
 
@@ -247,7 +249,7 @@ class Engine(Access):
                 with self.lock:
                     expired = self.scheduler.expire(time.monotonic())
                 for request in expired:
-                    self.tell(request)
+                    self.emit(request)
                 if self.scheduler.requests or self.flights:
                     self.step()
         except BaseException as error:
@@ -284,4 +286,4 @@ class Engine(Access):
             self.scheduler.finished["error"] += len(orphans)
         for request in orphans:
             request.finish_reason = "error"
-            self.tell(request, error=failure("the engine died", cause))
+            self.emit(request, error=failure("the engine died", cause))

@@ -23,7 +23,7 @@ MIXED_SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 MOST_CHUNKS = 64  # of prompts in a captured step
 
 
-class Room(NamedTuple):
+class CaptureShape(NamedTuple):
     """What a captured step has room for: so many tokens, decodes, chunks of prompts."""
 
     tokens: int
@@ -31,7 +31,7 @@ class Room(NamedTuple):
     chunks: int = 0
 
     @classmethod
-    def mixed(cls, tokens: int, max_num_seqs: int) -> "Room":
+    def mixed(cls, tokens: int, max_num_seqs: int) -> "CaptureShape":
         """Of a step with prompts. Room for more rows costs time in attention."""
         return cls(
             tokens, min(tokens // 2, max_num_seqs), min(tokens // 4, MOST_CHUNKS)
@@ -42,7 +42,7 @@ class Room(NamedTuple):
 class Captured:
     """A step of one shape, ready to be replayed."""
 
-    shape: Room
+    shape: CaptureShape
     replay: Callable[[], None]
 
     @property
@@ -81,7 +81,8 @@ def record(run: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
 
 
 def capture(
-    prepare: Callable[[Room], Callable[[], object]], shapes: Sequence[Room]
+    prepare: Callable[[CaptureShape], Callable[[], object]],
+    shapes: Sequence[CaptureShape],
 ) -> list[Captured]:
     """Record the step that ``prepare(shape)`` gives for each of ``shapes``, by size.
 

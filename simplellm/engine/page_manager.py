@@ -24,12 +24,12 @@ class PageTable:
 
     groups: "list[array[int]]"
     first: list[int]
-    computed: int  # tokens whose keys and values are in the pages
-    digests: list[bytes]  # of the full pages, as far as their tokens are known
+    num_computed_tokens: int  # tokens whose keys and values are in the pages
+    page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
     prompt: int  # full pages of the tokens that it began with
 
 
-def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+def hash_page(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Names a full page by its tokens and, through ``parent``, all before them."""
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
@@ -38,7 +38,7 @@ class PageManager:
     """Which page belongs to whom. Plain Python, no tensors.
 
     A sequence is a number of the caller's choice. Its life: `add`; for every step
-    `grow`, the forward pass, `commit`; `remove`.
+    `allocate`, the forward pass, `commit`; `remove`.
 
     A page has room for ``page_size`` positions of one group of layers: the full ones
     or, if ``window`` is given, the sliding ones. All ``num_pages`` serve either group.
@@ -72,9 +72,9 @@ class PageManager:
         self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
         # Pages that some sequence was given by `add`, or that the next turn of a chat
         # will ask for: those that the token behind a prompt's last full page can see.
-        self.found: set[int] = set()
-        self.names: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
-        self.named: dict[tuple[int, bytes], int] = {}  # and back
+        self.kept_longer: set[int] = set()
+        self.hash_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
+        self.page_of: dict[tuple[int, bytes], int] = {}  # and back
         self._copies: list[tuple[int, int]] = []
         self.max_tokens = self._longest()
 
@@ -85,7 +85,7 @@ class PageManager:
         fallen behind the window already.
         """
         table = self.tables[sequence]
-        assert 0 < length <= table.computed, (sequence, length)
+        assert 0 < length <= table.num_computed_tokens, (sequence, length)
         firsts = [self._first_page(length, window) for window in self.windows]
         if firsts != table.first:
             return False
@@ -94,8 +94,8 @@ class PageManager:
             for page in reversed(pages[count:]):
                 self._release(page)
             del pages[count:]
-        table.computed = length
-        del table.digests[length // self.page_size :]
+        table.num_computed_tokens = length
+        del table.page_hashes[length // self.page_size :]
         return True
 
     def _longest(self) -> int:
@@ -138,11 +138,11 @@ class PageManager:
             },
         }
 
-    def _forget_name(self, page: int) -> None:
+    def _forget_hash(self, page: int) -> None:
         """A page that will be written to cannot be found by its tokens any more."""
-        if page in self.names:
-            del self.named[self.names.pop(page)]
-            self.found.discard(page)
+        if page in self.hash_of:
+            del self.page_of[self.hash_of.pop(page)]
+            self.kept_longer.discard(page)
 
     def _take(self) -> int:
         """A page for new content; evicts if none is empty."""
@@ -150,7 +150,7 @@ class PageManager:
             page = self.free.pop()
         else:
             page, _ = self.cached.popitem(last=False)
-            self._forget_name(page)
+            self._forget_hash(page)
         self.references[page] = 1
         return page
 
@@ -163,56 +163,58 @@ class PageManager:
         self.references[page] -= 1
         if self.references[page] > 0:
             return
-        if page not in self.names:
+        if page not in self.hash_of:
             self.free.append(page)
             return
         self.cached[page] = None
         # Behind the window, a page is of use only to a prefix that ends near by. Unless
         # there was one before, it must not crowd out pages that any prefix needs.
-        if behind and page not in self.found:
+        if behind and page not in self.kept_longer:
             self.cached.move_to_end(page, last=False)
 
     def _first_page(self, length: int, window: int | None) -> int:
         """The first page that the token at position ``length`` can see."""
         return 0 if window is None else max(0, length + 1 - window) // self.page_size
 
-    def _name_full_pages(self, table: PageTable, tokens: Sequence[int]) -> None:
+    def _hash_full_pages(self, table: PageTable, tokens: Sequence[int]) -> None:
         size = self.page_size
-        for index in range(len(table.digests), table.computed // size):
+        for index in range(len(table.page_hashes), table.num_computed_tokens // size):
             part = tokens[index * size : (index + 1) * size]
             if part[-1] < 0:  # not known yet: the page gets its name the next time
                 return
-            digest = page_digest(table.digests[-1] if table.digests else b"", part)
-            table.digests.append(digest)
+            digest = hash_page(
+                table.page_hashes[-1] if table.page_hashes else b"", part
+            )
+            table.page_hashes.append(digest)
             for group, pages in enumerate(table.groups):
                 name = (group, digest)
                 # Whoever computed the same page first has the name.
-                if name not in self.named and pages[index] != NULL:
-                    self.named[name] = pages[index]
-                    self.names[pages[index]] = name
+                if name not in self.page_of and pages[index] != NULL:
+                    self.page_of[name] = pages[index]
+                    self.hash_of[pages[index]] = name
                     near = self._first_page(table.prompt * size, self.windows[group])
                     if near <= index < table.prompt:
-                        self.found.add(pages[index])
+                        self.kept_longer.add(pages[index])
 
     def _cached_prefix(self, tokens: Sequence[int]) -> list[bytes]:
         """The digests of the longest prefix that can be taken from cached pages."""
-        size, digests, usable = self.page_size, [], 0
+        size, page_hashes, usable = self.page_size, [], 0
         runs = [0] * len(self.windows)  # pages in a row, up to here, of each group
         digest = b""
         for end in range(size, len(tokens) if self.share else 0, size):
-            digest = page_digest(digest, tokens[end - size : end])
-            if (0, digest) not in self.named:
+            digest = hash_page(digest, tokens[end - size : end])
+            if (0, digest) not in self.page_of:
                 break
-            digests.append(digest)
+            page_hashes.append(digest)
             for group in range(len(runs)):
-                known = (group, digest) in self.named
+                known = (group, digest) in self.page_of
                 runs[group] = runs[group] + 1 if known else 0
             if all(
-                run >= len(digests) - self._first_page(end, window)
+                run >= len(page_hashes) - self._first_page(end, window)
                 for run, window in zip(runs, self.windows, strict=True)
             ):
-                usable = len(digests)
-        return digests[:usable]
+                usable = len(page_hashes)
+        return page_hashes[:usable]
 
     def add(self, sequence: int, tokens: Sequence[int]) -> int:
         """Register a sequence; returns how many of its first tokens are cached.
@@ -220,18 +222,18 @@ class PageManager:
         At least one token is always left to compute.
         """
         assert sequence not in self.tables and 1 <= len(tokens) <= self.max_tokens
-        size, digests = self.page_size, self._cached_prefix(tokens)
+        size, page_hashes = self.page_size, self._cached_prefix(tokens)
         groups, firsts = [], []
         for group, window in enumerate(self.windows):
-            first = self._first_page(len(digests) * size, window)
-            live = [self.named[group, digest] for digest in digests[first:]]
+            first = self._first_page(len(page_hashes) * size, window)
+            live = [self.page_of[group, digest] for digest in page_hashes[first:]]
             for page in live:
                 self._hold(page)
-            self.found.update(live)
+            self.kept_longer.update(live)
             groups.append(array("i", [NULL] * first + live))
             firsts.append(first)
-        computed = len(digests) * size
-        table = PageTable(groups, firsts, computed, digests, len(tokens) // size)
+        computed = len(page_hashes) * size
+        table = PageTable(groups, firsts, computed, page_hashes, len(tokens) // size)
         self.tables[sequence] = table
         return computed
 
@@ -243,10 +245,10 @@ class PageManager:
         """
         table = self.tables[sequence]
         most = min(len(table.groups[0]) * self.page_size, len(tokens))
-        assert table.computed <= length <= most, (sequence, length)
-        table.computed = length
-        if self.share and length // self.page_size > len(table.digests):
-            self._name_full_pages(table, tokens)
+        assert table.num_computed_tokens <= length <= most, (sequence, length)
+        table.num_computed_tokens = length
+        if self.share and length // self.page_size > len(table.page_hashes):
+            self._hash_full_pages(table, tokens)
         for group, window in enumerate(self.windows):
             first = self._first_page(length, window)
             if first == table.first[group]:
@@ -260,12 +262,17 @@ class PageManager:
     def fork(self, parent: int, child: int) -> None:
         """Start ``child`` with all that is computed of ``parent``, in shared pages."""
         table = self.tables[parent]
-        count = -(-table.computed // self.page_size)
+        count = -(-table.num_computed_tokens // self.page_size)
         groups = [pages[:count] for pages in table.groups]
         for pages, first in zip(groups, table.first, strict=True):
             for page in pages[first:]:
                 self._hold(page)
-        copied = list(table.first), table.computed, list(table.digests), table.prompt
+        copied = (
+            list(table.first),
+            table.num_computed_tokens,
+            list(table.page_hashes),
+            table.prompt,
+        )
         self.tables[child] = PageTable(groups, *copied)
 
     def remove(self, sequence: int) -> None:
@@ -282,7 +289,7 @@ class PageManager:
         copies, self._copies = self._copies, []
         return copies
 
-    def grow(self, sequence: int, length: int) -> bool:
+    def allocate(self, sequence: int, length: int) -> bool:
         """Make room for ``length`` tokens; False, and nothing changed, without space.
 
         A shared page that the next token would be written to is exchanged for a copy.
@@ -290,8 +297,8 @@ class PageManager:
         table = self.tables[sequence]
         assert length <= self.max_tokens, (sequence, length)
         count = -(-length // self.page_size)
-        open_page, filled = divmod(table.computed, self.page_size)
-        written = table.groups if filled and length > table.computed else []
+        open_page, filled = divmod(table.num_computed_tokens, self.page_size)
+        written = table.groups if filled and length > table.num_computed_tokens else []
         split = [pages for pages in written if self.references[pages[open_page]] > 1]
         missing = max(0, count - len(table.groups[0])) * len(self.windows)
         if missing + len(split) > self.free_pages:
@@ -303,7 +310,7 @@ class PageManager:
                 self._release(pages[open_page])
                 pages[open_page] = copy
             else:  # it has a name if it was full before a `truncate`
-                self._forget_name(pages[open_page])
+                self._forget_hash(pages[open_page])
         for pages in table.groups:
             while len(pages) < count:
                 pages.append(self._take())

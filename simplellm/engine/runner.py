@@ -16,10 +16,16 @@ from torch import Tensor
 from simplellm.base.config import EngineConfig
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.base.transfer import fetch, pinned, upload
-from simplellm.engine.graphs import MIXED_SIZES, MOST_CHUNKS, Captured, Room, capture
+from simplellm.engine.graphs import (
+    MIXED_SIZES,
+    MOST_CHUNKS,
+    Captured,
+    CaptureShape,
+    capture,
+)
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.sampler import Columns, Sampled, TokenCounts, sample
-from simplellm.engine.scheduler import Work
+from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
+from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -32,7 +38,7 @@ from simplellm.sampling.logprobs import (
 from simplellm.sampling.masks import Masks
 
 
-class Landed(NamedTuple):
+class StepOutput(NamedTuple):
     """What a step gave each work that samples, in their order."""
 
     tokens: list[list[int]]
@@ -42,7 +48,7 @@ class Landed(NamedTuple):
     late: bool = False  # the device was done before the host came for it
 
 
-Flight = Callable[[], Landed]  # waits for what a step has sampled
+Flight = Callable[[], StepOutput]  # waits for what a step has sampled
 
 
 class Runner:
@@ -80,13 +86,13 @@ class Runner:
         self.counts = TokenCounts(vocab_size, self.device)
         self.masks = Masks(vocab_size, seqs, self.device)
         # Makes all tokens of earlier steps known, as a mask may need them.
-        self.settle: Callable[[], None] = lambda: None
+        self.drain: Callable[[], None] = lambda: None
         self.turn = 0
         self.previous: dict[int, int] = {}  # request -> place of its token in output
         self.scores: list[PromptScores] = []  # of the step under way
         self.captured: list[Captured] = []  # decode steps, by size
         self.mixed: list[Captured] = []  # steps with prompts, by size
-        self._columns: tuple[list[int], Columns] | None = None
+        self._columns: tuple[list[int], SamplingTensors] | None = None
 
     def view(
         self, flat: Any, tokens: int, sequences: int, pages: int, decodes: int
@@ -104,43 +110,47 @@ class Runner:
         As far as there is room.
         """
 
-        def padding(shape: Room) -> Callable[[], object]:
+        def padding(shape: CaptureShape) -> Callable[[], object]:
             tokens, most, chunks = shape
             batch = self.view(self.inputs, tokens, most + chunks, self.pages, most)
             batch.pad()
             return partial(self._replayed, batch, shape)
 
         seqs = len(self.output)
-        shapes = [Room(size, size) for size in decodes]
-        shapes += [Room.mixed(size, seqs) for size in mixed if size <= len(self.hidden)]
+        shapes = [CaptureShape(size, size) for size in decodes]
+        shapes += [
+            CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
+        ]
         found = capture(padding, shapes)
         self.captured = [graph for graph in found if not graph.shape.chunks]
         self.mixed = [graph for graph in found if graph.shape.chunks]
 
-    def _graph(self, works: Sequence[Work]) -> Captured | None:
+    def _graph(self, scheduled: Sequence[ScheduledChunk]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
-        if not all(work.length == 1 and work.samples for work in works):
+        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
             return None
-        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
         return self.captured[index] if index < len(self.captured) else None
 
-    def _mixed(self, real: Room) -> Captured | None:
+    def _mixed(self, real: CaptureShape) -> Captured | None:
         """The graph for a step with chunks of prompts, if there is one."""
         fits = (graph for graph in self.mixed if all(map(le, real, graph.shape)))
         return next(fits, None) if real.chunks else None
 
     # Steps
 
-    def launch(self, works: Sequence[Work]) -> Flight:
-        """Start to compute ``works``, and to sample from what comes out."""
-        requests = [work.request for work in works if work.samples]
-        self.start(works, requests)
+    def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
+        """Start to compute ``scheduled``, and to sample from what comes out."""
+        requests = [chunk.request for chunk in scheduled if chunk.samples]
+        self.start(scheduled, requests)
         if any(request.needs_last_token for request in requests):
-            self.settle()  # the device computes meanwhile
+            self.drain()  # the device computes meanwhile
         return self.choose(requests)
 
     @torch.inference_mode()
-    def start(self, works: Sequence[Work], sampling: Sequence[Request]) -> None:
+    def start(
+        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
+    ) -> None:
         """Start the forward pass of a step.
 
         Leaves the logits of ``sampling`` in ``logits``, their likeliest tokens in
@@ -148,15 +158,17 @@ class Runner:
         over all three.
         """
         self.pool.copy(self.manager.take_copies())
-        rows = len(works)
-        decodes = next((n for n, w in enumerate(works) if w.length > 1), rows)
-        real = Room(sum(work.length for work in works), decodes, rows - decodes)
-        graph = self._graph(works) or self._mixed(real)
+        rows = len(scheduled)
+        decodes = next((n for n, w in enumerate(scheduled) if w.length > 1), rows)
+        real = CaptureShape(
+            sum(chunk.length for chunk in scheduled), decodes, rows - decodes
+        )
+        graph = self._graph(scheduled) or self._mixed(real)
         tokens, most, chunks = real if graph is None else graph.shape
-        shape = tokens, most + chunks, self._pages(works), most
+        shape = tokens, most + chunks, self._pages(scheduled), most
         self.turn ^= 1
         staging = self.staging[self.turn]
-        self._fill(self.view(staging.numpy(), *shape), works, decodes)
+        self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
         self.previous = {r.number: place for place, r in enumerate(sampling)}
@@ -168,7 +180,7 @@ class Runner:
             hidden = self.model.forward(batch, self.pool, self.output)
         if graph is None or chunks:
             self._head(batch, hidden, len(sampling))
-            self.scores = score_prompts(works, hidden, self.model.head, self.logits)
+            self.scores = score_prompts(scheduled, hidden, self.model.head, self.logits)
 
     def _head(self, batch: Batch, hidden: Tensor, count: int) -> None:
         """Logits and likeliest tokens of the first ``count`` samples of a step."""
@@ -177,7 +189,7 @@ class Runner:
             last = hidden[batch.samples[:count]] if some else hidden
             self.output[:count] = self.model.head(last, self.logits[:count])
 
-    def _replayed(self, batch: Batch, shape: Room) -> None:
+    def _replayed(self, batch: Batch, shape: CaptureShape) -> None:
         """What the graph of a step does.
 
         All decodes sample. How many of a step with prompts do is not known yet, so that
@@ -189,8 +201,10 @@ class Runner:
         else:
             self._head(batch, hidden, shape.decodes)
 
-    def _fill(self, batch: Any, works: Sequence[Work], decodes: int) -> None:
-        """Write ``works`` into ``batch``, whose arrays are NumPy's.
+    def _fill(
+        self, batch: Any, scheduled: Sequence[ScheduledChunk], decodes: int
+    ) -> None:
+        """Write ``scheduled`` into ``batch``, whose arrays are NumPy's.
 
         The first ``decodes`` of them have one token each.
         """
@@ -198,10 +212,11 @@ class Runner:
         batch.pad()
         tokens: list[int] = []
         positions: list[int] = []
-        rows = np.arange(len(works))
+        rows = np.arange(len(scheduled))
         # Chunks come after all the room for decodes.
         rows[decodes:] += batch.groups[0].decodes - decodes
-        for row, (request, start, length, _) in zip(rows.tolist(), works, strict=True):
+        for row, chunk in zip(rows.tolist(), scheduled, strict=True):
+            request, start, length, _ = chunk
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
                 tokens[-1] = -1 - self.previous[request.number]
@@ -213,12 +228,12 @@ class Runner:
                 group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size
         # The rest is done for all rows at once: a call costs more than a number.
-        count, counts = len(tokens), [work.length for work in works]
+        count, counts = len(tokens), [chunk.length for chunk in scheduled]
         batch.tokens[:count], batch.positions[:count] = tokens, positions
-        batch.lengths[rows] = [work.start + work.length for work in works]
+        batch.lengths[rows] = [chunk.start + chunk.length for chunk in scheduled]
         batch.queries[1 + rows] = counts
         np.cumsum(batch.queries, out=batch.queries, dtype=np.int32)
-        samples = batch.queries[1 + rows[[work.samples for work in works]]] - 1
+        samples = batch.queries[1 + rows[[chunk.samples for chunk in scheduled]]] - 1
         batch.samples[: len(samples)] = samples
         owners = np.repeat(rows, counts)
         for group in batch.groups:
@@ -226,11 +241,11 @@ class Runner:
             pages = group.tables[owners, place // page_size]
             group.slots[:count] = pages * page_size + place % page_size
 
-    def _pages(self, works: Sequence[Work]) -> int:
+    def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         """Columns of a step's block tables."""
         if self.device.type == "cuda":  # always the same, for graphs and kernels
             return self.pages
-        ends = max(work.start + work.length for work in works)
+        ends = max(chunk.start + chunk.length for chunk in scheduled)
         return -(-ends // self.pool.page_size)
 
     @torch.inference_mode()
@@ -258,13 +273,13 @@ class Runner:
             self.output[:count] = sampled.tokens
         return self._fetch(requests, sampled)
 
-    def _columns_of(self, requests: Sequence[Request]) -> Columns:
+    def _columns_of(self, requests: Sequence[Request]) -> SamplingTensors:
         """The sampling parameters of ``requests``, kept for as long as these stay."""
         numbers = [request.number for request in requests]
         if self._columns is None or self._columns[0] != numbers:
             params = [request.params for request in requests]
             vocab_size = self.model.config.vocab_size
-            self._columns = numbers, Columns.of(params, vocab_size, self.device)
+            self._columns = numbers, SamplingTensors.of(params, vocab_size, self.device)
         return self._columns[1]
 
     def forget(self) -> None:
@@ -285,7 +300,7 @@ class Runner:
         wanted = [request.params.logprobs for request in requests]
         forced = [request.forced for request in requests]
 
-        def wait() -> Landed:
+        def wait() -> StepOutput:
             late = arrived is not None and arrived.query()
             if arrived:
                 arrived.synchronize()
@@ -293,6 +308,6 @@ class Runner:
             found = token_logprobs(wanted, tokens, logprobs, whole)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-            return Landed(new, found, prompts, late)
+            return StepOutput(new, found, prompts, late)
 
         return wait

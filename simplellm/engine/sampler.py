@@ -20,7 +20,7 @@ from simplellm.sampling.penalties import TokenCounts
 
 
 @dataclass(frozen=True)
-class Columns:
+class SamplingTensors:
     """A batch's parameters as columns [B], and what some row needs as booleans.
 
     The booleans are Python's, so deciding what to skip never waits for the GPU. Built
@@ -38,7 +38,7 @@ class Columns:
     @classmethod
     def of(
         cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
-    ) -> "Columns":
+    ) -> "SamplingTensors":
         """The columns of ``params``, in which every row that draws has a seed."""
         # Python's seeds run to 2^64 - 1; the same 64 bits as a signed integer.
         seeds = [((p.seed or 0) + 2**63) % 2**64 - 2**63 for p in params]
@@ -79,7 +79,7 @@ class Sampled:
 
 def change(
     logits: Tensor,
-    columns: Columns,
+    columns: SamplingTensors,
     ops: Ops,
     counts: TokenCounts | None,
     mask: Mask | None,
@@ -96,7 +96,7 @@ def change(
 def sample(
     logits: Tensor,
     best: Tensor,
-    columns: Columns,
+    columns: SamplingTensors,
     steps: Tensor,
     ops: Ops,
     *,

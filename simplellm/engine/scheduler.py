@@ -19,7 +19,7 @@ from simplellm.base.request import UNKNOWN, QueueFullError, Request
 from simplellm.engine.page_manager import PageManager
 
 
-class Work(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """One request's part in a step: ``length`` of its tokens from ``start`` on."""
 
     request: Request
@@ -31,7 +31,7 @@ class Work(NamedTuple):
 by_rank = attrgetter("rank")
 # Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
 # the 120b, and with up to 64 decodes they fit in the graph of 768.
-MOST_BESIDE = 704
+PREFILL_BESIDE_DECODES = 704
 
 
 def discard(queue: list[Request], request: Request) -> bool:
@@ -84,14 +84,16 @@ class Scheduler:
         most = min(wanted, self.prefill_chunk, budget)
         # Decodes wait for the prompts. But the longer the line, the more of them: they
         # cost less a token.
-        room = len(self.running) + MOST_BESIDE * (1 + len(self.waiting) // 2)
+        room = len(self.running) + PREFILL_BESIDE_DECODES * (1 + len(self.waiting) // 2)
         room -= self.max_num_batched_tokens - budget
         if most > room and any(r.missing == 1 and not r.complete for r in self.running):
             most = max(0, room)
         return most
 
-    def _work(self, request: Request, length: int) -> Work:
-        return Work(request, request.computed, length, length == request.missing)
+    def _work(self, request: Request, length: int) -> ScheduledChunk:
+        return ScheduledChunk(
+            request, request.num_computed_tokens, length, length == request.missing
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -164,13 +166,17 @@ class Scheduler:
                 continue
             if (
                 request.finish_reason is None
-                and request.computed > 0
+                and request.num_computed_tokens > 0
                 and not self._closed
                 and len(self.running) < self.max_num_seqs
             ):
                 self.manager.fork(request.number, sibling.number)
-                sibling.computed = sibling.cached = request.computed
-                sibling.begun = request.begun  # that computed what it begins with
+                sibling.num_computed_tokens = sibling.num_cached_tokens = (
+                    request.num_computed_tokens
+                )
+                sibling.first_scheduled_time = (
+                    request.first_scheduled_time
+                )  # that computed what it begins with
                 insort(self.running, sibling, key=by_rank)
             else:
                 insort(self.waiting, sibling, key=by_rank)
@@ -178,14 +184,16 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         discard(self.running, request)
         self.manager.remove(request.number)
-        request.computed = 0
+        request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
         insort(self.waiting, request, key=by_rank)
 
     def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
         """Room for ``length`` more tokens, at the cost of who comes last if need be."""
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             behind = reversed(self.running)
             victim = next(other for other in behind if other.number not in busy)
             if victim is request:
@@ -193,10 +201,10 @@ class Scheduler:
             self._preempt(victim)
         return True
 
-    def _admit(self, works: list[Work], budget: int) -> None:
+    def _admit(self, scheduled: list[ScheduledChunk], budget: int) -> None:
         """Let the first in line start, as long as there is room for their tokens."""
         promised = sum(map(attrgetter("missing"), self.running))
-        promised -= sum(work.length for work in works)
+        promised -= sum(chunk.length for chunk in scheduled)
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request, spare = self.waiting[0], self.manager.free_tokens - promised
             if request.tokens[-1] == UNKNOWN:
@@ -206,30 +214,37 @@ class Scheduler:
                 return  # as little room as the last time
             # Logprobs of a prompt need its computation: of it, nothing is looked up.
             known = request.tokens if request.prompt_logprobs is None else [0]
-            request.computed = self.manager.add(request.number, known)
+            request.num_computed_tokens = self.manager.add(request.number, known)
             length = self._chunk(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
-            end = request.computed + length
-            if length == 0 or not fits or not self.manager.grow(request.number, end):
+            end = request.num_computed_tokens + length
+            if (
+                length == 0
+                or not fits
+                or not self.manager.allocate(request.number, end)
+            ):
                 self.manager.remove(request.number)
-                request.computed = 0
+                request.num_computed_tokens = 0
                 if length > 0:  # it was not the budget
                     self._refused = (request.number, spare)
                 return
             del self.waiting[0]
             insort(self.running, request, key=by_rank)
-            if request.cached is None:
-                request.cached, request.begun = request.computed, time.monotonic()
-            works.append(self._work(request, length))
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens, request.first_scheduled_time = (
+                    request.num_computed_tokens,
+                    time.monotonic(),
+                )
+            scheduled.append(self._work(request, length))
             promised += request.missing - length
             budget -= length
             if request.missing == 1:
                 self._release_siblings(request)
 
-    def schedule(self) -> list[Work]:
+    def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes, then prompts under way, then new requests."""
-        works: list[Work] = []
+        scheduled: list[ScheduledChunk] = []
         busy: set[int] = set()
         budget = self.max_num_batched_tokens
         for decodes in (True, False):
@@ -241,27 +256,29 @@ class Scheduler:
                     continue
                 length = self._chunk(request, budget)
                 if length and self._make_room(request, length, busy):
-                    works.append(self._work(request, length))
+                    scheduled.append(self._work(request, length))
                     busy.add(request.number)
                     budget -= length
         if not self.running:
             self._closed = False
         if not self._closed:
-            self._admit(works, budget)
-        return works
+            self._admit(scheduled, budget)
+        return scheduled
 
-    def begin(self, works: Sequence[Work]) -> None:
+    def begin(self, scheduled: Sequence[ScheduledChunk]) -> None:
         """Book a step whose results will come: what it computes counts as there.
 
         The tokens that it samples are UNKNOWN until `commit`, unless a grammar forces
         them. The next step can be scheduled meanwhile, since it takes their number and
         not their names.
         """
-        for request, start, length, samples in works:
+        for request, start, length, samples in scheduled:
             if request.finish_reason is not None:  # it was aborted meanwhile
                 continue
-            request.computed = start + length
-            self.manager.commit(request.number, request.tokens, request.computed)
+            request.num_computed_tokens = start + length
+            self.manager.commit(
+                request.number, request.tokens, request.num_computed_tokens
+            )
             if start < request.num_prompt <= start + length:
                 # A prompt is done, and whoever shares it needs less room.
                 self._refused = (-1, 0)
@@ -285,7 +302,7 @@ class Scheduler:
         return "length" if len(tokens) >= room else None, tokens[:room]
 
     def commit(
-        self, works: Sequence[Work], tokens: Sequence[Sequence[int]]
+        self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
         """Book the results of a step: the ``tokens`` of each work that samples.
 
@@ -293,7 +310,7 @@ class Scheduler:
         what follows; then no later step of this request may have begun. Returns the
         requests with the tokens that they keep, and ends those that these complete.
         """
-        sampling = [work for work in works if work.samples]
+        sampling = [chunk for chunk in scheduled if chunk.samples]
         new = []
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):
             if request.finish_reason is not None:

@@ -66,13 +66,13 @@ class Meter:
         self.tokens += count
         self.recent.append((now, count))
         for request, tokens in new:
-            if request.latest is None:
-                self.ttft.append(now - request.submitted)
+            if request.last_token_time is None:
+                self.ttft.append(now - request.arrival_time)
                 self.prompt_tokens += request.num_prompt
-                self.cached_tokens += request.cached or 0
+                self.cached_tokens += request.num_cached_tokens or 0
             else:
-                self.itl.append((now - request.latest) / len(tokens))
-            request.latest = now
+                self.itl.append((now - request.last_token_time) / len(tokens))
+            request.last_token_time = now
 
     def stats(self, scheduler: "Scheduler") -> Stats:
         """All of it, with what the scheduler counts."""

@@ -11,10 +11,10 @@ from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
-from simplellm.engine.graphs import MIXED_SIZES, Room, bucket_sizes
+from simplellm.engine.graphs import MIXED_SIZES, CaptureShape, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
-from simplellm.engine.sampler import Columns, change
+from simplellm.engine.sampler import SamplingTensors, change
 from simplellm.model.build import build
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.ops import Ops
@@ -32,7 +32,7 @@ DRAWS = (
 
 
 @torch.inference_mode()
-def rehearse(runner: Runner, shape: Room, ops: Ops) -> None:
+def rehearse(runner: Runner, shape: CaptureShape, ops: Ops) -> None:
     """A step of nothing but padding, computed by ``ops``, which nobody reads.
 
     It needs the kernels of a real step of this shape. Several may be under way at once,
@@ -54,7 +54,7 @@ def rehearse_experts(runner: Runner, tokens: int, ops: Ops) -> None:
     model, zero = runner.model, torch.zeros(1, dtype=torch.int32, device=runner.device)
     x = runner.hidden.new_zeros(tokens, model.config.hidden_size)
     for layer in model.layers:
-        layer.mlp.feed(ops, x, zero)
+        layer.mlp.forward(ops, x, zero)
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def rehearse_draw(runner: Runner, params: SamplingParams, ops: Ops) -> None:
     model, device = runner.model.config, runner.device
     counts = TokenCounts(model.vocab_size, device)
     some = counts.arrange([Request([0], 1, params)])
-    columns = Columns.of([params], model.vocab_size, device)
+    columns = SamplingTensors.of([params], model.vocab_size, device)
     steps = torch.zeros(1, dtype=torch.int64, device=device)
     logits = change(runner.logits[:1], columns, ops, counts if some else None, None)
     how = columns.temperature, columns.seeds, steps, columns.filters
@@ -119,9 +119,9 @@ def warm_up(
     # Prompts first: their kernels take the longest. And what takes the longest of all
     # begins at once, by itself.
     prompts = [min(size, budget) for size in PROMPTS]
-    shapes = [Room(size, 0, 1) for size in prompts]
-    shapes += [Room.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
-    shapes += [Room(size, size) for size in bucket_sizes(seqs)]
+    shapes = [CaptureShape(size, 0, 1) for size in prompts]
+    shapes += [CaptureShape.mixed(size, seqs) for size in MIXED_SIZES if size <= budget]
+    shapes += [CaptureShape(size, size) for size in bucket_sizes(seqs)]
     steps: list[Callable[[Ops], object]] = [
         *(partial(rehearse_experts, runner, size) for size in dict.fromkeys(prompts)),
         *(partial(rehearse_draw, runner, params) for params in DRAWS),

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from simplellm.model.gather import Read, decode_reads
+from simplellm.model.gather import GatherPlan, plan_gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,11 +39,11 @@ class KVGroup:
         return replace(self, decodes=0, **rest)
 
     @cached_property
-    def reads(self) -> list[Read]:
+    def gather_plans(self) -> list[GatherPlan]:
         """What the decodes read, put together once for all layers of the group."""
         arrays = (self.tables, self.offsets, self.lengths)
         rows = (array[: self.decodes] for array in arrays)
-        return decode_reads(*rows, window=self.window, page_size=self.page_size)
+        return plan_gathers(*rows, window=self.window, page_size=self.page_size)
 
 
 @dataclass(frozen=True, eq=False)

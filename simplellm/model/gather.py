@@ -10,15 +10,15 @@ from torch import Tensor
 READ = 4096  # positions up to which decodes are read together
 
 
-class Read(NamedTuple):
+class GatherPlan(NamedTuple):
     """What n decodes of similar length read: S positions each."""
 
     rows: ndarray  # int64 [n], which of the decodes
-    cells: ndarray  # int64 [n, S], page * page_size + row of each position
-    hidden: ndarray | None  # bool [n, S]: what is read, but not to be seen
+    slots: ndarray  # int64 [n, S], page * page_size + row of each position
+    masked: ndarray | None  # bool [n, S]: what is read, but not to be seen
 
 
-def alike(lengths: ndarray) -> Iterator[ndarray]:
+def bucket_by_length(lengths: ndarray) -> Iterator[ndarray]:
     """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
 
     Rows of no length, which are padding, are in none of them.
@@ -34,14 +34,14 @@ def alike(lengths: ndarray) -> Iterator[ndarray]:
         start = stop
 
 
-def decode_reads(
+def plan_gathers(
     tables: Tensor,
     offsets: Tensor,
     lengths: Tensor,
     *,
     window: int | None,
     page_size: int,
-) -> list[Read]:
+) -> list[GatherPlan]:
     """What decodes read whose tables, offsets and lengths are those of a `KVGroup`."""
     pages_of = tables.cpu().numpy().astype(np.int64)
     firsts = offsets.cpu().numpy()[:, None]
@@ -51,12 +51,12 @@ def decode_reads(
         oldest = np.maximum(ends + 1 - window, 0)
     counts = (ends + 1 - oldest)[:, 0]
     reads = []
-    for rows in alike(counts):
+    for rows in bucket_by_length(counts):
         positions = oldest[rows] + np.arange(counts[rows].max())
-        hidden = positions > ends[rows]
-        # What is hidden gets weight 0 and must be a number: the row's newest.
+        masked = positions > ends[rows]
+        # What is masked gets weight 0 and must be a number: the row's newest.
         places = np.minimum(positions, ends[rows]) - firsts[rows]
         pages = pages_of[rows[:, None], places // page_size]
-        cells = pages * page_size + places % page_size
-        reads.append(Read(rows, cells, hidden if hidden.any() else None))
+        slots = pages * page_size + places % page_size
+        reads.append(GatherPlan(rows, slots, masked if masked.any() else None))
     return reads

@@ -49,7 +49,7 @@ class Experts:
     activation: str = "clamped_swiglu"  # a key of `simplellm.model.ops.ACTIVATIONS`
     normalized: bool = True  # the weights of a token's experts add up to 1
 
-    def feed(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
+    def forward(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
         return ops.experts(x, self, live)
 
@@ -64,7 +64,7 @@ class Dense:
     down_bias: Tensor | None  # [hidden]
     activation: str = "swiglu"  # a key of `simplellm.model.ops.ACTIVATIONS`
 
-    def feed(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
+    def forward(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
         return ops.dense(x, self)
 

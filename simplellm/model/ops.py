@@ -287,11 +287,11 @@ def attend_decodes(
 ) -> None:
     """Write to ``out`` what `attend` gives for sequences that have one new token."""
     scale = q.shape[2] ** -0.5
-    for rows, cells, hidden in group.reads:
-        which, where = (torch.from_numpy(x).to(q.device) for x in (rows, cells))
+    for rows, slots, masked in group.gather_plans:
+        which, where = (torch.from_numpy(x).to(q.device) for x in (rows, slots))
         mask = torch.ones_like(where, dtype=torch.bool)  # [n, S]
-        if hidden is not None:
-            mask = torch.from_numpy(~hidden).to(q.device)
+        if masked is not None:
+            mask = torch.from_numpy(~masked).to(q.device)
         k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
         found = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
         out[which] = found[:, 0]

@@ -159,12 +159,12 @@ def attend(
     found = out.numpy().reshape(-1, kv_heads, heads // kv_heads, dim)
     rows_of = [pages.numpy().reshape(-1, dim) for pages in (keys, values)]
     every = np.arange(kv_heads)[:, None]
-    for rows, cells, hidden in group.reads:
-        each = cells[:, None] * kv_heads + every  # [n, K, S], rows of D numbers
+    for rows, slots, masked in group.gather_plans:
+        each = slots[:, None] * kv_heads + every  # [n, K, S], rows of D numbers
         k, v = (pages.take(each, 0) for pages in rows_of)  # [n, K, S, D]
         weights = np.matmul(scaled[rows], k.swapaxes(2, 3))  # [n, K, G, S]
-        if hidden is not None:
-            np.copyto(weights, -np.inf, where=hidden[:, None, None])
+        if masked is not None:
+            np.copyto(weights, -np.inf, where=masked[:, None, None])
         top = np.maximum(weights.max(axis=3, keepdims=True), sink)
         weights -= top
         np.exp(weights, out=weights)

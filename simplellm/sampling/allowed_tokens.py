@@ -41,7 +41,7 @@ def without(bits: Bits, tokens: Collection[int]) -> Bits:
     return left
 
 
-class Choices:
+class AllowedTokens:
     """The tokens that one request may get next. It does not keep the request."""
 
     def __init__(self, request: Request, vocab_size: int) -> None:
@@ -86,7 +86,7 @@ class Choices:
         """The bits, ``early`` or not, without the tokens ``completed``.
 
         Should that leave none, such a token may complete its word: something has to
-        come. `Door.ask` refuses what leaves none from the beginning.
+        come. `InputProcessor.process` refuses what leaves none from the beginning.
         """
         bits = self.early if early else self.always
         left = without(bits, completed) if completed else bits

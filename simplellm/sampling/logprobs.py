@@ -40,7 +40,7 @@ Head = Callable[[Tensor, Tensor], object]  # `Model.head`
 
 
 def score_prompts(
-    works: Iterable[tuple[Request, int, int, bool]],
+    scheduled: Iterable[tuple[Request, int, int, bool]],
     hidden: Tensor,
     head: Head,
     logits: Tensor,
@@ -51,7 +51,7 @@ def score_prompts(
     never computes a whole prompt: at most ROWS rows, and no more than ``logits`` has.
     """
     found, row = [], 0
-    for request, start, length, _ in works:
+    for request, start, length, _ in scheduled:
         count = request.params.prompt_logprobs
         stop = min(start + length, request.num_prompt - 1)
         if request.prompt_logprobs is not None and count is not None and start < stop:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.grammar import Filler
+from simplellm.base.grammar import BitmaskFiller
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
-from simplellm.sampling.allowed_tokens import Choices
+from simplellm.sampling.allowed_tokens import AllowedTokens
 from simplellm.sampling.filters import Mask
 
 # Rows of a step in which a request may append several forced tokens. In larger ones the
@@ -24,7 +24,7 @@ from simplellm.sampling.filters import Mask
 FORCING = 128
 
 
-def on_device(choices: Choices, request: Request, device: torch.device) -> Tensor:
+def on_device(choices: AllowedTokens, request: Request, device: torch.device) -> Tensor:
     """The bits for the next token, int32 [W]: the same tensor while they stay."""
     state = choices.now(request)
     if choices.row is None or choices.state != state:
@@ -43,10 +43,10 @@ class Masks:
     def __init__(self, vocab_size: int, most: int, device: torch.device) -> None:
         self.vocab_size, self.most, self.device = vocab_size, most, device
         # A request may sit out for a step, and then goes on with what it had.
-        self.known: WeakKeyDictionary[Request, Choices] = WeakKeyDictionary()
+        self.known: WeakKeyDictionary[Request, AllowedTokens] = WeakKeyDictionary()
         self.rows: dict[int, Tensor] = {}  # of a mask that may serve again
         self.mask: Mask | None = None
-        self.filler = Filler()
+        self.filler = BitmaskFiller()
 
     @cached_property
     def staging(self) -> Tensor:
@@ -71,7 +71,7 @@ class Masks:
             if not request.restricted or request.finish_reason is not None:
                 continue
             if (choices := self.known.get(request)) is None:
-                choices = self.known[request] = Choices(request, self.vocab_size)
+                choices = self.known[request] = AllowedTokens(request, self.vocab_size)
             if choices.walk is None:
                 rows[place] = on_device(choices, request, self.device)
                 continue

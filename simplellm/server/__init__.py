@@ -24,10 +24,10 @@ To add an endpoint, write one file:
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
    awaitable of either, or a `Generation`.
 3. A subclass of `Generation` if the model is asked: the checked requests (from
-   ``call.service.llm.door``), and what is said of their replies. ``first``, ``part``
-   and ``last`` give the events of a stream and ``whole`` the one object without; they
-   are pure, and tests compare the two; what has effects belongs into ``begin`` and
-   ``end``. An event with a "type" gets an ``event:`` line.
+   ``call.service.llm.input_processor``), and what is said of their replies. ``first``,
+   ``part`` and ``last`` give the events of a stream and ``whole`` the one object
+   without; they are pure, and tests compare the two; what has effects belongs into
+   ``begin`` and ``end``. An event with a "type" gets an ``event:`` line.
 4. A list of `Endpoint` records, with a name of its own, added to ENDPOINTS in app.py.
    ``form`` is how errors look there, if not as OpenAI's; ``open`` says that it needs no
    key.

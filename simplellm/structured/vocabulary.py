@@ -113,14 +113,14 @@ def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
     if reason is None or "json_schema" not in rules:
         return reason
 
-    def alike(schema: Mapping[str, Any]) -> bool:
+    def bucket_by_length(schema: Mapping[str, Any]) -> bool:
         other = reason_against({"json_schema": schema}, compile) or ""
         return other.partition(":")[0] == reason.partition(":")[0]
 
-    if alike({}):  # it's no schema's fault: llguidance may be missing
+    if bucket_by_length({}):  # it's no schema's fault: llguidance may be missing
         return reason
     until = time.monotonic() + SEARCH_SECONDS
-    place = blamed(rules["json_schema"], alike, until)
+    place = blamed(rules["json_schema"], bucket_by_length, until)
     return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
 
 

@@ -134,7 +134,7 @@ class Pass(Model):
         """The stream, and the update that is still to be added."""
         x, update = self.start(batch, previous), None
         eps = self.config.rms_norm_eps
-        feed = feed or (lambda mlp, h, live: mlp.feed(self.ops, h, live))
+        feed = feed or (lambda mlp, h, live: mlp.forward(self.ops, h, live))
         for n, layer in enumerate(self.layers):
             bias = layer.attn.qkv_bias if biased else None
             x, h = self.ops.add_norm(x, update, layer.attn_norm, eps)
@@ -217,7 +217,7 @@ class AddsByItself(Pass):
             h = rms_norm(x, layer.attn_norm, eps)
             x = x + self.attend(h, n, batch, pool).sum(1)
             h = rms_norm(x, layer.mlp_norm, eps)
-            x = x + layer.mlp.feed(self.ops, h, batch.live)
+            x = x + layer.mlp.forward(self.ops, h, batch.live)
         return rms_norm(x, self.norm, eps)
 
 
@@ -227,12 +227,12 @@ class ExpertsOfThePackage(Pass):
 
     def forward(self, batch, pool, previous):
         def feed(mlp, h, live):
-            return mlp.feed(ops.PLAIN, h, live)
+            return mlp.forward(ops.PLAIN, h, live)
 
         return self.finish(*self.run(batch, pool, previous, feed=feed))
 
 
-@wrong("Model.forward", "layer.mlp.feed")
+@wrong("Model.forward", "layer.mlp.forward")
 class ExpertsInEveryLayer(Pass):
     """Right for gpt-oss; a layer of another family may have a plain network."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from simplellm.model.gather import Read, alike
+from simplellm.model.gather import GatherPlan, bucket_by_length
 from simplellm.model.ops import attention
 from wrong import wrong
 
@@ -163,7 +163,7 @@ def read_all(
     pad=np.minimum,
     shift=0,
     back=1,
-    batches=alike,
+    batches=bucket_by_length,
 ):
     """Reads, with a mistake perhaps."""
     tables = tables.numpy().astype(np.int64)
@@ -180,21 +180,21 @@ def read_all(
         places = pad(positions, ends[rows]) - firsts[rows]
         columns = np.minimum(places // size, tables.shape[1] - 1)
         pages = tables[rows[:, None], columns]
-        found.append(Read(rows, pages * size + places % size, hidden))
+        found.append(GatherPlan(rows, pages * size + places % size, hidden))
     return found
 
 
-@wrong("decode_reads", "itself included")
+@wrong("plan_gathers", "itself included")
 def one_more_than_the_window(tables, offsets, lengths, *, window, page_size):
     return read_all(tables, offsets, lengths, window, page_size, shift=-1)
 
 
-@wrong("decode_reads", "begins at position")
+@wrong("plan_gathers", "begins at position")
 def without_offsets(tables, offsets, lengths, *, window, page_size):
     return read_all(tables, offsets, lengths, window, page_size, back=0)
 
 
-@wrong("decode_reads", "hidden cell")
+@wrong("plan_gathers", "masked slot")
 def reads_beyond_the_end(tables, offsets, lengths, *, window, page_size):
     return read_all(
         tables,
@@ -206,10 +206,10 @@ def reads_beyond_the_end(tables, offsets, lengths, *, window, page_size):
     )
 
 
-@wrong("decode_reads", "itself included")
+@wrong("plan_gathers", "itself included")
 def hides_nothing(tables, offsets, lengths, *, window, page_size):
     reads = read_all(tables, offsets, lengths, window, page_size)
-    return [read._replace(hidden=None) for read in reads]
+    return [read._replace(masked=None) for read in reads]
 
 
 def size_of(config, tokens, sequences, windowed=True):
@@ -261,7 +261,7 @@ def of_one_model(config, tokens, *, itemsize=2, windowed=True):
     return 2 * heads * 64 * itemsize * kept
 
 
-@wrong("decode_reads", "are read together")
+@wrong("plan_gathers", "are read together")
 def one_at_a_time(tables, offsets, lengths, *, window, page_size):
     found = []
     for row in range(len(lengths)):
@@ -272,7 +272,7 @@ def one_at_a_time(tables, offsets, lengths, *, window, page_size):
     return found
 
 
-@wrong("decode_reads", "as much padding")
+@wrong("plan_gathers", "as much padding")
 def all_in_one(tables, offsets, lengths, *, window, page_size):
     def every(counts):
         return [rows] if len(rows := counts.nonzero()[0]) else []
@@ -280,10 +280,10 @@ def all_in_one(tables, offsets, lengths, *, window, page_size):
     return read_all(tables, offsets, lengths, window, page_size, batches=every)
 
 
-@wrong("decode_reads", "with a window is not its length")
+@wrong("plan_gathers", "with a window is not its length")
 def alike_by_length(tables, offsets, lengths, *, window, page_size):
     def by_length(counts):
-        return alike(lengths.numpy())
+        return bucket_by_length(lengths.numpy())
 
     return read_all(tables, offsets, lengths, window, page_size, batches=by_length)
 

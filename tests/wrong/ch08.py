@@ -4,7 +4,7 @@ from array import array
 from hashlib import md5, sha256
 from zlib import crc32
 
-from simplellm.engine.page_manager import NULL, PageManager, page_digest
+from simplellm.engine.page_manager import NULL, PageManager, hash_page
 from wrong import wrong
 
 
@@ -12,32 +12,32 @@ def hashed(data):
     return sha256(data).digest()
 
 
-@wrong("page_digest", "the parent")
+@wrong("hash_page", "the parent")
 def without_its_parent(parent, tokens):
     return hashed(array("q", tokens).tobytes())
 
 
-@wrong("page_digest", "the same number of bytes")
+@wrong("hash_page", "the same number of bytes")
 def digits_in_a_row(parent, tokens):
     return hashed(parent + "".join(map(str, tokens)).encode())
 
 
-@wrong("page_digest", "the same number of bytes")
+@wrong("hash_page", "the same number of bytes")
 def cut_to_two_bytes(parent, tokens):
     return hashed(parent + array("H", [t % 2**16 for t in tokens]).tobytes())
 
 
-@wrong("page_digest", "their order")
+@wrong("hash_page", "their order")
 def as_a_set(parent, tokens):
     return hashed(parent + array("q", sorted(tokens)).tobytes())
 
 
-@wrong("page_digest", "too few")
+@wrong("hash_page", "too few")
 def checksum(parent, tokens):
     return crc32(parent + array("q", tokens).tobytes()).to_bytes(4)
 
 
-@wrong("page_digest", "a name is bytes")
+@wrong("hash_page", "a name is bytes")
 def of_python(parent, tokens):
     return hash((parent, tuple(tokens)))
 
@@ -47,7 +47,7 @@ class EvictsFirst(PageManager):
     def _take(self):
         if self.cached:
             page, _ = self.cached.popitem(last=False)
-            self._forget_name(page)
+            self._forget_hash(page)
         else:
             page = self.free.pop()
         self.references[page] = 1
@@ -61,7 +61,7 @@ class EvictsTheLatest(PageManager):
             page = self.free.pop()
         else:
             page, _ = self.cached.popitem()
-            self._forget_name(page)
+            self._forget_hash(page)
         self.references[page] = 1
         return page
 
@@ -80,7 +80,7 @@ class NobodyUsesIt(PageManager):
         if self.free:
             return self.free.pop()
         page, _ = self.cached.popitem(last=False)
-        self._forget_name(page)
+        self._forget_hash(page)
         return page
 
 
@@ -88,7 +88,7 @@ class NobodyUsesIt(PageManager):
 class FreesWhatOthersUse(PageManager):
     def _release(self, page, behind=False):
         self.references[page] -= 1
-        if page in self.names:
+        if page in self.hash_of:
             self.cached[page] = None
         else:
             self.free.append(page)
@@ -99,7 +99,7 @@ class FreesEverything(PageManager):
     def _release(self, page, behind=False):
         self.references[page] -= 1
         if self.references[page] == 0:
-            self._forget_name(page)
+            self._forget_hash(page)
             self.free.append(page)
 
 
@@ -119,18 +119,18 @@ class AllThatIsBehindFirst(PageManager):
 
 def prefix(books, tokens, needed, last=0):
     """The digests as far as ``needed(group, index, end)`` says that a page matters."""
-    size, digests, digest, usable = books.page_size, [], b"", 0
+    size, page_hashes, digest, usable = books.page_size, [], b"", 0
     for end in range(size, len(tokens) + last, size):
-        digest = page_digest(digest, tokens[end - size : end])
-        digests.append(digest)
+        digest = hash_page(digest, tokens[end - size : end])
+        page_hashes.append(digest)
         if all(
-            (group, name) in books.named
+            (group, name) in books.page_of
             for group in range(len(books.windows))
-            for index, name in enumerate(digests)
+            for index, name in enumerate(page_hashes)
             if needed(group, index, end)
         ):
-            usable = len(digests)
-    return digests[:usable] if books.share else []
+            usable = len(page_hashes)
+    return page_hashes[:usable] if books.share else []
 
 
 def in_view(books, group, index, end):
@@ -163,22 +163,22 @@ class StopsAtTheFirstGap(PageManager):
     """Never looks further once a sliding page is missing."""
 
     def _cached_prefix(self, tokens):
-        size, digests, digest = self.page_size, [], b""
+        size, page_hashes, digest = self.page_size, [], b""
         for end in range(size, len(tokens) if self.share else 0, size):
-            digest = page_digest(digest, tokens[end - size : end])
+            digest = hash_page(digest, tokens[end - size : end])
             groups = range(len(self.windows))
-            if not all((group, digest) in self.named for group in groups):
+            if not all((group, digest) in self.page_of for group in groups):
                 break
-            digests.append(digest)
-        return digests
+            page_hashes.append(digest)
+        return page_hashes
 
 
 def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NULL):
     """What `commit` does, with a mistake perhaps."""
     table = books.tables[sequence]
-    table.computed = length
+    table.num_computed_tokens = length
     if name_first and books.share:
-        books._name_full_pages(table, tokens)
+        books._hash_full_pages(table, tokens)
     for group, window in enumerate(books.windows):
         first = books._first_page(length + shift, window)
         group_pages = table.groups[group]
@@ -187,7 +187,7 @@ def committed(books, sequence, tokens, length, shift=0, name_first=True, null=NU
             group_pages[index] = NULL if null else group_pages[index]
         table.first[group] = max(first, table.first[group])
     if not name_first and books.share:
-        books._name_full_pages(table, tokens)
+        books._hash_full_pages(table, tokens)
 
 
 @wrong("PageManager.commit", "sees back to page")
@@ -228,12 +228,12 @@ class ReleasesPlainly(PageManager):
         super()._release(page)
 
 
-@wrong("PageManager.commit", "table.computed")
+@wrong("PageManager.commit", "table.num_computed_tokens")
 class NotesNothing(PageManager):
     def commit(self, sequence, tokens, length):
-        before = self.tables[sequence].computed
+        before = self.tables[sequence].num_computed_tokens
         super().commit(sequence, tokens, length)
-        self.tables[sequence].computed = before
+        self.tables[sequence].num_computed_tokens = before
 
 
 def grown(
@@ -248,13 +248,15 @@ def grown(
     least=0,
     forget=False,
 ):
-    """What `grow` does, with a mistake perhaps."""
+    """What `allocate` does, with a mistake perhaps."""
     table, size = books.tables[sequence], books.page_size
     count = -(-length // size)
-    index, filled = divmod(table.computed, size)
+    index, filled = divmod(table.num_computed_tokens, size)
     if last:
         index = len(table.groups[0]) - 1
-    groups = table.groups if split and filled and length > table.computed else []
+    groups = (
+        table.groups if split and filled and length > table.num_computed_tokens else []
+    )
     if always:
         groups = [pages for pages in table.groups if index < len(pages)]
     shared = [pages for pages in groups if always or books.references[pages[index]] > 1]
@@ -267,22 +269,22 @@ def grown(
         books._release(pages[index])
         pages[index] = new
     for pages in table.groups if forget and filled else groups:
-        books._forget_name(pages[index])
+        books._forget_hash(pages[index])
     for pages in table.groups:
         while len(pages) < count:
             pages.append(books._take())
     return True
 
 
-@wrong("PageManager.grow", "exchanged for a copy")
+@wrong("PageManager.allocate", "exchanged for a copy")
 class WritesIntoSharedPages(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         return grown(self, sequence, length, split=False)
 
 
-@wrong("PageManager.grow", "has changed something")
+@wrong("PageManager.allocate", "has changed something")
 class TakesUntilThereIsNone(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         table = self.tables[sequence]
         for group_pages in table.groups:
             while len(group_pages) * self.page_size < length:
@@ -292,54 +294,54 @@ class TakesUntilThereIsNone(PageManager):
         return True
 
 
-@wrong("PageManager.grow", "4 are needed")
+@wrong("PageManager.allocate", "4 are needed")
 class ForgetsThatCopiesNeedRoom(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         try:
             return grown(self, sequence, length, count_copies=False)
         except KeyError:  # no page to evict
             return False
 
 
-@wrong("PageManager.grow", "nothing will be written")
+@wrong("PageManager.allocate", "nothing will be written")
 class CopiesAlways(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         return grown(self, sequence, length, always=True)
 
 
-@wrong("PageManager.grow", "no longer uses the old page")
+@wrong("PageManager.allocate", "no longer uses the old page")
 class KeepsHoldingTheOldPage(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         before = len(self._copies)
-        done = super().grow(sequence, length)
+        done = super().allocate(sequence, length)
         for old, _ in self._copies[before:]:
             self.references[old] += 1
         return done
 
 
-@wrong("PageManager.grow", "must be noted")
+@wrong("PageManager.allocate", "must be noted")
 class NotesNoCopies(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         before = len(self._copies)
-        done = super().grow(sequence, length)
+        done = super().allocate(sequence, length)
         del self._copies[before:]
         return done
 
 
-@wrong("PageManager.grow", "not to its last")
+@wrong("PageManager.allocate", "not to its last")
 class TheTablesLastPage(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         return grown(self, sequence, length, last=True)
 
 
-@wrong("PageManager.grow", "can be had")
+@wrong("PageManager.allocate", "can be had")
 class FreePagesOnly(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         table = self.tables[sequence]
         missing = -(-length // self.page_size) - len(table.groups[0])
         if missing * len(self.windows) > len(self.free):
             return False
-        return super().grow(sequence, length)
+        return super().allocate(sequence, length)
 
 
 @wrong("8.1", "kept whole")
@@ -372,7 +374,7 @@ def never_removes(manager, conversations, rounds):
             said = tokens + [tokens[0]] * 40 * turn
             number = turn * len(conversations) + name
             found[-1] += manager.add(number, said)
-            if manager.grow(number, len(said)):
+            if manager.allocate(number, len(said)):
                 manager.commit(number, said, len(said))
     return found
 
@@ -384,7 +386,7 @@ def changes_the_lists(manager, conversations, rounds):
         found.append(0)
         for tokens in conversations:
             found[-1] += manager.add(0, tokens)
-            manager.grow(0, len(tokens))
+            manager.allocate(0, len(tokens))
             manager.commit(0, tokens, len(tokens))
             manager.remove(0)
             tokens += [tokens[0]] * 40
@@ -432,20 +434,20 @@ class EndsNowhere(Trie):
         return below(self.root) + (1 if len(self.root) == 1 else 0)
 
 
-@wrong("page_digest", "grows with the text")
+@wrong("hash_page", "grows with the text")
 def no_hash_at_all(parent, tokens):
     return parent + array("q", tokens).tobytes()
 
 
-@wrong("PageManager.grow", "to spare")
+@wrong("PageManager.allocate", "to spare")
 class CountsSparePagesAsCopies(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         return grown(self, sequence, length, least=-99)
 
 
-@wrong("PageManager.grow", "keeps its name")
+@wrong("PageManager.allocate", "keeps its name")
 class ForgetsWithoutWriting(PageManager):
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         return grown(self, sequence, length, forget=True)
 
 
@@ -453,9 +455,9 @@ class ForgetsWithoutWriting(PageManager):
 class BeginsAtTheFirstPageEachTime(PageManager):
     def commit(self, sequence, tokens, length):
         table = self.tables[sequence]
-        table.computed = length
+        table.num_computed_tokens = length
         if self.share:
-            self._name_full_pages(table, tokens)
+            self._hash_full_pages(table, tokens)
         for group, window in enumerate(self.windows):
             table.first[group] = self._first_page(length, window)
             for index in range(table.first[group]):
@@ -464,11 +466,11 @@ class BeginsAtTheFirstPageEachTime(PageManager):
                     table.groups[group][index] = NULL
 
 
-@wrong("page_digest", "built collisions")
+@wrong("hash_page", "built collisions")
 def with_md5(parent, tokens):
     return md5(parent + array("q", tokens).tobytes()).digest()
 
 
-@wrong("page_digest", "hardly ever change")
+@wrong("hash_page", "hardly ever change")
 def pythons_hash(parent, tokens):
     return hash((parent, *tokens)).to_bytes(16, "big", signed=True)

@@ -9,7 +9,7 @@ from simplellm.api.outputs import RequestOutput
 from simplellm.api.reader import END, Reader
 from simplellm.api.reply import TextReply
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.text.tokenizer import Tokenizer
 from wrong import wrong
 
@@ -40,7 +40,9 @@ def newest_first(left, batch, waiting, places):
 @wrong("Scheduler._make_room", "the last in rank gives way")
 class FirstGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             victim = next(r for r in self.running if r.number not in busy)
             if victim is request:
                 return False
@@ -51,7 +53,9 @@ class FirstGivesWay(Scheduler):
 @wrong("Scheduler._make_room", "has work in this step and is spared")
 class NobodySpared(Scheduler):
     def _make_room(self, request, length, busy):
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             victim = self.running[-1]
             if victim is request:
                 return False
@@ -62,7 +66,9 @@ class NobodySpared(Scheduler):
 @wrong("Scheduler._make_room", "nobody ahead of it")
 class TakesFromThoseAhead(Scheduler):
     def _make_room(self, request, length, busy):
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             others = [
                 r for r in self.running if r is not request and r.number not in busy
             ]
@@ -75,7 +81,9 @@ class TakesFromThoseAhead(Scheduler):
 @wrong("Scheduler._make_room", "does not preempt itself")
 class PreemptsItself(Scheduler):
     def _make_room(self, request, length, busy):
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             victim = next(r for r in self.running[::-1] if r.number not in busy)
             self._preempt(victim)
             if victim is request:
@@ -86,9 +94,11 @@ class PreemptsItself(Scheduler):
 @wrong("Scheduler._make_room", "first in rank")
 class NewestGivesWay(Scheduler):
     def _make_room(self, request, length, busy):
-        while not self.manager.grow(request.number, request.computed + length):
+        while not self.manager.allocate(
+            request.number, request.num_computed_tokens + length
+        ):
             idle = [r for r in self.running if r.number not in busy]
-            victim = max(idle, key=lambda r: r.submitted)
+            victim = max(idle, key=lambda r: r.arrival_time)
             if victim is request:
                 return False
             self._preempt(victim)
@@ -98,7 +108,7 @@ class NewestGivesWay(Scheduler):
 @wrong("Scheduler._make_room", "try again")
 class OnlyOnce(Scheduler):
     def _make_room(self, request, length, busy):
-        if self.manager.grow(request.number, request.computed + length):
+        if self.manager.allocate(request.number, request.num_computed_tokens + length):
             return True
         victim = next(r for r in self.running[::-1] if r.number not in busy)
         if victim is not request:
@@ -110,21 +120,21 @@ class Schedules(Scheduler):
     """The kept schedule, with a step for each of its parts."""
 
     def schedule(self):
-        works: list[Work] = []
+        scheduled: list[ScheduledChunk] = []
         busy: set[int] = set()
         self.budget = self.max_num_batched_tokens
-        self.rounds(works, busy)
+        self.rounds(scheduled, busy)
         if not self.running:
             self._closed = False
         if not self._closed:
-            self._admit(works, self.budget)
-        return works
+            self._admit(scheduled, self.budget)
+        return scheduled
 
-    def rounds(self, works, busy):
+    def rounds(self, scheduled, busy):
         for decodes in (True, False):
-            self.round(works, busy, lambda r, d=decodes: (r.missing == 1) == d)
+            self.round(scheduled, busy, lambda r, d=decodes: (r.missing == 1) == d)
 
-    def round(self, works, busy, wanted):
+    def round(self, scheduled, busy, wanted):
         index = 0
         while index < len(self.running) and self.budget > 0:
             request = self.running[index]
@@ -132,80 +142,80 @@ class Schedules(Scheduler):
             if wanted(request) and self._ready(request, busy):
                 length = self._chunk(request, self.budget)
                 if length and self._make_room(request, length, busy):
-                    self.give(works, busy, request, length)
+                    self.give(scheduled, busy, request, length)
 
-    def give(self, works, busy, request, length):
-        works.append(self._work(request, length))
+    def give(self, scheduled, busy, request, length):
+        scheduled.append(self._work(request, length))
         busy.add(request.number)
         self.budget -= length
 
 
 @wrong("Scheduler.schedule", "the decodes take one each")
 class OnePass(Schedules):
-    def rounds(self, works, busy):
-        self.round(works, busy, lambda request: True)
+    def rounds(self, scheduled, busy):
+        self.round(scheduled, busy, lambda request: True)
 
 
 @wrong("Scheduler.schedule", "the decodes take one each")
 class PromptsFirst(Schedules):
-    def rounds(self, works, busy):
+    def rounds(self, scheduled, busy):
         for decodes in (False, True):
-            self.round(works, busy, lambda r, d=decodes: (r.missing == 1) == d)
+            self.round(scheduled, busy, lambda r, d=decodes: (r.missing == 1) == d)
 
 
 @wrong("Scheduler.schedule", "the decodes")
 class BudgetNeverSpent(Schedules):
-    def give(self, works, busy, request, length):
-        works.append(self._work(request, length))
+    def give(self, scheduled, busy, request, length):
+        scheduled.append(self._work(request, length))
         busy.add(request.number)
 
 
 @wrong("Scheduler.schedule", "note who has work")
 class NobodyBusy(Schedules):
-    def rounds(self, works, busy):
+    def rounds(self, scheduled, busy):
         for decodes in (True, False):
-            self.round(works, set(), lambda r, d=decodes: (r.missing == 1) == d)
+            self.round(scheduled, set(), lambda r, d=decodes: (r.missing == 1) == d)
 
 
 @wrong("Scheduler.schedule", "ask `_make_room`")
 class PlansWithoutRoom(Schedules):
-    def round(self, works, busy, wanted):
+    def round(self, scheduled, busy, wanted):
         for request in self.running:
             if self.budget > 0 and wanted(request) and self._ready(request, busy):
                 length = self._chunk(request, self.budget)
                 if length > 0:
-                    self.give(works, busy, request, length)
+                    self.give(scheduled, busy, request, length)
 
 
 @wrong("Scheduler.schedule", "may join")
 class ClosesWhenItAdmits(Scheduler):
     def schedule(self):
-        works = super().schedule()
+        scheduled = super().schedule()
         self._closed = self._closed or not self.continuous
-        return works
+        return scheduled
 
 
 @wrong("Scheduler.schedule", "not a copy of it")
 class WalksACopy(Schedules):
-    def round(self, works, busy, wanted):
+    def round(self, scheduled, busy, wanted):
         for request in list(self.running):
             if self.budget > 0 and wanted(request) and self._ready(request, busy):
                 length = self._chunk(request, self.budget)
                 if length and self._make_room(request, length, busy):
-                    self.give(works, busy, request, length)
+                    self.give(scheduled, busy, request, length)
 
 
 @wrong("Scheduler.schedule", "before anybody is admitted")
 class NewBeforeUnderWay(Schedules):
-    def rounds(self, works, busy):
-        self.round(works, busy, lambda r: r.missing == 1)
-        before = len(works)
+    def rounds(self, scheduled, busy):
+        self.round(scheduled, busy, lambda r: r.missing == 1)
+        before = len(scheduled)
         if self.running and not self._closed:
-            self._admit(works, self.budget)
-        for work in works[before:]:
-            busy.add(work.request.number)
-            self.budget -= work.length
-        self.round(works, busy, lambda r: r.missing > 1)
+            self._admit(scheduled, self.budget)
+        for chunk in scheduled[before:]:
+            busy.add(chunk.request.number)
+            self.budget -= chunk.length
+        self.round(scheduled, busy, lambda r: r.missing > 1)
 
 
 @wrong("Scheduler.schedule", "_closed")
@@ -224,9 +234,9 @@ class ReadyOrNot(Scheduler):
 
 @wrong("Scheduler.commit", "position start + length")
 class AtTheEnd(Scheduler):
-    def commit(self, works, tokens):
+    def commit(self, scheduled, tokens):
         new = []
-        sampling = [work for work in works if work.samples]
+        sampling = [chunk for chunk in scheduled if chunk.samples]
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):
             if request.finish_reason is None:
                 reason, kept = self._keep(request, start + length, found)
@@ -239,9 +249,9 @@ class AtTheEnd(Scheduler):
 
 @wrong("Scheduler.commit", "is replaced")
 class Appended(Scheduler):
-    def commit(self, works, tokens):
+    def commit(self, scheduled, tokens):
         new = []
-        sampling = [work for work in works if work.samples]
+        sampling = [chunk for chunk in scheduled if chunk.samples]
         for (request, start, length, _), found in zip(sampling, tokens, strict=True):
             if request.finish_reason is None:
                 reason, kept = self._keep(request, start + length, found)
@@ -254,9 +264,9 @@ class Appended(Scheduler):
 
 @wrong("Scheduler.commit", "samples nothing")
 class EveryWork(Scheduler):
-    def commit(self, works, tokens):
+    def commit(self, scheduled, tokens):
         new = []
-        for (request, start, length, _), found in zip(works, tokens, strict=False):
+        for (request, start, length, _), found in zip(scheduled, tokens, strict=False):
             if request.finish_reason is None:
                 reason, kept = self._keep(request, start + length, found)
                 request.tokens[start + length : start + length + 1] = kept
@@ -268,15 +278,15 @@ class EveryWork(Scheduler):
 
 @wrong("Scheduler.commit", "was aborted")
 class ToldAfterItsEnd(Scheduler):
-    def commit(self, works, tokens):
-        ended = [w.request for w in works if w.request.finish_reason is not None]
-        return super().commit(works, tokens) + [(request, [0]) for request in ended]
+    def commit(self, scheduled, tokens):
+        ended = [w.request for w in scheduled if w.request.finish_reason is not None]
+        return super().commit(scheduled, tokens) + [(request, [0]) for request in ended]
 
 
 @wrong("Scheduler.commit", "pair works and lists first")
 class SkipsBeforeItPairs(Scheduler):
-    def commit(self, works, tokens):
-        live = [w for w in works if w.samples and w.request.finish_reason is None]
+    def commit(self, scheduled, tokens):
+        live = [w for w in scheduled if w.samples and w.request.finish_reason is None]
         return super().commit(live, tokens[: len(live)])
 
 
@@ -535,8 +545,8 @@ class KeptForGood(PageManager):
     def free_tokens(self):
         return super().free_tokens - self.reserve
 
-    def grow(self, sequence, length):
+    def allocate(self, sequence, length):
         held = self.page_size * len(self.tables[sequence].groups[0])
         if length > held and self.free_tokens < length - held:
             return False
-        return super().grow(sequence, length)
+        return super().allocate(sequence, length)

@@ -47,40 +47,40 @@ def names_that_contain_one(calls, products):
 
 @wrong("step_ahead", "before `launch`")
 def books_before_it_launches(scheduler, runner, flights):
-    works = scheduler.schedule()
-    if works:
-        scheduler.begin(works)
-        flights.append((works, runner.launch(works)))
-    while len(flights) > bool(works):
+    scheduled = scheduler.schedule()
+    if scheduled:
+        scheduler.begin(scheduled)
+        flights.append((scheduled, runner.launch(scheduled)))
+    while len(flights) > bool(scheduled):
         before, flight = flights.pop(0)
         scheduler.commit(before, flight().tokens)
 
 
 @wrong("step_ahead", "in the air")
 def waits_at_once(scheduler, runner, flights):
-    works = scheduler.schedule()
-    flight = runner.launch(works)
-    scheduler.begin(works)
-    scheduler.commit(works, flight().tokens)
+    scheduled = scheduler.schedule()
+    flight = runner.launch(scheduled)
+    scheduler.begin(scheduled)
+    scheduler.commit(scheduled, flight().tokens)
 
 
 @wrong("step_ahead", "before the host waits")
 def lands_first(scheduler, runner, flights):
-    works = scheduler.schedule()
+    scheduled = scheduler.schedule()
     while flights:
         before, flight = flights.pop(0)
         scheduler.commit(before, flight().tokens)
-    if works:
-        flights.append((works, runner.launch(works)))
-        scheduler.begin(works)
+    if scheduled:
+        flights.append((scheduled, runner.launch(scheduled)))
+        scheduler.begin(scheduled)
 
 
 @wrong("step_ahead", "launch nothing")
 def never_lands_the_last(scheduler, runner, flights):
-    works = scheduler.schedule()
-    if works:
-        flights.append((works, runner.launch(works)))
-        scheduler.begin(works)
+    scheduled = scheduler.schedule()
+    if scheduled:
+        flights.append((scheduled, runner.launch(scheduled)))
+        scheduler.begin(scheduled)
     while len(flights) > 1:
         before, flight = flights.pop(0)
         scheduler.commit(before, flight().tokens)
@@ -88,11 +88,11 @@ def never_lands_the_last(scheduler, runner, flights):
 
 @wrong("step_ahead", "all but the last one")
 def two_in_the_air(scheduler, runner, flights):
-    works = scheduler.schedule()
-    if works:
-        flights.append((works, runner.launch(works)))
-        scheduler.begin(works)
-    if len(flights) > 2 or not works:
+    scheduled = scheduler.schedule()
+    if scheduled:
+        flights.append((scheduled, runner.launch(scheduled)))
+        scheduler.begin(scheduled)
+    if len(flights) > 2 or not scheduled:
         before, flight = flights.pop(0)
         scheduler.commit(before, flight().tokens)
 
@@ -210,7 +210,7 @@ class OneGroupTwice(Cut):
 
 
 @wrong("Batch.of", "not in rows")
-class Columns(Cut):
+class SamplingTensors(Cut):
     turned_tables = True
 
 
@@ -251,34 +251,36 @@ class TablesStay(Batch):
 
 @wrong("Runner._graph", "no decode")
 class OneTokenIsADecode(Runner):
-    def _graph(self, works):
-        if any(work.length != 1 for work in works):
+    def _graph(self, scheduled):
+        if any(chunk.length != 1 for chunk in scheduled):
             return None
-        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
+        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
         return self.captured[index] if index < len(self.captured) else None
 
 
 @wrong("Runner._graph", "the smallest with a place")
 class NextLarger(Runner):
-    def _graph(self, works):
-        if not all(work.length == 1 and work.samples for work in works):
+    def _graph(self, scheduled):
+        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
             return None
-        index = bisect_right(self.captured, len(works), key=lambda graph: graph.size)
+        index = bisect_right(
+            self.captured, len(scheduled), key=lambda graph: graph.size
+        )
         return self.captured[index] if index < len(self.captured) else None
 
 
 @wrong("Runner._graph", "the smallest with a place")
 class ExactSize(Runner):
-    def _graph(self, works):
-        if not all(work.length == 1 and work.samples for work in works):
+    def _graph(self, scheduled):
+        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
             return None
-        return next((g for g in self.captured if g.size == len(works)), None)
+        return next((g for g in self.captured if g.size == len(scheduled)), None)
 
 
 @wrong("Runner._graph", "chunk of 5")
 class AnyWorks(Runner):
-    def _graph(self, works):
-        return next((g for g in self.captured if g.size >= len(works)), None)
+    def _graph(self, scheduled):
+        return next((g for g in self.captured if g.size >= len(scheduled)), None)
 
 
 @wrong("10.1", "A kernel starts when it is launched")
@@ -353,7 +355,11 @@ def the_most_frequent(batches, count):
 
 @wrong("Runner._graph", "chunk of 5")
 class LooksAtTheLast(Runner):
-    def _graph(self, works):
-        alike = works[-1].length == 1 and works[-1].samples
-        index = bisect_left(self.captured, len(works), key=lambda graph: graph.size)
-        return self.captured[index] if alike and index < len(self.captured) else None
+    def _graph(self, scheduled):
+        bucket_by_length = scheduled[-1].length == 1 and scheduled[-1].samples
+        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
+        return (
+            self.captured[index]
+            if bucket_by_length and index < len(self.captured)
+            else None
+        )

@@ -282,7 +282,7 @@ async def asked(llm, receive):
     while more:
         message = await receive()
         body, more = body + message["body"], message["more_body"]
-    return llm.replies(llm.door.ask_chat(**json.loads(body)), chat=True)
+    return llm.replies(llm.input_processor.process_chat(**json.loads(body)), chat=True)
 
 
 async def write(replies, send, *, at_once=False, closes=True, ends=True, turns=True):

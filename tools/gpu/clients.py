@@ -64,9 +64,14 @@ def run_server(model: str | None, most: int) -> None:
     engine, config = RemoteEngine(*spawn()), EngineConfig(max_num_seqs=most)
     loaded = load_remote(engine, model, config, random_weights=model is not None)
     if model is not None:
-        texts = {n: f" {n:x}".encode() for n in range(loaded.door.config.vocab_size)}
+        texts = {
+            n: f" {n:x}".encode()
+            for n in range(loaded.input_processor.config.vocab_size)
+        }
         tokenizer = Tokenizer(texts, {}, lambda text, special: [])
-        loaded = replace(loaded, door=replace(loaded.door, tokenizer=tokenizer))
+        loaded = replace(
+            loaded, input_processor=replace(loaded.input_processor, tokenizer=tokenizer)
+        )
     with LLM.of(loaded) as llm, closing(bind("127.0.0.1", 0)) as bound:
         serve(llm, Options([model or "embedded"]), bound, partial(print, flush=True))
 

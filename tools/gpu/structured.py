@@ -156,7 +156,9 @@ def main() -> None:
     titles = "tok/s", "steps", "ITL", "name", "masks", "mean", "worst"
     with LLM(options.model, config, random_weights=True) as llm:
         tokenizer = made_up(llm.config.vocab_size)
-        llm.door = replace(llm.door, tokenizer=tokenizer, compiler=None)
+        llm.input_processor = replace(
+            llm.input_processor, tokenizer=tokenizer, compiler=None
+        )
         print(f"{'':25}", *(f"{title:>9}" for title in titles), sep="")
         rows = [row for strings in options.strings for row in measure(llm, strings)]
     record = {"model": options.model, "tokens": [LENGTH, TOKENS], "rows": rows}

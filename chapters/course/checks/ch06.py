@@ -302,7 +302,7 @@ class Table:
         self.called.append("experts")
         assert isinstance(mlp, Experts), (
             "layer 1 of this model has no experts but one plain network: call "
-            "layer.mlp.feed, which knows the operation that it needs"
+            "layer.mlp.forward, which knows the operation that it needs"
         )
         return PLAIN.experts(x, mlp, live)
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.folder import EMBEDDED
-from simplellm.model.gather import alike
+from simplellm.model.gather import bucket_by_length
 from simplellm.model.ops import attention
 
 
@@ -253,7 +253,7 @@ def check_read_pool(read_pool):
         )
 
 
-def check_decode_reads(decode_reads):
+def check_plan_gathers(plan_gathers):
     """What each decode sees, counted position by position."""
     rng = random.Random(7)
     for window in (None, 1, 5, 40):
@@ -262,18 +262,18 @@ def check_decode_reads(decode_reads):
                 lengths = [rng.choice([0, 1, 3, 60, 70, 200, 500]) for _ in "x" * count]
                 if count == 1:
                     lengths = [37]
-                judge_reads(decode_reads, rng, lengths, window, size)
-    judge_reads(decode_reads, rng, [100] * 6, None, 16)
+                judge_reads(plan_gathers, rng, lengths, window, size)
+    judge_reads(plan_gathers, rng, [100] * 6, None, 16)
 
 
-def judge_reads(decode_reads, rng, lengths, window, size):
+def judge_reads(plan_gathers, rng, lengths, window, size):
     count = len(lengths)
     oldest = [0 if window is None else max(0, n - window) for n in lengths]
     firsts = [first // size for first in oldest]  # pages that the window has left
     widest = max(lengths) // size + 1
     numbers = rng.sample(range(10 + count * widest), count * widest)
     tables = [numbers[i * widest : (i + 1) * widest] for i in range(count)]
-    reads = decode_reads(
+    reads = plan_gathers(
         torch.tensor(tables, dtype=torch.int32),
         torch.tensor([first * size for first in firsts], dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
@@ -283,15 +283,15 @@ def judge_reads(decode_reads, rng, lengths, window, size):
     told = f"lengths {lengths}, window {window}, pages of {size}"
     sees = np.array([n - first for n, first in zip(lengths, oldest, strict=True)])
     seen = []
-    for rows, cells, hidden in reads:
-        rows, cells = np.asarray(rows), np.asarray(cells)
-        if hidden is None:
-            hidden = np.zeros(cells.shape, dtype=bool)
-        hidden = np.asarray(hidden).astype(bool)
-        assert len(rows) == len(cells) == len(hidden), (
+    for rows, slots, masked in reads:
+        rows, slots = np.asarray(rows), np.asarray(slots)
+        if masked is None:
+            masked = np.zeros(slots.shape, dtype=bool)
+        masked = np.asarray(masked).astype(bool)
+        assert len(rows) == len(slots) == len(masked), (
             f"{told}: one row of cells per decode"
         )
-        for row, cell, hide in zip(rows.tolist(), cells, hidden, strict=True):
+        for row, cell, hide in zip(rows.tolist(), slots, masked, strict=True):
             seen.append(row)
             cell_of = {
                 position: tables[row][position // size - firsts[row]] * size
@@ -312,7 +312,7 @@ def judge_reads(decode_reads, rng, lengths, window, size):
                 f"yours are {found[:5]}..."
             )
             assert set(cell[hide].tolist()) <= set(cell_of.values()), (
-                f"{told}: a hidden cell is read all the same, so it must be one that "
+                f"{told}: a masked slot is read all the same, so it must be one that "
                 "was written, such as the newest; beyond the end lies anything, NaN too"
             )
     live = [row for row, length in enumerate(lengths) if length]
@@ -320,19 +320,21 @@ def judge_reads(decode_reads, rng, lengths, window, size):
         f"{told}: each row that has a length is in one read, and no other is; yours "
         f"are {sorted(seen)}"
     )
-    batches = sorted(sorted(rows.tolist()) for rows in alike(sees))
+    batches = sorted(sorted(rows.tolist()) for rows in bucket_by_length(sees))
     found = sorted(sorted(np.asarray(rows).tolist()) for rows, _, _ in reads)
     assert len(found) >= len(batches), (
-        f"{told}: the batches of `alike` are {batches}, yours {found}; in one batch of "
-        "all, short decodes read as much padding as the longest has positions"
+        f"{told}: the batches of `bucket_by_length` are {batches}, yours {found}; "
+        "in one batch of all, short decodes read as much padding as the longest has "
+        "positions"
     )
     assert found == batches or window is not None, (
-        f"{told}: the batches of `alike` are {batches}, yours {found}; decodes of "
-        "similar length are read together"
+        f"{told}: the batches of `bucket_by_length` are {batches}, yours {found}; "
+        "decodes of similar length are read together"
     )
     assert found == batches, (
-        f"{told}: the batches of `alike` are {batches}, yours {found}; it wants how "
-        "many positions each decode sees, which with a window is not its length"
+        f"{told}: the batches of `bucket_by_length` are {batches}, yours {found}; "
+        "it wants how many positions each decode sees, which with a window is not its "
+        "length"
     )
 
 

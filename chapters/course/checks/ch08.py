@@ -9,7 +9,7 @@ from course.integrity import check_integrity
 from simplellm.engine import page_manager as pages
 from simplellm.engine.page_manager import NULL
 
-ROOM = "there are pages enough, so grow makes room and returns True"
+ROOM = "there are pages enough, so allocate makes room and returns True"
 
 
 def manager(candidate, *arguments, **options):
@@ -25,14 +25,14 @@ def manager(candidate, *arguments, **options):
 
 def compute(books, sequence, tokens, end):
     """What a step does to the books."""
-    assert books.grow(sequence, end), "the check's pool is too small"
+    assert books.allocate(sequence, end), "the check's pool is too small"
     books.take_copies()
     books.commit(sequence, tokens, end)
 
 
-def check_page_digest(page_digest):
+def check_hash_page(hash_page):
     """Names are equal for equal prefixes and, as far as one can try, for no others."""
-    first = page_digest(b"", [1, 2, 3, 4])
+    first = hash_page(b"", [1, 2, 3, 4])
     assert isinstance(first, bytes), (
         f"a name is bytes, `digest()` of a hash, not {type(first).__name__}"
     )
@@ -40,24 +40,24 @@ def check_page_digest(page_digest):
         f"{len(first)} bytes are too few: whoever tries enough prompts finds two with "
         "the same name"
     )
-    assert len(page_digest(first, [1, 2, 3, 4])) == len(first), (
+    assert len(hash_page(first, [1, 2, 3, 4])) == len(first), (
         "a name grows with the text before it: a hash has one length, however much "
         "went into it"
     )
     for tokens in ((1, 2, 3, 4), pages.array("q", [1, 2, 3, 4])):
-        assert page_digest(b"", tokens) == first, (
+        assert hash_page(b"", tokens) == first, (
             "the same tokens have the same name, in a list, a tuple or an array"
         )
-    one = page_digest(page_digest(b"", [5, 6]), [1, 2])
-    other = page_digest(page_digest(b"", [7, 6]), [1, 2])
+    one = hash_page(hash_page(b"", [5, 6]), [1, 2])
+    other = hash_page(hash_page(b"", [7, 6]), [1, 2])
     assert one != other, (
         "the pages before count: they change its keys and values, so the parent "
         "belongs in the hash"
     )
-    assert page_digest(b"", [1, 2]) != page_digest(b"", [2, 1]), "their order counts"
+    assert hash_page(b"", [1, 2]) != hash_page(b"", [2, 1]), "their order counts"
     close = [[1, 23], [12, 3], [1, 2, 3], [123], [0, 123], [1, 23, 0]]
     close += [[257], [1], [1, 1], [200_000], [200_000 - 2**16], [200_000 % 256]]
-    names = [page_digest(b"", tokens) for tokens in close]
+    names = [hash_page(b"", tokens) for tokens in close]
     for index, name in enumerate(names):
         same = [close[i] for i in range(index) if names[i] == name]
         assert not same, (
@@ -70,7 +70,7 @@ def check_page_digest(page_digest):
             f"people have built collisions of {weak}, so somebody can make a prompt "
             "that reads another user's pages; sha256 has none that is known"
         )
-    many = [page_digest(b"", [token]) for token in range(64)]
+    many = [hash_page(b"", [token]) for token in range(64)]
     fixed = [
         place
         for place, byte in enumerate(zip(*many, strict=True))
@@ -97,9 +97,9 @@ def check_PageManager__take(PageManager):
     for page in (taken[1], taken[0], taken[2]):  # in the order of eviction
         books.references[page] = 0
         name = (0, bytes([page]))
-        books.names[page], books.named[name] = name, page
+        books.hash_of[page], books.page_of[name] = name, page
         books.cached[page] = None
-        books.found.add(page)
+        books.kept_longer.add(page)
     rest = [books._take() for _ in range(3)]
     assert not set(rest) & set(taken), (
         "three pages were free, and one was evicted: what is cached may still be "
@@ -112,11 +112,13 @@ def check_PageManager__take(PageManager):
             f"evicted, since it was unused the longest; yours is {page}"
         )
         assert page not in books.cached, "a page that is in use is not cached"
-        assert page not in books.names and (0, bytes([page])) not in books.named, (
+        assert page not in books.hash_of and (0, bytes([page])) not in books.page_of, (
             "an evicted page gets new content, so it must lose its name, or somebody "
             "finds it by what it held"
         )
-        assert page not in books.found, "an evicted page is not the one that was found"
+        assert page not in books.kept_longer, (
+            "an evicted page is not the one that was found"
+        )
         assert books.references[page] == 1, "a page that was taken has one user"
 
 
@@ -128,8 +130,8 @@ def check_PageManager__release(PageManager):
     books.cached[6] = None
     for page in (3, 4, 5, 6, 7):
         name = (1, bytes([page]))
-        books.names[page], books.named[name] = name, page
-    books.found = {5}
+        books.hash_of[page], books.page_of[name] = name, page
+    books.kept_longer = {5}
     books._release(1)
     assert books.references[1] == 1 and 1 not in books.free, (
         "page 1 had two users: one is left, and the page is still in use"
@@ -143,7 +145,7 @@ def check_PageManager__release(PageManager):
     assert 3 not in books.free and 3 in books.cached, (
         "page 3 has a name: it is not free but cached, to be found until it is evicted"
     )
-    assert 3 in books.names, "a cached page keeps its name"
+    assert 3 in books.hash_of, "a cached page keeps its name"
     assert list(books.cached) == [6, 3], (
         "page 6 was unused before page 3, so it is evicted before; the order is "
         f"{list(books.cached)}"
@@ -176,25 +178,25 @@ def check_PageManager__cached_prefix(PageManager):
         books = manager(PageManager, 60, size, window=window)
         tokens = [rng.randint(0, 9) for _ in range(size * count)]
         books.add(0, [*tokens, 0])
-        assert books.tables[0].computed == 0, (
+        assert books.tables[0].num_computed_tokens == 0, (
             "nothing is cached yet, and yours found it"
         )
         # Step by step, so that each page has its name before a window leaves it.
         for end in range(1, len(tokens) + 1):
             compute(books, 0, [*tokens, 0], end)
-        digests = list(books.tables[0].digests)
+        page_hashes = list(books.tables[0].page_hashes)
         books.remove(0)
         there = [[True] * count for _ in books.windows]
-        for page, (group, digest) in sorted(books.names.items()):
+        for page, (group, digest) in sorted(books.hash_of.items()):
             if rng.random() < 0.15 or trial < 2:
                 books.cached.pop(page)
-                books._forget_name(page)
+                books._forget_hash(page)
                 books.free.append(page)
-                there[group][digests.index(digest)] = False
+                there[group][page_hashes.index(digest)] = False
         kept = rng.randint(0, len(tokens))
         part = [*tokens[:kept], *[10] * rng.randint(1, 9)]
         prompt = rng.choice([part, tokens, [*tokens, 11]])
-        judge_prefix(books, prompt, tokens, digests, there)
+        judge_prefix(books, prompt, tokens, page_hashes, there)
     books = manager(PageManager, 60, 4, share=False)
     books.add(0, [1] * 9)
     compute(books, 0, [1] * 9, 9)
@@ -202,7 +204,7 @@ def check_PageManager__cached_prefix(PageManager):
     assert found == [], "a manager that does not share finds nothing"
 
 
-def judge_prefix(books, prompt, tokens, digests, there):
+def judge_prefix(books, prompt, tokens, page_hashes, there):
     size = books.page_size
     same = 0
     while same < min(len(prompt), len(tokens)) and prompt[same] == tokens[same]:
@@ -239,7 +241,7 @@ def judge_prefix(books, prompt, tokens, digests, there):
         f"{told}: {best} pages can be used, you found {len(found)}; the sliding layers "
         "need only what the next token sees, and the full layers all pages"
     )
-    assert found == digests[:best], f"{told}: the digests of the pages, in order"
+    assert found == page_hashes[:best], f"{told}: the digests of the pages, in order"
 
 
 def check_PageManager_commit(PageManager):
@@ -253,18 +255,18 @@ def check_PageManager_commit(PageManager):
         length = 0
         while length < len(tokens):
             start, length = length, min(40, length + rng.choice([1, 1, 2, 3, 7]))
-            assert books.grow(0, length), ROOM
+            assert books.allocate(0, length), ROOM
             before = [list(group) for group in books.tables[0].groups]
             books.commit(0, tokens, length)
             judge_commit(books, before, start, length, tokens)
     books = manager(PageManager, 20, 4, window=4, share=False)
     books.add(0, [1] * 12)
     compute(books, 0, [1] * 12, 12)
-    assert not books.names, "a manager that does not share gives no names"
+    assert not books.hash_of, "a manager that does not share gives no names"
     books = manager(PageManager, 20, 4, window=4)
     books.add(0, [1] * 8)
     compute(books, 0, [*[1] * 7, -1], 8)
-    assert len(books.tables[0].digests) == 1, (
+    assert len(books.tables[0].page_hashes) == 1, (
         "the last token is not known yet, so the second page has no name yet"
     )
     compute(books, 0, [1] * 9, 9)
@@ -273,7 +275,7 @@ def check_PageManager_commit(PageManager):
     tokens = [1] * 4096
     books.add(0, tokens)
     compute(books, 0, tokens, 4000)
-    books.grow(0, 4001)
+    books.allocate(0, 4001)
     lines = lines_of(lambda: books.commit(0, tokens, 4001))
     assert lines < 500, (
         f"to commit one token after 4,000, {lines:,} lines ran: the pages before "
@@ -301,12 +303,13 @@ def lines_of(function):
 def judge_commit(books, before, start, length, tokens):
     size, table = books.page_size, books.tables[0]
     told = f"{start} to {length} tokens, pages of {size}, windows {books.windows}"
-    assert table.computed == length, (
-        f"{told}: table.computed is {table.computed}; {length} tokens are computed now"
+    assert table.num_computed_tokens == length, (
+        f"{told}: table.num_computed_tokens is {table.num_computed_tokens}; "
+        f"{length} tokens are computed now"
     )
-    assert len(table.digests) == length // size, (
+    assert len(table.page_hashes) == length // size, (
         f"{told}: {length // size} pages are full and get names, not "
-        f"{len(table.digests)}"
+        f"{len(table.page_hashes)}"
     )
     for group, window in enumerate(books.windows):
         first = 0 if window is None else max(0, length + 1 - window) // size
@@ -330,12 +333,12 @@ def judge_commit(books, before, start, length, tokens):
         assert all(books.references[page] == 0 for page in left), (
             f"{told}: a page that the window has left is released"
         )
-        named = [page for page in left if page in books.names]
+        named = [page for page in left if page in books.hash_of]
         assert left == named, (
             f"{told}: a full page was released before it had its name: nobody will "
             "find it again"
         )
-        left = [page for page in left if page not in books.found]
+        left = [page for page in left if page not in books.kept_longer]
         victims = list(books.cached)[: len(left)]
         assert set(victims) == set(left), (
             f"{told}: pages that a window left, {left}, are the next victims: release "
@@ -344,29 +347,31 @@ def judge_commit(books, before, start, length, tokens):
     check_integrity(books)
 
 
-def check_PageManager_grow(PageManager):
+def check_PageManager_allocate(PageManager):
     """Room, refusals and copies, against what the tables must say."""
     books = manager(PageManager, 10, 4, window=8)
     tokens = list(range(20))
     books.add(0, tokens)
-    assert books.grow(0, 9) is True, "there is room for 9 tokens, so grow returns True"
+    assert books.allocate(0, 9) is True, (
+        "there is room for 9 tokens, so allocate returns True"
+    )
     lengths = [len(group) for group in books.tables[0].groups]
     assert lengths == [3, 3], (
         "9 tokens need 3 pages of 4 in each group, full and sliding; yours has "
         f"{lengths}"
     )
     check_integrity(books)
-    assert books.grow(0, 5), "what is there already is room enough"
-    assert len(books.tables[0].groups[0]) == 3, "grow gives no pages back"
+    assert books.allocate(0, 5), "what is there already is room enough"
+    assert len(books.tables[0].groups[0]) == 3, "allocate gives no pages back"
     books.add(1, [99] * 12)
     before = state(books)
-    found = books.grow(1, 12)
+    found = books.allocate(1, 12)
     assert not found, "4 pages can be had, and 12 tokens need 3 in each of 2 groups"
     assert state(books) == before, (
-        "grow said False and has changed something: first count all pages that it "
+        "allocate said False and has changed something: first count all pages that it "
         "needs, then take them"
     )
-    assert books.grow(1, 8), "4 pages can be had, and 8 tokens need 2 in each group"
+    assert books.allocate(1, 8), "4 pages can be had, and 8 tokens need 2 in each group"
     check_integrity(books)
     forks(PageManager)
     copies_count(PageManager)
@@ -388,7 +393,7 @@ def forks(PageManager):
     books.fork(0, 1)
     books.fork(0, 2)
     held = [list(group) for group in books.tables[0].groups]
-    assert books.grow(0, 6) and not books.take_copies(), (
+    assert books.allocate(0, 6) and not books.take_copies(), (
         "six tokens are computed, and room for six is asked for: nothing will be "
         "written, so nothing is copied"
     )
@@ -396,7 +401,7 @@ def forks(PageManager):
         "nothing will be written, so the tables stay"
     )
     for name, users in ((1, 2), (2, 1)):
-        assert books.grow(name, 7), ROOM
+        assert books.allocate(name, 7), ROOM
         copies = [tuple(pair) for pair in books.take_copies()]
         now = [list(group) for group in books.tables[name].groups]
         for group in (0, 1):
@@ -418,7 +423,7 @@ def forks(PageManager):
             )
         assert len(copies) == 2, f"one copy in each group, not {len(copies)}"
         check_integrity(books)
-    assert books.grow(0, 7), ROOM
+    assert books.allocate(0, 7), ROOM
     assert not books.take_copies(), (
         "the last user of the old page has it alone: a copy is not needed"
     )
@@ -426,18 +431,20 @@ def forks(PageManager):
         books.commit(name, [*tokens, name], 7)
         compute(books, name, [*tokens, name, 5], 8)
     books.fork(0, 3)
-    assert books.grow(3, 9) and not books.take_copies(), (
+    assert books.allocate(3, 9) and not books.take_copies(), (
         "eight tokens fill two pages of 4: the ninth goes to a page of its own, and "
         "nothing is copied"
     )
     check_integrity(books)
     books = manager(PageManager, 40, 4, window=8)
     books.add(0, tokens)
-    assert books.grow(0, 11), ROOM  # room for more than the six that are computed then
+    assert books.allocate(0, 11), (
+        ROOM
+    )  # room for more than the six that are computed then
     books.commit(0, tokens, 6)
     books.fork(0, 1)
     held = [group[1] for group in books.tables[0].groups]
-    assert books.grow(0, 7), ROOM
+    assert books.allocate(0, 7), ROOM
     copied = [old for old, _ in books.take_copies()]
     assert copied == held, (
         "six tokens are computed, and the table has room for 12: the seventh goes to "
@@ -455,25 +462,25 @@ def copies_count(PageManager):
         compute(books, 0, [1] * 6, 6)
         books.fork(0, 1)
         if num_pages == 8:
-            assert books.grow(1, 9) is True, (
+            assert books.allocate(1, 9) is True, (
                 "4 pages can be had: one copy and one new page in each of two groups"
             )
             continue
         before = state(books)
-        found = books.grow(1, 9)
+        found = books.allocate(1, 9)
         assert not found and state(books) == before, (
             f"{num_pages - 4} pages can be had, and 4 are needed, a copy and a new "
-            "page in each of two groups: grow says False, and changes nothing"
+            "page in each of two groups: allocate says False, and changes nothing"
         )
     books = manager(PageManager, 6, 4, window=8)
     books.add(0, [1] * 6)
-    books.grow(0, 11)
+    books.allocate(0, 11)
     books.commit(0, [1] * 6, 6)
     books.fork(0, 1)
     assert books.free_pages == 0, "6 pages are in use: none can be had"
     before = state(books)
     try:
-        found = books.grow(0, 7)
+        found = books.allocate(0, 7)
     except (IndexError, KeyError, StopIteration):
         found = True
     assert not found and state(books) == before, (
@@ -490,7 +497,7 @@ def cached_pages_count(PageManager):
     compute(books, 0, [1] * 16, 16)
     books.remove(0)
     books.add(1, [2] * 16)
-    assert books.grow(1, 16), (
+    assert books.allocate(1, 16), (
         "no page is free, but four are cached and nobody uses them: they can be had"
     )
     check_integrity(books)
@@ -503,14 +510,14 @@ def names_after_truncate(PageManager):
     compute(books, 0, [1] * 8, 8)
     page = books.tables[0].groups[0][1]
     assert books.truncate(0, 6), "the last two tokens can be taken back"
-    assert books.grow(0, 6) and page in books.names, (
+    assert books.allocate(0, 6) and page in books.hash_of, (
         "six tokens are computed, and room for six is asked for: nothing will be "
         "written, so the page still holds what it is named for and keeps its name"
     )
-    assert books.grow(0, 7), ROOM
-    assert page not in books.names, (
+    assert books.allocate(0, 7), ROOM
+    assert page not in books.hash_of, (
         "after truncate, page 2 of the sequence was to be written again and kept the "
-        "name of what it held; `_forget_name` it"
+        "name of what it held; `_forget_hash` it"
     )
     assert not books.take_copies(), "nobody else uses the page: there is no copy"
 
@@ -521,7 +528,7 @@ def check_8_1(pages_held):
         books = pages.PageManager(2000, size, window=window)
         books.add(0, [1])
         for n in range(1, 300):
-            books.grow(0, n)
+            books.allocate(0, n)
             books.commit(0, [1] * n, n)
             held = books.num_pages - books.free_pages
             found = pages_held(n, size, window)
@@ -546,12 +553,12 @@ def check_8_2(pages_of_samples):
     for prompt, samples, new, size in cases:
         books, ids = pages.PageManager(700, size), [1] * prompt
         books.add(0, ids)
-        books.grow(0, prompt)
+        books.allocate(0, prompt)
         books.commit(0, ids, prompt)
         for sample in range(1, samples):
             books.fork(0, sample)
         for sample in range(samples):
-            books.grow(sample, prompt + new)
+            books.allocate(sample, prompt + new)
             books.commit(sample, ids + [sample + 2] * new, prompt + new)
         held = books.num_pages - books.free_pages
         found = pages_of_samples(prompt, samples, new, size)
@@ -575,7 +582,7 @@ def check_8_3(take_turns):
             totals.append(0)
             for tokens in said:
                 totals[-1] += books.add(7, tokens)
-                books.grow(7, len(tokens))
+                books.allocate(7, len(tokens))
                 books.commit(7, tokens, len(tokens))
                 books.remove(7)
                 tokens.extend(tokens[:1] * 40)

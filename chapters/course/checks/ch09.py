@@ -16,7 +16,7 @@ from simplellm.api.reply import TextReply
 from simplellm.base.request import UNKNOWN, Event, Request, TokenLogprobs
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.text.tokenizer import Tokenizer
 
 STEPS = 500  # more than any of these schedules takes
@@ -29,22 +29,22 @@ def whole(candidate, ours):
     return type(candidate.__name__, (candidate, ours), {})
 
 
-def of(works):
+def of(scheduled):
     """The length of each work by its request's number."""
-    return {work.request.number: work.length for work in works}
+    return {chunk.request.number: chunk.length for chunk in scheduled}
 
 
-def book(scheduler, works):
+def book(scheduler, scheduled):
     """Book a step as if it had been computed; every token is 7."""
-    for request, start, length, _ in works:
+    for request, start, length, _ in scheduled:
         table = scheduler.manager.tables.get(request.number)
         held = 4 * len(table.groups[0]) if table is not None else 0
         assert held >= start + length, (
             f"request {request.number} has work up to token {start + length} and pages "
             f"for {held}: ask `_make_room` before you plan it"
         )
-    scheduler.begin(works)
-    scheduler.commit(works, [[7]] * sum(work.samples for work in works))
+    scheduler.begin(scheduled)
+    scheduler.commit(scheduled, [[7]] * sum(chunk.samples for chunk in scheduled))
 
 
 def numbered(*sizes):
@@ -124,9 +124,9 @@ def check_Scheduler__make_room(candidate):
         if urgent is not None:
             four[urgent].priority = -1
         scheduler.add(four)
-        works: list[Work] = []
-        scheduler._admit(works, 64)
-        scheduler.begin(works)
+        scheduled: list[ScheduledChunk] = []
+        scheduler._admit(scheduled, 64)
+        scheduler.begin(scheduled)
         return scheduler, four
 
     def state(four):
@@ -146,7 +146,7 @@ def check_Scheduler__make_room(candidate):
     assert made is True, "request 3 gave its pages, so now there is room: try again"
     assert len(scheduler.manager.tables[1].groups[0]) == 3, (
         "you say there is room, and request 1 has not got a third page: "
-        "`manager.grow` has to succeed once more behind the preemption"
+        "`manager.allocate` has to succeed once more behind the preemption"
     )
     assert four[3] in scheduler.waiting, "who gave way waits again"
 
@@ -203,20 +203,20 @@ def decodes_come_first(kind):
     scheduler.add(others)
     book(scheduler, scheduler.schedule())
     scheduler.add([long])
-    works = scheduler.schedule()
-    assert of(works).get(3) == 7, (
+    scheduled = scheduler.schedule()
+    assert of(scheduled).get(3) == 7, (
         "three requests decode and a prompt of 40 tokens comes: of a budget of 10 it "
-        f"starts with the 7 that the decodes leave; you have {of(works)}"
+        f"starts with the 7 that the decodes leave; you have {of(scheduled)}"
     )
-    book(scheduler, works)
-    works = scheduler.schedule()
+    book(scheduler, scheduled)
+    scheduled = scheduler.schedule()
     expected = {0: 1, 1: 1, 2: 1, 3: 7}
-    assert of(works) == expected, (
+    assert of(scheduled) == expected, (
         "three requests decode, an urgent prompt before them in line has 33 tokens "
         "missing: of a budget of 10 the decodes take one each, the prompt the rest; "
-        f"yours is {of(works)}"
+        f"yours is {of(scheduled)}"
     )
-    assert list(of(works))[-1] == 3, (
+    assert list(of(scheduled))[-1] == 3, (
         "the decodes come first in the list as well: a batch expects them there"
     )
 
@@ -234,8 +234,8 @@ def steps_of_the_drawing(kind):
         {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
     ]
     for step, expected in enumerate(plan, start=1):
-        works = scheduler.schedule()
-        found = of(works)
+        scheduled = scheduler.schedule()
+        found = of(scheduled)
         assert sum(found.values()) <= 16, (
             f"step {step} of the drawing computes {sum(found.values())} tokens, and "
             "the budget is 16: what a work takes is gone for those after it"
@@ -243,7 +243,7 @@ def steps_of_the_drawing(kind):
         assert found == expected, (
             f"step {step} of the drawing is {expected}; yours is {found}"
         )
-        book(scheduler, works)
+        book(scheduler, scheduled)
 
 
 def under_way_before_new(kind):
@@ -265,9 +265,9 @@ def no_work_without_a_token_to_compute(kind):
     scheduler = make(kind)
     one, other = numbered((3, 1), (3, 5))
     scheduler.add([one, other])
-    works = scheduler.schedule()
-    assert len(works) == 2, "both prompts fit into the first step"
-    scheduler.begin(works)  # and nothing is committed yet
+    scheduled = scheduler.schedule()
+    assert len(scheduled) == 2, "both prompts fit into the first step"
+    scheduler.begin(scheduled)  # and nothing is committed yet
     found = of(scheduler.schedule())
     assert 0 not in found, (
         "request 0 may have one token, and that is being computed: `_ready` says that "
@@ -287,13 +287,13 @@ def static_batches_end(kind):
     for _ in range(STEPS):
         if not scheduler.requests:
             break
-        works = scheduler.schedule()
-        assert works, (
+        scheduled = scheduler.schedule()
+        assert scheduled, (
             "static batches, everybody has ended and somebody waits, and nobody is "
             "admitted: `_closed` has to become false when nobody runs"
         )
-        rows.append(set(of(works)))
-        book(scheduler, works)
+        rows.append(set(of(scheduled)))
+        book(scheduler, scheduled)
     expected = [{0, 1}] * 2 + [{1}] * 4 + [{2}] * 2
     assert rows == expected, f"static batches of two, step by step: {rows}"
     scheduler = make(kind, seqs=2, continuous=False)
@@ -325,33 +325,36 @@ def random_crowds(kind):
                 break
             decoding = [r for r in scheduler.running if r.missing == 1]
             try:
-                works = scheduler.schedule()
+                scheduled = scheduler.schedule()
             except KeyError:
                 raise AssertionError(
                     "you made room for a request that had just been preempted: "
                     "`_make_room` takes others out of self.running, so walk that list "
                     "itself and not a copy of it"
                 ) from None
-            found = of(works)
-            assert works, "requests wait or run, and the step is empty"
-            assert len(found) == len(works), "a request has two works in one step"
+            found = of(scheduled)
+            assert scheduled, "requests wait or run, and the step is empty"
+            assert len(found) == len(scheduled), "a request has two works in one step"
             assert sum(found.values()) <= budget, "the step is over its budget"
-            for request, begin, length, samples in works:
+            for request, begin, length, samples in scheduled:
                 assert request in scheduler.running, (
                     f"request {request.number} has work in this step and was preempted "
                     "for another: note who has work, so that `_make_room` spares it"
                 )
                 assert length > 0, (
-                    f"request {request.number} has a work of no tokens: when the "
+                    f"request {request.number} has a chunk of no tokens: when the "
                     "budget is spent, or `_chunk` says 0, it waits"
                 )
-                assert begin == request.computed and length <= request.missing, (
-                    f"request {request.number} has computed {request.computed} tokens "
-                    f"and misses {request.missing}: a work of {length} from {begin} on "
+                assert (
+                    begin == request.num_computed_tokens and length <= request.missing
+                ), (
+                    f"request {request.number} has computed "
+                    f"{request.num_computed_tokens} tokens and misses "
+                    f"{request.missing}: a chunk of {length} from {begin} on "
                     "is not what comes next"
                 )
                 assert samples == (length == request.missing), (
-                    "a work samples if it computes the last token that is missing"
+                    "a chunk samples if it computes the last token that is missing"
                 )
                 held = len(manager.tables[request.number].groups[0])
                 assert 4 * held >= begin + length, (
@@ -364,7 +367,7 @@ def random_crowds(kind):
                     f"request {request.number} decodes, there is room, and it has no "
                     "work: every decode gets its token in every step"
                 )
-            book(scheduler, works)
+            book(scheduler, scheduled)
         assert not scheduler.requests, f"not done after {STEPS} steps"
 
 
@@ -376,17 +379,17 @@ def check_Scheduler_commit(candidate):
         scheduler = make(kind, **limits)
         requests = numbered(*sizes)
         scheduler.add(requests)
-        works = make_works(scheduler)
-        scheduler.begin(works)
-        return scheduler, requests, works
+        scheduled = make_works(scheduler)
+        scheduler.begin(scheduled)
+        return scheduler, requests, scheduled
 
     def make_works(scheduler):
-        works = Scheduler.schedule(scheduler)
-        assert works, "the scheduler has nothing to compute"
-        return works
+        scheduled = Scheduler.schedule(scheduler)
+        assert scheduled, "the scheduler has nothing to compute"
+        return scheduled
 
-    scheduler, (one, two), works = started((3, 5), (2, 5))
-    told = scheduler.commit(works, [[11], [12]])
+    scheduler, (one, two), scheduled = started((3, 5), (2, 5))
+    told = scheduler.commit(scheduled, [[11], [12]])
     assert (one.tokens, two.tokens) == ([1, 1, 1, 11], [2, 2, 12]), (
         f"the placeholder {UNKNOWN} behind the prompt is replaced by the token that "
         f"was sampled: {one.tokens}, {two.tokens}"
@@ -397,16 +400,16 @@ def check_Scheduler_commit(candidate):
     )
     assert one.finish_reason is None, "5 tokens are asked for, and this was the first"
 
-    scheduler, (one, two), works = started((9, 5), (2, 5), prefill_chunk=4)
-    scheduler.commit(works, [[12]])
+    scheduler, (one, two), scheduled = started((9, 5), (2, 5), prefill_chunk=4)
+    scheduler.commit(scheduled, [[12]])
     assert one.tokens == [1] * 9 and two.tokens == [2, 2, 12], (
         "request 0 computed a chunk and samples nothing: tokens has a list for each "
         f"work that samples, and no other; {one.tokens}, {two.tokens}"
     )
 
-    scheduler, (one, two), works = started((3, 1), (2, 5))
+    scheduler, (one, two), scheduled = started((3, 1), (2, 5))
     two.stop_ids = frozenset([13])
-    scheduler.commit(works, [[11], [13]])
+    scheduler.commit(scheduled, [[11], [13]])
     assert one.finish_reason == "length", (
         "request 0 has all of its tokens: it has to be finished, with the reason that "
         f"`_keep` gives, 'length', not {one.finish_reason!r}"
@@ -419,9 +422,9 @@ def check_Scheduler_commit(candidate):
         "requests that end give back their room: call `finish`"
     )
 
-    scheduler, (one, two), works = started((3, 5), (2, 5))
+    scheduler, (one, two), scheduled = started((3, 5), (2, 5))
     scheduler.finish(one, "abort")
-    told = scheduler.commit(works, [[11], [12]])
+    told = scheduler.commit(scheduled, [[11], [12]])
     assert [request.number for request, _ in told] == [1], (
         "request 0 was aborted while its step ran: nobody is told of its token"
     )
@@ -431,10 +434,10 @@ def check_Scheduler_commit(candidate):
     )
     assert one.finish_reason == "abort", "a request that was aborted stays aborted"
 
-    scheduler, (one,), works = started((3, 9))
+    scheduler, (one,), scheduled = started((3, 9))
     later = make_works(scheduler)
     scheduler.begin(later)  # with overlap: two steps are in the air
-    scheduler.commit(works, [[11]])
+    scheduler.commit(scheduled, [[11]])
     assert one.tokens == [1, 1, 1, 11, UNKNOWN], (
         "two steps are in the air, and the first of them lands: its token belongs to "
         f"position start + length, not to the end of the list; {one.tokens}"
@@ -442,9 +445,9 @@ def check_Scheduler_commit(candidate):
     scheduler.commit(later, [[12]])
     assert one.tokens == [1, 1, 1, 11, 12], f"then the second one: {one.tokens}"
 
-    scheduler, (one, two), works = started((3, 2), (2, 9))
+    scheduler, (one, two), scheduled = started((3, 2), (2, 9))
     two.stop_ids = frozenset([15])
-    told = scheduler.commit(works, [[11, 12, 13], [14, 15, 16]])
+    told = scheduler.commit(scheduled, [[11, 12, 13], [14, 15, 16]])
     kept = [list(tokens) for _, tokens in told]
     assert kept == [[11, 12], [14, 15]], (
         "a step may land several tokens: what is beyond max_tokens or a stop token is "
@@ -457,12 +460,12 @@ def check_Scheduler_commit(candidate):
 
     scheduler, (one,) = make(kind), numbered((3, 9))
     scheduler.add([one])
-    works = make_works(scheduler)
+    scheduled = make_works(scheduler)
     one.forced = [11, 12]
-    scheduler.begin(works)
+    scheduler.begin(scheduled)
     one.forced = []
     scheduler.begin(make_works(scheduler))
-    scheduler.commit(works, [[11, 12]])
+    scheduler.commit(scheduled, [[11, 12]])
     assert one.tokens == [1, 1, 1, 11, 12, UNKNOWN], (
         "two tokens were forced, so that they stood in the list already: what a step "
         f"lands takes the place of as many tokens as it has; {one.tokens}"
@@ -819,9 +822,9 @@ def check_9_4(candidate):
         for step in range(5000):
             if not scheduler.requests:
                 break
-            works = scheduler.schedule()
-            book(scheduler, works)
-            found[works[0].request.number] = step
+            scheduled = scheduler.schedule()
+            book(scheduler, scheduled)
+            found[scheduled[0].request.number] = step
         assert not scheduler.requests, "not done after 5,000 steps"
         return [found[number] for number in range(len(lengths))]
 
@@ -862,9 +865,9 @@ def check_9_5(candidate):
         scheduler.add(numbered(*[(12, 40)] * 12))
         first, steps = None, 0
         while scheduler.requests:
-            works = scheduler.schedule()
-            first = len(works) if first is None else first
-            book(scheduler, works)
+            scheduled = scheduler.schedule()
+            first = len(scheduled) if first is None else first
+            book(scheduler, scheduled)
             steps += 1
             assert steps < 2000, (
                 f"with a reserve of {reserve} tokens some request never ends: those "

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.base.request import Request
-from simplellm.engine.graphs import Captured, Room
+from simplellm.engine.graphs import Captured, CaptureShape
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.runner import Landed, Runner
-from simplellm.engine.scheduler import Scheduler, Work
+from simplellm.engine.runner import Runner, StepOutput
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.model.batch import Batch
 
 STEPS = 500  # more than any of these schedules takes
@@ -68,14 +68,14 @@ class Ticks:
         self.stops = dict(stops)  # request -> token after which 0 comes, a stop token
         self.given: dict[int, int] = {}
 
-    def launch(self, works):
+    def launch(self, scheduled):
         number = sum(kind == "launch" for kind, _ in self.log)
-        for request, start, _, _ in works:
-            assert request.computed == start, (
+        for request, start, _, _ in scheduled:
+            assert request.num_computed_tokens == start, (
                 "`begin` was called before `launch`: it books that a step was started"
             )
         self.log.append(("launch", number))
-        sampling = [work.request.number for work in works if work.samples]
+        sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
 
         def wait():
             self.log.append(("wait", number))
@@ -84,7 +84,7 @@ class Ticks:
                 self.given[request] = self.given.get(request, 0) + 1
                 last = self.given[request] >= self.stops.get(request, STEPS)
                 tokens.append([0 if last else 7])
-            return Landed(tokens, [None] * len(tokens))
+            return StepOutput(tokens, [None] * len(tokens))
 
         return wait
 
@@ -330,13 +330,15 @@ def check_Runner__graph(candidate):
 
     def chosen(captured, *lengths, samples=True, without=()):
         runner.captured = [
-            Captured(Room(size, size), lambda: None) for size in captured
+            Captured(CaptureShape(size, size), lambda: None) for size in captured
         ]
-        works = [
-            Work(Request([1] * 9, 9, number=n), 0, length, samples and n not in without)
+        scheduled = [
+            ScheduledChunk(
+                Request([1] * 9, 9, number=n), 0, length, samples and n not in without
+            )
             for n, length in enumerate(lengths)
         ]
-        found = runner._graph(works)
+        found = runner._graph(scheduled)
         assert found is None or found in runner.captured, "a Captured, or None"
         return None if found is None else found.size
 
@@ -451,12 +453,12 @@ def check_10_4(rows_computed):
         flights: list[Any] = []
         rows = 0
         while scheduler.requests or flights:
-            works = scheduler.schedule()
-            if works:
-                flights.append((works, runner.launch(works)))
-                scheduler.begin(works)
-                rows += sum(work.samples for work in works)
-            while len(flights) > bool(works and overlap):
+            scheduled = scheduler.schedule()
+            if scheduled:
+                flights.append((scheduled, runner.launch(scheduled)))
+                scheduler.begin(scheduled)
+                rows += sum(chunk.samples for chunk in scheduled)
+            while len(flights) > bool(scheduled and overlap):
                 before, flight = flights.pop(0)
                 scheduler.commit(before, flight().tokens)
         return rows

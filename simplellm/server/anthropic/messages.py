@@ -143,9 +143,9 @@ class AnthropicMessage(Generation):
         body: MessageBody = call.body
         self.model = call.service.check_model(body.model)
         choice = body.tool_choice
-        door = call.service.llm.door
-        asked = door.ask_chat(
-            **body.shown(door.dialect),
+        input_processor = call.service.llm.input_processor
+        asked = input_processor.process_chat(
+            **body.shown(input_processor.dialect),
             tool_choice=None if choice is None else choice.as_openai,
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             response_format=replace(body.format, text=""),  # that is shown
@@ -214,9 +214,11 @@ def count_message_tokens(call: Call) -> dict[str, Any]:
     """How long a conversation is, even one that is too long to be asked."""
     body: CountBody = call.body
     call.service.check_model(body.model)
-    door = call.service.llm.door
-    shown = body.shown(door.dialect)
-    ids = door.dialect.render(tokenizer=door.need_tokenizer(), **shown)
+    input_processor = call.service.llm.input_processor
+    shown = body.shown(input_processor.dialect)
+    ids = input_processor.dialect.render(
+        tokenizer=input_processor.need_tokenizer(), **shown
+    )
     return {"input_tokens": len(ids)}
 
 

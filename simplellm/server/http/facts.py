@@ -23,7 +23,7 @@ def model_card(call: Call, name: str) -> dict[str, Any]:
         "created": call.service.created,
         "owned_by": "simplellm",
         "root": call.service.names[0],
-        "max_model_len": call.service.llm.door.max_model_len,
+        "max_model_len": call.service.llm.input_processor.max_model_len,
     }
 
 
@@ -64,16 +64,20 @@ def tokenize(call: Call) -> dict[str, Any]:
     """The tokens of a prompt, or of a chat as the model is asked."""
     body: TokenizeBody = call.body
     call.service.check_model(body.model)
-    door = call.service.llm.door
-    tokenizer = door.need_tokenizer()
+    input_processor = call.service.llm.input_processor
+    tokenizer = input_processor.need_tokenizer()
     if body.prompt is not None:
-        ids = door.encode(body.prompt)
+        ids = input_processor.encode(body.prompt)
     else:
-        asked = door.ask_chat(
+        asked = input_processor.process_chat(
             body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort
         )
         ids = asked.tokens
-    found = {"tokens": ids, "count": len(ids), "max_model_len": door.max_model_len}
+    found = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": input_processor.max_model_len,
+    }
     if body.return_token_strs:
         found["token_strs"] = [
             tokenizer.token_bytes(id).decode(errors="replace") for id in ids
@@ -93,14 +97,14 @@ def detokenize(call: Call) -> dict[str, Any]:
     """The text of token ids; control tokens by their names."""
     body: DetokenizeBody = call.body
     call.service.check_model(body.model)
-    door = call.service.llm.door
+    input_processor = call.service.llm.input_processor
     ok = isinstance(body.tokens, list)
     expect(ok, "tokens", body.tokens, "a list of token ids", TypeError)
-    most = door.config.vocab_size - 1
+    most = input_processor.config.vocab_size - 1
     for token in body.tokens:
         ok = type(token) is int and 0 <= token <= most
         expect(ok, "an entry of tokens", token, f"a token id, 0 to {most}")
-    return {"prompt": door.need_tokenizer().decode(body.tokens)}
+    return {"prompt": input_processor.need_tokenizer().decode(body.tokens)}
 
 
 def health(call: Call) -> dict[str, Any]:

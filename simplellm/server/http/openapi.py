@@ -272,7 +272,7 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             if "model" in properties:
                 properties["model"] = {"enum": [*service.names, None]}
             if "tokens" in properties:
-                most = service.llm.door.config.vocab_size - 1
+                most = service.llm.input_processor.config.vocab_size - 1
                 properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
             schemas[body.__name__] = schema
     components: dict[str, Any] = {"schemas": schemas}

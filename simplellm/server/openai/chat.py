@@ -92,7 +92,7 @@ class Chat(Generation):
 
     def __init__(self, call: Call) -> None:
         body: ChatBody = call.body
-        door = call.service.llm.door
+        input_processor = call.service.llm.input_processor
         self.model = call.service.check_model(body.model)
         params: dict[str, Any] = {"max_tokens": None, **body.sampling}
         if body.max_completion_tokens is not None:
@@ -100,7 +100,7 @@ class Chat(Generation):
         if body.logprobs or body.return_token_ids:  # parts have both or neither
             params["logprobs"] = body.top_logprobs
         params["prompt_logprobs"] = body.prompt_logprobs
-        asked = door.ask_chat(
+        asked = input_processor.process_chat(
             body.messages,
             tools=body.tools,
             tool_choice=body.tool_choice,
@@ -113,7 +113,7 @@ class Chat(Generation):
         )
         requests = checked_samples([asked], body.n)
         super().__init__(requests, n=body.n, chat=True, stream=body.stream)
-        self.body, self.tokenizer = body, door.need_tokenizer()
+        self.body, self.tokenizer = body, input_processor.need_tokenizer()
         self.id, self.created = new_id("chatcmpl"), int(time.time())
         self.turns = [Turn() for _ in range(body.n)]
 

@@ -56,7 +56,7 @@ class Completion(Generation):
 
     def __init__(self, call: Call) -> None:
         body: CompletionBody = call.body
-        door = call.service.llm.door
+        input_processor = call.service.llm.input_processor
         self.model = call.service.check_model(body.model)
         params = {
             "max_tokens": MAX_TOKENS,
@@ -77,7 +77,7 @@ class Completion(Generation):
         expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
         answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
-        requests = door.ask_all(prompts, None, params, constrain)
+        requests = input_processor.process_all(prompts, None, params, constrain)
         super().__init__(
             checked_samples(requests, body.n), n=body.n, chat=False, stream=body.stream
         )
@@ -85,11 +85,11 @@ class Completion(Generation):
         self.id, self.created = new_id("cmpl"), int(time.time())
         self.echoes = [""] * len(requests)  # what stands in front of the texts
         if body.echo:
-            decode = door.need_tokenizer().decode
+            decode = input_processor.need_tokenizer().decode
             self.echoes = [decode(request.tokens) for request in requests]
         self.logprobs: list[LegacyLogprobs] = []
         if body.logprobs is not None:
-            tokenizer, skip = door.need_tokenizer(), requests[0].params
+            tokenizer, skip = input_processor.need_tokenizer(), requests[0].params
             self.logprobs = [
                 LegacyLogprobs(tokenizer, skip_special=skip.skip_special_tokens)
                 for _ in range(len(requests) * body.n)

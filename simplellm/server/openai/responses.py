@@ -53,7 +53,7 @@ class Response(Generation):
 
     def __init__(self, call: Call) -> None:
         body: ResponseBody = call.body
-        door = call.service.llm.door
+        input_processor = call.service.llm.input_processor
         self.store = call.service.responses
         self.model = call.service.check_model(body.model)
         self.key = uuid.uuid4().hex
@@ -63,13 +63,15 @@ class Response(Generation):
         self.asked = before + given
         expect(self.asked, "input", body.input, "at least one item")
         tools = as_tools(body.offered)
-        params = {"max_tokens": door.max_model_len, **body.sampling}
+        params = {"max_tokens": input_processor.max_model_len, **body.sampling}
         if body.max_output_tokens is not None:
             params["max_tokens"] = body.max_output_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
-        asked = door.ask_chat(
-            to_harmony(before, given, body.instructions, tools, door.dialect.lead),
+        asked = input_processor.process_chat(
+            to_harmony(
+                before, given, body.instructions, tools, input_processor.dialect.lead
+            ),
             tools=tools,
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
@@ -80,7 +82,7 @@ class Response(Generation):
         )
         super().__init__([asked], chat=True, stream=body.stream)
         self.body = body
-        self.output = Output(self.key, door.need_tokenizer())
+        self.output = Output(self.key, input_processor.need_tokenizer())
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
 

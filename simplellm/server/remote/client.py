@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from simplellm.api.input_processor import Door, Loaded
+from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
@@ -269,7 +269,7 @@ def load_remote(
         engine.load(wanted)
         engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
         folder = EMBEDDED if path is None else Path(path)
-        door = Door.open(folder, open_config(path, random_weights))
+        input_processor = InputProcessor.open(folder, open_config(path, random_weights))
         told = engine.loaded()
     except BaseException:
         engine.shutdown(cancel=True)
@@ -277,5 +277,7 @@ def load_remote(
     limit, how, seconds = (
         told[name] for name in ("max_model_len", "how", "weights_seconds")
     )
-    door = replace(door, max_model_len=limit, compiler=engine.compile)
-    return Loaded(engine, door, how, seconds)
+    input_processor = replace(
+        input_processor, max_model_len=limit, compiler=engine.compile
+    )
+    return Loaded(engine, input_processor, how, seconds)

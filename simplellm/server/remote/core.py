@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from simplellm.api.input_processor import Door
+from simplellm.api.input_processor import InputProcessor
 from simplellm.api.load import load_engine
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
@@ -65,7 +65,7 @@ class Core:
         self.folder = EMBEDDED if path is None else Path(path)
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
-        prepared = self.pool.submit(lambda: self.door.prepare())
+        prepared = self.pool.submit(lambda: self.input_processor.prepare())
         self.engine, how, seconds = load_engine(source, resolved, dtype, device)
         self.engine.events = self.outgoing
         prepared.result()
@@ -123,12 +123,12 @@ class Core:
 
     def compile(self, text: str) -> Grammar:
         """A grammar. Raises GrammarError."""
-        return self.door.compile(text)
+        return self.input_processor.compile(text)
 
     @cached_property
-    def door(self) -> Door:
+    def input_processor(self) -> InputProcessor:
         """What knows the tokenizer, which only grammars need here."""
-        return Door.open(self.folder, self.config)
+        return InputProcessor.open(self.folder, self.config)
 
     # What it is told
 

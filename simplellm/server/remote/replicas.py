@@ -60,17 +60,17 @@ class EnginePlace:
         if not self.loading[phase].done():
             self.loading[phase].set_result(told)
 
-    def found(self, digests: Sequence[int]) -> int:
+    def found(self, page_hashes: Sequence[int]) -> int:
         """How many of the beginnings it has had, the shortest ones first."""
         count = 0
-        while count < len(digests) and digests[count] in self.known:
+        while count < len(page_hashes) and page_hashes[count] in self.known:
             count += 1
         return count
 
-    def note(self, digests: Sequence[int]) -> None:
+    def note(self, page_hashes: Sequence[int]) -> None:
         """It is given these; what is long is forgotten before what is short."""
         self.given += 1
-        for digest in reversed(digests):
+        for digest in reversed(page_hashes):
             self.known.pop(digest, None)
             self.known[digest] = None
         while len(self.known) > MOST_KNOWN:
@@ -91,7 +91,7 @@ class Asked:
     def __init__(self, first: Request) -> None:
         self.first = first
         self.numbers = [one.number for one in (first, *first.siblings)]
-        self.digests = digests_of(first.tokens)
+        self.page_hashes = digests_of(first.tokens)
         self.tried: set[EnginePlace] = set()  # that are full, or gone
 
 
@@ -222,7 +222,7 @@ class Replicas(Access):
                 except EngineError:  # it has just ended
                     asked.tried.add(place)
                     continue
-                place.note(asked.digests)
+                place.note(asked.page_hashes)
                 for number in numbers:  # nobody may want it any more
                     if number not in self.asked:
                         place.engine.abort(number)
@@ -235,9 +235,9 @@ class Replicas(Access):
         if not there:
             return None
         most = TOO_MUCH * min(p.load for p in there) + MARGIN
-        known = {p: p.found(asked.digests) for p in there if p.load <= most}
+        known = {p: p.found(asked.page_hashes) for p in there if p.load <= most}
         best = max(known, key=lambda p: (known[p], -p.load, -p.given))
-        if 2 * known[best] >= len(asked.digests) > 0:
+        if 2 * known[best] >= len(asked.page_hashes) > 0:
             return best
         return min(there, key=lambda p: (p.load, p.given))
 

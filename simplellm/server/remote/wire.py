@@ -31,7 +31,7 @@ from simplellm.engine.client import UnfitError
 LENGTH = struct.Struct("!I")
 READ_BYTES = 2**18  # bytes that are read at a time
 # Fields of a request as they cross, and parameters that only the server reads.
-SENT = "tokens max_tokens bad_sequences priority deadline submitted number".split()
+SENT = "tokens max_tokens bad_sequences priority deadline arrival_time number".split()
 UNSENT = ("stop", "structured_outputs")
 # Errors that stay what they are, by their names and their bases' names; PyTorch's own
 # becomes Python's, since the server lacks it.
