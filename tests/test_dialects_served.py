@@ -177,9 +177,10 @@ def accepts(llm: LLM, asked: Any, text: str) -> bool:
 
 def test_errors_name_the_messages(served: Served) -> None:
     """What a template cannot write is the client's mistake, not the server's."""
-    answer = served.post("/v1/chat/completions", {"messages": [USER | {"content": 5}]})
-    assert answer.status_code == 400
-    call = {"role": "assistant", "tool_calls": [CALL]}
+    path, call = "/v1/chat/completions", {"role": "assistant", "tool_calls": [CALL]}
     tool = {"role": "tool", "tool_call_id": "other", "content": ""}
-    answer = served.post("/v1/chat/completions", {"messages": [USER, call, tool]})
+    with serving(served.service.llm, strict=True) as strict:
+        answer = strict.post(path, {"messages": [USER | {"content": 5}]})
+        assert answer.status_code == 400
+        answer = strict.post(path, {"messages": [USER, call, tool]})
     assert answer.status_code == 400 and "tool_call_id" in answer.text

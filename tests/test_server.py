@@ -1,9 +1,11 @@
 """The server over HTTP: what it answers, and how it refuses."""
 
+import gzip
 import json
 import logging
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,13 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     with LLM(folder, SMALL) as llm, serving(llm) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def strict(served: Served) -> Iterator[Served]:
+    """The same model, and nothing is ignored."""
+    with serving(served.service.llm, strict=True) as found:
         yield found
 
 
@@ -485,7 +494,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": HELLO * 10_000}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
-    ({"messages": HELLO, "tools": [{}]}, "tools[0]"),
+    ({"messages": HELLO, "tools": [{}]}, "tools[0].name"),
     ({"messages": HELLO, "tools": {}}, "tools"),
     ({"messages": HELLO, "tools": TOOLS * 2}, "tools[1].name"),
     ({"messages": HELLO, "tool_choice": "auto"}, "tool_choice"),
@@ -537,7 +546,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
         "max_completion_tokens",
     ),
     ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"messages": HELLO, "functions": []}, "functions"),
+    ({"messages": HELLO, "functions": [], "tools": []}, "functions"),
+    ({"messages": HELLO, "function_call": "auto"}, "function_call"),
     ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),
 ]
 
@@ -547,9 +557,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     [(COMPLETE, *case) for case in BAD] + [(CHAT, *case) for case in BAD_CHATS],
 )
 def test_bad_bodies(
-    served: Served, path: str, body: dict[str, Any], param: str | None
+    strict: Served, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    answer = served.post(path, body)
+    answer = strict.post(path, body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param, error
@@ -627,7 +637,7 @@ def test_names_are_repeated_in_part(served: Served) -> None:
     """A client gets no megabyte back for the megabyte that it sends."""
     long = "x" * 50_000
     answers = [
-        served.post(COMPLETE, {"prompt": "x", long: 1}),
+        served.post(COMPLETE, {"prompt": {long: 1}}),
         served.post(COMPLETE, {"prompt": "x", "model": long}),
         served.post(CHAT, {"messages": HELLO, "tool_choice": {"a": long}}),
         served.client.get(f"/{long}"),
@@ -651,6 +661,51 @@ def test_a_body_that_is_too_long(served: Served) -> None:
     in_chunks = served.client.post(COMPLETE, content=iter([long]), headers=headers)
     assert [said.status_code, in_chunks.status_code] == [413, 413]
     assert served.client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_compressed_bodies(
+    served: Served, encoding: str, pack: Callable[[bytes], bytes]
+) -> None:
+    """They are as good as others, and no longer than others may be."""
+
+    def post(content: bytes, encoding: str = encoding) -> httpx.Response:
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        return served.client.post(COMPLETE, content=content, headers=headers)
+
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    assert post(pack(body)).json()["usage"]["completion_tokens"] == 2
+    assert post(pack(b" " * (MAX_BODY + 1))).status_code == 413
+    for broken in (body, pack(body)[:-3], pack(body) + b"x", b""):
+        assert post(broken).json()["error"]["code"] == "invalid_encoding"
+    answer = post(body, "zstd")
+    assert answer.status_code == 415 and "'zstd'" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "gzip"
+
+
+def test_pages_of_other_origins(served: Served) -> None:
+    """They may ask if the server was told so, and no others."""
+    ours = "https://example.org"
+    asks = {"access-control-request-method": "POST", "origin": ours}
+    asks["access-control-request-headers"] = "authorization, content-type"
+    assert served.client.options(COMPLETE, headers=asks).status_code == 405
+    options = {"key": "k", "allowed_origins": [ours]}
+    with serving(served.service.llm, **options) as other:
+        answer = other.client.options(COMPLETE, headers=asks)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == ours
+        theirs = asks | {"origin": "https://example.com"}
+        assert other.client.options(COMPLETE, headers=theirs).status_code == 400
+        headers = {"authorization": "Bearer k", "origin": ours}
+        body = {"prompt": "x", "max_tokens": 1}
+        answer = other.post(COMPLETE, body, headers=headers)
+        assert answer.headers["access-control-allow-origin"] == ours
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        answer = other.post(COMPLETE, body, headers={"origin": ours})
+        assert answer.status_code == 401
+        assert answer.headers["access-control-allow-origin"] == ours
 
 
 def test_a_large_body_is_read_in_another_thread(served: Served) -> None:
@@ -719,15 +774,15 @@ def test_a_full_queue(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.json()["error"]["type"] == "rate_limit_error"
 
 
-def test_the_document_is_true(served: Served) -> None:
+def test_the_document_is_true(strict: Served) -> None:
     """Every parameter it names is read, and no others are."""
-    document = served.client.get("/openapi.json").json()
+    document = strict.client.get("/openapi.json").json()
     schema = document["components"]["schemas"]["CompletionBody"]
     assert "prompt" in schema["required"] and not schema["additionalProperties"]
     for name in schema["properties"]:
         body = {"prompt": "x", "max_tokens": 1, name: None}
         if name != "prompt":
-            assert served.post(COMPLETE, body).status_code == 200, name
+            assert strict.post(COMPLETE, body).status_code == 200, name
     assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
     assert json.dumps(schema["properties"]["best_of"]["enum"]) == "[1, null]"
 

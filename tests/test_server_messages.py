@@ -72,6 +72,13 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def strict(served: Served) -> Iterator[Served]:
+    """The same model, and nothing is ignored."""
+    with serving(served.service.llm, strict=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def client(served: Served) -> anthropic.Anthropic:
     url = f"http://127.0.0.1:{served.port}"
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
@@ -613,15 +620,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "word"), BAD)
-def test_bad_bodies(served: Served, options: dict[str, Any], word: str) -> None:
+def test_bad_bodies(strict: Served, options: dict[str, Any], word: str) -> None:
     for stream in (False, True):
-        answer = served.post(PATH, HELLO_BODY | options | {"stream": stream})
+        answer = strict.post(PATH, HELLO_BODY | options | {"stream": stream})
         found = answer.json()
         assert answer.status_code == 400, found
         assert found["type"] == "error"
         assert found["error"]["type"] == "invalid_request_error"
         assert word in found["error"]["message"], found
-    assert idle(served.service.llm)
+    assert idle(strict.service.llm)
 
 
 @pytest.mark.parametrize(
@@ -691,8 +698,8 @@ def test_bodies_are_refused_on_purpose(
         assert len(made.requests[0].tokens) > 10
 
 
-def test_the_document_is_true_of_messages(served: Served) -> None:
-    document = served.client.get("/openapi.json").json()
+def test_the_document_is_true_of_messages(strict: Served) -> None:
+    document = strict.client.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     operation = document["paths"][PATH]["post"]
     content = operation["responses"]["400"]["content"]["application/json"]
@@ -705,7 +712,7 @@ def test_the_document_is_true_of_messages(served: Served) -> None:
         for name, about in schema["properties"].items():
             for value in about.get("enum", [None]):
                 if name not in body:
-                    answer = served.post(path, body | {name: value})
+                    answer = strict.post(path, body | {name: value})
                     assert answer.status_code == 200, answer.text
 
 

@@ -48,7 +48,9 @@ def as_format(given: Any, where: str = "response_format") -> Format:
     expect_type(where, given, Mapping, "an object")
     kind = given.get("type")
     one_of(f"{where}.type", kind, ("text", "json_object", "json_schema"))
-    if kind != "json_schema":
+    if kind == "json_object" and given.get("schema") is not None:  # as llama.cpp has it
+        given = {"name": "output", "schema": given["schema"]}
+    elif kind != "json_schema":
         rules = schema_rules(OBJECT, where) if kind == "json_object" else None
         return Format(rules, "", asks)
     if "json_schema" in given:
@@ -69,8 +71,8 @@ def as_format(given: Any, where: str = "response_format") -> Format:
 def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], bool]:
     """The tools that ``tool_choice`` lets the model call, and whether it has to.
 
-    None is "auto"; a tool is named as in OpenAI's chats or, shorter, its responses.
-    Raises TypeError or ValueError.
+    None is "auto"; a tool is named as in OpenAI's chats or, shorter, its responses, and
+    so are those of "allowed_tools". Raises TypeError or ValueError.
     """
     if not isinstance(choice, Mapping):
         one_of("tool_choice", choice, (None, "auto", "none", "required"))
@@ -78,13 +80,28 @@ def callable_tools(choice: Any, tools: Sequence[Tool]) -> tuple[Sequence[Tool], 
         ok = tools or not must
         expect(ok, "tool_choice", choice, "tools to choose from")
         return () if choice == "none" else tools, must
-    one_of("tool_choice.type", choice.get("type"), ("function",))
-    name = choice.get("function", choice)
-    name = name.get("name") if isinstance(name, Mapping) else name
-    named = [tool for tool in tools if tool.name == name]
-    wanted = f"the name of one of the tools ({short([tool.name for tool in tools])})"
-    expect(named, "tool_choice", name, wanted)
-    return named, True
+    one_of("tool_choice.type", choice.get("type"), ("function", "allowed_tools"))
+    if choice["type"] == "function":
+        return named_tools([choice], tools), True
+    choice = choice.get("allowed_tools", choice)
+    expect_type("tool_choice.allowed_tools", choice, Mapping, "an object")
+    mode, some = choice.get("mode"), choice.get("tools")
+    one_of("tool_choice.mode", mode, ("auto", "required"))
+    expect_type("tool_choice.tools", some, list | tuple, "a list of tools")
+    expect(some, "tool_choice.tools", some, "at least one tool")
+    return named_tools(some, tools), mode == "required"
+
+
+def named_tools(choices: Sequence[Any], tools: Sequence[Tool]) -> list[Tool]:
+    """Those of ``tools`` that some choices name. Raises ValueError."""
+    names = []
+    for choice in choices:
+        name = choice.get("function", choice) if isinstance(choice, Mapping) else None
+        names.append(name.get("name") if isinstance(name, Mapping) else name)
+        ok = any(tool.name == names[-1] for tool in tools)
+        known = short([tool.name for tool in tools])
+        expect(ok, "tool_choice", names[-1], f"the name of one of the tools ({known})")
+    return [tool for tool in tools if tool.name in names]
 
 
 def arguments_rules(tool: Tool, where: str) -> Rules:
@@ -146,7 +163,9 @@ def turn_constraint(
     """
     some, must = callable_tools(choice, tools)
     parts = answer_parts(outputs, answer)
-    if not (parts or must or any(alone or tool.strict for tool in some)):
+    limited = isinstance(choice, Mapping) and len(some) < len(tools)
+    strict = any(alone or tool.strict for tool in some)
+    if not (parts or must or limited or strict):
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()

@@ -67,6 +67,24 @@ AccessLog = Annotated[
     Literal["off", "requests", "prompts"],
     typer.Option(help="A JSON line for each request; its body too with prompts."),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse parameters that this server doesn't know or do, also where they "
+        "are hints.",
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-origins",
+        metavar="ORIGIN",
+        help="Pages in browsers that may ask, such as https://example.org, or '*' for "
+        "all; may be repeated.  [none]",
+        show_default=False,
+    ),
+]
 
 
 def served_name(model: str | None) -> str:
@@ -88,6 +106,8 @@ def serve_model(
     device: Where = None,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
+    strict: Strict = False,
+    allowed_origins: Origins = None,
 ) -> int:
     """Answer OpenAI's clients over HTTP.
 
@@ -107,6 +127,8 @@ def serve_model(
         grace=grace,
         log_level=log_level,
         access_log=access_log,
+        strict=strict,
+        allowed_origins=allowed_origins or (),
     )
     with closing(bind(host, port)) as bound, ExitStack() as stack:
         try:

@@ -16,9 +16,11 @@ To add an endpoint, write one file:
    `read_body` refuses everything else by name, and the OpenAPI document and /docs are
    made from the same fields. A field that is a dataclass is read likewise. A subclass
    of `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ...
-   Parameters of others that we know and don't support stand in its ``neutral``, with
-   the values that ask for nothing. Another such dataclass may declare the parameters
-   behind the path's "?".
+   Parameters of others that we know and don't support stand in its ``unsupported``,
+   with the values that ask for nothing; a hint is ignored whatever its value. Unless
+   the server is strict, unknown names are ignored too, and the ``rewriting`` of an
+   endpoint has turned what clients send into what the dataclass takes. Another such
+   dataclass may declare the parameters behind the path's "?".
 2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
    ValueError for what cannot run (400, with the parameter that `config.about` names) or
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an

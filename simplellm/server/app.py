@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HTTPRequest
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,6 +48,7 @@ ENDPOINTS: list[Endpoint] = [
 ]
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # what may go through as it is
 ID_HEADERS = (b"x-request-id", b"request-id")  # OpenAI's name for it and Anthropic's
+IGNORED_HEADER = b"x-ignored-parameters"
 # OpenAI's names for statuses that come from routing.
 ROUTING = {404: "not_found", 405: "method_not_allowed"}
 
@@ -76,6 +78,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 pairs = [(name, call.id.encode()) for name in ID_HEADERS]
+                if call.ignored:
+                    pairs.append((IGNORED_HEADER, call.ignored.encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *pairs]}
             await send(message)
 
@@ -187,7 +191,7 @@ class PlainASGI:
         await self.respond(scope, receive, send)
 
 
-def make_app(service: Service) -> Gate:
+def make_app(service: Service) -> ASGIApp:
     """The whole server as an ASGI application."""
     endpoints = [*ENDPOINTS]
     endpoints += document_endpoints(service, endpoints)
@@ -197,4 +201,14 @@ def make_app(service: Service) -> Gate:
         by_path[endpoint.path].append(endpoint)
     routes = [route_of(path, found) for path, found in by_path.items()]
     router = Router(routes, redirect_slashes=False)
-    return Gate(router, service, endpoints)
+    gate = Gate(router, service, endpoints)
+    if not service.allowed_origins:
+        return gate
+    shown = [name.decode() for name in (*ID_HEADERS, IGNORED_HEADER)]
+    return CORSMiddleware(
+        gate,
+        allow_origins=service.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=shown,
+    )

@@ -134,6 +134,8 @@ def serve(
         options.key,
         options.timeout,
         log_prompts=options.access_log == "prompts",
+        strict=options.strict,
+        allowed_origins=options.allowed_origins,
     )
     config = uvicorn.Config(
         make_app(service),

@@ -24,6 +24,8 @@ class Options:
     grace: float = 30.0  # seconds for running requests once it is to end
     log_level: str = "warning"
     access_log: str = "off"  # or "requests" or "prompts"
+    strict: bool = False  # refuse parameters that could be ignored
+    allowed_origins: Sequence[str] = ()  # of pages in browsers, or "*"
 
     def __post_init__(self) -> None:
         expect(self.key != "", "the API key", self.key, "one that is not empty")

@@ -16,9 +16,9 @@ from simplellm.base.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     NOT_HERE,
-    SHARED_NEUTRAL,
-    Neutral,
+    SHARED_UNSUPPORTED,
     SampledBody,
+    Unsupported,
 )
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool, result_message
@@ -65,11 +65,13 @@ OUTPUT_FORMAT: dict[str, Any] = {
     "required": ["type", "schema"],
     "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
 }
-CONVERSATION_NEUTRAL = {
-    "container": Neutral(NOT_HERE),
-    "context_management": Neutral(NOT_HERE, ({"edits": []},)),
-    "mcp_servers": Neutral(NOT_HERE, ([],)),
-    "speed": Neutral(NOT_HERE, ("standard",)),
+CONVERSATION_UNSUPPORTED = {
+    "container": Unsupported(NOT_HERE, hint=True),
+    "context_management": Unsupported(NOT_HERE, ({"edits": []},), hint=True),
+    "mcp_servers": Unsupported("offer what they can do as tools", ([],)),
+    "speed": Unsupported(NOT_HERE, ("standard",), hint=True),
+    # Every conversation is sent whole, so that creating one asks for nothing.
+    "thread": Unsupported("send the whole conversation", ({"type": "create"},)),
 }
 
 
@@ -77,8 +79,10 @@ CONVERSATION_NEUTRAL = {
 class Thinking:
     """Whether the model is to think. It does if it wants to; its effort can be low."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        "display": Neutral("the thoughts are told as they are", ("summarized",)),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "display": Unsupported(
+            "the thoughts are told as they are", ("summarized",), hint=True
+        ),
     }
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -120,7 +124,7 @@ class ToolChoice:
 class CountBody:
     """What /v1/messages/count_tokens takes: a conversation."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = CONVERSATION_NEUTRAL
+    unsupported: ClassVar[Mapping[str, Unsupported]] = CONVERSATION_UNSUPPORTED
 
     model: str | None = None  # one that is served
     messages: list[dict[str, Any]] = field(metadata={"schema": list_of(SOME_MESSAGE)})
@@ -189,18 +193,18 @@ class CountBody:
 class MessageBody(CountBody, SampledBody):
     """What /v1/messages takes."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        **SHARED_NEUTRAL,
-        **CONVERSATION_NEUTRAL,
-        "logprobs": Neutral(NOT_HERE),
-        "prompt_logprobs": Neutral(NOT_HERE),
-        "n": Neutral("a message is one turn", (1,)),
-        "return_token_ids": Neutral(NOT_HERE, (False,)),
-        "response_format": Neutral("use format of output_config"),
-        "service_tier": Neutral(NOT_HERE, ("auto", "standard_only")),
-        "stop": Neutral("use stop_sequences"),
-        "stream_options": Neutral("a stream always tells the usage"),
-        "user": Neutral("use metadata"),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **SHARED_UNSUPPORTED,
+        **CONVERSATION_UNSUPPORTED,
+        "logprobs": Unsupported(NOT_HERE),
+        "prompt_logprobs": Unsupported(NOT_HERE),
+        "n": Unsupported("a message is one turn", (1,)),
+        "return_token_ids": Unsupported(NOT_HERE, (False,)),
+        "response_format": Unsupported("use format of output_config"),
+        "service_tier": Unsupported(NOT_HERE, ("auto", "standard_only"), hint=True),
+        "stop": Unsupported("use stop_sequences"),
+        "stream_options": Unsupported("a stream always tells the usage", hint=True),
+        "user": Unsupported("use metadata", hint=True),
     }
 
     max_tokens: int = declared()  # thinking included

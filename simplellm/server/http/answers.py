@@ -83,11 +83,13 @@ COMPLETION = object_of(
     ),
     usage=USAGE,
 )
-CALL = object_of(
-    id=TEXT,
-    type=one("function"),
-    function=object_of(name=TEXT, arguments=TEXT),
-)
+CALLED = object_of(name=TEXT, arguments=TEXT)
+CALL: Schema = {
+    "anyOf": [
+        object_of(id=TEXT, type=one("function"), function=CALLED),
+        object_of(id=TEXT, type=one("custom"), custom=object_of(name=TEXT, input=TEXT)),
+    ]
+}
 SPELLED = {"token": TEXT, "logprob": LOGPROB, "bytes": list_of(COUNT)}
 TOKEN_LOGPROBS = object_of(**SPELLED, top_logprobs=list_of(object_of(**SPELLED)))
 CHAT = object_of(
@@ -101,7 +103,11 @@ CHAT = object_of(
             {"token_ids": IDS},
             index=COUNT,
             message=object_of(
-                {"reasoning": TEXT, "tool_calls": list_of(CALL)},
+                {
+                    "reasoning": TEXT,
+                    "tool_calls": list_of(CALL),
+                    "function_call": CALLED,
+                },
                 role=one("assistant"),
                 content=TEXT_OR_NULL,
                 refusal={"type": "null"},
@@ -109,7 +115,7 @@ CHAT = object_of(
             logprobs=or_null(
                 object_of(content=list_of(TOKEN_LOGPROBS), refusal={"type": "null"})
             ),
-            finish_reason=one("stop", "length", "tool_calls"),
+            finish_reason=one("stop", "length", "tool_calls", "function_call"),
             stop_reason=STOP_REASON,
         )
     ),

@@ -1,7 +1,8 @@
 """Bodies of requests: declared fields, read and checked as everything else is.
 
-`read_body` takes what a dataclass declares and refuses the rest by name. The OpenAPI
-document is made from the same declarations.
+`read_body` takes what a dataclass declares and refuses the rest by name. Unless the
+server is strict, `lenient.py` has been there before and left out what may be ignored.
+The OpenAPI document is made from the same declarations.
 """
 
 import re
@@ -31,28 +32,34 @@ MAX_COPIES = 2**22
 
 
 @dataclass(frozen=True)
-class Neutral:
-    """A parameter of others that we take only with ``values`` that ask for nothing."""
+class Unsupported:
+    """A parameter of others, with which nothing is done.
+
+    ``ignored_values`` ask for nothing. Any other value is refused, unless it is a
+    ``hint``: without it the answer may come later or cost more, but is no other one.
+    A hint is ignored, and refused only by a strict server.
+    """
 
     why: str  # that it isn't supported, in words for whoever asks for it
-    values: tuple[Any, ...] = ()
+    ignored_values: tuple[Any, ...] = ()
+    hint: bool = False
 
 
 JSON_WORDS = {str: "a string", list: "a list", dict: "an object"}
 NOT_HERE = "this server does not support it"
 # Parameters that OpenAI and vLLM give to completions and chats alike.
-SHARED_NEUTRAL = {
-    "use_beam_search": Neutral(NOT_HERE, (False,)),
-    "length_penalty": Neutral("it belongs to beam search", (1, 1.0)),
-    "truncate_prompt_tokens": Neutral(NOT_HERE),
-    "spaces_between_special_tokens": Neutral(NOT_HERE, (True,)),
-    "guided_json": Neutral("use json of structured_outputs"),
-    "guided_regex": Neutral("use regex of structured_outputs"),
-    "guided_choice": Neutral("use choice of structured_outputs"),
-    "guided_grammar": Neutral("use grammar of structured_outputs"),
-    "logits_processors": Neutral(NOT_HERE, ([],)),
-    "kv_transfer_params": Neutral(NOT_HERE),
-    "cache_salt": Neutral(NOT_HERE),
+SHARED_UNSUPPORTED = {
+    "use_beam_search": Unsupported(NOT_HERE, (False,)),
+    "length_penalty": Unsupported("it belongs to beam search", (1, 1.0), hint=True),
+    "truncate_prompt_tokens": Unsupported(NOT_HERE),
+    "spaces_between_special_tokens": Unsupported(NOT_HERE, (True,), hint=True),
+    "guided_json": Unsupported("use json of structured_outputs"),
+    "guided_regex": Unsupported("use regex of structured_outputs"),
+    "guided_choice": Unsupported("use choice of structured_outputs"),
+    "guided_grammar": Unsupported("use grammar of structured_outputs"),
+    "logits_processors": Unsupported(NOT_HERE, ([],)),
+    "kv_transfer_params": Unsupported(NOT_HERE, hint=True),
+    "cache_salt": Unsupported(NOT_HERE, hint=True),
 }
 
 
@@ -60,8 +67,8 @@ SHARED_NEUTRAL = {
 class StreamOptions:
     """What a stream holds beside its parts."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        "include_obfuscation": Neutral(NOT_HERE, (False,)),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "include_obfuscation": Unsupported(NOT_HERE, (False,), hint=True),
     }
 
     include_usage: bool = False  # a last event with the usage
@@ -72,7 +79,7 @@ class StreamOptions:
 class SampledBody:
     """What all bodies have that ask the model; beside it all of `SamplingParams`."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL
+    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED
 
     model: str | None = None  # one that is served
     n: int = declared(1, high=MAX_SAMPLES)
@@ -114,9 +121,9 @@ class SampledBody:
 def own_fields(kind: Any) -> dict[str, Field[Any]]:
     """The fields that the dataclass ``kind`` declares for its bodies.
 
-    What it inherits and has in its ``neutral`` is none of them.
+    What it inherits and has in its ``unsupported`` is none of them.
     """
-    other = {"sampling", *neutral_of(kind)}
+    other = {"sampling", *unsupported_of(kind)}
     return {spec.name: spec for spec in fields(kind) if spec.name not in other}
 
 
@@ -124,13 +131,13 @@ def sampling_fields(kind: Any) -> dict[str, Field[Any]]:
     """Those that it takes for `SamplingParams`; none unless it is a `SampledBody`."""
     if not issubclass(kind, SampledBody):
         return {}
-    other = {*own_fields(kind), *kind.neutral}
+    other = {*own_fields(kind), *kind.unsupported}
     return {s.name: s for s in fields(SamplingParams) if s.name not in other}
 
 
-def neutral_of(kind: Any) -> Mapping[str, Neutral]:
+def unsupported_of(kind: Any) -> Mapping[str, Unsupported]:
     """What it knows without supporting it."""
-    found: Mapping[str, Neutral] = getattr(kind, "neutral", {})
+    found: Mapping[str, Unsupported] = getattr(kind, "unsupported", {})
     return found
 
 
@@ -170,7 +177,7 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
     for key, value in data.items():
         name = f"{prefix}{key}"
         if key not in own and key not in sampling:
-            refuse(name, value, neutral_of(kind).get(key))
+            refuse(name, value, unsupported_of(kind).get(key))
         elif value is None:
             continue
         elif key in sampling:
@@ -193,17 +200,22 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
     return kind(**found)
 
 
-def read_query(kind: type[Body], pairs: Iterable[tuple[str, str]]) -> Body:
+def read_query(
+    kind: type[Body], pairs: Iterable[tuple[str, str]], *, strict: bool = True
+) -> Body:
     """A ``kind`` from what stands behind the "?" of a path. Raises as `read_body`.
 
     A list is given by its parameter several times, with or without "[]" in its name.
+    Unless it is ``strict`` unknown parameters mean nothing.
     """
     data: dict[str, Any] = {}
     for name, text in pairs:
         key = name.removesuffix("[]")
         spec = own_fields(kind).get(key)
+        if spec is None and not strict and key not in unsupported_of(kind):
+            continue
         types = get_args(spec.type) or (spec.type,) if spec is not None else ()
-        if spec is not None and get_origin(spec.type) is list:
+        if any(get_origin(kind) is list for kind in types):
             data.setdefault(key, []).append(text)
         elif int in types and re.fullmatch(r"-?[0-9]{1,18}", text):
             data[key] = int(text)
@@ -214,13 +226,13 @@ def read_query(kind: type[Body], pairs: Iterable[tuple[str, str]]) -> Body:
     return read_body(kind, data)
 
 
-def refuse(name: str, value: Any, entry: Neutral | None) -> None:
+def refuse(name: str, value: Any, entry: Unsupported | None) -> None:
     """Raise APIError for a parameter that means something we do not do."""
     name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
         raise APIError(400, message, param=name, code="unknown_parameter")
-    if value is not None and value not in entry.values:
+    if value is not None and value not in entry.ignored_values:
         message = f"{name} is known, but not supported: {entry.why}"
         raise APIError(400, message, param=name, code="unsupported_parameter")
 

@@ -5,7 +5,15 @@ import inspect
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+import zlib
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from reprlib import repr as short
@@ -38,15 +46,19 @@ from simplellm.server.http.errors import (
     openai_form,
     unavailable,
 )
+from simplellm.server.http.lenient import Lenience, Rewriting, lenient
 from simplellm.server.http.metrics import ServerMetrics
 from simplellm.server.openai.responses_store import ResponseStore
 from simplellm.server.remote.client import DistantError
+from simplellm.text.dialects.dialect import HARMONY
 
 MAX_BODY = 16 * 2**20  # bytes: a full context as text or ids, several times
 # A longer body is parsed and tokenized in a worker thread, and so is what may have to
 # compile a grammar: the event loop, and every other stream, would wait for it.
 LARGE_BODY = 16 * 2**10
 LOGGER = logging.getLogger("simplellm.server")
+ENCODINGS = ("identity", "gzip", "x-gzip", "deflate")  # of bodies
+MOST_WARNED = 1000  # names of ignored parameters in the log; clients can make up any
 LAST_WORDS = 1.0  # seconds that a failed stream has to take its last event
 
 
@@ -63,6 +75,9 @@ class Service:
     key: str | None = None  # that clients must know
     timeout: float = 600.0  # seconds that a request may take
     log_prompts: bool = False  # bodies in the access log
+    strict: bool = False  # refuses what is unknown or a hint, where others ignore it
+    # Pages that come from these may ask, too: "https://example.org", or "*" for all.
+    allowed_origins: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     responses: ResponseStore = field(default_factory=ResponseStore)
     # Bodies whose grammars are compiled wait for each other, and nobody waits for them.
@@ -71,6 +86,7 @@ class Service:
     running: int = 0  # HTTP requests
     # The id of the HTTP request that each of the engine's belongs to, by its number.
     calls: dict[int, str] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)  # of names that are ignored
 
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.llm, self.names[0])
@@ -81,6 +97,17 @@ class Service:
             return name or self.names[0]
         message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
+
+    def lenience(self) -> Lenience:
+        """What the rewriting of one body needs to know."""
+        return Lenience(template=self.llm.input_processor.dialect is not HARMONY)
+
+    def warn(self, ignored: Iterable[str]) -> None:
+        """Log names that nothing is done with, each once: every request may have it."""
+        for name in ignored:
+            if name not in self.warned and len(self.warned) < MOST_WARNED:
+                self.warned.add(name)
+                LOGGER.warning("%r is ignored; --strict refuses it", name)
 
     def check(self) -> None:
         """Raise APIError if the model can be asked nothing now."""
@@ -99,6 +126,7 @@ class Call:
     id: str  # of the request: the client's, or a new one
     body: Any = None  # of the endpoint's kind
     query: Any = None  # of the endpoint's kind of query
+    ignored: str = ""  # names in them that nothing is done with
     # What the access log tells of it: its tokens, for example.
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -182,6 +210,7 @@ class Endpoint:
     media: str = "application/json"  # what it answers with, streams aside
     result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
+    rewriting: Rewriting | None = None  # of a body that need not be strict
 
     async def respond(
         self, call: Call, scope: Scope, receive: Receive, send: Send
@@ -230,10 +259,20 @@ class Endpoint:
             parsed = parse_json(raw)
             if call.service.log_prompts:
                 call.facts["body"] = parsed
-            call.body = read_body(self.body, parsed)
+            call.body = self.read_parsed(call, parsed)
         if self.query is not None:
             pairs = call.request.query_params.multi_items()
-            call.query = read_query(self.query, pairs)
+            call.query = read_query(self.query, pairs, strict=call.service.strict)
+
+    def read_parsed(self, call: Call, parsed: Any) -> Any:
+        """The body of parsed JSON. Raises as `read_body`."""
+        assert self.body is not None
+        if not call.service.strict:
+            lenience = call.service.lenience()
+            parsed = lenient(self.body, self.rewriting, parsed, lenience)
+            call.ignored = lenience.header
+            call.service.warn(lenience.ignored)
+        return read_body(self.body, parsed)
 
 
 def as_json(
@@ -255,6 +294,11 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
     if kind != "application/json":
         message = f"the content-type is {short(kind)}; expected application/json"
         raise APIError(415, message, code="unsupported_media_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ENCODINGS:
+        message = f"the content-encoding is {short(encoding)}; expected gzip or none"
+        headers = {"accept-encoding": "gzip"}  # as RFC 9110 has it
+        raise APIError(415, message, code="unsupported_media_type", headers=headers)
     said = request.headers.get("content-length", "")
     check_size(int(said) if said.isdecimal() else 0)
     body = bytearray()
@@ -268,7 +312,27 @@ async def body_of(request: HTTPRequest, seconds: float) -> bytes:
     except TimeoutError:
         message = f"the body did not come within {seconds} seconds"
         raise APIError(408, message, code="timeout") from None
-    return bytes(body)
+    if encoding == "identity":
+        return bytes(body)
+    return await run_in_threadpool(decompressed, bytes(body))
+
+
+def decompressed(raw: bytes) -> bytes:
+    """A body that came as gzip or deflate. Raises APIError.
+
+    What is too long is given up at the limit, however little it was on its way.
+    """
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # knows both by their head
+    try:
+        body = unpacker.decompress(raw, MAX_BODY + 1)
+    except zlib.error as error:
+        message = f"the body is not what its content-encoding says: {error}"
+        raise APIError(400, message, code="invalid_encoding") from None
+    check_size(len(body))
+    if not unpacker.eof or unpacker.unused_data:
+        message = "the compressed body is incomplete, or something follows it"
+        raise APIError(400, message, code="invalid_encoding")
+    return body
 
 
 def check_size(length: int) -> None:

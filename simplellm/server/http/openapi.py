@@ -16,10 +16,10 @@ from simplellm import __version__
 from simplellm.server.http.answers import TEXT, object_of, one
 from simplellm.server.http.bodies import (
     is_optional,
-    neutral_of,
     own_fields,
     record_of,
     sampling_fields,
+    unsupported_of,
 )
 from simplellm.server.http.endpoint import Call, Endpoint, Service
 from simplellm.server.http.errors import anthropic_form, openai_form
@@ -151,12 +151,12 @@ SHARED = {
 }
 ERRORS: dict[Any, str] = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
-    400: "A parameter is wrong, unknown or not supported; the error names it.",
+    400: "A parameter is wrong or not supported; the error names it.",
     401: "The key is missing or wrong.",
     404: "There is no such model or object.",
     408: "The body did not come in time.",
     413: "The body is too long.",
-    415: "The body is not application/json.",
+    415: "The body is not application/json, or compressed in another way than gzip.",
     429: "The queue is full; Retry-After says when to try again.",
     503: "The server shuts down, or its engine died.",
     504: "The time limit is over.",
@@ -185,12 +185,12 @@ def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any
     return found
 
 
-def schema_of_field(spec: Field[Any]) -> dict[str, Any]:
+def schema_of_field(spec: Field[Any], strict: bool) -> dict[str, Any]:
     """The JSON schema of one parameter."""
     if (found := spec.metadata.get("schema") or SPECIAL.get(spec.name)) is not None:
         return {"anyOf": [found, {"type": "null"}]} if is_optional(spec) else found
     if (record := record_of(spec)) is not None:
-        return {"anyOf": [schema_of_body(record), {"type": "null"}]}
+        return {"anyOf": [schema_of_body(record, strict), {"type": "null"}]}
     found = schema_of_type(spec.type, spec.metadata.get("bounds"))
     default = spec.default
     if is_optional(spec) and {"type": "null"} not in found.get("anyOf", ()):
@@ -200,27 +200,34 @@ def schema_of_field(spec: Field[Any]) -> dict[str, Any]:
     return found
 
 
-def schema_of_body(kind: Any) -> dict[str, Any]:
-    """The JSON schema of a body: what `read_body` takes, and nothing else."""
+def schema_of_body(kind: Any, strict: bool) -> dict[str, Any]:
+    """The JSON schema of a body: what `read_body` takes.
+
+    A ``strict`` server takes nothing else.
+    """
     own, sampling = own_fields(kind), sampling_fields(kind)
     properties = {
-        name: schema_of_field(spec) for name, spec in {**own, **sampling}.items()
+        name: schema_of_field(spec, strict)
+        for name, spec in {**own, **sampling}.items()
     }
-    for name, entry in neutral_of(kind).items():
-        properties[name] = {
-            "enum": [*entry.values, None],
-            "description": f"Known, but not supported: {entry.why}.",
-        }
+    for name, entry in unsupported_of(kind).items():
+        if entry.hint and not strict:
+            properties[name] = {"description": f"Ignored: {entry.why}."}
+        else:
+            properties[name] = {
+                "enum": [*entry.ignored_values, None],
+                "description": f"Known, but not supported: {entry.why}.",
+            }
     required = [name for name, spec in own.items() if not is_optional(spec)]
     return {
         "type": "object",
         "properties": properties,
         "required": required,
-        "additionalProperties": False,
+        "additionalProperties": not strict,
     }
 
 
-def operation_of(endpoint: Endpoint) -> dict[str, Any]:
+def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
     """What the document says of one endpoint."""
     name = ERRORS[endpoint.form]
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
@@ -254,7 +261,9 @@ def operation_of(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.query is not None:
         found["parameters"] += [
             {"name": name, "in": "query", "schema": schema}
-            for name, schema in schema_of_body(endpoint.query)["properties"].items()
+            for name, schema in schema_of_body(endpoint.query, strict)[
+                "properties"
+            ].items()
         ]
     return found
 
@@ -265,9 +274,11 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     schemas: dict[str, Any] = dict(SHARED)
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = operation_of(endpoint)
+        paths.setdefault(path, {})[endpoint.method.lower()] = operation_of(
+            endpoint, service.strict
+        )
         if (body := endpoint.body) is not None:
-            schema = schema_of_body(body)
+            schema = schema_of_body(body, service.strict)
             properties = schema["properties"]
             if "model" in properties:
                 properties["model"] = {"enum": [*service.names, None]}

@@ -11,9 +11,9 @@ from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
     NOT_HERE,
-    SHARED_NEUTRAL,
-    Neutral,
+    SHARED_UNSUPPORTED,
     SampledBody,
+    Unsupported,
     checked_samples,
 )
 from simplellm.server.http.endpoint import (
@@ -23,8 +23,10 @@ from simplellm.server.http.endpoint import (
     new_id,
     usage_fields,
 )
-from simplellm.server.openai.deltas import Turn, message_of_choice
+from simplellm.server.openai.chat_calls import ClientTurn, client_message
+from simplellm.server.openai.chat_lenient import lenient_chat
 from simplellm.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from simplellm.server.openai.tools import ClientTools, in_functions
 from simplellm.text.harmony import Delta
 
 NO_TEMPLATES = "a model's chats have one format, its own"
@@ -34,29 +36,32 @@ NO_TEMPLATES = "a model's chats have one format, its own"
 class ChatBody(SampledBody):
     """What /v1/chat/completions takes."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
-        "functions": Neutral("use tools"),
-        "function_call": Neutral("use tool_choice"),
-        "modalities": Neutral("it writes text only", (["text"],)),
-        "audio": Neutral("it writes text only"),
-        "prediction": Neutral(NOT_HERE),
-        "verbosity": Neutral(NOT_HERE, ("medium",)),
-        "web_search_options": Neutral(NOT_HERE),
-        "store": Neutral("nothing is stored", (False,)),
-        "service_tier": Neutral(NOT_HERE, ("auto", "default")),
-        "chat_template": Neutral(NO_TEMPLATES),
-        "add_generation_prompt": Neutral(NO_TEMPLATES, (True,)),
-        "continue_final_message": Neutral(NOT_HERE, (False,)),
-        "documents": Neutral(NOT_HERE),
-        "echo": Neutral(NOT_HERE, (False,)),
-        "add_special_tokens": Neutral(NO_TEMPLATES, (False,)),
-        "include_reasoning": Neutral("the reasoning is always told", (True,)),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+        "modalities": Unsupported("it writes text only", (["text"],)),
+        "audio": Unsupported("it writes text only"),
+        "prediction": Unsupported(NOT_HERE, hint=True),
+        "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
+        "web_search_options": Unsupported(NOT_HERE, hint=True),
+        "store": Unsupported("nothing is stored", (False,), hint=True),
+        "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
+        "chat_template": Unsupported(NO_TEMPLATES),
+        "add_generation_prompt": Unsupported(NO_TEMPLATES, (True,)),
+        "continue_final_message": Unsupported(NOT_HERE, (False,)),
+        "documents": Unsupported("put them into a message", ([],)),
+        "echo": Unsupported(NOT_HERE, (False,)),
+        "add_special_tokens": Unsupported(NO_TEMPLATES, (False,), hint=True),
+        "include_reasoning": Unsupported(
+            "the reasoning is always told", (True,), hint=True
+        ),
     }
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     # None: "auto" where there are tools.
     tool_choice: str | dict[str, Any] | None = None
+    # OpenAI's older names for tools and tool_choice. Answers have a function_call then.
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
     parallel_tool_calls: bool = True
@@ -81,10 +86,16 @@ class ChatBody(SampledBody):
         choice = self.tool_choice
         ok = choice in (None, "none") or self.tools is not None
         expect(ok, "tool_choice", choice, "none without tools")
+        alone = self.tools is None or self.functions is None
+        expect(alone, "functions", self.functions, "none beside tools")
+        choice = self.function_call
+        ok = choice in (None, "none") or self.functions is not None
+        expect(ok, "function_call", choice, "none without functions")
 
     @property
     def compiles(self) -> bool:
-        return super().compiles or bool(self.response_format or self.tools)
+        asked = self.response_format or self.tools or self.functions
+        return super().compiles or bool(asked)
 
 
 class Chat(Generation):
@@ -100,11 +111,16 @@ class Chat(Generation):
         if body.logprobs or body.return_token_ids:  # parts have both or neither
             params["logprobs"] = body.top_logprobs
         params["prompt_logprobs"] = body.prompt_logprobs
+        older = body.functions is not None
+        tools = ClientTools((body.functions if older else body.tools) or ())
+        choice = body.function_call if older else body.tool_choice
+        if older and isinstance(choice, dict):
+            choice = {"type": "function", **choice}
         asked = input_processor.process_chat(
-            body.messages,
-            tools=body.tools,
-            tool_choice=body.tool_choice,
-            parallel_tool_calls=body.parallel_tool_calls,
+            in_functions(body.messages),
+            tools=tools.functions,
+            tool_choice=tools.choice(choice),
+            parallel_tool_calls=body.parallel_tool_calls and not older,
             response_format=body.response_format,
             reasoning_effort=body.reasoning_effort,
             chat_template_kwargs=body.chat_template_kwargs,
@@ -115,7 +131,8 @@ class Chat(Generation):
         super().__init__(requests, n=body.n, chat=True, stream=body.stream)
         self.body, self.tokenizer = body, input_processor.need_tokenizer()
         self.id, self.created = new_id("chatcmpl"), int(time.time())
-        self.turns = [Turn() for _ in range(body.n)]
+        self.tools, self.older = tools, older
+        self.turns = [ClientTurn(tools, older=older) for _ in range(body.n)]
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The answer, or an event, with these choices."""
@@ -132,6 +149,11 @@ class Chat(Generation):
         entries = part.logprobs if self.body.logprobs else None
         return chat_logprobs(entries, self.tokenizer)
 
+    def reason(self, end: ChatChoice) -> str | None:
+        """Why a turn ended, in the words of the body."""
+        calls = end.finish_reason == "tool_calls"
+        return "function_call" if calls and self.older else end.finish_reason
+
     def event(
         self,
         index: int,
@@ -144,7 +166,7 @@ class Chat(Generation):
             "index": index,
             "delta": delta,
             "logprobs": None,
-            "finish_reason": end and end.finish_reason,
+            "finish_reason": end and self.reason(end),
             "stop_reason": end and end.stop_reason,  # as vLLM has it
         }
         if part is not None:
@@ -166,7 +188,9 @@ class Chat(Generation):
     def ended(self, index: int, output: ChatChoice) -> list[dict[str, Any]]:
         if output.finish_reason == "abort":  # the server ends, and the stream says so
             return []
-        return [self.event(index, {}, end=output)]
+        rest = self.turns[index].close()
+        held = [self.event(index, rest)] if rest else []
+        return [*held, self.event(index, {}, end=output)]
 
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
         if not self.body.include_usage:
@@ -179,9 +203,9 @@ class Chat(Generation):
         for index, output in enumerate(outputs):
             choice = {
                 "index": index,
-                "message": message_of_choice(output),
+                "message": client_message(output, self.tools, older=self.older),
                 "logprobs": self.logprobs(output),
-                "finish_reason": output.finish_reason,
+                "finish_reason": self.reason(output),
                 "stop_reason": output.stop_reason,
             }
             if self.body.return_token_ids:
@@ -201,6 +225,7 @@ CHATS = [
         answer=Chat,
         body=ChatBody,
         result=answers.CHAT,
+        rewriting=lenient_chat,
         summary="The assistant's next turn in a conversation.",
     )
 ]

@@ -14,9 +14,9 @@ from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
     NOT_HERE,
-    SHARED_NEUTRAL,
-    Neutral,
+    SHARED_UNSUPPORTED,
     SampledBody,
+    Unsupported,
     checked_samples,
 )
 from simplellm.server.http.endpoint import (
@@ -35,10 +35,10 @@ MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
 class CompletionBody(SampledBody):
     """What /v1/completions takes."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
-        "best_of": Neutral("use n, and choose among the answers yourself", (1,)),
-        "suffix": Neutral("gpt-oss was not trained to fill in the middle", ("",)),
-        "add_special_tokens": Neutral(NOT_HERE, (True, False)),  # there are none
+    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+        "best_of": Unsupported("use n, and choose among the answers yourself", (1,)),
+        "suffix": Unsupported("gpt-oss was not trained to fill in the middle", ("",)),
+        "add_special_tokens": Unsupported(NOT_HERE, (True, False)),  # there are none
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]

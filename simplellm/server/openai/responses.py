@@ -10,15 +10,15 @@ from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.base.config import declared, expect
 from simplellm.server.http import answers
-from simplellm.server.http.bodies import NOT_HERE, Neutral
+from simplellm.server.http.bodies import NOT_HERE, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.responses_body import (
     NO_BACKGROUND,
     ResponseBody,
-    check_include,
 )
 from simplellm.server.openai.responses_items import ItemReader, to_harmony
+from simplellm.server.openai.responses_lenient import lenient_response
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import Kept, ResponseStore, Stored
 from simplellm.text.harmony import Delta
@@ -237,16 +237,13 @@ def named_response(call: Call) -> Stored:
 class ResponseQuery:
     """How a response is shown."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        "stream": Neutral(NO_BACKGROUND, ("false",)),
-        "starting_after": Neutral(NO_BACKGROUND),
-        "include_obfuscation": Neutral(NOT_HERE, ("false",)),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "stream": Unsupported(NO_BACKGROUND, ("false",)),
+        "starting_after": Unsupported(NO_BACKGROUND),
+        "include_obfuscation": Unsupported(NOT_HERE, ("false",)),
     }
 
-    include: list[str] | None = None  # all that there is, is there
-
-    def __post_init__(self) -> None:
-        check_include(self.include)
+    include: list[str] | None = None  # whatever it says: all that there is, is there
 
 
 def get_response(call: Call) -> dict[str, Any]:
@@ -276,10 +273,7 @@ class ItemsQuery:
     limit: int = declared(20, high=100)
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None  # the id of the item before the first one
-    include: list[str] | None = None  # all that there is, is there
-
-    def __post_init__(self) -> None:
-        check_include(self.include)
+    include: list[str] | None = None  # whatever it says: all that there is, is there
 
 
 def list_items(call: Call) -> dict[str, Any]:
@@ -309,6 +303,7 @@ RESPONSES = [
         answer=Response,
         body=ResponseBody,
         result=answers.RESPONSE,
+        rewriting=lenient_response,
         summary="The assistant's next turn, as items.",
     ),
     Endpoint(

@@ -9,9 +9,9 @@ from simplellm.base.config import declared, expect, expect_type, one_of
 from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http.bodies import (
     NOT_HERE,
-    SHARED_NEUTRAL,
-    Neutral,
+    SHARED_UNSUPPORTED,
     SampledBody,
+    Unsupported,
 )
 from simplellm.server.openai.responses_items import refuse_kind
 
@@ -64,12 +64,16 @@ TEXT_FORMAT: dict[str, Any] = {
 class Reasoning:
     """How the model is to think."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
         # What the model thinks is told as it is.
-        "summary": Neutral(NOT_HERE, ("auto", "concise", "detailed")),
-        "generate_summary": Neutral(NOT_HERE, ("auto", "concise", "detailed")),
-        "context": Neutral(NOT_HERE, ("auto",)),
-        "mode": Neutral(NOT_HERE, ("standard",)),
+        "summary": Unsupported(
+            NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
+        ),
+        "generate_summary": Unsupported(
+            NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
+        ),
+        "context": Unsupported(NOT_HERE, ("auto",), hint=True),
+        "mode": Unsupported(NOT_HERE, ("standard",), hint=True),
     }
 
     effort: Literal["low", "medium", "high"] = "medium"
@@ -79,8 +83,8 @@ class Reasoning:
 class Text:
     """What the text of the answer is to be."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = {
-        "verbosity": Neutral(NOT_HERE, ("medium",)),
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
     }
 
     format: dict[str, Any] | None = field(
@@ -92,25 +96,33 @@ class Text:
 class ResponseBody(SampledBody):
     """What /v1/responses takes."""
 
-    neutral: ClassVar[Mapping[str, Neutral]] = SHARED_NEUTRAL | {
-        "n": Neutral("a response is one turn", (1,)),
-        "response_format": Neutral("use format of text"),
-        "return_token_ids": Neutral(NOT_HERE, (False,)),
-        "stream_options": Neutral(
-            "the last event has the usage", ({}, {"include_obfuscation": False})
+    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+        "n": Unsupported("a response is one turn", (1,)),
+        "response_format": Unsupported("use format of text"),
+        "return_token_ids": Unsupported(NOT_HERE, (False,)),
+        "stream_options": Unsupported(
+            "the last event has the usage",
+            ({}, {"include_obfuscation": False}),
+            hint=True,
         ),
-        "max_tokens": Neutral("use max_output_tokens"),
-        "prompt_logprobs": Neutral(NOT_HERE),
-        "logprobs": Neutral(f"use top_logprobs, and {LOGPROBS!r} in include"),
-        "background": Neutral(NO_BACKGROUND, (False,)),
-        "truncation": Neutral("nothing is left out of the input", ("disabled",)),
-        "conversation": Neutral("use previous_response_id"),
-        "prompt": Neutral("there are no stored prompts"),
-        "context_management": Neutral(NOT_HERE, ([],)),
-        "moderation": Neutral(NOT_HERE),
-        "prompt_cache_options": Neutral("equal beginnings are always found again"),
-        "prompt_cache_retention": Neutral(NOT_HERE, ("in_memory", "in-memory")),
-        "service_tier": Neutral(NOT_HERE, ("auto", "default")),
+        "max_tokens": Unsupported("use max_output_tokens"),
+        "prompt_logprobs": Unsupported(NOT_HERE),
+        "logprobs": Unsupported(f"use top_logprobs, and {LOGPROBS!r} in include"),
+        "background": Unsupported(NO_BACKGROUND, (False,), hint=True),
+        "truncation": Unsupported(
+            "nothing is left out of the input", ("disabled",), hint=True
+        ),
+        "conversation": Unsupported("use previous_response_id"),
+        "prompt": Unsupported("there are no stored prompts"),
+        "context_management": Unsupported(NOT_HERE, ([],), hint=True),
+        "moderation": Unsupported(NOT_HERE, hint=True),
+        "prompt_cache_options": Unsupported(
+            "equal beginnings are always found again", hint=True
+        ),
+        "prompt_cache_retention": Unsupported(
+            NOT_HERE, ("in_memory", "in-memory"), hint=True
+        ),
+        "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
     }
 
     input: str | list[dict[str, Any]] = field(metadata={"schema": INPUT})

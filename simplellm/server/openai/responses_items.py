@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.base.config import expect, expect_type, one_of
-from simplellm.server.http.bodies import Neutral, refuse
+from simplellm.server.http.bodies import Unsupported, refuse
 from simplellm.text.harmony import Message, Tool, result_message
 from simplellm.text.harmony.message import HEADER_WORD
 from simplellm.text.harmony.openai import call_message
@@ -27,7 +27,7 @@ PREFIXES = {
 
 def refuse_kind(name: str, kind: object) -> None:
     """Raise APIError: the API has such a thing, or may have it, and this server not."""
-    refuse(name, kind, Neutral(f"this server takes no {kind!r}"))
+    refuse(name, kind, Unsupported(f"this server takes no {kind!r}"))
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

@@ -1,0 +1,242 @@
+"""Tools as clients know them, and the functions that the model is offered for them.
+
+The model knows functions only, whose names have no spaces. A namespace's functions get
+its name in front; a custom tool, a shell and a patch are functions of a text or two. A
+call comes back in the client's words, and its history goes the same way in again.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from simplellm.base.config import expect, expect_type
+from simplellm.server.http.bodies import Unsupported, refuse
+from simplellm.text.harmony.openai import function_name
+
+
+def text_arguments(**described: str) -> dict[str, Any]:
+    """The schema of arguments that are texts."""
+    texts = {
+        name: {"type": "string", "description": d} for name, d in described.items()
+    }
+    return {
+        "type": "object",
+        "properties": texts,
+        "required": [*texts],
+        "additionalProperties": False,
+    }
+
+
+# Tools of OpenAI's without parameters of their own: what the model is told of them.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "local_shell": {
+        "description": "Runs a command in bash.",
+        "parameters": text_arguments(command="The command."),
+    },
+    "shell": {
+        "description": "Runs a command in bash.",
+        "parameters": text_arguments(command="The command."),
+    },
+    "apply_patch": {
+        "description": "Creates, updates or deletes a file.",
+        "parameters": text_arguments(
+            type="create_file, update_file or delete_file",
+            path="Of the file, relative.",
+            diff="A unified diff; empty to delete.",
+        ),
+    },
+}
+CUSTOM = text_arguments(input="All that the tool is given.")
+OPERATIONS = ("create_file", "update_file", "delete_file")
+KINDS = ("function", "custom", "namespace", *BUILT_IN)
+
+
+@dataclass(frozen=True)
+class ClientTool:
+    """What the client calls a tool; ``kind`` is its type, among KINDS."""
+
+    kind: str
+    name: str
+    namespace: str | None = None
+
+
+def shown_name(name: str, namespace: str | None = None) -> str:
+    """What the model calls a tool: a word that a header can hold."""
+    return re.sub(r"[\s<]", "_", f"{namespace}__{name}" if namespace else name) or "_"
+
+
+def flat(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, a call or a choice as responses have it; in chats its type holds it."""
+    kind = tool.get("type", "function")
+    inner = tool.get(kind) if isinstance(kind, str) else None
+    return {**inner, "type": kind} if isinstance(inner, Mapping) else {**tool}
+
+
+class ClientTools:
+    """The tools of one request. Raises as `add` and `as_tools`.
+
+    ``functions`` are those that the model is offered, as `as_tools` takes them, and
+    ``known`` has the client's words for each by its name.
+    """
+
+    def __init__(self, tools: Sequence[Any] = ()) -> None:
+        self.functions: list[dict[str, Any]] = []
+        self.known: dict[str, ClientTool] = {}
+        for number, tool in enumerate(tools):
+            self.add(tool, f"tools[{number}]")
+
+    def add(self, tool: Any, where: str, namespace: str | None = None) -> None:
+        """One more. Raises TypeError, ValueError or APIError."""
+        expect_type(where, tool, Mapping, "an object")
+        tool = flat(tool)
+        kind = tool.get("type", "function")
+        if kind not in KINDS or (namespace and kind not in ("function", "custom")):
+            why = f"no {kind!r} runs here; offer what it does as a function"
+            refuse(f"{where}.type", kind, Unsupported(why))
+        name = kind if kind in BUILT_IN else tool.get("name")
+        expect_type(f"{where}.name", name, str, "a string")
+        if kind == "namespace":
+            inner = tool.get("tools")
+            expect_type(f"{where}.tools", inner, list, "a list of tools")
+            for number, one in enumerate(inner or ()):
+                self.add(one, f"{where}.tools[{number}]", name)
+            return
+        shown = shown_name(name, namespace)
+        function = {**tool, **BUILT_IN.get(kind, {}), "name": shown}
+        if kind == "custom":
+            function |= {"description": told_of(tool), "parameters": CUSTOM}
+        expect(shown not in self.known, f"{where}.name", name, "a name of its own")
+        self.known[shown] = ClientTool(kind, name, namespace)
+        self.functions.append({"type": "function", "function": function})
+
+    def choice(self, given: Any) -> Any:
+        """A tool_choice with the names that the model knows."""
+        if not isinstance(given, Mapping):
+            return given
+        given = flat(given)
+        if given.get("type") == "allowed_tools":
+            inner = given.get("tools")
+            some = inner if isinstance(inner, list) else []
+            names = [self.choice(one) for one in some if isinstance(one, Mapping)]
+            return {**given, "tools": names}
+        name, namespace = given.get("name"), given.get("namespace")
+        if given.get("type") in BUILT_IN:
+            name = given["type"]
+        if not isinstance(name, str) or given.get("type") not in KINDS:
+            return given
+        return {"type": "function", "name": shown_name(name, namespace)}
+
+    def called(self, recipient: str | None) -> ClientTool:
+        """The tool that the model calls by ``recipient``, whatever it wrote."""
+        word = (recipient or "").removeprefix("functions.")
+        name = function_name(word)
+        return (
+            self.known.get(word) or self.known.get(name) or ClientTool("function", name)
+        )
+
+
+def in_functions(messages: Any) -> Any:
+    """Messages of a chat with functions in the place of all other tools.
+
+    That also holds for OpenAI's older way, in which a message has one "function_call",
+    and the role "function" brings its result. What isn't as expected stays as it is.
+    """
+    if not isinstance(messages, list):
+        return messages
+    found = []
+    for message in messages:
+        if isinstance(message, Mapping):
+            message = dict(message)
+            older = message.pop("function_call", None)
+            if isinstance(older, Mapping):
+                message["tool_calls"] = [{"id": None, "function": older}]
+            if message.get("role") == "function":
+                message["role"] = "tool"
+            if isinstance(calls := message.get("tool_calls"), list):
+                message["tool_calls"] = [in_function(call) for call in calls]
+            if isinstance(name := message.get("name"), str) and name:
+                message["name"] = shown_name(name)
+        found.append(message)
+    return found
+
+
+def in_function(call: Any) -> Any:
+    """A call of a chat, of whatever tool, as that of a function."""
+    if not isinstance(call, Mapping):
+        return call
+    inner = flat(call) if "type" in call else flat({"type": "function", **call})
+    name = inner.get("name")
+    if not isinstance(name, str):
+        return call
+    arguments = inner.get("arguments")
+    if inner.get("type") == "custom" and isinstance(inner.get("input"), str):
+        arguments = arguments_of_call("custom", inner)
+    elif "arguments" not in inner:
+        return call
+    function = {"name": shown_name(name), "arguments": arguments}
+    return {"id": call.get("id"), "function": function}
+
+
+def told_of(tool: Mapping[str, Any]) -> str:
+    """The description of a custom tool, with the format of its input, if it has one."""
+    description, form = tool.get("description") or "", tool.get("format")
+    form = flat(form) if isinstance(form, Mapping) else {}
+    if not isinstance(definition := form.get("definition"), str):
+        return description
+    syntax = form.get("syntax")
+    return f"{description}\nThe input fits this {syntax} grammar:\n{definition}".strip()
+
+
+def text_argument(arguments: str, name: str) -> str:
+    """One of a call's arguments; all of them, if the model wrote no such JSON."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    text = found.get(name) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def call_fields(kind: str, arguments: str) -> dict[str, Any]:
+    """What an item of a call has beside ids and names, by the tool's ``kind``."""
+    match kind:
+        case "custom":
+            return {"input": text_argument(arguments, "input")}
+        case "local_shell":
+            command = ["bash", "-lc", text_argument(arguments, "command")]
+            return {"action": {"type": "exec", "command": command, "env": {}}}
+        case "shell":
+            commands = [text_argument(arguments, "command")]
+            return {"action": {"commands": commands}}
+        case "apply_patch":
+            names = ("type", "path", "diff")
+            found = {name: text_argument(arguments, name) for name in names}
+            if found["type"] not in OPERATIONS:
+                found["type"] = "update_file"
+            if found["type"] == "delete_file":
+                del found["diff"]
+            return {"operation": found}
+    return {"arguments": arguments}
+
+
+def arguments_of_call(kind: str, item: Mapping[str, Any]) -> str:
+    """The arguments of an item of a call, as the model would have written them."""
+    match kind:
+        case "custom":
+            found: Any = {"input": item["input"]}
+        case "local_shell":
+            command = item["action"]["command"]
+            found = {
+                "command": command[2]
+                if command[:2] == ["bash", "-lc"]
+                else " ".join(command)
+            }
+        case "shell":
+            found = {"command": "\n".join(item["action"]["commands"])}
+        case "apply_patch":
+            found = item["operation"]
+        case _:
+            return str(item["arguments"])
+    return json.dumps(found, ensure_ascii=False)
