@@ -173,7 +173,7 @@ class MessageReader:
             self.assistant(called)
         if role == "tool" and message.get("name") is None:
             id = message.get("tool_call_id")
-            if isinstance(id, str | int | None) and id not in called:
+            if str(id) not in called:
                 message["name"] = UNKNOWN
         if isinstance(name := message.get("name"), str | int):
             message["name"] = re.sub(r"[\s<]+", "_", str(name)) or None
@@ -219,7 +219,7 @@ class MessageReader:
         for call in calls:
             id = call.get("id") if isinstance(call, Mapping) else None
             if isinstance(id, str | int):
-                called.add(id)
+                called.add(str(id))
 
 
 def as_text(value: Any) -> Any:
