@@ -217,3 +217,70 @@ def test_a_table_refuses_what_does_not_fit() -> None:
         course.table([["a"]], ["name", "value"])
     with pytest.raises(ValueError, match="81 columns wide, expected at most 80"):
         course.table([["x" * 81]], ["name"])
+
+
+# Hints, and ours.
+
+
+def test_a_hint_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    course.hint("rotate")
+    told = capsys.readouterr().out
+    assert " ".join(told.split()) == course.about()["rotate"]["hint"]
+    assert max(map(len, told.splitlines())) <= course.WIDTH
+    with pytest.raises(LookupError, match="no blank rotat; did you mean rotate"):
+        course.hint("rotat")
+
+
+@pytest.fixture
+def half_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_half: Callable
+) -> str:
+    """A blank `half` and a class's `Pair.half`; the source of our versions of both."""
+    source = "def half(x):\n    return x // 2\n"
+    monkeypatch.setattr(course, "OURS", tmp_path / "ours.json")
+    course.OURS.write_text(json.dumps({"half": source, "Pair.half": source}))
+    monkeypatch.setattr(checks, "find", lambda name: check_half)
+    return source
+
+
+def test_ours_is_shown_once_yours_is_right(
+    half_is_ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(code: str = "") -> str:
+        names = {"ours": course.ours, "keep": course.keep}
+        exec(f"{code}\nours('half')", names)
+        return capsys.readouterr().out
+
+    assert "Write your half first" in told()
+    assert "Write your half first" in told("half = None")
+    refused = told("def half(x):\n    return x")
+    assert "half of 4 is 4" in refused and half_is_ours not in refused
+    assert told("def half(x):\n    return x / 2") == f"{half_is_ours}\n"
+    # Ours in the place of a wrong one isn't the reader's.
+    replaced = told("def half(x):\n    return x\nhalf = keep('half', half)")
+    assert "Write your half first" in replaced
+
+
+def test_a_method_of_the_package_is_not_the_readers() -> None:
+    class Own(SamplingParams):
+        def check(self) -> int:
+            return 1
+
+    assert course.is_own("SamplingParams.check", Own)
+    assert not course.is_own("SamplingParams.__post_init__", Own)
+    assert not course.is_own("SamplingParams.__post_init__", SamplingParams)
+
+
+def test_a_right_answer_says_where_to_go_on(
+    half_is_ours: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(course, "about", lambda: {"half": {}})
+    course.check("half", lambda x: x // 2)
+    assert 'ours("half")' in capsys.readouterr().out
+    course.OURS.unlink()  # in the reading edition
+    course.check("half", lambda x: x // 2)
+    assert "`make lab` opens it" in capsys.readouterr().out
+    course.check("4.1", lambda x: x // 2)
+    assert capsys.readouterr().out == "4.1: right\n"

@@ -7,10 +7,13 @@ import builtins
 import subprocess
 import symtable
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import blanks
 import cells
+import course
 import jupytext
 import mine
 import pytest
@@ -21,6 +24,7 @@ from blanks import (
     Result,
     WorkbookError,
     blanks_of,
+    by_chapter,
     course_blanks,
     environment,
     judged,
@@ -45,6 +49,12 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         text=True,
         env=environment(),
     )
+
+
+def judged_in(folder: Path, chapter: str) -> dict[str, Result]:
+    """The verdicts on a chapter of a workbook by the blanks' names."""
+    asked = by_chapter(BLANKS)[chapter]
+    return {result.name: result for result in judged(folder, asked)}
 
 
 def fill(folder: Path, sources: dict[str, str]) -> None:
@@ -155,14 +165,76 @@ def test_a_chapter_runs_with_empty_blanks(
 def test_empty_blanks_are_not_written_yet(empty: Path) -> None:
     done = run("progress", empty)
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == f"0 of {len(BLANKS)} are yours"
+    told, left, file = done.stdout.splitlines()[-3:]
+    assert told == f"0 of {len(BLANKS)} are yours"
+    hours = round(sum(blank.minutes for blank in BLANKS) / 60)
+    first = f"{BLANKS[0]} ({BLANKS[0].effort})"
+    assert left == f"About {hours} hours of writing are left. Next: {first}"
+    assert file.endswith(f"{BLANKS[0].chapter}.md")
+
+
+def test_what_is_left_is_the_first_missing_one(tmp_path: Path) -> None:
+    one, two, three = BLANKS[:3]
+    results = [
+        Result(one.name, one.chapter, "right", ""),
+        Result(two.name, two.chapter, "wrong", ""),
+        Result(three.name, three.chapter, "missing", ""),
+    ]
+    told = workbook.outlook(tmp_path, results, [one, two, three])
+    assert f"About {two.minutes + three.minutes} minutes of" in told
+    assert f"Next: {three.name} (" in told
+    assert f"Next: {two.name} (" in workbook.outlook(tmp_path, results, [one, two])
+    assert workbook.outlook(tmp_path, results, [one]) == ""
+
+
+def test_a_chapter_is_judged_once_until_something_changes(
+    empty: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = []
+
+    def judge(path: Path, asked: list[Blank]) -> Iterator[Result]:
+        times.append(path.name)
+        yield from (Result(b.name, b.chapter, "right", "") for b in asked)
+
+    monkeypatch.setattr(blanks, "judge_chapter", judge)
+    monkeypatch.setattr(blanks, "CACHE", tmp_path / "cache")
+    fill(empty, {"unpack": "def unpack(blocks):\n    return 1\n"})
+    first = judged_in(empty, "03-mxfp4")
+    with (empty / "03-mxfp4.md").open("a", encoding="utf-8") as file:
+        file.write("\nA note.\n")
+    assert judged_in(empty, "03-mxfp4") == first
+    assert len(times) == 1
+    fill(empty, {"unpack": "def unpack(blocks):\n    return 2\n"})
+    judged_in(empty, "03-mxfp4")
+    assert len(times) == 2
+
+
+def test_each_blank_says_what_it_takes_and_how_to_get_help(empty: Path) -> None:
+    minutes: Counter[str] = Counter()
+    for blank in BLANKS:
+        text = (empty / f"{blank.chapter}.md").read_text("utf-8")
+        before, _, _ = text.partition(f"```python\n#| blank {blank.name}\n")
+        said = before.rstrip().rpartition("\n")[2]
+        assert f"{blank.minutes} minutes" in said and f'hint("{blank.name}")' in said
+        assert text.count("from course import hint, ours\n") == 1
+        minutes[blank.chapter] += blank.minutes
+    for chapter, total in minutes.items():
+        head = cells.committed(ROOT / f"chapters/{chapter}.md").partition("\n## ")[0]
+        assert f"to read, {total} to write" in head, chapter
+    assert course.about().keys() == {blank.name for blank in BLANKS}
+
+
+def test_lines_are_counted_without_text_and_comments() -> None:
+    code = '"""T."""\n    # Why.\n    a = (\n        1\n    )\n\n    return a\n'
+    made = Blank("f", "01-x", "", f"import re\n\n\ndef f(\n    x\n):\n    {code}", "")
+    assert made.lines == 4
 
 
 @LONG
 def test_kept_versions_are_right_and_the_engine_with_them_answers(
     full: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    results = judged(full)
+    results = [r for found in workbook.results_of(full, BLANKS) for r in found]
     assert [r.message for r in results if r.verdict != "right"] == []
     assert [r.name for r in results] == [blank.name for blank in BLANKS]
     assert mine.ask(full, results, PROMPT) == 0
@@ -185,7 +257,7 @@ class MXFP4(MXFP4):
 
 def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     fill(empty, {"MXFP4.dequantize": WRONG})
-    (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
+    result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
     assert result.verdict == "wrong"
     done = run("mine", PROMPT, "--workbook", empty)
     assert f"{result.message}\n  The engine uses ours." in done.stdout
@@ -210,9 +282,9 @@ def test_code_that_does_not_come_to_a_check_is_wrong(
     empty: Path, code: str, word: str
 ) -> None:
     fill(empty, {"MXFP4.dequantize": code})
-    results = {result.name: result for result in judged(empty)}
-    assert results["MXFP4.dequantize"].verdict == "wrong"
-    assert word in results["MXFP4.dequantize"].message
+    result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
+    assert result.verdict == "wrong"
+    assert word in result.message
 
 
 def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,13 +293,11 @@ def test_a_report_counts(capsys: pytest.CaptureFixture[str]) -> None:
     missing = Result("c", "02-y", "missing", "c: not written yet")
     assert workbook.summary([right, right]) == "2 of 2 are yours; all 2 right"
     assert workbook.summary([right, missing]) == "1 of 2 are yours; all 1 right"
-    assert workbook.report([right, wrong, missing]).splitlines() == [
+    assert workbook.summary([right, wrong]) == "2 of 2 are yours: 1 right, 1 wrong"
+    assert workbook.report([right, wrong]).splitlines() == [
         "01-x                        1 of 2",
         "    b: no",
         "      in your line 3",
-        "02-y                        0 of 1",
-        "",
-        "2 of 3 are yours: 1 right, 1 wrong",
     ]
 
 
@@ -239,7 +309,7 @@ def test_code_may_use_what_its_chapter_computed(empty: Path) -> None:
     text = path.read_text("utf-8").replace(stub, f"```python\n{helper}```\n\n{stub}")
     path.write_text(text, encoding="utf-8")
     fill(empty, {"MXFP4.dequantize": f"ZERO = zero()\n{kept}"})
-    (result,) = [r for r in judged(empty) if r.name == "MXFP4.dequantize"]
+    result = judged_in(empty, "03-mxfp4")["MXFP4.dequantize"]
     assert result.verdict == "right", result.message
 
 
@@ -294,29 +364,79 @@ def course_text(chapter: str, mark: str = "") -> str:
     return workbook.edition(text) + mark
 
 
-def test_new_text_comes_and_changed_blanks_stay(empty: Path) -> None:
+def test_news_come_and_all_that_is_the_readers_stays(empty: Path) -> None:
     blank = BLANKS[0]
     fill(empty, {blank.name: "MINE = 1\n"})
-    path = empty / f"{blank.chapter}.md"
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\nA note of mine.\n")
+    name = f"{blank.chapter}.md"
+    path = empty / name
+    text = path.read_text("utf-8")
+    note = "A note of mine.\n\n```python\nprint('a cell of mine')\n```\n"
+    place = text.index("\n## ")
+    path.write_text(f"{text[:place]}\n{note}{text[place:]}", encoding="utf-8")
     reader = path.read_text("utf-8")
 
     workbook.make(empty)  # the course has not changed
     assert path.read_text("utf-8") == reader
 
-    name = f"{blank.chapter}.md"
     workbook.Writer(empty).chapter(name, course_text(blank.chapter, "\nNews.\n"))
-    text = path.read_text("utf-8")
-    assert "MINE = 1" in text and "News." in text
-    (copy,) = (empty / "before").iterdir()  # for the note
+    assert path.read_text("utf-8") == f"{reader}\nNews.\n"
+    assert not (empty / "before").exists()
+
+    # A blank's stub that the reader has written over may change.
+    changed = course_text(blank.chapter).replace(blank.stub, "NEW = 2\n")
+    workbook.Writer(empty).chapter(name, changed)
+    assert path.read_text("utf-8") == reader
+
+
+def test_what_both_have_changed_is_kept_twice(empty: Path) -> None:
+    name = f"{BLANKS[0].chapter}.md"
+    path = empty / name
+    title = path.read_text("utf-8").partition("\n")[0]
+    reader = path.read_text("utf-8").replace(title, "# My title", 1)
+    path.write_text(reader, encoding="utf-8")
+    text = course_text(BLANKS[0].chapter).replace(title, "# Another title", 1)
+    workbook.Writer(empty).chapter(name, text)
+    assert path.read_text("utf-8").startswith("# My title\n# Another title\n")
+    (copy,) = (empty / "before").iterdir()
     assert copy.read_text("utf-8") == reader
 
-    # A stub that the reader has not touched follows the course's.
-    changed = course_text(blank.chapter).replace(BLANKS[0].stub, "NEW = 2\n")
-    workbook.Writer(empty).chapter(name, changed)
-    assert "MINE = 1" in path.read_text("utf-8")
-    assert "NEW = 2" not in path.read_text("utf-8")
+
+def test_without_git_the_readers_page_is_put_aside(
+    empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    fill(empty, {BLANKS[0].name: "MINE = 1\n"})
+    name = f"{BLANKS[0].chapter}.md"
+    with (empty / name).open("a", encoding="utf-8") as file:
+        file.write("\nA note of mine.\n")
+    reader = (empty / name).read_text("utf-8")
+    workbook.Writer(empty).chapter(name, course_text(BLANKS[0].chapter, "\nNews.\n"))
+    text = (empty / name).read_text("utf-8")
+    assert "MINE = 1" in text and "News." in text and "A note of mine." not in text
+    (copy,) = (empty / "before").iterdir()
+    assert copy.read_text("utf-8") == reader
+
+
+def test_code_of_a_blank_that_is_gone_is_put_aside(empty: Path) -> None:
+    fill(empty, {BLANKS[0].name: "MINE = 1\n"})
+    name = f"{BLANKS[0].chapter}.md"
+    text = course_text(BLANKS[0].chapter).replace(f"#| blank {BLANKS[0].name}\n", "")
+    workbook.Writer(empty).chapter(name, text)
+    (copy,) = (empty / "before").iterdir()
+    assert "MINE = 1" in copy.read_text("utf-8")
+
+
+def test_stubs_are_those_that_are_committed(tmp_path: Path) -> None:
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y.z"]
+    page = tmp_path / "01-x.md"
+    page.write_text("as committed")
+    assert cells.committed(page) == "as committed"  # no repository: the file itself
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True)
+    page.write_text("written into")
+    assert cells.committed(page) == "as committed"
+    page.rename(tmp_path / "02-new.md")
+    assert cells.committed(tmp_path / "02-new.md") == "written into"
 
 
 def test_code_with_backticks_gets_a_longer_fence() -> None:

@@ -13,11 +13,14 @@ since a reader's code may end the process or never end.
 import ast
 import contextlib
 import dis
+import functools
+import hashlib
 import importlib
 import io
 import json
 import linecache
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -38,6 +41,7 @@ ROOT = HERE.parent
 CHAPTERS = ROOT / "chapters"
 OWN = ".workbook"  # the folder in a workbook of what the reader need not see
 ENGINE = f"{OWN}/engine"  # what holds the package with the reader's functions
+CACHE = ROOT / ".cache/judged"
 SECONDS = 90  # that a blank may take with the imports of its chapter
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -60,9 +64,37 @@ class Blank(NamedTuple):
         """The function or the class."""
         return self.name.partition(".")[0]
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def is_kernel(self) -> bool:
         return "@triton.jit" in self.kept
+
+    @property
+    def minutes(self) -> int:
+        """How long it may take to write."""
+        return course.about()[self.name]["minutes"]
+
+    @property
+    def lines(self) -> int:
+        """The lines of our version below its signature, without text and comments."""
+        lines = self.kept.splitlines()
+        count = 0
+        for top in ast.parse(self.kept).body:
+            for node in top.body if isinstance(top, ast.ClassDef) else [top]:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    body = node.body[ast.get_docstring(node) is not None :]
+                    own = lines[first_line(body[0]) - 1 : node.end_lineno]
+                    code = (line.strip() for line in own)
+                    count += sum(bool(s) and not s.startswith("#") for s in code)
+        return count
+
+    @property
+    def effort(self) -> str:
+        """ "about 9 lines, 20 minutes"."""
+        lines = f"about {self.lines} lines" if self.lines > 1 else "one line"
+        return f"{lines}, {self.minutes} minutes"
 
 
 def blanks_of(chapter: str, found: list[Cell]) -> list[Blank]:
@@ -93,6 +125,14 @@ def course_blanks() -> list[Blank]:
         for path in chapter_files(CHAPTERS)
         for blank in blanks_of(path.stem, cells.cells(committed(path)))
     ]
+
+
+def by_chapter(blanks: list[Blank]) -> dict[str, list[Blank]]:
+    """The blanks of each chapter by its stem, in order."""
+    chapters: dict[str, list[Blank]] = {}
+    for blank in blanks:
+        chapters.setdefault(blank.chapter, []).append(blank)
+    return chapters
 
 
 def same(one: str, other: str) -> bool:
@@ -261,32 +301,49 @@ def judge_chapter(path: Path, asked: list[Blank]) -> Iterator[Result]:
             yield Result(blank.name, chapter, line["verdict"], line["message"])
 
 
-def judged(folder: Path) -> list[Result]:
-    """What became of each blank of the course in a reader's folder."""
-    if not folder.is_dir():
-        raise WorkbookError(f"{folder} is not there; expected `make lab` first")
-    chapters: dict[str, list[Blank]] = {}
-    for blank in course_blanks():
-        chapters.setdefault(blank.chapter, []).append(blank)
-    results: list[Result] = []
-    for chapter, asked in chapters.items():
-        path = saved(folder, chapter, asked)
-        contents = cells.read(path) if path else []
-        missing = not any(written(blank, contents) for blank in asked)
-        if path is None or missing:
-            results += [
-                Result(b.name, chapter, "missing", f"{b.name}: not written yet")
-                for b in asked
-            ]
-        elif any(blank.is_kernel for blank in asked) and not find_spec("triton"):
-            message = "cannot be checked here: Triton is not installed"
-            results += [
-                Result(b.name, chapter, "missing", f"{b.name}: {message}")
-                for b in asked
-            ]
-        else:
-            results += judge_chapter(path, asked)
+def judged(folder: Path, asked: list[Blank]) -> list[Result]:
+    """What became of ``asked``, the blanks of one chapter, in a reader's folder.
+
+    A chapter whose code has been judged before is not judged again.
+    """
+    chapter = asked[0].chapter
+    path = saved(folder, chapter, asked)
+    contents = cells.read(path) if path else []
+    told = "not written yet"
+    if any(blank.is_kernel for blank in asked) and not find_spec("triton"):
+        told, path = "cannot be checked here: Triton is not installed", None
+    if path is None or not any(written(blank, contents) for blank in asked):
+        return [Result(b.name, chapter, "missing", f"{b.name}: {told}") for b in asked]
+    # Not in the reader's folder, where somebody who is graded could write it.
+    cache = CACHE / f"{chapter}-{fingerprint(chapter, contents)}.json"
+    if cache.exists():
+        return [Result(*kept) for kept in json.loads(cache.read_text("utf-8"))]
+    results = [*judge_chapter(path, asked)]
+    if not any("not done after" in result.message for result in results):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(results), encoding="utf-8")
     return results
+
+
+def fingerprint(chapter: str, contents: list[Cell]) -> str:
+    """A hash of all that the verdicts on a reader's chapter depend on."""
+    ours = committed(CHAPTERS / f"{chapter}.md")
+    return hashlib.sha256(f"{machinery()}\0{ours}\0{contents}".encode()).hexdigest()[
+        :32
+    ]
+
+
+@functools.cache
+def machinery() -> str:
+    """A hash of what judges any chapter."""
+    about = platform.python_version(), torch.__version__, has_gpu()
+    found = hashlib.sha256(f"{about}".encode())
+    for folder in (CHAPTERS / "course", ROOT / "simplellm"):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for name in ("blanks.py", "cells.py"):
+        found.update((HERE / name).read_bytes())
+    return found.hexdigest()
 
 
 # In a process of its own

@@ -10,16 +10,21 @@ and for those who teach, with a folder of each student:
     python tools/workbook.py progress alice/workbook bob/workbook [--json]
 
 The exit status of `progress` is 0 if every blank is written and right, else 1.
-Nothing that a reader wrote is overwritten: a refresh keeps changed blanks, and a file
-that was changed otherwise is put aside in workbook/before/ first.
+Nothing that a reader wrote is overwritten: a refresh merges what the course has changed
+into the reader's pages, and where both have changed the same lines, or git is missing,
+the reader's page is put aside in workbook/before/ first.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
@@ -30,16 +35,20 @@ from blanks import (
     HERE,
     OWN,
     ROOT,
+    Blank,
     Result,
     WorkbookError,
     blanks_of,
+    by_chapter,
+    course_blanks,
     judged,
     same,
+    saved,
 )
 from cells import EDITION, FENCE, Cell, chapter_files, committed
 from mine import ask
 
-LEFT_OUT = {"__pycache__", ".ipynb_checkpoints"}
+LEFT_OUT = {"__pycache__", ".ipynb_checkpoints", "tutor.md"}
 NO_PAGES = {"SUMMARY.md"}
 OURS = "course/ours.json"  # our versions by name
 DETAILS = re.compile(r"^<details>.*?^</details>\n*", re.MULTILINE | re.DOTALL)
@@ -57,21 +66,35 @@ from course import keep
 ```
 
 """
+FIRST_IMPORT = "from course import "
+ADVICE = """\
+*{effort}. If you're stuck: `hint("{name}")`. Once yours is right: `ours("{name}")`.*
+
+"""
 TESTS = '''\
 """Each blank of this workbook against its check: `pytest`, or `pytest -k route`."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 sys.path[:0] = {folders!r}
 
-from blanks import Result, judged  # noqa: E402
+from blanks import Blank, Result, by_chapter, course_blanks, judged  # noqa: E402
+
+BLANKS = course_blanks()
 
 
-@pytest.mark.parametrize("result", judged(Path(__file__).parent), ids=str)
-def test_blank(result: Result) -> None:
+@cache
+def results(chapter: str) -> list[Result]:
+    return judged(Path(__file__).parent, by_chapter(BLANKS)[chapter])
+
+
+@pytest.mark.parametrize("blank", BLANKS, ids=str)
+def test_blank(blank: Blank) -> None:
+    result = next(r for r in results(blank.chapter) if r.name == blank.name)
     if result.verdict != "right":
         pytest.fail(result.message, pytrace=False)
 '''
@@ -177,34 +200,78 @@ class Writer:
         print(f"{path.name} has changes of yours: a copy is {copy}")
 
     def chapter(self, name: str, text: str) -> None:
-        """Write a chapter, with what the reader has made of its blanks and exercises.
+        """Write a page, with what the reader has made of it.
 
-        A chapter whose text has not changed since is left as it is.
+        That is code in the place of its stubs, and notes and cells anywhere. A page
+        whose text has not changed since is left as it is.
         """
-        path = self.folder / name
-        known = self.known.setdefault(name, {})
-        stubs = {
-            own_name(cell): cell.source
-            for cell in cells.cells(text)
-            if own_name(cell) and not cell.folded
-        }
-        sources: dict[str, str] = {}
-        if path.exists():
-            if known.get("text") == digest(text):
+        path, base_path = self.folder / name, self.folder / OWN / "pages" / name
+        if not (path.exists() and base_path.exists()):
+            self.put(name, text.encode())
+        else:
+            base, mine = (p.read_text(encoding="utf-8") for p in (base_path, path))
+            if base == text:
                 return
-            old = json.loads(known.get("stubs", "{}"))
-            for cell in cells.read(path):
-                mine = own_name(cell)
-                if mine in stubs and not same(cell.source, old.get(mine, stubs[mine])):
-                    sources[mine] = cell.source
-        self.put(name, with_cells(text, sources).encode())
-        known |= {"text": digest(text), "stubs": json.dumps(stubs)}
-        self.save()
+            stubs, old = stubs_of(text), stubs_of(base)
+            found = {own_name(cell): cell.source for cell in cells.cells(mine)}
+            sources = {
+                own: source
+                for own, source in found.items()
+                if own in old and not same(source, old[own])
+            }
+            # In all three alike, the reader's code is nothing to merge.
+            base = with_cells(base, sources)
+            text_with = with_cells(text, sources)
+            merged, clean = merge(base, mine, text_with)
+            if not clean or sources.keys() - stubs.keys():
+                self.put_aside(path)
+            path.write_text(merged, encoding="utf-8")
+            self.known.setdefault(name, {})["file"] = digest(merged)
+            self.save()
+        base_path.parent.mkdir(exist_ok=True)
+        base_path.write_text(text, encoding="utf-8")
+
+
+def stubs_of(text: str) -> dict[str, str]:
+    """The stubs of a page's blanks and exercises by their names."""
+    found = [cell for cell in cells.cells(text) if not cell.folded]
+    return {own_name(cell): cell.source for cell in found if own_name(cell)}
+
+
+def merge(base: str, mine: str, new: str) -> tuple[str, bool]:
+    """``mine`` with what changed from ``base`` to ``new``, and whether that was easy.
+
+    Where both have changed the same lines, both are kept. Without git it is ``new``.
+    """
+    if mine == base:
+        return new, True
+    with tempfile.TemporaryDirectory() as place:
+        files = [Path(place) / name for name in ("mine", "base", "new")]
+        for file, text in zip(files, (mine, base, new), strict=True):
+            file.write_text(text, encoding="utf-8")
+        command = ["git", "merge-file", "--stdout", *map(str, files)]
+        try:
+            conflicts = subprocess.run(command, capture_output=True).returncode
+            done = subprocess.run([*command, "--union"], capture_output=True)
+        except OSError:
+            return new, False
+    if done.returncode:
+        return new, False
+    return done.stdout.decode(), conflicts == 0
 
 
 def edition(text: str) -> str:
     """A page of the course as a workbook has it."""
+    blanks = blanks_of("", cells.cells(text))
     text = EDITION.sub(EDITION_NOTE, without_kept_versions(text))
+    for blank in blanks:
+        effort = blank.effort[0].upper() + blank.effort[1:]
+        advice = ADVICE.format(effort=effort, name=blank.name)
+        stub = f"```python\n#| blank {blank.name}\n"
+        text = text.replace(stub, advice + stub)
+    if blanks:
+        imports = f"{FIRST_IMPORT}hint, ours\n{FIRST_IMPORT}"
+        text = text.replace(FIRST_IMPORT, imports, 1)
     return OUTSIDE.sub("", text)
 
 
@@ -229,13 +296,19 @@ def make(folder: Path) -> None:
                 name = f"{target}/{path.relative_to(source).as_posix()}"
                 writer.put(name, path.read_bytes())
     writer.put(OURS, json.dumps(ours, indent=1).encode())
+    writer.put("AGENTS.md", (CHAPTERS / "course/tutor.md").read_bytes())
     writer.put("jupytext.toml", (ROOT / "jupytext.toml").read_bytes())
     folders = [str(HERE), str(CHAPTERS)]
     writer.put("test_blanks.py", TESTS.format(folders=folders).encode())
-    print(f"{len(ours)} blanks wait for you in {folder}; `make lab` opens it")
+    print(f"{len(ours)} blanks wait for you in {shown(folder)}: `make lab` opens it")
 
 
 # Telling
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    return min(str(path), os.path.relpath(path), key=len)
 
 
 def summary(results: list[Result]) -> str:
@@ -250,40 +323,64 @@ def summary(results: list[Result]) -> str:
 
 
 def report(results: list[Result]) -> str:
-    """A line for each chapter, each wrong blank's message below it, and the sum."""
-    lines = []
-    for chapter in dict.fromkeys(result.chapter for result in results):
-        of_it = [result for result in results if result.chapter == chapter]
-        right = sum(result.verdict == "right" for result in of_it)
-        lines.append(f"{chapter:<26} {right:>2} of {len(of_it)}")
-        lines += [
-            f"    {line}"
-            for result in of_it
-            if result.verdict == "wrong"
-            for line in result.message.splitlines()
-        ]
-    return "\n".join([*lines, "", summary(results)])
+    """A line for one chapter, and the message of each wrong blank below it."""
+    right = sum(result.verdict == "right" for result in results)
+    lines = [f"{results[0].chapter:<26} {right:>2} of {len(results)}"]
+    lines += [
+        f"    {line}"
+        for result in results
+        if result.verdict == "wrong"
+        for line in result.message.splitlines()
+    ]
+    return "\n".join(lines)
 
 
-def results_of(folder: Path) -> list[Result]:
-    """What became of the blanks in a workbook, which has to be there."""
+def outlook(folder: Path, results: list[Result], blanks: list[Blank]) -> str:
+    """How much writing is left, and with what to go on; "" if nothing is."""
+    verdicts = {result.name: result.verdict for result in results}
+    open_ones = [blank for blank in blanks if verdicts[blank.name] != "right"]
+    if not open_ones:
+        return ""
+    minutes = sum(blank.minutes for blank in open_ones)
+    hours = round(minutes / 60)
+    left = f"{hours} hours" if hours > 1 else f"{minutes} minutes"
+    missing = [b for b in open_ones if verdicts[b.name] == "missing"] or open_ones
+    path = saved(folder, missing[0].chapter, missing) or folder
+    return (
+        f"About {left} of writing are left. "
+        f"Next: {missing[0]} ({missing[0].effort})\n"
+        f"in {shown(path)}"
+    )
+
+
+def results_of(folder: Path, blanks: list[Blank]) -> Iterator[list[Result]]:
+    """What became of the blanks in a workbook, chapter by chapter."""
     if not folder.is_dir():
         raise WorkbookError(f"{folder} is not there; expected `make lab` first")
-    return judged(folder)
+    for asked in by_chapter(blanks).values():
+        yield judged(folder, asked)
 
 
 def progress(folders: list[Path], as_json: bool) -> int:
     """Print what became of the blanks in each folder; the exit status."""
     every: dict[str, list[Result]] = {}
+    blanks = course_blanks()
     for folder in folders:
-        every[str(folder)] = results = results_of(folder)
+        results = every.setdefault(str(folder), [])
+        if len(folders) > 1 and not as_json:
+            print(folder)
+        for found in results_of(folder, blanks):
+            results += found
+            if not as_json:
+                print(report(found), flush=True)
         if not as_json:
-            print(f"{folder}\n" * (len(folders) > 1) + report(results))
+            told = [summary(results), outlook(folder, results, blanks)]
+            print("", *filter(None, told), sep="\n")
     if as_json:
-        told = {name: [r._asdict() for r in found] for name, found in every.items()}
-        print(json.dumps(told, indent=1))
-    found = [result for results in every.values() for result in results]
-    return int(any(result.verdict != "right" for result in found))
+        told_all = {name: [r._asdict() for r in found] for name, found in every.items()}
+        print(json.dumps(told_all, indent=1))
+    verdicts = [result.verdict for results in every.values() for result in results]
+    return int(any(verdict != "right" for verdict in verdicts))
 
 
 def main() -> int:
@@ -307,7 +404,8 @@ def main() -> int:
         if options.command == "progress":
             return progress(options.folders, options.json)
         folder = options.workbook.resolve()
-        return ask(folder, results_of(folder), options.prompt)
+        results = [r for found in results_of(folder, course_blanks()) for r in found]
+        return ask(folder, results, options.prompt)
     except WorkbookError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,6 +1,8 @@
 """What every chapter needs besides the engine: checks, figures, numbers, timing."""
 
 import base64
+import difflib
+import functools
 import inspect
 import io
 import json
@@ -12,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,8 +109,11 @@ def check(name: str, candidate: Any) -> None:
     """
     judge(name, candidate)
     print(f"{name}: right")
-    is_blank = "." not in name or not name[-1].isdigit()  # not exercise 4.1
-    if is_blank and not OURS.exists():
+    if name not in about():
+        return  # an exercise
+    if OURS.exists():
+        print(f'ours("{name}") shows how we wrote it.')
+    else:
         print("Your own engine is written in the workbook: `make lab` opens it.")
 
 
@@ -124,6 +130,63 @@ def judge(name: str, candidate: Any) -> None:
         raise verdict(name, run, candidate, error) from None
 
 
+@functools.cache
+def about() -> dict[str, dict[str, Any]]:
+    """Of each blank, by its name: the "minutes" that it may take, and a "hint"."""
+    path = Path(__file__).with_name("blanks.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def hint(name: str) -> None:
+    """Print a hint for blank ``name``."""
+    if name not in about():
+        near = difflib.get_close_matches(name, about(), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise LookupError(f"there is no blank {name}{meant}")
+    print(textwrap.fill(about()[name]["hint"], WIDTH))
+
+
+def ours(name: str) -> None:
+    """Show our version of blank ``name`` if the caller's own is right.
+
+    A workbook has them; in the reading edition each is folded below its check.
+    """
+    if not OURS.exists():
+        print(f"Our {name} is folded below its check: this is the reading edition.")
+        return
+    source = json.loads(OURS.read_text(encoding="utf-8"))[name]
+    candidate = caller_names().get(name.partition(".")[0])
+    if not is_own(name, candidate):
+        print(f"Write your {name} first: once it is right, you can compare.")
+        return
+    try:
+        judge(name, candidate)
+    except Verdict as error:
+        print(f"{error}\nOnce yours is right, you can compare.")
+        return
+    if not display({"text/markdown": f"````python\n{source}````"}, source):
+        print(source)
+
+
+def caller_names() -> dict[str, Any]:
+    """The global names of the cell that called the function that calls this."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        assert frame is not None
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_globals
+
+
+def is_own(name: str, candidate: Any) -> bool:
+    """Whether ``candidate`` has a version of blank ``name`` that is not ours."""
+    _, _, member = name.partition(".")
+    thing = vars(candidate).get(member) if member and candidate else candidate
+    code = getattr(unwrapped(thing), "__code__", None)
+    package = str(Path(sys.modules["simplellm"].__file__ or "").parent)
+    return code is not None and not code.co_filename.startswith(("our ", package))
+
+
 def keep(name: str, candidate: Any) -> Any:
     """``candidate`` if its check accepts it, else the version that the course keeps.
 
@@ -138,9 +201,7 @@ def keep(name: str, candidate: Any) -> Any:
     else:
         print(f"From here on this page uses your {name}.")
         return candidate
-    frame = inspect.currentframe()
-    assert frame is not None and frame.f_back is not None
-    names = frame.f_back.f_globals
+    names = caller_names()
     root, _, method = name.partition(".")
     if method and len(candidate.__bases__) == 1:
         names[root] = candidate.__bases__[0]  # ours adds to the class before the stub
@@ -281,7 +342,7 @@ def unwrapped(thing: Any) -> Any:
     """A function or class as it was written, without what wraps it."""
     if not inspect.isclass(thing):
         # The function of a property, a cached property, a Triton kernel.
-        for inner in ("fget", "func", "fn"):
+        for inner in ("fget", "func", "fn", "__func__"):
             thing = getattr(thing, inner, thing)
         thing = inspect.unwrap(thing)  # a decorator's file is another one
     return thing
