@@ -1,6 +1,7 @@
-"""Small random checkpoints on disk, in either layout, for any test."""
+"""Small random checkpoints on disk for any test."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -10,10 +11,12 @@ from safetensors.torch import save_file
 
 from simplellm.base.config import LAYER_TYPES, ModelConfig, RopeScaling
 from simplellm.checkpoint.checkpoint import INDEX, RandomCheckpoint
+from simplellm.checkpoint.families.gpt_oss import published
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.checkpoint.names import is_expert_weight, stored_shapes, tensor_shapes
+from simplellm.checkpoint.names import NAMES, stored_shapes, tensor_names, tensor_shapes
 
-TINY = ModelConfig(
+PLAIN_TINY = ModelConfig(  # its experts are ordinary numbers
+    names=NAMES,
     vocab_size=97,
     hidden_size=96,
     intermediate_size=64,
@@ -30,30 +33,19 @@ TINY = ModelConfig(
     rope_scaling=RopeScaling(32.0, 4096, 32.0, 1.0, False),
     max_position_embeddings=131072,
 )
+TINY = published(PLAIN_TINY)
 
 
-def config_json(config: ModelConfig, layout: str = "huggingface") -> dict[str, Any]:
-    """A config.json as the hub has it, or as OpenAI's original folder has it.
-
-    The original one knows neither rms_norm_eps, layer_types nor eos_token_id.
-    """
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A config.json as the hub has it."""
     same = (
         "vocab_size hidden_size intermediate_size num_hidden_layers head_dim "
         "num_attention_heads num_key_value_heads sliding_window rope_theta swiglu_limit"
     )
     data = {name: getattr(config, name) for name in same.split()}
     scaling = config.rope_scaling
-    if layout == "original":
-        if scaling is None:
-            raise ValueError("the original config.json always has YaRN")
-        return data | {
-            "num_experts": config.num_local_experts,
-            "experts_per_token": config.num_experts_per_tok,
-            "initial_context_length": scaling.original_max_position_embeddings,
-            "rope_scaling_factor": scaling.factor,
-            "rope_ntk_alpha": scaling.beta_slow,
-            "rope_ntk_beta": scaling.beta_fast,
-        }
+    if config.formats:
+        data["quantization_config"] = {"quant_method": "mxfp4"}
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         rope = {"rope_type": "yarn", **vars(scaling)}
@@ -78,22 +70,20 @@ def config_json(config: ModelConfig, layout: str = "huggingface") -> dict[str, A
 def random_tensors(
     config: ModelConfig,
     *,
-    layout: str = "huggingface",
-    quantized: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Random tensors under their names on disk; all of them, biases too, matter.
 
-    MXFP4 nibbles are uniform and the scales 2^-9 to 2^-6. Float tensors depend on
-    the seed and our name alone, so that two layouts hold the same model.
+    MXFP4 nibbles are uniform and the scales 2^-9 to 2^-6. A tensor depends on the seed
+    and our name alone.
     """
     source = RandomCheckpoint(config, dtype=torch.float32, seed=seed)
     tensors: dict[str, torch.Tensor] = {}
-    for ours, parts in stored_shapes(config, layout, quantized).items():
+    for ours, parts in stored_shapes(config).items():
         generator = torch.Generator()
         generator.manual_seed(crc32(f"{seed} {ours}".encode()))
-        if is_expert_weight(ours) and quantized:
+        if ours in config.formats:
             packed = source[ours]
             assert isinstance(packed, MXFP4)
             scales = torch.randint(
@@ -104,7 +94,7 @@ def random_tensors(
         shape = tensor_shapes(config)[ours]
         std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.1
         full = torch.randn(shape, generator=generator) * std + ("norm" in ours)
-        if is_expert_weight(ours) and layout == "huggingface":
+        if tensor_names(config)[ours].turned:
             full = full.transpose(1, 2)
         rows = [part[0] for part in parts.values()]
         pieces = full.to(dtype).split(rows)
@@ -116,7 +106,6 @@ def write_checkpoint(
     folder: Path,
     config: ModelConfig = TINY,
     *,
-    layout: str = "huggingface",
     quantized: bool = True,
     shards: int = 1,
     seed: int = 0,
@@ -124,26 +113,23 @@ def write_checkpoint(
 ) -> Path:
     """Write config.json and random weights, and return the folder.
 
-    Several shards get an index in the Hugging Face layout and none in the original.
+    Several shards get an index.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors(
-        config, layout=layout, quantized=quantized, dtype=dtype, seed=seed
-    )
-    (folder / "config.json").write_text(json.dumps(config_json(config, layout)))
+    config = published(config) if quantized else replace(config, formats={})
+    tensors = random_tensors(config, dtype=dtype, seed=seed)
+    (folder / "config.json").write_text(json.dumps(config_json(config)))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
-    dashes = "--" if layout == "original" else "-"
     names = list(tensors)
     weight_map: dict[str, str] = {}
     for number in range(shards):
-        file = f"model{dashes}{number + 1:05}-of-{shards:05}.safetensors"
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         part = names[number::shards]
         save_file({name: tensors[name] for name in part}, folder / file)
         weight_map |= dict.fromkeys(part, file)
-    if layout == "huggingface":
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index))
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
     return folder

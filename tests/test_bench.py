@@ -19,13 +19,9 @@ from simplellm.apps import bench, cli, roofline
 from simplellm.apps.bench import Plan
 from simplellm.apps.report import show, write_json
 from simplellm.apps.roofline import Machine, read_bytes, step_flops
-from simplellm.base.config import (
-    GPT_OSS_20B,
-    GPT_OSS_120B,
-    MODELS,
-    EngineConfig,
-)
+from simplellm.base.config import EngineConfig
 from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B, MODELS
 from simplellm.model import sizes
 from simplellm.model.sizes import kv_bytes, page_bytes, weight_bytes
 

@@ -1,4 +1,4 @@
-"""Checkpoints in both layouts against safetensors and transformers, and bad ones."""
+"""Checkpoints against safetensors and transformers, and bad ones."""
 
 import itertools
 import json
@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, config_json, random_tensors, write_checkpoint
+from checkpoints import (
+    PLAIN_TINY,
+    TINY,
+    config_json,
+    random_tensors,
+    write_checkpoint,
+)
 from safetensors.torch import load_file, save_file
 
 from simplellm.base.config import ConfigError
@@ -27,9 +33,10 @@ from simplellm.checkpoint.checkpoint import (
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import packed_shapes, stored_shapes, tensor_shapes
+from simplellm.checkpoint.source import Source, TensorInfo
 
 STATM = Path("/proc/self/statm")
-ALL = list(itertools.product(["huggingface", "original"], [True, False], [1, 3]))
+ALL = list(itertools.product([True, False], [1, 3]))
 
 
 def parts(value: Weight) -> tuple[torch.Tensor, ...]:
@@ -43,16 +50,13 @@ def same(a: Weight, b: Weight) -> bool:
     return all(torch.equal(x, y) for x, y in zip(parts(a), parts(b), strict=True))
 
 
-@pytest.mark.parametrize(("layout", "quantized", "shards"), ALL)
-def test_every_kind_of_folder(
-    layout: str, quantized: bool, shards: int, tmp_path: Path
-) -> None:
-    write_checkpoint(
-        tmp_path, layout=layout, quantized=quantized, shards=shards, seed=3
-    )
+@pytest.mark.parametrize(("quantized", "shards"), ALL)
+def test_every_kind_of_folder(quantized: bool, shards: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, quantized=quantized, shards=shards, seed=3)
     checkpoint = Checkpoint(tmp_path)
-    assert (checkpoint.layout, checkpoint.packed) == (layout, quantized)
-    assert checkpoint.config.hidden_size == TINY.hidden_size
+    assert checkpoint.mapped == quantized
+    assert len(checkpoint.files) == shards
+    assert checkpoint.config == (TINY if quantized else PLAIN_TINY)
     shapes = tensor_shapes(TINY)
     assert checkpoint.names() == list(shapes)
     for name, shape in shapes.items():
@@ -60,16 +64,6 @@ def test_every_kind_of_folder(
         expected = packed_shapes(shape) if isinstance(value, MXFP4) else (shape,)
         assert tuple(tuple(part.shape) for part in parts(value)) == expected
         assert isinstance(value, MXFP4) == (quantized and len(shape) == 3)
-
-
-@pytest.mark.parametrize("quantized", [True, False])
-def test_both_layouts_hold_the_same_model(quantized: bool, tmp_path: Path) -> None:
-    one, other = (
-        Checkpoint(write_checkpoint(tmp_path / name, layout=name, quantized=quantized))
-        for name in ("huggingface", "original")
-    )
-    for name in one.names():
-        assert same(one[name], other[name]), name
 
 
 def test_the_names_on_disk(tmp_path: Path) -> None:
@@ -86,28 +80,16 @@ def test_the_names_on_disk(tmp_path: Path) -> None:
     norm = parts(checkpoint["layers.1.mlp_norm.weight"])[0]
     assert torch.equal(norm, disk[f"{layer}post_attention_layernorm.weight"])
 
-    checkpoint = Checkpoint(write_checkpoint(tmp_path / "b", layout="original"))
-    disk = load_file(tmp_path / "b" / "model.safetensors")
-    gate_up = checkpoint["layers.0.experts.gate_up"]
-    assert isinstance(gate_up, MXFP4)
-    assert torch.equal(gate_up.blocks, disk["block.0.mlp.mlp1_weight.blocks"])
-    assert torch.equal(
-        parts(checkpoint["layers.0.router.weight"])[0], disk["block.0.mlp.gate.weight"]
-    )
-    assert torch.equal(
-        parts(checkpoint["lm_head.weight"])[0], disk["unembedding.weight"]
-    )
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_transformers_saves(dtype: torch.dtype, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(**config_json(TINY))
+    config = transformers.GptOssConfig(**config_json(PLAIN_TINY))
     model = transformers.GptOssForCausalLM(config).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / INDEX).exists()
     checkpoint = Checkpoint(tmp_path)
-    assert checkpoint.config == TINY
+    assert checkpoint.config == PLAIN_TINY
     layer = model.model.layers[1]
     attention, experts = layer.self_attn, layer.mlp.experts
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -130,10 +112,14 @@ def test_what_transformers_saves(dtype: torch.dtype, tmp_path: Path) -> None:
         assert torch.equal(value, tensor), name
 
 
+def infos_of(source: Source) -> list[TensorInfo]:
+    return [info for ours in source.names() for info in source.stored(ours)]
+
+
 def test_tied_embeddings(tmp_path: Path) -> None:
     config = replace(TINY, tie_word_embeddings=True)
     checkpoint = Checkpoint(write_checkpoint(tmp_path, config))
-    assert "lm_head.weight" not in {info.name for info in checkpoint.infos()}
+    assert "lm_head.weight" not in {info.name for info in infos_of(checkpoint)}
     assert same(checkpoint["lm_head.weight"], checkpoint["embed_tokens.weight"])
     random = RandomCheckpoint(config)
     assert same(random["lm_head.weight"], random["embed_tokens.weight"])
@@ -154,21 +140,28 @@ def test_infos_cover_the_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     (header,) = struct.unpack("<Q", path.read_bytes()[:8])
     data = path.stat().st_size - 8 - header
-    infos = checkpoint.infos()
+    infos = infos_of(checkpoint)
     assert sum(info.nbytes for info in infos) == data
-    assert sum(map(checkpoint.nbytes, checkpoint.names())) == data
     assert {info.file for info in infos} == {path}
     assert {info.name: info.shape for info in infos} == {
         name: tuple(tensor.shape) for name, tensor in load_file(path).items()
     }
 
 
+def test_what_random_weights_would_store(tmp_path: Path) -> None:
+    """Names, shapes, dtypes and bytes are those of a file."""
+    stored = infos_of(Checkpoint(write_checkpoint(tmp_path)))
+    random = infos_of(RandomCheckpoint(TINY))
+    for one, other in zip(stored, random, strict=True):
+        assert one == replace(other, file=one.file, offset=one.offset)
+
+
 def sparse_checkpoint(folder: Path, vocab_size: int) -> Path:
     """A checkpoint whose weights are all zero and take no room on the disk."""
-    config = replace(TINY, vocab_size=vocab_size)
+    config = replace(PLAIN_TINY, vocab_size=vocab_size)
     (folder / "config.json").write_text(json.dumps(config_json(config)))
     header, offset = {}, 0
-    for parts_on_disk in stored_shapes(config, "huggingface", packed=False).values():
+    for parts_on_disk in stored_shapes(config).values():
         for name, shape in parts_on_disk.items():
             end = offset + 2 * math.prod(shape)
             entry = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, end]}
@@ -256,12 +249,20 @@ def test_a_tensor_is_the_file(tmp_path: Path) -> None:
 def test_subfolders_are_left_alone(tmp_path: Path) -> None:
     """The hub's folder holds the original files too, and pickles may lie about."""
     write_checkpoint(tmp_path, shards=2)
-    write_checkpoint(tmp_path / "original", layout="original", seed=1)
+    write_checkpoint(tmp_path / "original", seed=1)
     (tmp_path / "metal").mkdir()
     (tmp_path / "metal" / "model.bin").write_bytes(b"metal")
     (tmp_path / "optimizer.pt").write_bytes(b"pickle")
-    assert Checkpoint(tmp_path).layout == "huggingface"
-    assert Checkpoint(tmp_path / "original").layout == "original"
+    assert {file.parent for file in Checkpoint(tmp_path).files} == {tmp_path}
+
+
+def test_the_original_layout_is_refused_with_the_way(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    original = {"num_hidden_layers": 2, "rope_scaling_factor": 32.0}
+    (tmp_path / "config.json").write_text(json.dumps(original))
+    wanted = "OpenAI's own, of a folder named original; the folder that it lies in has"
+    with pytest.raises(ConfigError, match=wanted):
+        Checkpoint(tmp_path)
 
 
 def test_an_unknown_name(tmp_path: Path) -> None:
@@ -453,16 +454,10 @@ def test_a_shard_that_is_gone(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_an_original_shard_that_is_gone(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, layout="original", shards=3)
-    (tmp_path / "model--00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks 'block.*in the original layout"):
-        Checkpoint(tmp_path)
-
-
 def test_the_same_tensor_twice(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, layout="original", shards=2)
-    save_file({"norm.scale": torch.ones(96)}, tmp_path / "model--2.safetensors")
+    write_checkpoint(tmp_path, shards=2)
+    (tmp_path / INDEX).unlink()
+    save_file({"model.norm.weight": torch.ones(96)}, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match="expected each tensor once"):
         Checkpoint(tmp_path)
 

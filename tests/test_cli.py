@@ -10,20 +10,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TINY, write_checkpoint
+from checkpoints import TINY, config_json, write_checkpoint
 from models import TOKENIZER
 from rich.console import Console
 
 from simplellm import __version__
 from simplellm.api.reply import ChatChoice, ChatReply
 from simplellm.apps import calculator, cli, screen
-from simplellm.base.config import GPT_OSS_20B, LAYER_TYPES
+from simplellm.base.config import LAYER_TYPES
 from simplellm.base.request import Event, Request
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.names import stored_shapes
 from simplellm.text.harmony import Delta, from_openai, render
 
@@ -399,10 +400,10 @@ def test_usage_errors(capsys, arguments, part):
     assert part.lower() in err.lower()
 
 
-def sparse_checkpoint(folder: Path, layout: str) -> int:
+def sparse_checkpoint(folder: Path) -> int:
     """gpt-oss-20b with real headers over files that are all hole; the bytes of data."""
     header, end = {}, 0
-    for parts in stored_shapes(GPT_OSS_20B, layout, packed=True).values():
+    for parts in stored_shapes(GPT_OSS_20B).values():
         for name, shape in parts.items():
             packed = name.endswith(("blocks", "scales"))
             start, end = end, end + math.prod(shape) * (1 if packed else 2)
@@ -415,22 +416,13 @@ def sparse_checkpoint(folder: Path, layout: str) -> int:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
-    config = {
-        "model_type": "gpt_oss",
-        "rope_scaling": {
-            "rope_type": "yarn",
-            **asdict(GPT_OSS_20B.rope_scaling),  # type: ignore[arg-type]
-        },
-        **{k: v for k, v in asdict(GPT_OSS_20B).items() if k != "rope_scaling"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config_json(GPT_OSS_20B)))
     return end
 
 
-@pytest.mark.parametrize("layout", ["huggingface", "original"])
-def test_info_reads_headers_only(tmp_path, layout):
+def test_info_reads_headers_only(tmp_path):
     """13.8 GB of tensors described without touching a page of them."""
-    nbytes = sparse_checkpoint(tmp_path, layout)
+    nbytes = sparse_checkpoint(tmp_path)
     code = (
         "import sys; from simplellm.apps.cli import main; status = main();"
         "lines = open('/proc/self/status').read().splitlines();"
@@ -444,7 +436,7 @@ def test_info_reads_headers_only(tmp_path, layout):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert f"layout: {layout}" in result.stdout
+    assert "safetensors files: 1" in result.stdout
     assert f"{nbytes:,}" in result.stdout
     assert "20,914,757,184, of which 3,608,307,264 active" in result.stdout
     kilobytes = int(result.stderr.split()[-1])
@@ -493,7 +485,7 @@ def test_info_of_the_embedded_model(capsys):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert "the embedded model" in out
-    assert "layout: huggingface" in out
+    assert "safetensors files: 1" in out
     assert "experts" in out
 
 

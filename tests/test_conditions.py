@@ -23,8 +23,8 @@ from simplellm import LLM, EngineConfig
 from simplellm.api import load
 from simplellm.api.load import EMBEDDED
 from simplellm.apps.quantize import quantize_checkpoint
-from simplellm.base.config import MODELS
 from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.ops import PLAIN
 from simplellm.model.sizes import Need, enough, weight_bytes
@@ -85,7 +85,7 @@ def open_llm(
 
 
 def test_a_card_computes_with_kernels(open_llm: Any, card: SimpleNamespace) -> None:
-    assert open_llm() == "computing gpt-oss on a card with Triton kernels"
+    assert open_llm() == "computing gpt-oss (MXFP4) on a card with Triton kernels"
     assert card.asked["dtype"] == torch.bfloat16
     assert card.asked["ops"].name == "Triton"
     assert "'plain'" in open_llm(config=EngineConfig(operations="plain"))
@@ -200,9 +200,10 @@ def test_a_config_that_kernels_have_no_room_for_is_refused_before_the_load(
 @pytest.mark.parametrize("name", MODELS)
 def test_the_need_for_weights_is_that_of_the_shapes(name: str, packed: bool) -> None:
     config = EngineConfig().resolved("cuda")
-    need = Need.of(MODELS[name], config, packed=packed)
-    assert need.weights == sum(weight_bytes(MODELS[name], packed=packed).values())
-    mapped = Need.of(MODELS[name], config, packed=packed, mapped=True)
+    model = MODELS[name] if packed else replace(MODELS[name], formats={})
+    need = Need.of(model, config)
+    assert need.weights == sum(weight_bytes(model).values())
+    mapped = Need.of(model, config, mapped=True)
     assert mapped.weights < need.weights / 3
 
 

@@ -11,18 +11,19 @@ import torch
 from checkpoints import TINY, config_json
 
 from simplellm.base.config import (
-    GPT_OSS_20B,
-    GPT_OSS_120B,
     LAYER_TYPES,
     MAX_LAYERS,
-    MODELS,
     ConfigError,
     EngineConfig,
     ModelConfig,
     RopeScaling,
 )
-from simplellm.checkpoint.families import read_config
-from simplellm.checkpoint.families.gpt_oss import read_gpt_oss
+from simplellm.checkpoint.families import family_config, read_config
+from simplellm.checkpoint.families.gpt_oss import (
+    GPT_OSS_20B,
+    GPT_OSS_120B,
+    MODELS,
+)
 from simplellm.model.rope import yarn_frequencies
 
 # What the config.json of openai/gpt-oss-120b holds on the hub, older spelling.
@@ -72,17 +73,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 def test_the_hub_spelling() -> None:
     expected = replace(GPT_OSS_120B, eos_token_ids=(200002,))
-    assert read_gpt_oss(HUB_120B) == expected
-
-
-def test_the_original_spelling() -> None:
-    data = config_json(GPT_OSS_120B, "original")
-    assert "model_type" not in data
-    assert "num_local_experts" not in data
-    assert read_gpt_oss(data) == GPT_OSS_120B
-    assert read_gpt_oss(data | {"model_type": "gpt_oss"}) == GPT_OSS_120B
-    small = read_gpt_oss(config_json(TINY, "original"))
-    assert small == TINY  # ids beyond the vocabulary end nothing
+    assert family_config(HUB_120B) == expected
 
 
 @pytest.mark.parametrize("config", [TINY, *MODELS.values()])
@@ -96,8 +87,14 @@ def test_the_transformers_5_spelling(config: ModelConfig, tmp_path: Path) -> Non
     assert read_config(tmp_path / "config.json") == config
 
 
+def test_what_a_file_leaves_out_is_gpt_oss_120b_s() -> None:
+    assert family_config({"model_type": "gpt_oss"}) == replace(
+        GPT_OSS_120B, eos_token_ids=(), formats={}
+    )
+
+
 def test_plain_rope() -> None:
-    config = read_gpt_oss(changed(rope_scaling={"rope_type": "default"}))
+    config = family_config(changed(rope_scaling={"rope_type": "default"}))
     assert config.rope_scaling is None
 
 
@@ -107,7 +104,7 @@ def test_yarn_truncates_when_it_does_not_say() -> None:
         "factor": 4,
         "original_max_position_embeddings": 64,
     }
-    scaling = read_gpt_oss(changed(rope_scaling=entry)).rope_scaling
+    scaling = family_config(changed(rope_scaling=entry)).rope_scaling
     assert scaling == RopeScaling(4.0, 64, 32.0, 1.0, True)
 
 
@@ -118,7 +115,7 @@ def test_a_truncate_of_null_is_false_as_in_transformers() -> None:
     found = {}
     for truncate in (None, False, True):
         entry = config_json(TINY)["rope_scaling"] | {"truncate": truncate}
-        ours = read_gpt_oss(changed(rope_scaling=entry))
+        ours = family_config(changed(rope_scaling=entry))
         theirs = transformers.GptOssConfig(**changed(rope_scaling=entry))
         expected, _ = rope.ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
         found[truncate] = yarn_frequencies(ours)[0]
@@ -128,18 +125,18 @@ def test_a_truncate_of_null_is_false_as_in_transformers() -> None:
 
 
 def test_null_in_the_rope_entry_is_as_good_as_absent() -> None:
-    expected = read_gpt_oss(changed())
+    expected = family_config(changed())
     entry = config_json(TINY)["rope_scaling"] | {"rope_theta": None, "mscale": None}
-    assert read_gpt_oss(changed(rope_scaling=entry)) == expected
+    assert family_config(changed(rope_scaling=entry)) == expected
     entry |= {"type": entry.pop("rope_type"), "rope_type": None}
-    assert read_gpt_oss(changed(rope_scaling=entry)) == expected
+    assert family_config(changed(rope_scaling=entry)) == expected
 
 
 @pytest.mark.parametrize(
     ("written", "read"), [(7, (7,)), ([7, 9], (7, 9)), (None, ()), (..., ())]
 )
 def test_eos_token_id(written: Any, read: tuple[int, ...]) -> None:
-    config = read_gpt_oss(changed(eos_token_id=written))
+    config = family_config(changed(eos_token_id=written))
     assert config.eos_token_ids == read
 
 
@@ -154,9 +151,7 @@ def test_window_alternates() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; expected one of 'gpt_oss'"),
         ({"model_type": ...}, "model_type is None; expected one of 'gpt_oss'"),
-        ({"vocab_size": ...}, "vocab_size is missing"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"vocab_size": "97"}, "vocab_size is '97'; expected an integer"),
         ({"vocab_size": 97.5}, "vocab_size is 97.5; expected an integer"),
@@ -169,11 +164,6 @@ def test_window_alternates() -> None:
         ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6; expected 1 to 5"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0; expected 1 to 5"),
         ({"num_local_experts": 0}, "num_local_experts is 0; expected 1 to"),
-        (
-            {"num_local_experts": ..., "num_experts": -5, "initial_context_length": 9}
-            | {"rope_scaling_factor": 2, "rope_theta": 10},
-            "num_experts is -5; expected 0 to",
-        ),
         ({"sliding_window": 0}, "sliding_window is 0; expected 1 to"),
         ({"rope_theta": 10**400}, "expected more than 1, up to 1e+18"),
         ({"num_hidden_layers": 10**9}, f"expected 1 to {MAX_LAYERS}"),
@@ -183,28 +173,25 @@ def test_window_alternates() -> None:
         ),
         ({"layer_types": ["full_attention", "linear"]}, "layer_types is 'linear'"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
-        ({"sliding_window": ...}, "sliding_window is None; expected a number of tok"),
+        ({"sliding_window": None}, "sliding_window is None; expected a number of tok"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected more than 0"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
         ({"rope_theta": math.inf}, "rope_theta is inf"),
-        ({"rope_theta": ...}, "rope_theta is missing"),
         ({"rope_theta": 1.0}, "rope_theta is 1.0; expected more than 1"),
         ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0; expected more than 0"),
-        ({"rope_scaling": ...}, "rope_parameters (rope_scaling in older files)"),
-        ({"rope_scaling": []}, "rope_parameters (rope_scaling in older files)"),
+        ({"rope_scaling": []}, "rope_scaling is []; expected an object"),
         (
             {"rope_scaling": {"rope_type": "longrope"}},
             "expected one of 'default', 'linear', 'llama3', 'yarn'",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
-        ({"layer_types": []}, "of layer_types is 0; expected one for each of"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
         (
             {"quantization_config": 4},
-            "quant_method is 4; expected one of None, 'mxfp4'",
+            "quantization_config is 4; expected an object",
         ),
         ({"attention_bias": False}, "attention_bias is False; expected one of True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected one of 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected one of None, 'silu'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"eos_token_id": [1.5]}, "eos_token_id is [1.5]"),
@@ -213,7 +200,7 @@ def test_window_alternates() -> None:
 )
 def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read_gpt_oss(changed(**changes))
+        family_config(changed(**changes))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -231,7 +218,7 @@ def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> 
 def test_yarn_mistakes(changes: dict[str, Any], message: str) -> None:
     entry = config_json(TINY)["rope_scaling"] | changes
     with pytest.raises(ConfigError) as error:
-        read_gpt_oss(changed(rope_scaling=entry))
+        family_config(changed(rope_scaling=entry))
     assert message in str(error.value)
 
 

@@ -16,7 +16,7 @@ from drawings.svg import WIDTH, Box, Drawing, Text, width_of
 from drawings.weights import real_weight, sources
 
 from simplellm import LLM
-from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.names import tensor_shapes
 from simplellm.model.sizes import weight_bytes
 

@@ -19,13 +19,14 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from simplellm import LLM, EngineConfig
 from simplellm.api.load import load_model
 from simplellm.apps.info import describe
-from simplellm.base.config import GPT_OSS_20B, ConfigError
+from simplellm.base.config import ConfigError
 from simplellm.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointError,
     RandomCheckpoint,
 )
 from simplellm.checkpoint.families import ALL, FAMILIES, read_config
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.names import tensor_names
 from simplellm.model import sizes
 from simplellm.model.build import placement
@@ -382,7 +383,7 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
         "Llama", given(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
         "rope_type is 'longrope'",
     ),
-    "rope's kind": ("Llama", given(rope_parameters=[1]), "rope_parameters (rope_scal"),
+    "rope's kind": ("Llama", given(rope_parameters=[1]), "rope_parameters is [1]"),
     "rope's layers": (
         "Gemma3", given(rope_parameters={"full_attention": 3}), "full_attention of",
     ),

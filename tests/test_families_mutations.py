@@ -195,7 +195,7 @@ MISTAKES = {
     },
     "GPT2": {
         "Conv1D not transposed": Mutation(
-            checkpoint.put_together, "[part.mT for part in parts]", "parts"
+            checkpoint.assembled, "[part.mT for part in parts]", "parts"
         ),
         "mean not taken off": Mutation(
             variants.layer_norm,

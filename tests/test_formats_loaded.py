@@ -400,7 +400,7 @@ def test_sizes_and_random_weights(name: str, form: str, made) -> None:
                 assert (part.shape, part.dtype) == (same_part.shape, same_part.dtype)
             if form != "mxfp4":
                 assert (one.tile, one.inputs) == (two.tile, two.inputs)
-    wanted = weight_bytes(loaded.config, 4, packed=False)
+    wanted = weight_bytes(loaded.config, 4)
     mlps = [layer.mlp for layer in loaded.layers]
     taken = sum(mlp.gate_up.nbytes + mlp.down.nbytes for mlp in mlps)
     assert taken == wanted["experts" if name == "Qwen3-MoE" else "feed-forward"]

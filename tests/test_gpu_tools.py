@@ -11,7 +11,7 @@ import torch
 from checkpoints import TINY
 
 from simplellm import LLM
-from simplellm.base.config import MODELS
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.engine.page_manager import PageManager
 
 pytest.importorskip("triton")

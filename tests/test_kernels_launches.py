@@ -12,9 +12,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from simplellm.base.config import GPT_OSS_20B, EngineConfig, ModelConfig
+from simplellm.base.config import EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
 from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.checkpoint.formats import SCHEMES, SQUARES, formats, read_quantization
 from simplellm.engine.graphs import MIXED_SIZES, CaptureShape
 from simplellm.engine.page_manager import PageManager

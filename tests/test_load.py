@@ -24,8 +24,8 @@ from simplellm import (
     sizes,
 )
 from simplellm.api.load import load
-from simplellm.base.config import GPT_OSS_20B, LAYER_TYPES, MODELS
-from simplellm.base.files import find_file
+from simplellm.base.config import LAYER_TYPES
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, MODELS
 from simplellm.checkpoint.folder import recommended
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model.machine import find_device
@@ -255,36 +255,6 @@ def test_a_wrong_generation_config_is_named(
     with pytest.raises(ConfigError) as error:
         LLM(copy, device="cpu")
     assert str(error.value).startswith(f"{file}: ") and message in str(error.value)
-
-
-def test_an_original_folder_uses_the_tokenizer_beside_it(
-    folder: Path, tmp_path: Path
-) -> None:
-    shutil.copy(folder / "tokenizer.json", tmp_path)
-    write_checkpoint(tmp_path / "original", CONFIG, layout="original")
-    with LLM(tmp_path / "original", device="cpu") as original:
-        assert original.tokenizer.decode(original.tokenizer.encode("hi")) == "hi"
-        assert original.tokenizer.special["<|return|>"] in original.eos_token_ids
-        assert original.generate("hi", max_tokens=2, seed=0).result()[0].token_ids
-
-
-def test_an_original_folder_by_another_name(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(folder / "tokenizer.json", tmp_path)
-    original = tmp_path / "original"
-    original.mkdir()
-    link = tmp_path / "elsewhere" / "link"
-    link.parent.mkdir()
-    link.symlink_to(original)
-    monkeypatch.chdir(original)
-    for name in (Path("."), link, link.absolute(), Path("../original")):
-        file = find_file(name, "tokenizer.json")
-        assert file is not None and file.samefile(tmp_path / "tokenizer.json")
-    (link.parent / "original").symlink_to(tmp_path)
-    assert find_file(link.parent / "original", "x") is None
-    (link.parent / "x").touch()
-    assert find_file(link.parent / "original", "x") == link.parent / "x"
 
 
 def test_a_wrong_tokenizer_is_refused_before_the_weights_are_read(

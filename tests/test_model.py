@@ -21,7 +21,8 @@ from stepping import Stepper
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig, load_model
-from simplellm.base.config import LAYER_TYPES, MODELS
+from simplellm.base.config import LAYER_TYPES
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model import sizes
 from simplellm.model.layers import Experts, Layer

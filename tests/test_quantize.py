@@ -208,7 +208,7 @@ def test_experts_of_gpt_oss_become_mxfp4(tmp_path):
         main(["quantize", str(source), str(tmp_path / "x"), "--format", "mxfp4"]) == 0
     )
     before, after = Checkpoint(source), Checkpoint(tmp_path / "x")
-    assert after.packed and not before.packed
+    assert after.config.formats and not before.config.formats
     for name in before.names():
         old, new = before[name], after[name]
         if isinstance(new, torch.Tensor):

@@ -8,7 +8,8 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
-from simplellm.base.config import GPT_OSS_20B, ModelConfig, RopeScaling
+from simplellm.base.config import ModelConfig, RopeScaling
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.model.rope import rotations, yarn_frequencies
 
 CPU = torch.device("cpu")

@@ -9,16 +9,14 @@ import pytest
 import torch
 from checkpoints import TINY, config_json, write_checkpoint
 
-from simplellm.base.config import (
+from simplellm.base.config import LAYER_TYPES, EngineConfig, ModelConfig
+from simplellm.checkpoint.checkpoint import Checkpoint, RandomCheckpoint
+from simplellm.checkpoint.families import family_config
+from simplellm.checkpoint.families.gpt_oss import (
     GPT_OSS_20B,
     GPT_OSS_120B,
-    LAYER_TYPES,
     MODELS,
-    EngineConfig,
-    ModelConfig,
 )
-from simplellm.checkpoint.checkpoint import Checkpoint, RandomCheckpoint
-from simplellm.checkpoint.families.gpt_oss import read_gpt_oss
 from simplellm.checkpoint.names import NAMES, kind, tensor_names, tensor_shapes
 from simplellm.model.sizes import (
     Counts,
@@ -108,7 +106,7 @@ def test_weights_are_as_large_as_their_tensors(quantized: bool, tmp_path: Path) 
         size = checkpoint[name].nbytes
         size *= 2 if kind(name) == "norms" else 1  # kept in float32
         found[kind(name)] = found.get(kind(name), 0) + size
-    assert weight_bytes(TINY, 2, quantized) == found
+    assert weight_bytes(checkpoint.config, 2) == found
 
 
 def test_random_weights_are_as_large_as_loaded_ones() -> None:
@@ -118,7 +116,7 @@ def test_random_weights_are_as_large_as_loaded_ones() -> None:
 
 
 def test_unpacked_experts_take_more() -> None:
-    unpacked = weight_bytes(GPT_OSS_20B, packed=False)["experts"]
+    unpacked = weight_bytes(replace(GPT_OSS_20B, formats={}))["experts"]
     packed = weight_bytes(GPT_OSS_20B)["experts"]
     assert unpacked / packed == pytest.approx(32 / 8.5, rel=0.01)
 
@@ -220,7 +218,8 @@ def test_the_need_of_a_model(name: str) -> None:
     assert found.step == activation_bytes(model, 8192, 256, 2)
     mapped = Need.of(model, config, mapped=True)
     assert found.weights - mapped.weights == weight_bytes(model)["experts"]
-    assert Need.of(model, config, packed=False).weights > 2 * found.weights
+    plain = replace(model, formats={})
+    assert Need.of(plain, config).weights > 2 * found.weights
     assert need(model, GPU, cache_bytes=12345).cache == 12345
     assert need(model, GPU).cache == kv_bytes(model, 8192)  # at least a step's
 
@@ -255,7 +254,7 @@ def test_a_cache_too_large_is_refused(card: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("options", [{"num_pages": 2**33}, {"cache_bytes": 2**45}])
 def test_absurd_caches_are_refused_on_a_cpu(options: dict[str, int]) -> None:
-    model = read_gpt_oss(config_json(TINY))
+    model = family_config(config_json(TINY))
     with (
         pytest.raises(MemoryError, match=r"the CPU has not enough .*num_pages"),
         enough(need(model, CPU, **options), CPU),

@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from simplellm.apps.roofline import Machine, read_bytes, step_flops
-from simplellm.base.config import MODELS
+from simplellm.checkpoint.families.gpt_oss import MODELS
 
 RECORDS = {"gpt-oss-120b": "12-bench", "gpt-oss-20b": "12-bench-20b"}
 PICTURE = "headline"

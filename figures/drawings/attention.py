@@ -18,7 +18,7 @@ from drawings.svg import (
     number,
     shade,
 )
-from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.names import axes
 from simplellm.model.rope import yarn_frequencies
 from simplellm.model.sizes import position_bytes

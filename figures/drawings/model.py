@@ -21,8 +21,9 @@ from drawings.svg import (
     shade,
     tint,
 )
-from simplellm.base.config import GPT_OSS_120B, ModelConfig
+from simplellm.base.config import ModelConfig
 from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.names import is_expert_weight, packed_shapes, tensor_shapes
 from simplellm.model.sizes import position_bytes

@@ -18,7 +18,7 @@ from drawings.svg import (
     Drawing,
     mix,
 )
-from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.model.kernels.experts import tilings
 from simplellm.model.kernels.routing import max_blocks
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # an engine may be in another process, and PyTorch there alon
 class LLM:
     """A model that answers any number of threads, all their requests at once.
 
-    ``model`` is a checkpoint folder in either layout; without it, the model that comes
+    ``model`` is a checkpoint folder; without it, the model that comes
     with the package. ``config`` has the engine's sizes and switches, and other keywords
     (``max_model_len=4096``) replace fields of it. ``dtype``, ``device``,
     ``random_weights`` and ``seed`` are those of `load_model`. On an NVIDIA

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.checkpoint import Checkpoint, Source, Upload, open_weights
+from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.scaled import Scaled
+from simplellm.checkpoint.source import Source
 from simplellm.engine.engine import Engine
 from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
@@ -81,10 +82,8 @@ def load_engine(
     LOGGER.info(
         "computing %s on %s with %s", title(source.config), name_of(device), how
     )
-    mapped = device.type == "cpu" and isinstance(source, Checkpoint) and source.packed
-    need = Need.of(
-        source.config, config, dtype.itemsize, packed=source.packed, mapped=mapped
-    )
+    mapped = device.type == "cpu" and source.mapped
+    need = Need.of(source.config, config, dtype.itemsize, mapped=mapped)
     with on(device), enough(need, device):
         if operations == "fused":
             ops = fused_operations(source.config, config, dtype, device)
@@ -163,13 +162,13 @@ def choose_operations(
     Raises ValueError for what ``config`` demands and this machine cannot do.
     """
     reason, model = why_not_triton(device, dtype), source.config
-    other = bool(model.names)  # than gpt-oss
     packed = any(form.is_mxfp4 for form in model.formats.values())
+    interleaved = model.activation == "clamped_swiglu"  # as gpt-oss's experts are
     if config.operations == "plain":
         reason = "operations is 'plain'"
-    elif reason is None and not (source.packed or other):
+    elif reason is None and interleaved and not packed:
         reason = "the experts are not packed, and the kernels read MXFP4"
-    elif reason is None and other and packed:
+    elif reason is None and packed and not interleaved:
         reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
     if reason is None:
         return "fused", "Triton kernels"

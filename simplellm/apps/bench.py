@@ -250,13 +250,10 @@ class Ground:
     model: ModelConfig
     machine: Machine
     itemsize: int
-    packed: bool
 
     def step(self, tokens: int, sampled: int, context: int = 0) -> tuple[Reads, float]:
         """What a step must read, and the least seconds that it takes."""
-        reads = read_bytes(
-            self.model, tokens, context, itemsize=self.itemsize, packed=self.packed
-        )
+        reads = read_bytes(self.model, tokens, context, itemsize=self.itemsize)
         flops = step_flops(self.model, tokens, sampled)
         return reads, self.machine.least_seconds(reads.total, flops)
 
@@ -368,7 +365,7 @@ def measure(
     cases = plan_cases(plan, config.max_num_batched_tokens, limit)
     config = engine_config(cases, config)
     machine = measure_machine(place, sum(weight_bytes(source.config, 4).values()))
-    ground = Ground(source.config, machine, dtype.itemsize, source.packed)
+    ground = Ground(source.config, machine, dtype.itemsize)
     if place.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
@@ -387,6 +384,6 @@ def measure(
             "machine": asdict(machine),
             "load_seconds": llm.weights_seconds,
             "engine_seconds": seconds - llm.weights_seconds,  # kernels, cache, graphs
-            "memory": describe_memory(llm.model, room, source.packed),
+            "memory": describe_memory(llm.model, room),
             **rows,
         }

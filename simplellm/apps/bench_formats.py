@@ -20,11 +20,12 @@ from simplellm.apps.bench import Bench, Case
 from simplellm.apps.quantize import TARGETS
 from simplellm.apps.report import circumstances
 from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
-from simplellm.checkpoint.checkpoint import Source, open_weights
+from simplellm.checkpoint.checkpoint import open_weights
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
+from simplellm.checkpoint.source import Source
 from simplellm.checkpoint.stored import encoded
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.model.sizes import weight_bytes
@@ -46,10 +47,11 @@ class Recoded:
     """The mapping of a checkpoint, its layers' weights rounded to a ``form``."""
 
     def __init__(self, source: Source, form: NumberFormat) -> None:
-        self.source, self.packed = source, False
+        self.source = source
         forms = dict.fromkeys(wanted(source.config, form), form)
         self.config = replace(source.config, formats=forms)
-        self.names = source.names
+        self.names, self.stored = source.names, source.stored
+        self.files, self.mapped = source.files, False
 
     def __getitem__(self, ours: str) -> Weight:
         weight, form = self.source[ours], self.config.formats.get(ours)
@@ -122,7 +124,7 @@ def measure_formats(
         if form and not any(wanted(source.config, form)):
             continue
         one: Any = Recoded(source, form) if form else source
-        size = weight_bytes(one.config, dtype.itemsize, one.packed)
+        size = weight_bytes(one.config, dtype.itemsize)
         engine, how, seconds = load_engine(one, config, dtype, place)
         limited = replace(input_processor, max_model_len=engine.max_model_len)
         with start.of(Loaded(engine, limited, how, seconds)) as llm:

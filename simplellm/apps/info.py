@@ -2,29 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 
-from simplellm.base.config import MODELS, ModelConfig
-from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.checkpoint import Checkpoint, RandomCheckpoint
 from simplellm.checkpoint.families import FAMILIES
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import EMBEDDED, check_downloaded
 from simplellm.checkpoint.formats import format_names
-from simplellm.checkpoint.names import kind, stored_shapes
+from simplellm.checkpoint.names import kind
+from simplellm.checkpoint.source import Source
 from simplellm.model.sizes import count_parameters
 
 ROW = "{:<12}  {:<11}  {:>17}  {:>16}  {:>7}"
-
-
-def published(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """OpenAI's checkpoint of a model: packed experts, the rest bfloat16."""
-    stored = {}
-    for parts in stored_shapes(config, "huggingface", packed=True).values():
-        for name, shape in parts.items():
-            quantized = name.endswith(("_blocks", "_scales"))
-            size = prod(shape)
-            stored[name] = ("U8", size) if quantized else ("BF16", 2 * size)
-    return stored
 
 
 def dimensions(config: ModelConfig, total: int, active: int) -> dict[str, str]:
@@ -59,32 +49,31 @@ def describe(path: str | None) -> Iterator[str]:
     ``path`` is a checkpoint folder or the name of a known model, whose published shapes
     then count; None is the embedded model. Raises CheckpointError or ConfigError.
     """
+    source: Source
     if path in MODELS and not Path(path).exists():
-        config, layout, packed = MODELS[path], "huggingface", True
-        stored, source = published(config), "no files, the published shapes"
+        source, said = RandomCheckpoint(MODELS[path]), "no files, the published shapes"
     else:
-        checkpoint = Checkpoint(EMBEDDED if path is None else check_downloaded(path))
-        config, infos = checkpoint.config, checkpoint.infos()
-        layout, packed = checkpoint.layout, checkpoint.packed
-        stored = {info.name: (info.dtype, info.nbytes) for info in infos}
-        files = len({info.file for info in infos})
-        source = f"safetensors files: {files}, layout: {layout}"
+        source = Checkpoint(EMBEDDED if path is None else check_downloaded(path))
+        said = f"safetensors files: {len(source.files)}"
+    config = source.config
     total, active, parameters = count_parameters(config)
-    yield f"{path or 'the embedded model'}: {source}"
+    yield f"{path or 'the embedded model'}: {said}"
     yield ""
     for name, text in dimensions(config, total, active).items():
         yield f"{name:<12} {text}"
     yield ""
     parts: dict[str, list[tuple[str, int]]] = {}  # dtypes or formats, and bytes
-    for ours, names in stored_shapes(config, layout, packed).items():
+    for ours in source.names():
         form = config.formats.get(ours)
-        for name in names:
-            dtype, size = stored[name]
-            said = form.name.split()[0] if form else dtype.replace("U8", "MXFP4")
-            parts.setdefault(kind(ours), []).append((said, size))
-    nbytes = sum(size for _, size in stored.values())
+        parts.setdefault(kind(ours), []).extend(
+            (form.name.split()[0] if form else info.dtype, info.nbytes)
+            for info in source.stored(ours)
+        )
+    if config.tie_word_embeddings:
+        del parts["embedding"]  # it is the LM head
+    nbytes = sum(size for sizes in parts.values() for _, size in sizes)
     yield ROW.format("part", "stored as", "parameters", "bytes", "share")
-    for part, count in parameters.items():  # tied, the embedding is the LM head
+    for part, count in parameters.items():
         size = sum(size for _, size in parts[part])
         kinds = ", ".join(dict(parts[part]))
         yield ROW.format(part, kinds, f"{count:,}", f"{size:,}", f"{size / nbytes:.1%}")

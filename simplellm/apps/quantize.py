@@ -70,7 +70,7 @@ def chosen(
     found = {spelled(name): info for name, info in infos.items()}
     forms: dict[str, NumberFormat | None] = dict.fromkeys(infos)
     for ours, name in tensor_names(config).items():
-        names = stored_names(name, "huggingface", False, config.num_local_experts)
+        names = stored_names(name, config.num_local_experts)
         parts = [found[part] for part in names if part in found]
         if form is MXFP4_EXPERTS:
             ok = is_expert_weight(ours)
@@ -161,7 +161,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     known = config.get("quantization_config")
     expect(known is None, "quantization_config", known, "none: weights as trained")
     checkpoint, form = Checkpoint(source), TARGETS[format]
-    if not checkpoint.config.names:
+    if checkpoint.config.activation == "clamped_swiglu":  # gpt-oss
         expect(form.is_mxfp4, "format", format, "mxfp4, that of gpt-oss's experts")
         form = MXFP4_EXPERTS
     shards = {file: map_shard(file) for file in files}

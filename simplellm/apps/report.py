@@ -86,10 +86,10 @@ def circumstances(
     }
 
 
-def describe_memory(model: Model, cache: int, packed: bool) -> dict[str, int | None]:
+def describe_memory(model: Model, cache: int) -> dict[str, int | None]:
     """Bytes of weights and cache, and the most that PyTorch held; None: not known."""
     gpu = model.device.type == "cuda"
-    weights = weight_bytes(model.config, model.dtype.itemsize, packed)
+    weights = weight_bytes(model.config, model.dtype.itemsize)
     return {
         "weights": sum(weights.values()),
         "cache": cache,

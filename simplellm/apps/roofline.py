@@ -40,12 +40,7 @@ class Reads:
 
 
 def read_bytes(
-    config: ModelConfig,
-    tokens: int,
-    context: int = 0,
-    *,
-    itemsize: int = 2,
-    packed: bool = True,
+    config: ModelConfig, tokens: int, context: int = 0, *, itemsize: int = 2
 ) -> Reads:
     """What a step of one new token for each of ``tokens`` sequences must read.
 
@@ -56,7 +51,7 @@ def read_bytes(
 
     Activations and what is written are left out; both are small.
     """
-    found = weight_bytes(config, itemsize, packed)
+    found = weight_bytes(config, itemsize)
     experts = found.pop("experts", 0)
     found.pop("embedding", None)
     rows = tokens * config.hidden_size * itemsize

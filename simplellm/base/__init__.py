@@ -4,5 +4,5 @@
 all of the package uses. `sampling_params.py` is what a request may ask for,
 `request.py` the request and the events that tell of it, `grammar.py` what its text must
 follow. `noise.py` has random numbers as a function, `transfer.py` brings numbers to the
-device and back, `files.py` finds a checkpoint's files.
+device and back.
 """

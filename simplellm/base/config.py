@@ -19,7 +19,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 BLOCK = 32  # elements of an MXFP4 weight that share a scale; packed, they are 16 bytes
 MAX_LAYERS = 1024
 MAX_SIZE = 2**31 - 1
-HARMONY_EOS = (200002, 199999, 200012)  # <|return|>, <|endoftext|>, <|call|>
 
 
 class ConfigError(ValueError):
@@ -45,15 +44,13 @@ def declared(
     low: float = 1,
     high: float = MAX_SIZE,
     above: float | None = None,
-    keys: str = "",
 ) -> Any:
-    """A dataclass field with bounds, which `read` also looks for under ``keys``.
+    """A dataclass field with bounds, which `read` finds in a config.json.
 
     A number is ``low`` to ``high`` or, if ``above`` is given, more than that.
     """
     bounds = {"low": low, "high": high, "above": above}
-    facts = {"bounds": bounds, "keys": keys.split()}
-    return field(default=default, metadata=facts)
+    return field(default=default, metadata={"bounds": bounds})
 
 
 KINDS: dict[Any, tuple[Any, str]] = {
@@ -188,21 +185,19 @@ def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     """The `declared` fields of the dataclass ``kind`` that a parsed config.json holds.
 
     null counts as absent. Raises TypeError or ValueError for a value that does not fit,
-    and for an absent one without a default; it names the key as the file spells it.
+    and for an absent one without a default.
     """
     found = {}
     for spec in fields(kind):
         if not spec.metadata:
             continue
-        keys = (spec.name, *spec.metadata["keys"])
-        key = next((key for key in keys if data.get(key) is not None), spec.name)
-        value = data.get(key)
+        value = data.get(spec.name)
         if value is not None:
-            check_value(key, value, spec)
+            check_value(spec.name, value, spec)
             found[spec.name] = float(value) if spec.type is float else value
         elif spec.default is MISSING:
             wanted = KINDS[spec.type][1]
-            raise ValueError(f"{' or '.join(keys)} is missing; expected {wanted}")
+            raise ValueError(f"{spec.name} is missing; expected {wanted}")
     return found
 
 
@@ -242,10 +237,10 @@ class RopeScaling:
     the factors of low and high frequencies llama3's.
     """
 
-    factor: float = declared(above=0, high=1e9, keys="rope_scaling_factor")
-    original_max_position_embeddings: int = declared(keys="initial_context_length")
-    beta_fast: float = declared(32.0, above=0, high=1e9, keys="rope_ntk_beta")
-    beta_slow: float = declared(1.0, above=0, high=1e9, keys="rope_ntk_alpha")
+    factor: float = declared(above=0, high=1e9)
+    original_max_position_embeddings: int = declared()
+    beta_fast: float = declared(32.0, above=0, high=1e9)
+    beta_slow: float = declared(1.0, above=0, high=1e9)
     truncate: bool = declared(True)
     rope_type: Literal["yarn", "llama3", "linear"] = "yarn"
     low_freq_factor: float = declared(1.0, above=0, high=1e9)
@@ -289,16 +284,16 @@ class ModelConfig:
     """
 
     model_type: str = "gpt_oss"  # a key of `simplellm.checkpoint.families.FAMILIES`
-    # Our tensors and theirs, each a `checkpoint.names.Name`; (): those of gpt-oss.
-    names: tuple[Any, ...] = field(default=(), repr=False)
-    # By our name, each a `checkpoint.formats.NumberFormat`; the rest is as gpt-oss's.
+    # Which tensors it has, each a `checkpoint.names.Name`.
+    names: tuple[Any, ...] = field(repr=False)
+    # By our name, each a `checkpoint.formats.NumberFormat`; the rest are plain numbers.
     formats: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
     vocab_size: int = declared()
     hidden_size: int = declared()
     intermediate_size: int = declared()
     num_hidden_layers: int = declared(high=MAX_LAYERS)
-    num_local_experts: int = declared(low=0, high=4096, keys="num_experts")
-    num_experts_per_tok: int = declared(low=0, keys="experts_per_token")
+    num_local_experts: int = declared(low=0, high=4096)
+    num_experts_per_tok: int = declared(low=0)
     num_attention_heads: int = declared()
     num_key_value_heads: int = declared()
     head_dim: int = declared()
@@ -356,33 +351,6 @@ class ModelConfig:
         """The windows of the groups that layers form by them: None, for all, first."""
         sliding = "sliding_attention" in self.layer_types
         return (None, self.sliding_window) if sliding else (None,)
-
-
-GPT_OSS_120B = ModelConfig(
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_local_experts=128,
-    num_experts_per_tok=4,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    sliding_window=128,
-    layer_types=LAYER_TYPES * 18,
-    rope_theta=150_000.0,
-    rope_scaling=RopeScaling(32.0, 4096, 32.0, 1.0, False),
-    max_position_embeddings=131072,
-    eos_token_ids=HARMONY_EOS,
-)
-GPT_OSS_20B = replace(
-    GPT_OSS_120B,
-    num_hidden_layers=24,
-    num_local_experts=32,
-    layer_types=LAYER_TYPES * 12,
-)
-MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
 
 
 DEFAULTS = {  # on a CPU, on a GPU

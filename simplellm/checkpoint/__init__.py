@@ -1,6 +1,7 @@
 """Checkpoints: what lies in a folder, and how weights are stored.
 
-`checkpoint.py` opens a folder and reads tensors, `names.py` says what each is called,
+`source.py` says what a model is loaded from, `checkpoint.py` opens a folder of
+safetensors files as such a source, `names.py` says what each tensor is called,
 `folder.py` reads the small files beside them. `families/` has a file of data for each
 family of models. `formats.py` reads how weights are stored: `mxfp4.py` in 4 bits,
 `scaled.py` in 8, `stored.py` makes either from what a checkpoint holds.

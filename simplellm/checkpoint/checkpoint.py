@@ -6,8 +6,7 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from reprlib import repr as short
@@ -26,18 +25,18 @@ from simplellm.base.config import (
 )
 from simplellm.checkpoint.families import FAMILIES, read_config
 from simplellm.checkpoint.folder import EMBEDDED, check_downloaded, open_config
-from simplellm.checkpoint.formats import FLOATS, NumberFormat
+from simplellm.checkpoint.formats import FLOATS, MXFP4_EXPERTS, NumberFormat
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import (
     Name,
     Shape,
-    axes,
     is_expert_weight,
     packed_shapes,
     stored_shapes,
     tensor_names,
     tensor_shapes,
 )
+from simplellm.checkpoint.source import Source, TensorInfo
 from simplellm.checkpoint.stored import decoded, encoded, in_one
 
 
@@ -64,18 +63,6 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a file's header says of one tensor; ``name`` is the name on disk."""
-
-    name: str
-    dtype: str  # as safetensors spells it, a key of DTYPES
-    shape: Shape
-    nbytes: int
-    file: Path
-    offset: int  # of its first byte in the file
 
 
 def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
@@ -118,60 +105,73 @@ def map_shard(file: Path) -> mmap.mmap:
     )
 
 
-def assembled(parts: list[Tensor], ours: str, layout: str) -> Weight:
-    """The weight [..., out, in] that we call ``ours``, from its parts on disk.
+def assembled(
+    parts: Sequence[Tensor],
+    name: Name,
+    shape: Sequence[int],
+    form: NumberFormat | None = None,
+) -> Weight:
+    """The weight [..., out, in] of this ``shape`` from its parts on disk.
 
-    The parts are in the order of `stored_names`. Only q, k and v are copied, which are
-    joined; the unpacked experts of Hugging Face are turned from [in, out] by a view.
+    The parts are in the order of `stored_names`; of a ``form``, each is several
+    tensors. What is stored [in, out] is turned by a view; what has parts is copied
+    once.
     """
-    if not is_expert_weight(ours):
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-    if len(parts) == 2:
-        return MXFP4(*parts)
-    return parts[0].transpose(1, 2) if layout == "huggingface" else parts[0]
+    if form is not None:
+        count = len(form.suffixes)
+        starts = range(0, len(parts), count)
+        weights = [decoded(form, parts[start : start + count]) for start in starts]
+        return in_one(weights, shape)
+    parts = [part.mT for part in parts] if name.turned else parts
+    return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).view(*shape)
 
 
 class Checkpoint:
-    """A checkpoint folder as a mapping from our names to its tensors.
+    """A checkpoint folder as a mapping from our names to its tensors: a `Source`.
 
     Opening reads config.json and the headers and checks all that they can tell;
     the data stays on disk until a tensor is touched. Raises CheckpointError or
-    ConfigError.
-
-    ``path``, ``config``; ``layout``: "huggingface" or "original"; ``packed``: whether
-    the experts are MXFP4 as gpt-oss's are.
+    ConfigError. ``path``, ``config``, ``files``.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        files, index = find_shards(self.path)
+        self.files, index = find_shards(self.path)
         self.config = read_config(self.path / "config.json")
-        self._shards = {file: map_shard(file) for file in files}
+        self._shards = {file: map_shard(file) for file in self.files}
         self._spelled = partial(FAMILIES[self.config.model_type].spelled, self.config)
         self._infos = read_headers(self._shards, self._spelled)
-        original = "embedding.weight" in self._infos
-        self.layout = "original" if original else "huggingface"
-        some_packed = any(info.dtype == "U8" for info in self._infos.values())
-        self.packed = some_packed and not self.config.names
         with raising(CheckpointError, self.path):
-            self._ours = tensor_names(self.config)
-            self._stored = stored_shapes(self.config, self.layout, self.packed)
+            self._table = tensor_names(self.config)
+            self._shapes = tensor_shapes(self.config)
+            self._stored = stored_shapes(self.config)
             self._check_names(index)
             self._check_headers()
 
     def __getitem__(self, ours: str) -> Weight:
-        """The weight [out, in] in its dtype on disk.
+        """The weight [..., out, in] in its dtype on disk.
 
-        Backed by the file, except for q, k and v, which the Hugging Face layout
-        stores apart and which are joined into a copy. Its unpacked experts are a
-        transposed view. Writing to a tensor does not change the file.
+        Backed by the file, except for what is stored in parts, like q, k and v, which
+        are joined into a copy. Writing to a tensor does not change the file.
         """
-        infos = [self._infos[name] for name in self._stored[ours]]
-        parts = [tensor_view(self._shards[info.file], info) for info in infos]
-        if self.config.names:  # not gpt-oss
-            form = self.config.formats.get(ours)
-            return put_together(parts, self._ours[ours], axes(self.config), form)
-        return assembled(parts, ours, self.layout)
+        parts = [tensor_view(self._shards[i.file], i) for i in self.stored(ours)]
+        form = self.config.formats.get(ours)
+        return assembled(parts, self._table[ours], self._shapes[ours], form)
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+        return list(self._stored)
+
+    def stored(self, ours: str) -> list[TensorInfo]:
+        """What is on disk for the tensor that we call ``ours``."""
+        return [self._infos[name] for name in self._stored[ours]]
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all experts are views of a file, and take no memory on a CPU."""
+        experts = [ours for ours in self._stored if is_expert_weight(ours)]
+        packed = (self.config.formats.get(ours) == MXFP4_EXPERTS for ours in experts)
+        return all(packed) and all(len(self._stored[ours]) == 2 for ours in experts)
 
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""
@@ -188,7 +188,7 @@ class Checkpoint:
         if wrong:
             raise ValueError(
                 f"{wrong}; expected the {len(expected)} tensors that config.json "
-                f"implies in the {self.layout} layout"
+                "implies"
             )
         for stored, file in index.items():
             name = self._spelled(stored)
@@ -200,7 +200,6 @@ class Checkpoint:
 
     def _check_headers(self) -> None:
         """Raise ValueError for a tensor stored in another way than it should be."""
-        size = axes(self.config)
         for ours, parts in self._stored.items():
             form = self.config.formats.get(ours)
             for number, (name, shape) in enumerate(parts.items()):
@@ -208,47 +207,13 @@ class Checkpoint:
                 found, wanted = short(list(info.shape)), list(shape)
                 if info.shape != shape:
                     raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
-                kinds = ("U8",) if name.endswith(("blocks", "scales")) else FLOATS
-                kinds = form.kinds[number % len(form.kinds)] if form else kinds
+                kinds = form.kinds[number % len(form.kinds)] if form else FLOATS
                 known = ", ".join(kinds)
                 expect(info.dtype in kinds, repr(name), info.dtype, known)
                 if name.endswith("_shape"):  # that of numbers packed into words
                     said = tensor_view(self._shards[info.file], info).tolist()
-                    columns = size[self._ours[ours].shape.split()[-1]]
+                    columns = self._shapes[ours][-1]
                     expect(said[-1] == columns, repr(name), said, f"{columns} columns")
-
-    def names(self) -> list[str]:
-        """Our names of all tensors, in the model's order."""
-        return list(self._stored)
-
-    def infos(self) -> list[TensorInfo]:
-        """What is on disk, by file and name there."""
-        return sorted(self._infos.values(), key=lambda info: (info.file, info.name))
-
-    def nbytes(self, ours: str) -> int:
-        """Bytes on disk of the tensor that we call ``ours``."""
-        return sum(self._infos[name].nbytes for name in self._stored[ours])
-
-
-def put_together(
-    parts: list[Tensor],
-    name: Name,
-    size: Mapping[str, int],
-    form: NumberFormat | None = None,
-) -> Weight:
-    """`assembled` for other families: experts, gate and up may lie apart, too.
-
-    ``size`` are the `axes`; of a ``form``, each part is several tensors. What is stored
-    [in, out] is turned by a view; what has parts is copied once.
-    """
-    shape = [size[axis] for axis in name.shape.split()]
-    if form is not None:
-        count = len(form.suffixes)
-        starts = range(0, len(parts), count)
-        weights = [decoded(form, parts[start : start + count]) for start in starts]
-        return in_one(weights, shape)
-    parts = [part.mT for part in parts] if name.turned else parts
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shape)
 
 
 def read_headers(
@@ -372,11 +337,14 @@ RANDOM_SCALE = 119  # an exponent of 119 - 127 = -8
 class RandomCheckpoint:
     """Random weights in the shapes of ``config``, each made when it is asked for.
 
-    Same mapping as Checkpoint, gpt-oss's experts packed. Nibbles are uniform, scales
-    2^-8, norms 1, biases 0, embeddings and sinks N(0, 1), other weights N(0, 0.02) and
-    rounded to their format. A tensor depends on the seed, its name, shape, dtype and
-    format, and the kind of device alone.
+    A `Source`. Of MXFP4, nibbles are uniform and scales 2^-8; norms are 1, biases 0,
+    embeddings and sinks N(0, 1), other weights N(0, 0.02) and rounded to their format.
+    A tensor depends on the seed, its name, shape, dtype and format, and the kind of
+    device alone.
     """
+
+    files = ()
+    mapped = False
 
     def __init__(
         self,
@@ -387,22 +355,22 @@ class RandomCheckpoint:
         seed: int = 0,
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.seed, self.packed = seed, not config.names
-        self._shapes = tensor_shapes(config)
+        self.seed, self._shapes = seed, tensor_shapes(config)
 
     def names(self) -> list[str]:
         """Our names of all tensors, in the model's order."""
         return list(self._shapes)
 
     def __getitem__(self, ours: str) -> Weight:
-        """The weight [out, in]: in ``dtype``, or MXFP4 if it is an expert's."""
+        """The weight [..., out, in]: in ``dtype``, or in its format."""
         if self.config.tie_word_embeddings and ours == "lm_head.weight":
             ours = "embed_tokens.weight"
         shape = self._shapes[ours]
         digest = hashlib.sha256(f"{self.seed} {ours}".encode()).digest()
         generator = torch.Generator(self.device)
         generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
-        if self.packed and is_expert_weight(ours):
+        form = self.config.formats.get(ours)
+        if form is not None and form.is_mxfp4:
             blocks, scales = packed_shapes(shape)
             return MXFP4(
                 self._empty(blocks, torch.uint8).random_(256, generator=generator),
@@ -415,14 +383,24 @@ class RandomCheckpoint:
             return tensor.fill_(1)
         std = 1.0 if ours.endswith(("embed_tokens.weight", "sinks")) else 0.02
         tensor.normal_(std=std, generator=generator)
-        form = self.config.formats.get(ours)
         return encoded(form, tensor) if form else tensor
+
+    def stored(self, ours: str) -> list[TensorInfo]:
+        """What a file of ordinary numbers in ``dtype`` and of formats would hold."""
+        form = self.config.formats.get(ours)
+        plain = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        kinds = [kinds[0] for kinds in form.kinds] if form else [plain]
+        infos = []
+        for number, (name, shape) in enumerate(
+            stored_shapes(self.config)[ours].items()
+        ):
+            kind = kinds[number % len(kinds)]
+            size = math.prod(shape) * DTYPES[kind].itemsize
+            infos.append(TensorInfo(name, kind, shape, size, Path(), 0))
+        return infos
 
     def _empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
-
-
-Source = Checkpoint | RandomCheckpoint
 
 
 def open_weights(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from simplellm.base.config import (
-    MODELS,
     CheckpointError,
     ConfigError,
     ModelConfig,
@@ -16,9 +15,9 @@ from simplellm.base.config import (
     raising,
     read_json,
 )
-from simplellm.base.files import find_file
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.families import read_config
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.text.tokenizer import Tokenizer
 
 EMBEDDED = Path(str(files("simplellm"))) / "embedded"
@@ -61,9 +60,9 @@ def read_generation_config(
 
     Raises ConfigError, which names the file.
     """
-    file = find_file(folder, "generation_config.json")
+    file = folder / "generation_config.json"
     with raising(ConfigError, file):
-        generation = read_json(file) if file else {}
+        generation = read_json(file) if file.is_file() else {}
         return recommended(generation), end_token_ids(generation, vocab_size)
 
 

@@ -15,6 +15,7 @@ from simplellm.base.config import ModelConfig, as_texts, expect, one_of
 from simplellm.checkpoint.names import (
     Name,
     Shape,
+    is_expert_weight,
     packed_shapes,
     stored_names,
     tensor_names,
@@ -136,7 +137,7 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
     for ours, name in tensor_names(config).items():
         if ".router." in ours:  # newer files don't list them, as no linear layers
             continue
-        parts = stored_names(name, "huggingface", False, config.num_local_experts)
+        parts = stored_names(name, config.num_local_experts)
         forms = [stored.format_of(part) for part in parts]
         names = ["ordinary numbers" if form is None else form.name for form in forms]
         # Parts are joined, and a joined weight has one format.
@@ -145,7 +146,8 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
             expect(form == forms[0], f"the format of {part}", said, wanted)
         if forms[0] is not None:
             where = f"the format of {parts[0]}"
-            expect(is_matrix(name), where, names[0], "ordinary numbers")
+            packed = forms[0].is_mxfp4 and is_expert_weight(ours)
+            expect(packed or is_matrix(name), where, names[0], "ordinary numbers")
             found[ours] = forms[0]
     return found
 

@@ -18,10 +18,9 @@ class Name(NamedTuple):
     ours: str
     shape: str  # its axes, as `axes` measures them
     split: str  # the axis that several devices share out; "": each has all of it
-    original: str  # in the files that OpenAI published
-    huggingface: str  # {q,k,v}: three tensors; {e}: one for each expert
+    stored: str  # in a file; {q,k,v}: three tensors; {e}: one for each expert
     needs: str = ""  # the field of ModelConfig that has to be true for it
-    turned: bool = False  # [in, out] in `huggingface`, if it is not packed
+    turned: bool = False  # [in, out] in a file, if it is not packed
 
     def at(self, layer: int) -> "Name":
         here: dict[str, Any] = {
@@ -39,52 +38,36 @@ class Name(NamedTuple):
 # fmt: off
 NAMES = (
     Name("embed_tokens.weight", "V hidden", "",
-         "embedding.weight",
          "model.embed_tokens.weight"),
     Name("layers.{n}.attn_norm.weight", "hidden", "",
-         "block.{n}.attn.norm.scale",
          "model.layers.{n}.input_layernorm.weight"),
     Name("layers.{n}.attn.qkv.weight", "QKV hidden", "QKV",
-         "block.{n}.attn.qkv.weight",
          "model.layers.{n}.self_attn.{q,k,v}_proj.weight"),
     Name("layers.{n}.attn.qkv.bias", "QKV", "QKV",
-         "block.{n}.attn.qkv.bias",
          "model.layers.{n}.self_attn.{q,k,v}_proj.bias"),
     Name("layers.{n}.attn.o.weight", "hidden Q", "Q",
-         "block.{n}.attn.out.weight",
          "model.layers.{n}.self_attn.o_proj.weight"),
     Name("layers.{n}.attn.o.bias", "hidden", "",
-         "block.{n}.attn.out.bias",
          "model.layers.{n}.self_attn.o_proj.bias"),
     Name("layers.{n}.attn.sinks", "H", "H",
-         "block.{n}.attn.sinks",
          "model.layers.{n}.self_attn.sinks"),
     Name("layers.{n}.mlp_norm.weight", "hidden", "",
-         "block.{n}.mlp.norm.scale",
          "model.layers.{n}.post_attention_layernorm.weight"),
     Name("layers.{n}.router.weight", "E hidden", "",
-         "block.{n}.mlp.gate.weight",
          "model.layers.{n}.mlp.router.weight"),
     Name("layers.{n}.router.bias", "E", "",
-         "block.{n}.mlp.gate.bias",
          "model.layers.{n}.mlp.router.bias"),
     Name("layers.{n}.experts.gate_up", "E 2I hidden", "E",
-         "block.{n}.mlp.mlp1_weight",
          "model.layers.{n}.mlp.experts.gate_up_proj", turned=True),
     Name("layers.{n}.experts.gate_up_bias", "E 2I", "E",
-         "block.{n}.mlp.mlp1_bias",
          "model.layers.{n}.mlp.experts.gate_up_proj_bias"),
     Name("layers.{n}.experts.down", "E hidden I", "E",
-         "block.{n}.mlp.mlp2_weight",
          "model.layers.{n}.mlp.experts.down_proj", turned=True),
     Name("layers.{n}.experts.down_bias", "E hidden", "E",
-         "block.{n}.mlp.mlp2_bias",
          "model.layers.{n}.mlp.experts.down_proj_bias"),
     Name("norm.weight", "hidden", "",
-         "norm.scale",
          "model.norm.weight"),
     Name("lm_head.weight", "V hidden", "V",
-         "unembedding.weight",
          "lm_head.weight"),
 )
 # fmt: on
@@ -95,24 +78,18 @@ def is_expert_weight(ours: str) -> bool:
     return ours.endswith((".gate_up", ".down"))
 
 
-def stored_names(name: Name, layout: str, packed: bool, experts: int = 1) -> list[str]:
+def stored_names(name: Name, experts: int = 1) -> list[str]:
     """What is on disk for one of our tensors: one name, or those of its parts.
 
-    ``layout`` is "huggingface" or "original"; with ``packed`` the experts are MXFP4.
-    The parts are q, k and v, or gate and up, of each of the experts if these lie apart,
-    or blocks and scales.
+    The parts are q, k and v, or gate and up, of each of the experts if these lie apart.
     """
-    base = getattr(name, layout)
-    if packed and is_expert_weight(name.ours):
-        dot = "_" if layout == "huggingface" else "."
-        return [f"{base}{dot}blocks", f"{base}{dot}scales"]
-    count = experts if "{e}" in base else 1
-    found = []
-    for text in (base.replace("{e}", str(n)) for n in range(count)):
+    count = experts if "{e}" in name.stored else 1
+    names = []
+    for text in (name.stored.replace("{e}", str(n)) for n in range(count)):
         before, _, rest = text.partition("{")
         parts, _, after = rest.partition("}")
-        found += [before + part + after for part in parts.split(",")]
-    return found
+        names += [before + part + after for part in parts.split(",")]
+    return names
 
 
 Shape = tuple[int, ...]
@@ -150,9 +127,7 @@ def is_in(name: Name, sparse: bool) -> bool:
 def tensor_names(config: ModelConfig) -> dict[str, Name]:
     """The name table written out for every layer, by our name, in model order."""
     table = [
-        name
-        for name in config.names or NAMES
-        if not name.needs or getattr(config, name.needs)
+        name for name in config.names if not name.needs or getattr(config, name.needs)
     ]
     names: list[Name] = []
     for repeated, some in groupby(table, key=lambda name: "{n}" in name.ours):
@@ -191,38 +166,35 @@ def packed_shapes(shape: Shape) -> tuple[Shape, Shape]:
 PARTS_OF = {"QKV": ("Q", "KV", "KV"), "2I": ("I", "I"), "2F": ("F", "F")}
 
 
-def stored_shapes(
-    config: ModelConfig, layout: str, packed: bool
-) -> dict[str, dict[str, Shape]]:
+def stored_shapes(config: ModelConfig) -> dict[str, dict[str, Shape]]:
     """For each of our names, the names and shapes on disk that make it up.
 
-    What is `turned` is [in, out] in the Hugging Face layout; all else is [out, in]. A
-    part that has a format of its own is stored as several tensors.
+    What has a format, as packed experts have, is stored as several tensors. Of the
+    rest, what is `turned` is [in, out], and all else [out, in].
     """
     size, shapes = axes(config), tensor_shapes(config)
-    found = {}
+    stored: dict[str, dict[str, Shape]] = {}
     for ours, name in tensor_names(config).items():
-        names = stored_names(name, layout, packed, config.num_local_experts)
+        names = stored_names(name, config.num_local_experts)
+        form = config.formats.get(ours)
         parts: Sequence[Shape] = [shapes[ours]]
-        if packed and is_expert_weight(ours):
-            parts = packed_shapes(shapes[ours])
-        else:
-            base, (first, *rest) = getattr(name, layout), name.shape.split()
-            if "{e}" in base:
+        if "{" in name.stored:
+            first, *rest = name.shape.split()
+            if "{e}" in name.stored:
                 first, *rest = rest
-            firsts = PARTS_OF[first] if "," in base else (first,)
+            firsts = PARTS_OF[first] if "," in name.stored else (first,)
             parts = [tuple(size[axis] for axis in (axis0, *rest)) for axis0 in firsts]
-            if name.turned and layout == "huggingface":
-                parts = [(*shape[:-2], shape[-1], shape[-2]) for shape in parts]
             parts *= len(names) // len(parts)
-        found[ours] = dict(zip(names, parts, strict=True))
-        if form := config.formats.get(ours):
-            found[ours] = {
-                part + suffix: stored
-                for part, shape in found[ours].items()
-                for suffix, stored in form.stored_shapes(shape).items()
+        if name.turned and form is None:
+            parts = [(*shape[:-2], shape[-1], shape[-2]) for shape in parts]
+        stored[ours] = dict(zip(names, parts, strict=True))
+        if form is not None:
+            stored[ours] = {
+                part + suffix: shape
+                for part, whole in stored[ours].items()
+                for suffix, shape in form.stored_shapes(whole).items()
             }
-    return found
+    return stored
 
 
 # A kind of weights by a part of our name; the first that fits counts, so that a norm

@@ -50,6 +50,8 @@ def in_one(weights: Sequence[Coded], shape: Sequence[int]) -> Coded:
 
     One alone is not copied.
     """
+    if len(weights) == 1 and isinstance(weights[0], Scaled):
+        return weights[0].view(*shape)
     scaled = [weight for weight in weights if isinstance(weight, Scaled)]
     if scaled:
         return join(scaled).view(*shape)

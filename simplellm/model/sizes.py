@@ -16,13 +16,7 @@ from typing import NamedTuple
 import torch
 
 from simplellm.base.config import EngineConfig, ModelConfig, expect
-from simplellm.checkpoint.names import (
-    Shape,
-    is_expert_weight,
-    kind,
-    packed_shapes,
-    tensor_shapes,
-)
+from simplellm.checkpoint.names import Shape, kind, tensor_shapes
 
 CPU_CACHE_BYTES = 2**28
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
@@ -62,16 +56,12 @@ def count_parameters(config: ModelConfig) -> Counts:
     return Counts(total, total - experts + used - found.get("embedding", 0), found)
 
 
-def weight_bytes(
-    config: ModelConfig, itemsize: int = 2, packed: bool = True
-) -> dict[str, int]:
-    """The loaded weights by kind: norms are float32, ``packed`` experts are MXFP4."""
+def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
+    """The loaded weights by kind: norms are float32, others may have a format."""
 
     def size(ours: str, shape: Shape) -> int:
         if form := config.formats.get(ours):
             return int(form.nbytes(shape))
-        if packed and is_expert_weight(ours):
-            return sum(map(math.prod, packed_shapes(shape)))
         return math.prod(shape) * (4 if kind(ours) == "norms" else itemsize)
 
     return by_kind(config, size)
@@ -164,14 +154,10 @@ class Need:
         config: EngineConfig,
         itemsize: int = 2,
         *,
-        packed: bool = True,
         mapped: bool = False,
     ) -> "Need":
-        """Of a resolved ``config``; ``itemsize`` and ``packed`` as in `weight_bytes`.
-
-        ``mapped`` experts stay in their file and take nothing.
-        """
-        weights = weight_bytes(model, itemsize, packed)
+        """Of a resolved ``config``; ``mapped`` experts stay in their file."""
+        weights = weight_bytes(model, itemsize)
         if mapped:
             weights.pop("experts", None)
         tokens = config.max_num_batched_tokens

@@ -128,67 +128,63 @@ def another_half(data, info):
 
 
 @wrong("assembled", "8, 3")
-def side_by_side(parts, ours, layout):
+def side_by_side(parts, name, shape, form=None):
     return torch.cat([part[:2] for part in parts], 1) if len(parts) > 1 else parts[0]
 
 
 @wrong("assembled", "rows of q first")
-def values_first(parts, ours, layout):
+def values_first(parts, name, shape, form=None):
     return torch.cat(parts[::-1]) if len(parts) > 1 else parts[0]
 
 
 @wrong("assembled", "Sizes of tensors must match")
-def stacks_rows(parts, ours, layout):
+def stacks_rows(parts, name, shape, form=None):
     return torch.vstack(parts) if len(parts) > 1 else parts[0]
 
 
 @wrong("assembled", "keeps them packed")
-def unpacks(parts, ours, layout):
-    if len(parts) == 2:
+def unpacks(parts, name, shape, form=None):
+    if form:
         return MXFP4(*parts).dequantize()
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def mostly(parts, ours):
+def mostly(parts, form):
     """Right but for unpacked experts."""
-    if len(parts) == 2:
+    if form:
         return MXFP4(*parts)
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-@wrong("assembled", "[E, out, in] already")
-def turns_in_both_layouts(parts, ours, layout):
-    made = mostly(parts, ours)
-    return made.transpose(1, 2) if made is parts[0] and is_expert_weight(ours) else made
+@wrong("assembled", "unturned")
+def turns_packed_ones_too(parts, name, shape, form=None):
+    if form:
+        return MXFP4(*(part.flip(0) for part in parts))
+    return parts[0].mT if name.turned else mostly(parts, form)
 
 
 @wrong("assembled", "want [E, out, in]")
-def never_turns(parts, ours, layout):
-    return mostly(parts, ours)
+def never_turns(parts, name, shape, form=None):
+    return mostly(parts, form)
 
 
-@wrong("assembled", "comes back as it is")
-def turns_all_of_an_expert(parts, ours, layout):
-    made = mostly(parts, ours)
-    turned = made is parts[0] and "experts" in ours and layout == "huggingface"
+@wrong("assembled", "only what is turned")
+def turns_all_of_an_expert(parts, name, shape, form=None):
+    made = mostly(parts, form)
+    turned = made is parts[0] and "experts" in name.ours
     return made.mT if turned else made
 
 
 @wrong("assembled", "don't reshape")
-def reshapes(parts, ours, layout):
-    made = mostly(parts, ours)
-    if made is parts[0] and is_expert_weight(ours):
-        experts, inner, outer = made.shape
-        return made.reshape(experts, outer, inner)
-    return made
+def reshapes(parts, name, shape, form=None):
+    made = mostly(parts, form)
+    return made.reshape(shape) if made is parts[0] else made
 
 
 @wrong("assembled", "yours is a copy")
-def turns_into_a_copy(parts, ours, layout):
-    made = mostly(parts, ours)
-    if made is parts[0] and is_expert_weight(ours):
-        return made.transpose(1, 2).contiguous()
-    return made
+def turns_into_a_copy(parts, name, shape, form=None):
+    made = mostly(parts, form)
+    return made.transpose(1, 2).contiguous() if name.turned and not form else made
 
 
 @wrong("split_gate_up", "half")
@@ -214,7 +210,7 @@ def picks_rows(weight):
 
 def weighed(config, itemsize):
     found: Counter[str] = Counter()
-    for ours, parts in stored_shapes(config, "original", True).items():
+    for ours, parts in stored_shapes(config).items():
         for name, shape in parts.items():
             found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
     return found
@@ -242,7 +238,7 @@ def four_bits_and_no_scales(config):
 @wrong("bytes_on_disk", "the kinds are")
 def by_our_names(config):
     found: Counter[str] = Counter()
-    for ours, parts in stored_shapes(config, "original", True).items():
+    for ours, parts in stored_shapes(config).items():
         for shape in parts.values():
             found[ours] += math.prod(shape) * 2
     return found

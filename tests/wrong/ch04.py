@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from simplellm.base.config import GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model import ops
 from simplellm.model.ops import linear

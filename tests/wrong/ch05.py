@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from simplellm.base.config import GPT_OSS_20B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 from simplellm.model import ops, rope
 from simplellm.model.ops import visible
 from wrong import wrong

@@ -371,36 +371,36 @@ def one_tiling(tokens, experts, top_k):
 
 
 @wrong("read_bytes", "the whole embedding")
-def reads_the_embedding(config, tokens, context=0, *, itemsize=2, packed=True):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
-    more = weight_bytes(config, itemsize, packed)["embedding"]
+def reads_the_embedding(config, tokens, context=0, *, itemsize=2):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
+    more = weight_bytes(config, itemsize)["embedding"]
     return replace(reads, dense=reads.dense + more)
 
 
 @wrong("read_bytes", "are chosen")
-def reads_all_experts(config, tokens, context=0, *, itemsize=2, packed=True):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
-    return replace(reads, experts=weight_bytes(config, itemsize, packed)["experts"])
+def reads_all_experts(config, tokens, context=0, *, itemsize=2):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
+    return replace(reads, experts=weight_bytes(config, itemsize)["experts"])
 
 
 @wrong("read_bytes", "are chosen")
-def active_ones_only(config, tokens, context=0, *, itemsize=2, packed=True):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+def active_ones_only(config, tokens, context=0, *, itemsize=2):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
     share = config.num_experts_per_tok / config.num_local_experts
-    every = weight_bytes(config, itemsize, packed)["experts"]
+    every = weight_bytes(config, itemsize)["experts"]
     return replace(reads, experts=every * share)
 
 
 @wrong("read_bytes", "each sequence has its own")
-def one_context_for_all(config, tokens, context=0, *, itemsize=2, packed=True):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+def one_context_for_all(config, tokens, context=0, *, itemsize=2):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
     kv = kv_bytes(config, context, itemsize=itemsize) if context else 0
     return Reads(dense=reads.dense, experts=reads.experts, kv=kv)
 
 
 @wrong("read_bytes", "rows of the embedding")
-def no_rows(config, tokens, context=0, *, itemsize=2, packed=True):
-    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize, packed=packed)
+def no_rows(config, tokens, context=0, *, itemsize=2):
+    reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
     rows = tokens * config.hidden_size * itemsize
     return replace(reads, dense=reads.dense - rows)
 

@@ -76,7 +76,7 @@ FUSED = {
 
 def names():
     return tuple(
-        name._replace(huggingface=f"model.layers.{{n}}.{FUSED[name.ours]}")
+        name._replace(stored=f"model.layers.{{n}}.{FUSED[name.ours]}")
         if name.ours in FUSED
         else name
         for name in decoder()

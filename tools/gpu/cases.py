@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from simplellm.base.config import MODELS
 from simplellm.checkpoint.checkpoint import RandomCheckpoint
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.model.batch import KVGroup
 from simplellm.model.build import build
 from simplellm.model.kernels.fragments import Fragments, unpack
@@ -284,7 +284,7 @@ class Cases:
             distinct += len(ids.unique())
             arguments.append((x, mlp, live))
         layers = config.num_hidden_layers
-        stored = weight_bytes(config, packed=not config.names)["experts"]
+        stored = weight_bytes(config)["experts"]
         one = stored / layers / config.num_local_experts
         sizes = 3 * config.hidden_size * config.intermediate_size
         flops = 2.0 * tokens * config.num_experts_per_tok * sizes

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from simplellm.base.config import MODELS
-from simplellm.checkpoint.checkpoint import Checkpoint, TensorInfo
+from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.checkpoint.names import kind, stored_shapes
+from simplellm.checkpoint.names import NAMES, kind, stored_shapes
+from simplellm.checkpoint.source import TensorInfo
 
 
 def a_file(entries: dict, data: bytes, padding: int = 0) -> bytes:
@@ -166,19 +168,20 @@ def over_a_mapping(candidate):
 
 def check_assembled(candidate):
     """Each kind of weight, and that only q, k and v are copied."""
-    norm, bias = "layers.0.attn_norm.weight", "layers.1.experts.down_bias"
-    qkv, down = "layers.1.attn.qkv.weight", "layers.1.experts.down"
+    rows = {row.ours: row for row in (name.at(1) for name in NAMES)}
+    norm, bias = rows["layers.1.attn_norm.weight"], rows["layers.1.attn.o.bias"]
+    qkv, down = rows["layers.1.attn.qkv.weight"], rows["layers.1.experts.down"]
     whole = torch.arange(12.0).view(4, 3)
-    for ours in (norm, bias, "layers.0.attn.qkv.weight"):
-        found = candidate([whole], ours, "huggingface")
+    for row in (norm, bias, rows["layers.1.attn.o.weight"]):
+        found = candidate([whole], row, (4, 3), None)
         assert torch.is_tensor(found) and found.shape == whole.shape, (
-            f"{ours} is one tensor on disk and comes back as it is"
+            f"{row.ours} is one tensor on disk and comes back as it is"
         )
         assert found.data_ptr() == whole.data_ptr(), (
-            f"{ours} is one tensor on disk; yours is a copy of it"
+            f"{row.ours} is one tensor on disk; yours is a copy of it"
         )
     q, k, v = whole, whole[:2] + 100, whole[:2] + 200
-    joined = candidate([q, k, v], qkv, "huggingface")
+    joined = candidate([q, k, v], qkv, (8, 3), None)
     assert torch.is_tensor(joined) and tuple(joined.shape) == (8, 3), (
         "4 rows of q, 2 of k and 2 of v make the shape [8, 3]; yours is "
         f"{list(getattr(joined, 'shape', []))}"
@@ -189,27 +192,26 @@ def check_assembled(candidate):
         f"{joined[:, 0].tolist()}, expected {expected}"
     )
     biases = [part[:, 0] for part in (q, k, v)]
-    joined = candidate(biases, "layers.1.attn.qkv.bias", "huggingface")
+    joined = candidate(biases, rows["layers.1.attn.qkv.bias"], (8,), None)
     assert joined.tolist() == expected, (
         "the biases of q, k and v have one axis and are joined along it; yours came "
         f"out as {joined.tolist()}"
     )
     blocks = torch.arange(2 * 3 * 2 * 16, dtype=torch.uint8).view(2, 3, 2, 16)
     scales = torch.arange(120, 132, dtype=torch.uint8).view(2, 3, 2)
-    for layout in ("huggingface", "original"):
-        packed = candidate([blocks, scales], down, layout)
-        assert isinstance(packed, MXFP4), (
-            "blocks and scales become an MXFP4, which keeps them packed; yours is "
-            f"{type(packed).__name__}"
-        )
-        same = torch.equal(packed.blocks, blocks) and torch.equal(packed.scales, scales)
-        assert same, f"packed bytes are the same in both layouts ({layout}): keep them"
-        assert packed.blocks.data_ptr() == blocks.data_ptr(), "the blocks are a copy"
+    packed = candidate([blocks, scales], down, (2, 3, 64), MXFP4_EXPERTS)
+    assert isinstance(packed, MXFP4), (
+        "blocks and scales become an MXFP4, which keeps them packed; yours is "
+        f"{type(packed).__name__}"
+    )
+    same = torch.equal(packed.blocks, blocks) and torch.equal(packed.scales, scales)
+    assert same, "packed bytes lie on disk as they are: keep them, unturned"
+    assert packed.blocks.data_ptr() == blocks.data_ptr(), "the blocks are a copy"
     theirs = torch.arange(24.0).view(2, 4, 3)  # [E, in, out]
-    found = candidate([theirs], down, "huggingface")
+    found = candidate([theirs], down, (2, 3, 4), None)
     assert tuple(found.shape) == (2, 3, 4), (
-        "Hugging Face stores unpacked experts [E, in, out], here [2, 4, 3], and we "
-        f"want [E, out, in]; yours is {list(found.shape)}"
+        "unpacked experts are stored [E, in, out], here [2, 4, 3], and we want "
+        f"[E, out, in]; yours is {list(found.shape)}"
     )
     assert found[1, 2, 0] == theirs[1, 0, 2], (
         "the numbers of [E, in, out] have moved: swap the axes, don't reshape"
@@ -217,9 +219,10 @@ def check_assembled(candidate):
     assert found.data_ptr() == theirs.data_ptr(), (
         "turning the axes is a view with other strides; yours is a copy"
     )
-    found = candidate([theirs], down, "original")
-    assert tuple(found.shape) == (2, 4, 3), (
-        "OpenAI's files hold unpacked experts as [E, out, in] already; yours is turned"
+    beside = torch.arange(6.0).view(2, 3)
+    found = candidate([beside], rows["layers.1.experts.down_bias"], (2, 3), None)
+    assert tuple(found.shape) == (2, 3) and found.data_ptr() == beside.data_ptr(), (
+        "the biases of experts come back as they are: only what is turned is turned"
     )
 
 
@@ -261,7 +264,8 @@ def check_bytes_on_disk(candidate):
     checkpoint = Checkpoint(EMBEDDED)
     expected: dict[str, int] = {}
     for ours in checkpoint.names():
-        expected[kind(ours)] = expected.get(kind(ours), 0) + checkpoint.nbytes(ours)
+        nbytes = sum(info.nbytes for info in checkpoint.stored(ours))
+        expected[kind(ours)] = expected.get(kind(ours), 0) + nbytes
     found = dict(candidate(checkpoint.config))
     assert set(found) == set(expected), (
         f"the kinds are {', '.join(expected)}; yours are {len(found)}, the first "
@@ -360,7 +364,7 @@ def check_2_3(candidate):
     else:
         raise AssertionError(f"7 bytes do not fit into 6: ValueError, and not {plan}")
     sizes = {}
-    for parts in stored_shapes(MODELS["gpt-oss-120b"], "huggingface", True).values():
+    for parts in stored_shapes(MODELS["gpt-oss-120b"]).values():
         for name, shape in parts.items():
             itemsize = 1 if name.endswith(("_blocks", "_scales")) else 2
             sizes[name] = math.prod(shape) * itemsize

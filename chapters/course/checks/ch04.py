@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
 from simplellm.model.layers import Experts
 from simplellm.model.sizes import count_parameters

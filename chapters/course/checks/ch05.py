@@ -8,7 +8,7 @@ import torch
 
 from course.checks.ch04 import Watch
 from course.checks.ch07 import few_lines
-from simplellm.base.config import GPT_OSS_20B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
 
 YARN: Any = GPT_OSS_20B.rope_scaling  # which it has
 

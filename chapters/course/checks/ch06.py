@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.names import NAMES
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.layers import Attention, Dense, Experts, Layer
 from simplellm.model.ops import PLAIN
@@ -250,6 +251,7 @@ def check_gumbel_draw(candidate):
 
 
 CONFIG = ModelConfig(
+    names=NAMES,
     vocab_size=VOCAB,
     hidden_size=HIDDEN,
     intermediate_size=INNER,

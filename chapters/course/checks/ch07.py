@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.checkpoint import Checkpoint
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.gather import bucket_by_length
 from simplellm.model.ops import attention

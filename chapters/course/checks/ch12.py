@@ -9,7 +9,7 @@ import triton
 
 from course.checks.loads import beyond
 from simplellm.apps.roofline import Machine
-from simplellm.base.config import GPT_OSS_20B, GPT_OSS_120B
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.model.kernels.experts import TILINGS
 from simplellm.model.kernels.fragments import NUMBERS
@@ -476,12 +476,14 @@ def check_read_bytes(candidate):
                 f"{where}: keys and values are {found.kv:,.0f} bytes; expected {kv:,}: "
                 "each sequence has its own, and none without a context"
             )
-    four = candidate(GPT_OSS_20B, 1, 100, itemsize=4, packed=False)
-    parts = weight_bytes(GPT_OSS_20B, 4, False)
+    plain = replace(GPT_OSS_20B, formats={})  # its experts are not packed
+    four = candidate(plain, 1, 100, itemsize=4)
+    parts = weight_bytes(plain, 4)
     dense = sum(parts.values()) - parts["experts"] - parts["embedding"] + 2880 * 4
     assert abs(four.dense - dense) < 1, "itemsize counts for the dense weights too"
     assert abs(four.experts - parts["experts"] * 4 / 32) < 1e-6 * four.experts, (
-        "packed=False counts experts that are not packed: pass it on to weight_bytes"
+        "experts that are not packed take itemsize bytes a number: pass it on to "
+        "weight_bytes"
     )
     assert four.kv == kv_bytes(GPT_OSS_20B, 100, itemsize=4), (
         "itemsize counts for keys and values too"

@@ -20,10 +20,10 @@ from simplellm.base.config import (
     raising,
     read_json,
 )
-from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.families.family import Data, Family
 from simplellm.checkpoint.families.gemma3 import GEMMA3
 from simplellm.checkpoint.families.gpt2 import GPT2
-from simplellm.checkpoint.families.gpt_oss import GPT_OSS, read_gpt_oss
+from simplellm.checkpoint.families.gpt_oss import GPT_OSS
 from simplellm.checkpoint.families.llama import LLAMA
 from simplellm.checkpoint.families.mistral import MISTRAL
 from simplellm.checkpoint.families.mixtral import MIXTRAL
@@ -45,23 +45,28 @@ def title(config: ModelConfig) -> str:
     return FAMILIES[config.model_type].name + (f" ({said})" if said else "")
 
 
-def read_config(file: str | Path) -> ModelConfig:
-    """Read a config.json of any family. Raises ConfigError, which names the file.
+@raising(ConfigError)
+def family_config(data: Data) -> ModelConfig:
+    """The config of a parsed config.json of any family. Raises ConfigError.
 
     That is also for what would need the checkpoint's own Python code, and for formats
     of weights that nobody here reads.
     """
+    wanted = "none: Python code that comes with a checkpoint is never run"
+    expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), wanted)
+    wanted = "that of the hub: this is OpenAI's own, of a folder named original; the "
+    wanted += "folder that it lies in has the same weights"
+    layout = "rope_scaling_factor" in data and "model_type" not in data
+    expect(not layout, "the layout", "original", wanted)
+    one_of("model_type", data.get("model_type"), tuple(FAMILIES))
+    config = FAMILIES[data["model_type"]].config(data)
+    if quantization := data.get("quantization_config"):
+        stored = formats(config, read_quantization(quantization))
+        config = replace(config, formats=stored)
+    return config
+
+
+def read_config(file: str | Path) -> ModelConfig:
+    """`family_config` of a file, which errors name."""
     with raising(ConfigError, file):
-        data = read_json(file)
-        wanted = "none: Python code that comes with a checkpoint is never run"
-        expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), wanted)
-        model_type = data.get("model_type", "gpt_oss")  # OpenAI's own has none
-        one_of("model_type", model_type, tuple(FAMILIES))
-        family = FAMILIES[model_type]
-        if family is GPT_OSS:
-            return read_gpt_oss(data)
-        config = family.config(data)
-        if quantization := data.get("quantization_config"):
-            found = formats(config, read_quantization(quantization))
-            config = replace(config, formats=found)
-        return config
+        return family_config(read_json(file))

@@ -4,8 +4,8 @@ from simplellm.checkpoint.names import Name
 
 
 def hub(ours: str, shape: str, theirs: str, split: str = "", needs: str = "") -> Name:
-    """One tensor of a family that has no other layout than the hub's."""
-    return Name(ours, shape, split, "", theirs, needs)
+    """One tensor, by its name on the hub."""
+    return Name(ours, shape, split, theirs, needs)
 
 
 def layered(

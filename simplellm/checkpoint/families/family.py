@@ -60,7 +60,7 @@ class Family:
             if mine is None and re.search(pattern, stored):
                 return None
             stored = re.sub(pattern, mine or "", stored)
-        tied = config.tie_word_embeddings and self.names
+        tied = config.tie_word_embeddings
         return None if tied and stored == "lm_head.weight" else stored
 
     @raising(ConfigError)
@@ -137,13 +137,16 @@ def sizes(data: Data) -> dict[str, Any]:
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:
     """How the full layers' RoPE is stretched, and its theta, in any spelling."""
+    for name in ("rope_parameters", "rope_scaling"):
+        value = data.get(name)
+        expect(isinstance(value, dict | None), name, value, "an object")
     entry: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}
     name = "rope_parameters (rope_scaling in older files)"
-    expect(isinstance(entry, dict), name, entry, "an object")
     entry = entry.get("full_attention", entry)
     expect(isinstance(entry, dict), f"full_attention of {name}", entry, "an object")
     one_of("partial_rotary_factor", entry.get("partial_rotary_factor"), (None, 1, 1.0))
-    theta = entry.get("rope_theta", data.get("rope_theta"))
+    theta = entry.get("rope_theta")
+    theta = data.get("rope_theta") if theta is None else theta
     if not entry.get("rope_type") and not entry.get("type"):
         entry = {**entry, "rope_type": "default"}
     length = {"original_max_position_embeddings": data.get("max_position_embeddings")}

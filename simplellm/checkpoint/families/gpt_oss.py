@@ -1,75 +1,76 @@
 """gpt-oss, which the course is about. `checkpoint/names.py` has its table of names."""
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from simplellm.base.config import (
-    HARMONY_EOS,
     LAYER_TYPES,
     MAX_SIZE,
-    ConfigError,
     ModelConfig,
-    RopeScaling,
-    end_token_ids,
-    expect,
-    one_of,
-    raising,
-    read,
+    check_number,
 )
-from simplellm.checkpoint.families.family import Family
+from simplellm.checkpoint.families.family import Data, Family
+from simplellm.checkpoint.formats import formats, read_mxfp4
+from simplellm.checkpoint.names import NAMES
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def alternating(data: Data) -> dict[str, Any]:
+    """Every other layer has the window, beginning with the first."""
+    check_number("num_local_experts", data["num_local_experts"], int, 1, MAX_SIZE)
+    if data.get("layer_types"):
+        return {}
+    count = data["num_hidden_layers"]
+    return {"layer_types": tuple(LAYER_TYPES[n % 2] for n in range(count))}
+
 
 GPT_OSS = Family(
     name="gpt-oss",
     model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
-    names=(),
-    defaults={},
+    names=NAMES,
+    defaults={
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+        "rope_scaling": YARN,
+        "max_position_embeddings": 131_072,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    activation="clamped_swiglu",
+    fields=alternating,
+    fixed={"attention_bias": (True,)},
 )
 
 
-@raising(ConfigError)
-def read_gpt_oss(data: Mapping[str, Any]) -> ModelConfig:
-    """Read gpt-oss's parsed config.json, Hugging Face's (old, new) or OpenAI's."""
-    original = "num_experts" in data and "num_local_experts" not in data
-    model_type = data.get("model_type", "gpt_oss" if original else None)
-    one_of("model_type", model_type, GPT_OSS.model_types)
-    method = data.get("quantization_config")
-    if isinstance(method, dict):
-        method = method.get("quant_method")
-    one_of("quant_method", method, (None, "mxfp4"))
-    one_of("attention_bias", data.get("attention_bias", True), (True,))
-    one_of("hidden_act", data.get("hidden_act", "silu"), ("silu",))
-    scaling, found = gpt_oss_rope(data, original)
-    found = read(ModelConfig, {**data, **found})
-    experts = found["num_local_experts"]
-    expect(experts, "num_local_experts", experts, f"1 to {MAX_SIZE}")
-    layer_types = data.get("layer_types")
-    if layer_types is None:
-        count = found["num_hidden_layers"]
-        layer_types = [LAYER_TYPES[n % 2] for n in range(count)]
-    ok = isinstance(layer_types, list)
-    expect(ok, "layer_types", layer_types, "a list")
-    eos = end_token_ids(data, found["vocab_size"])
-    if original and not eos:  # its tokenizer knows
-        eos = tuple(i for i in HARMONY_EOS if i < found["vocab_size"])
-    return ModelConfig(
-        **found,
-        layer_types=tuple(layer_types),
-        rope_scaling=scaling,
-        eos_token_ids=eos,
-    )
+def published(config: ModelConfig) -> ModelConfig:
+    """A gpt-oss as OpenAI publishes it: the experts in MXFP4, the rest as trained."""
+    return replace(config, formats=formats(config, read_mxfp4({})))
 
 
-def gpt_oss_rope(
-    data: Mapping[str, Any], original: bool
-) -> tuple[RopeScaling | None, dict[str, Any]]:
-    """The scaling, and the fields of the model that its spelling puts elsewhere."""
-    if original:
-        yarn = RopeScaling(**read(RopeScaling, {**data, "truncate": False}))
-        context = int(yarn.original_max_position_embeddings * yarn.factor)
-        return yarn, {"max_position_embeddings": context}
-    entry: Any = data.get("rope_parameters") or data.get("rope_scaling")
-    name = "rope_parameters (rope_scaling in older files)"
-    expect(isinstance(entry, dict), name, entry, "an object with rope_type")
-    theta = entry.get("rope_theta")
-    return RopeScaling.from_dict(entry), {} if theta is None else {"rope_theta": theta}
+ENDS = 200002, 199999, 200012  # <|return|>, <|endoftext|>, <|call|>
+LARGE = {"model_type": "gpt_oss", "eos_token_id": [*ENDS]}
+SMALL = {"num_hidden_layers": 24, "num_local_experts": 32}
+GPT_OSS_120B = published(GPT_OSS.config(LARGE))
+GPT_OSS_20B = published(GPT_OSS.config(LARGE | SMALL))
+MODELS = {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}

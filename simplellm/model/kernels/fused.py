@@ -33,8 +33,7 @@ def fused(
     """
     heads = config.num_attention_heads, config.num_key_value_heads
     scratch = Scratch.create(max_num_seqs, *heads, config.head_dim, device)
-    # gpt-oss has no table of names, and its experts are MXFP4.
-    feed = experts if config.names else packed_experts
+    packed = any(form.is_mxfp4 for form in config.formats.values())
     return Ops(
         name="Triton",
         embed=embed,
@@ -42,7 +41,9 @@ def fused(
         project=partial(project, batch_invariant=batch_invariant),
         rope_and_cache=rope_and_cache,
         attend=partial(attend, scratch=scratch, batch_invariant=batch_invariant),
-        experts=partial(feed, batch_invariant=batch_invariant),
+        experts=partial(
+            packed_experts if packed else experts, batch_invariant=batch_invariant
+        ),
         dense=partial(dense, batch_invariant=batch_invariant),
         head=partial(head, batch_invariant=batch_invariant),
         draw=draw,

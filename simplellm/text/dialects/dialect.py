@@ -13,7 +13,6 @@ from simplellm.base.config import (
     raising,
     read_json,
 )
-from simplellm.base.files import find_file
 from simplellm.base.grammar import Grammar
 from simplellm.text.dialects.encoder import needs, read_tokenizer
 from simplellm.text.dialects.forms import CallForm, tags_grammar
@@ -88,8 +87,8 @@ def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dial
     gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more, and for a
     chat template that cannot be used.
     """
-    file = find_file(folder, "tokenizer.json")
-    if file is None:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
         return None, HARMONY
     if config.model_type == "gpt_oss":
         tokenizer, dialect = Tokenizer.from_file(file), HARMONY

@@ -1,0 +1,46 @@
+"""What a model is loaded from, whatever its files are like."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from simplellm.base.config import ModelConfig
+from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.names import Shape
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of one tensor; ``name`` is the name on disk."""
+
+    name: str
+    dtype: str  # as the file spells it; of safetensors, a key of DTYPES
+    shape: Shape
+    nbytes: int
+    file: Path
+    offset: int  # of its first byte in the file
+
+
+class Source(Protocol):
+    """What a model is loaded from: weights by our names, however they are stored."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold the weights; none if they are made up."""
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all experts are views of a file, and take no memory on a CPU."""
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+
+    def stored(self, ours: str) -> list[TensorInfo]:
+        """What is stored for the tensor that we call ``ours``."""
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [..., out, in] as it is stored, joined if it lies in parts."""
