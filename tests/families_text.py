@@ -6,6 +6,7 @@ have the shape of those that come with the models, shortened.
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from simplellm.text.tokenizer import printed_bytes
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, 12345 times.\n\n",
@@ -38,6 +41,8 @@ LLAMA = (
     "<|begin_of_text|> <|end_of_text|> <|start_header_id|> <|end_header_id|> "
     "<|eot_id|> <|eom_id|> <|python_tag|>"
 )
+HTML = "<table> </td> <html> </html> <body> <div> <footer> <iframe> <bbox> <s> </s>"
+LACKING = (0x04, 0x06, 0x13, 0xF3)  # bytes
 MISTRAL = "[INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_CALLS]"
 TEKKEN = f"<unk> <s> </s> {MISTRAL} [TOOL_RESULTS] [/TOOL_RESULTS] [CALL_ID] [ARGS]"
 
@@ -49,9 +54,13 @@ def added(names: str, special: bool = True) -> list[AddedToken]:
 
 
 def byte_level(
-    regex: str | None, names: str, tags: str = "", nfc: bool = False
+    regex: str | None,
+    names: str,
+    tags: str = "",
+    nfc: bool = False,
+    lacking: Sequence[int] = (),
 ) -> Tokenizer:
-    """As Qwen, Llama 3 and, without a regex of its own, GPT-2."""
+    """As Qwen, Llama 3 and, without a regex of its own, GPT-2; some bytes may lack."""
     tokenizer = Tokenizer(models.BPE())
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -61,7 +70,8 @@ def byte_level(
         level = pre_tokenizers.Sequence([split, without_regex()])
     tokenizer.pre_tokenizer = level
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    missing = {char for char, byte in printed_bytes().items() if byte in lacking}
+    alphabet = [*{*pre_tokenizers.ByteLevel.alphabet()} - missing]
     trainer = trainers.BpeTrainer(
         vocab_size=500, initial_alphabet=alphabet, show_progress=False
     )
@@ -98,6 +108,15 @@ def llama() -> Tokenizer:
 
 def gpt2() -> Tokenizer:
     return byte_level(None, "<|endoftext|>")
+
+
+def smollm() -> Tokenizer:
+    """As SmolLM2: its texts lacked some bytes. Digits are cut one by one."""
+    tokenizer = byte_level(None, QWEN, lacking=LACKING)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    return tokenizer
 
 
 def of_old(config: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +167,7 @@ def sentencepiece(kind: str) -> Tokenizer:
         tokenizer.add_special_tokens(added("<start_of_turn> <end_of_turn>"))
         runs = [AddedToken("\n" * n, normalized=False, special=False) for n in (2, 3)]
         tokenizer.add_tokens(runs)
-        tokenizer.add_tokens(added("<table> </td> <unused0>", special=False))
+        tokenizer.add_tokens(added(f"{HTML} <unused0>", special=False))
     else:
         tokenizer.add_special_tokens(added(MISTRAL))
     return tokenizer
@@ -158,6 +177,7 @@ KINDS = {
     "qwen": qwen,
     "llama": llama,
     "gpt2": gpt2,
+    "smollm": smollm,
     "mistral": lambda: sentencepiece("mistral"),
     "old mistral": lambda: sentencepiece("old mistral"),
     "tekken": lambda: byte_level(SPLIT, TEKKEN),
@@ -452,17 +472,30 @@ GEMMA_TEMPLATE = """{{ bos_token }}
 {%- endif -%}
 """
 
+# It writes no tools.
+SMOLLM_TEMPLATE = """{% for message in messages %}
+{% if loop.first and messages[0]['role'] != 'system' %}
+{{ '<|im_start|>system\nYou are SmolLM.<|im_end|>\n' }}
+{% endif %}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}
+{{ '<|im_end|>' + '\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
 TEMPLATES = {
     "qwen": QWEN_TEMPLATE,
     "llama": LLAMA_TEMPLATE,
     "mistral": MISTRAL_TEMPLATE,
     "tekken": TEKKEN_TEMPLATE,
     "gemma": GEMMA_TEMPLATE,
+    "smollm": SMOLLM_TEMPLATE,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen": {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "gpt2": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
+    "smollm": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
     "mistral": {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"},
     "old mistral": {
         "add_bos_token": True,

@@ -14,15 +14,24 @@ from typing import Any
 import pytest
 import tokenizers
 from checkpoints import TINY
-from families_text import KINDS, SETTINGS, TEMPLATES, write_text_side
+from families_text import (
+    CORPUS,
+    KINDS,
+    LACKING,
+    SETTINGS,
+    TEMPLATES,
+    write_text_side,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from transformers.tokenization_utils_base import generate_merges
 
 from simplellm.api.outputs import is_reasoning
 from simplellm.base.config import ConfigError
 from simplellm.text.dialects.dialect import Dialect, open_family, open_text
-from simplellm.text.dialects.sandbox import compiled, rendered
+from simplellm.text.dialects.sandbox import compiled, parsed, rendered
+from simplellm.text.dialects.template import concealed
 from simplellm.text.harmony import Message, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
 from simplellm.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
@@ -105,10 +114,27 @@ def test_streamed_bytes_add_up_to_the_librarys_text(
 
 
 def test_all_bytes_of_a_family_can_be_decoded(opened: Opened) -> None:
-    for tokenizer, _, library, _ in opened.values():
+    for kind, (tokenizer, _, library, _) in opened.items():
         assert tokenizer.vocab_size == library.get_vocab_size()
         singles = {token for token in tokenizer.tokens.values() if len(token) == 1}
-        assert len(singles) == 256
+        missing = {byte for byte in range(256) if bytes([byte]) not in singles}
+        assert missing == {*(LACKING if kind == "smollm" else ())}
+
+
+def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> None:
+    """As transformers leaves it out, but for an unknown token that controls."""
+    tokenizer, _, _, folder = opened["smollm"]
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    text = "a\x04b \x06\x13 \U000e0041c"
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    assert tokenizer.decode(ids) == theirs.decode(ids) != text
+    write_text_side(tmp_path, "smollm")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    config["model"]["unk_token"] = "<|endoftext|>"
+    file.write_text(json.dumps(config))
+    assert open_family(file)[0].encode(text) == ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,24 +147,101 @@ def test_text_begins_as_transformers_begins_it(opened: Opened, kind: str) -> Non
         first = theirs.bos_token_id
         expected = [first, *(id for id in expected if id != first)]
     assert [*dialect.begin, *tokenizer.encode("The dog <3")] == expected
-    assert len(dialect.begin) == (kind not in ("qwen", "gpt2"))
+    assert len(dialect.begin) == (kind not in ("qwen", "gpt2", "smollm"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [("gemma", "<table>a</td>\n\n\nb"), ("qwen", "To 6G-RAN2 with covid19.")],
+    ("kind", "text", "count"),
+    [
+        ("gemma", "<table>a</td>\n\n\nb", 3),
+        ("gemma", "<html><body><s>c</s>", 4),
+        ("gemma", "<footer><iframe><bbox>", 3),
+        ("qwen", "To 6G-RAN2 with covid19.", 2),
+    ],
 )
-def test_added_tokens_may_be_text(opened: Opened, kind: str, text: str) -> None:
+def test_added_tokens_may_be_text(
+    opened: Opened, kind: str, text: str, count: int
+) -> None:
     """HTML, white space and words, which people read and write, control nothing."""
     tokenizer, dialect, library, _ = opened[kind]
     ids = tokenizer.encode(text)
     assert ids == library.encode(text, add_special_tokens=False).ids
     known = library.get_added_tokens_decoder()
-    assert sum(id in known for id in ids) == (3 if kind == "gemma" else 2)
+    assert sum(id in known for id in ids) == count
     assert tokenizer.decode(ids, skip_special=True) == text
     assert turn_of(dialect, tokenizer, ids) == ("", text, [])
     prompt = render(dialect, tokenizer, [{"role": "user", "content": text}], [])
     assert str(ids)[1:-1] in str(prompt)
+
+
+USER_TAG = "<\uff5cUser\uff5c>"  # of DeepSeek
+TAGGED: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "by no one": ("Hello", {}, False),
+    "by the template": ("{{ 'USER' + messages[0].content }}", {}, True),
+    "by what the template reads": ("{{ 'a' if 'USER' in x }}", {}, True),
+    "as the end of a turn": ("", {"eos_token": USER_TAG}, True),
+    "as one of more": ("", {"extra_special_tokens": [USER_TAG]}, True),
+    "with flags": (
+        "",
+        {"added_tokens_decoder": {"7": {"content": USER_TAG, "special": True}}},
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("named", TAGGED)
+def test_a_checkpoint_says_what_controls(tmp_path: Path, named: str) -> None:
+    """Also where tokenizer.json calls no token special, as DeepSeek's distillates."""
+    template, settings_, expected = TAGGED[named]
+    template = template.replace("USER", USER_TAG)
+    write_text_side(tmp_path, "qwen", template)
+    file, own = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    own.write_text(json.dumps(json.loads(own.read_text("utf-8")) | settings_))
+    config = json.loads(file.read_text("utf-8"))
+    id = 1 + max(token["id"] for token in config["added_tokens"])
+    user = {**config["added_tokens"][-1], "content": USER_TAG, "special": False}
+    config["added_tokens"].append({**user, "id": id})
+    file.write_text(json.dumps(config))
+    tokenizer, _ = open_family(file)
+    ids = tokenizer.encode(f"a{USER_TAG}b")
+    assert (id in ids, id in tokenizer.tokens) == (not expected, not expected)
+    assert id in tokenizer.encode(f"a{USER_TAG}b", special=True)
+    text = "" if expected else USER_TAG
+    assert tokenizer.decode([id], skip_special=True) == text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_file_may_have_no_merges(tmp_path: Path, kind: str) -> None:
+    """Then they are those that transformers makes of the tokens."""
+    write_text_side(tmp_path, kind)
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    vocab = config["model"]["vocab"]
+    del config["model"]["merges"]
+    file.write_text(json.dumps(config))
+    tokenizer, _ = open_family(file)
+    config["model"]["merges"] = generate_merges(vocab)
+    library = tokenizers.Tokenizer.from_str(json.dumps(config))
+    for text in CORPUS:
+        ids = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids
+
+
+def test_merges_make_no_control_tokens(tmp_path: Path) -> None:
+    """Where a vocabulary has their names, and all that these are made of."""
+    write_text_side(tmp_path, "gemma")
+    file = tmp_path / "tokenizer.json"
+    config = json.loads(file.read_text("utf-8"))
+    model, most = config["model"], 1000
+    model["vocab"] |= {"<e": most, "os>": most + 1, "os": most + 2}
+    for place, char in enumerate("<eos>"):
+        model["vocab"].setdefault(char, most + 3 + place)
+    pairs = ["< e", "o s", "os >", "<e os>"]
+    model["merges"] = [*pairs, *map(" ".join, model["merges"])]
+    file.write_text(json.dumps(config))
+    tokenizer, _ = open_family(file)
+    ids = tokenizer.encode("<eos>")
+    assert ids == [most, most + 1] and tokenizer.decode(ids) == "<eos>"
 
 
 def test_an_added_token_is_what_it_says(tmp_path: Path) -> None:
@@ -159,16 +262,17 @@ def test_a_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None
     config = json.loads(file.read_text("utf-8"))
     rows = open_family(file)[0].vocab_size
     image = {**config["added_tokens"][0], "id": rows, "content": "<image_soft_token>"}
-    config["added_tokens"].append(image)
+    more = {**image, "id": rows + 1, "content": "<svg>", "special": False}
+    config["added_tokens"] += [image, more]
     file.write_text(json.dumps(config))
     gemma = replace(TINY, model_type="gemma3_text", vocab_size=rows)
     tokenizer, dialect = open_text(tmp_path, gemma)
     assert tokenizer is not None and tokenizer.vocab_size == rows
-    user = {"role": "user", "content": "<image_soft_token>"}
+    user = {"role": "user", "content": "<image_soft_token><svg>"}
     ids = render(dialect, tokenizer, [user], [])
-    assert max(ids) < rows and "<image_soft_token>" in tokenizer.decode(ids)
-    with pytest.raises(ConfigError, match=f"has {rows - 1} token ids; expected at"):
-        open_text(tmp_path, replace(gemma, vocab_size=rows - 2))
+    assert max(ids) < rows and user["content"] in tokenizer.decode(ids)
+    with pytest.raises(ConfigError, match=r"has \d+ token ids; expected at most"):
+        open_text(tmp_path, replace(gemma, vocab_size=300))
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
@@ -195,7 +299,6 @@ BAD_TOKENIZERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an id of text": (put("model.vocab.a", "0"), "a token's id is '0'; expected 0 to"),
     "an id below 0": (put("model.vocab.zz", -1), "a token's id is -1; expected 0 to"),
     "an id twice": (put("model.vocab.zz", 1), "ids that two tokens have is 1"),
-    "no byte": (lambda config: config["model"]["vocab"].pop("!"), "expected a token"),
     "merges": (put("model.merges", [["qq", "zz"]]), "Token `qq` out of vocabulary"),
     "decoder": (put("decoder", None), "decoder is 'null'; expected one with ByteLevel"),
     "pieces": (put("pre_tokenizer", {"type": "?"}), "Exception: data did not match"),
@@ -299,7 +402,7 @@ def test_chats_are_rendered_as_by_transformers(
 ) -> None:
     record_property("kind", kind)
     messages, offered = CHATS[chat]
-    if kind == "gemma" and offered:
+    if kind in ("gemma", "smollm") and offered:
         pytest.skip("its template knows no calls")
     tools = [WEATHER] if offered else []
     tokenizer, dialect, _, folder = opened[kind]
@@ -349,7 +452,7 @@ def test_no_message_becomes_a_control_token(
             {"role": "user", "content": more},
         ]
         tools = []
-        if kind != "gemma":
+        if kind not in ("gemma", "smollm"):
             properties = {answer: {"type": "string", "description": system}}
             schema = {"type": "object", "properties": properties}
             tools = [{"function": {"name": "f", "parameters": schema}}]
@@ -409,7 +512,7 @@ def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:
         write_text_side(tmp_path, "qwen", template)
         without.append(open_family(tmp_path / "tokenizer.json"))
     for tokenizer, dialect in without:
-        with pytest.raises(ValueError, match="chat template of this model"):
+        with pytest.raises(ValueError, match=r"this model is None.* `generate`"):
             render(dialect, tokenizer, [USER], [])
 
 
@@ -446,13 +549,93 @@ def test_templates_mean_what_they_do_to_transformers(
     expected = theirs.apply_chat_template(
         messages, chat_template=program, tokenize=False
     )
-    assert rendered(compiled(program), {"messages": messages}) == expected != ""
+    found = rendered(compiled(parsed(program), {}), {"messages": messages})
+    assert found == expected != ""
+
+
+# A template that looks for what only looks like a control token, and finds it.
+LOOKING = (
+    "{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}{% endif %}",
+    "{{ m.content.startswith('<think>') }}{{ m.content.rfind('>') }}",
+    "{{ m.content.startswith(('<a>', '<think>')) or 'no' }}",
+    "{{ m.content|replace('<think>', '[') }}{{ m.content.replace('</think>', '<') }}",
+    "{{ m.content.removeprefix('<think>').partition('</think>')[0] }}",
+    "{{ messages|selectattr('content', 'equalto', '<b>')|list|length }}",
+    "{{ m.content == '<b>' }}{{ '<b>' != m.content }}{{ m.content in ['<b>', 'c'] }}",
+    "{{ 'x' if m.content is eq('<b>') else m.content|tojson(ensure_ascii=true) }}",
+    "{% generation %}{% set x = m.content ~ '<b>' %}{{ x }}{% endgeneration %}{{ x }}",
+)
+
+
+@pytest.mark.parametrize("program", LOOKING)
+def test_templates_find_tags_in_messages(opened: Opened, program: str) -> None:
+    """And write what they find as text: no tag that a message has comes out as one."""
+    program = "{% for m in messages %}" + program + "{% endfor %}"
+    texts = ("<think>é</think>b", "<b>", "x</b>")
+    messages = [{"role": "user", "content": text} for text in texts]
+    theirs = AutoTokenizer.from_pretrained(str(opened["qwen"][3]))
+    expected = theirs.apply_chat_template(
+        messages, chat_template=program, tokenize=False
+    )
+    hidden = {ord("<"): 0xD800, ord(">"): 0xD801}
+    told = concealed({"messages": messages}, hidden)
+    found = rendered(compiled(parsed(program), hidden), told)
+    assert found.translate({to: char for char, to in hidden.items()}) == expected
+    assert "<think>" not in found and "</think>" not in found
+
+
+TURNS_BACK: dict[str, list[dict[str, Any]]] = {
+    "thoughts": [
+        USER,
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."},
+        MORE,
+    ],
+    "thoughts of the last turn": [
+        USER,
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nBlue."},
+    ],
+    "a result that stands in a user's message": [
+        USER,
+        {**CALLS, "reasoning_content": "Hm."},
+        {"role": "user", "content": "<tool_response>\nx\n</tool_response>"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TURNS_BACK)
+def test_turns_come_back_as_they_were(opened: Opened, name: str) -> None:
+    """Clients send content with its tags: Qwen's template looks for them."""
+    tokenizer, dialect, _, folder = opened["qwen"]
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    chat = json.loads(json.dumps(TURNS_BACK[name]))
+    for message in chat:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    expected = theirs.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=False
+    )
+    ids = render(dialect, tokenizer, TURNS_BACK[name], [])
+    assert tokenizer.decode(ids) == expected
+    tags = [tokenizer.special[tag] for tag in ("<think>", "<tool_response>")]
+    written = sum(id in tags for id in ids)
+    assert written == (name != "thoughts")  # the template's own, and no message's
+
+
+def test_tools_need_a_place_in_the_template(opened: Opened) -> None:
+    """They aren't left out without a word."""
+    for kind in TEMPLATES:
+        tokenizer, dialect, _, _ = opened[kind]
+        if kind in ("gemma", "smollm"):
+            with pytest.raises(ValueError, match=r"tools .*'get_weather'.* no place"):
+                render(dialect, tokenizer, [USER], [WEATHER])
+        else:
+            shown = tokenizer.decode(render(dialect, tokenizer, [USER], [WEATHER]))
+            assert "get_weather" in shown
 
 
 REFUSED = {
     "a syntax error": ("{{ messages", "TemplateSyntaxError"),
-    "an unknown filter": ("{{ 'x'|center(99999999999) }}", "a filter is 'center'"),
-    "too long": (" " * 2**17 + "x", "its length is 131073"),
+    "an unknown filter": ("{{ 'x'|centre(9) }}", "No filter named 'centre'"),
     "not text": (5, "a chat template is int"),
     "a list of text": (["x"], "a named chat template is str"),
 }
@@ -469,44 +652,9 @@ def test_bad_templates_are_refused_at_once(tmp_path: Path, name: str) -> None:
     assert words in str(caught.value)
 
 
-ENDLESS = {
+HARMFUL = {
     "two loops": "{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-    "a text twice as long, and again": (
-        "{% set n = namespace(x='ab') %}"
-        "{% for a in r %}{% set n.x = n.x ~ n.x %}{% endfor %}"
-    ),
-    "a list of lists": (
-        "{% set n = namespace(x=[1]) %}"
-        "{% for a in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
-    ),
-    "a block, twice": (
-        "{% set n = namespace(x='ab') %}{% for a in r %}"
-        "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}"
-    ),
-    "slices": (
-        "{% set s = 'ab' * 50000000 %}{% set n = namespace(x=[]) %}"
-        "{% for a in r %}{% set n.x = [n.x, s[1:]] %}{% endfor %}"
-    ),
-    "replace": (
-        "{% set n = namespace(x='aa') %}"
-        "{% for a in r %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}"
-    ),
-    "join": (
-        "{% set n = namespace(x='aa') %}"
-        "{% for a in r %}{% set n.x = n.x.join([n.x, n.x, n.x]) %}{% endfor %}"
-    ),
-    "repetition": "{{ 'a' * 100000000000 }}",
-    "a sum": "{% set n = namespace(x='a') %}"
-    "{% for a in r %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "a number": "{% set n = namespace(x=9) %}"
-    "{% for a in r %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "a power": "{{ 9 ** 9 ** 9 }}",
-    "a refund": "{{ 1|made(-9999999999) }}",
-    "a refund in other words": "{{ [1]|map('made', -9999999999)|list }}",
     "a macro": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "a format": "{{ '%99999999999d' % 1 }}",
-    "another format": "{{ '{:99999999999}'.format(1) }}",
-    "an indent": "{{ messages|tojson(indent=99999999999) }}",
     "attributes": "{{ messages.__class__.__mro__ }}",
     "attributes of a namespace": "{{ namespace(__class__=1) }}",
     "changes": "{{ messages.append(1) }}",
@@ -515,13 +663,13 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", HARMFUL)
 def test_templates_can_do_little_harm(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They end soon, with an error that names the file and the field."""
     monkeypatch.setattr("simplellm.text.dialects.sandbox.MOST_SECONDS", 1.0)
-    source = "{% set r = range(100000) %}" + ENDLESS[name]
+    source = "{% set r = range(100000) %}" + HARMFUL[name]
     write_text_side(tmp_path, "qwen", source)
     tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
     # Clients see it: nothing in front of the file's name.

@@ -33,7 +33,11 @@ SEARCH_SECONDS = 1.0  # for the schema that is to blame, inside one that is refu
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it: every id's bytes, and a way to encode."""
+    """A tokenizer as llguidance wants it: every id's bytes, and a way to encode.
+
+    llguidance panics where a text can't be encoded. So one with a byte that no token
+    spells is encoded up to there.
+    """
 
     bos_token_id = None
 
@@ -43,6 +47,8 @@ class Vocabulary:
         self.special_token_ids = [
             id for id in range(vocab_size) if tokenizer.is_special(id)
         ]
+        ordinary = tokenizer.tokens.items()
+        self.bytes = {token[0]: id for id, token in ordinary if len(token) == 1}
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens of a text, which spell it to the byte.
@@ -62,8 +68,11 @@ class Vocabulary:
                 break
             found.append(id)
             place += len(self.tokens[id])
-        rest = (bytes([byte]) for byte in bytes_[place:])
-        return found + [self.tokens.index(byte) for byte in rest]
+        for byte in bytes_[place:]:
+            if byte not in self.bytes:  # what no token spells fits no answer
+                break
+            found.append(self.bytes[byte])
+        return found
 
 
 @dataclass(frozen=True)

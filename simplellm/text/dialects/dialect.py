@@ -107,18 +107,25 @@ def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
     with raising(TokenizerError, file):
         needs("tokenizers")
         needs("jinja2")
-    from simplellm.text.dialects.template import ChatTemplate, special_tokens
+    from simplellm.text.dialects.template import (
+        ChatTemplate,
+        TemplateSource,
+        special_names,
+        special_tokens,
+    )
 
-    tokenizer, encoder = read_tokenizer(file, rows)
     settings_file = file.with_name("tokenizer_config.json")
     with raising(ConfigError, settings_file):
         settings = read_json(settings_file) if settings_file.is_file() else {}
+    source = TemplateSource.read(file.parent, settings)
+    naming = [*special_names(settings), *(source.texts() if source else ())]
+    tokenizer, encoder = read_tokenizer(file, rows, naming)
     named = special_tokens(settings)
     first = tokenizer.special.get(named.get("bos_token", ""))
     begin = encoder.begin
     if (adds := settings.get("add_bos_token")) is not None:
         begin = (first,) if adds and first is not None else ()
-    template = ChatTemplate.read(file.parent, settings, encoder)
+    template = ChatTemplate.of(source, named, encoder) if source else None
     dialect = Dialect(
         lead=lambda instructions, tools: instructions or "",
         with_format=lambda messages, tools, text: messages,
@@ -134,6 +141,10 @@ def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
 
 def no_template(*conversation: Any, **options: Any) -> list[int]:
     """Refuse to render: what base models are asked is text. Raises ValueError."""
-    wanted = "chat_template.jinja, or chat_template in tokenizer_config.json"
+    wanted = (
+        "chat_template.jinja, or chat_template in tokenizer_config.json; a model "
+        "without one continues a text: ask it by `generate`, `simplellm batch` or "
+        "/v1/completions"
+    )
     expect(False, "the chat template of this model", None, wanted)
     return []

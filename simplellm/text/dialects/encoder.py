@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,32 +21,37 @@ from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 STAND_INS = 0xD800  # surrogates: halves of characters, which no text holds
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of byte fallback
-HTML = re.compile(
-    "</?(a|b|blockquote|br|caption|code|em|h[1-6]|i|img|li|ol|p|pre|span|strong|sub"
-    "|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
-)
+TAG = re.compile(r"[^\w\s].*\w.*[^\w\s]")  # may be looked for in a template's text
 
 
 class Encoder:
     """Text to token ids, as a parsed tokenizer.json says.
 
     The library gets the file without its control tokens, which it then cannot find in
-    any text. They are all added tokens but those of `is_text`: also those that are not
-    called special, as Qwen's `<think>`. A model of fewer ``rows`` lacks the last ones,
-    as the smallest Gemma 3 does those of images.
+    any text. These are the added tokens that are called special, and those that stand
+    in ``naming``, texts of the checkpoint: what its chat template writes, as Qwen's
+    does `<think>`, and what else its settings call special. All other added tokens are
+    text, as Gemma's `<html>`. A model of fewer ``rows`` lacks the last added ones, as
+    the smallest Gemma 3 does those of images.
+
+    What no token spells, a byte that a vocabulary lacks, is left out: the unknown token
+    is a control token, which no text may become.
     """
 
-    def __init__(self, config: Mapping[str, Any], rows: int = MAX_SIZE) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        rows: int = MAX_SIZE,
+        naming: Sequence[str] = (),
+    ) -> None:
         from tokenizers import Tokenizer as LibraryTokenizer
 
         model = part("", config, "model", Mapping)
         old = "BPE" if "merges" in model else None  # GPT-2's file says no type
         one_of("model.type", model.get("type", old), ("BPE",))
         vocab: dict[str, int] = {**part("model.", model, "vocab", Mapping)}
-        # Nothing is unknown where there are all bytes.
         plain = {**config, "added_tokens": [], "post_processor": None}
         plain |= {"truncation": None, "padding": None}
-        plain["model"] = {**model, "vocab": vocab, "unk_token": None}
         self.special: dict[str, int] = {}
         patterns = []
         for token in part("", config, "added_tokens", list):
@@ -55,17 +60,20 @@ class Encoder:
             ok = isinstance(name, str) and name
             expect(ok, "a name in added_tokens", name, "text")
             vocab.pop(name, None)
-            if not token.get("special") and is_text(name):
+            if isinstance(id, int) and id >= rows:
+                continue
+            if not (token.get("special") or is_named(name, naming)):
                 plain["added_tokens"].append(token)
                 vocab[name] = id
-                continue
-            if isinstance(id, int) and id >= rows:
                 continue
             self.special[name] = id
             before = r"\s*" if token.get("lstrip") else ""
             behind = r"\s*" if token.get("rstrip") else ""
             if is_sign(name[0]) and is_sign(name[-1]):
                 patterns.append((name, before + re.escape(name) + behind))
+        names = {token["content"] for token in config["added_tokens"]}
+        merges = merges_of(model.get("merges"), vocab, names - vocab.keys())
+        plain["model"] = {**model, "vocab": vocab, "merges": merges, "unk_token": None}
         ids = [*vocab.values(), *self.special.values()]
         odd = [id for id in ids if type(id) is not int or not 0 <= id <= MAX_SIZE]
         expect(not odd, "a token's id", odd and odd[0], f"0 to {MAX_SIZE}")
@@ -139,13 +147,32 @@ def is_sign(char: str) -> bool:
     return not (char.isalnum() or char.isspace())
 
 
-def is_text(name: str) -> bool:
-    """Whether an added token that isn't called special is none: in Gemma's files these
-    are runs of white space and HTML, in others new words.
+def is_named(name: str, naming: Sequence[str]) -> bool:
+    """Whether an added token is a tag that stands in one of the texts ``naming`` it."""
+    return TAG.fullmatch(name) is not None and any(name in text for text in naming)
+
+
+def merges_of(
+    given: Any, vocab: Mapping[str, int], removed: Container[str]
+) -> list[Any]:
+    """The merges of a BPE but for those of tokens that were ``removed``.
+
+    A file without them means all that its tokens allow, in the order of their ids, as
+    transformers has it.
     """
-    plain = name.strip(" \t\r\n" + SPACE)
-    tag = plain and is_sign(name[0]) and is_sign(name[-1])
-    return not tag or HTML.fullmatch(name) is not None
+    if given is None:
+        tokens = sorted(vocab, key=vocab.__getitem__)
+        cuts = (
+            (token[:n], token[n:]) for token in tokens for n in range(1, len(token))
+        )
+        return [[left, right] for left, right in cuts if {left, right} <= vocab.keys()]
+    expect_type("model.merges", given, list, "a list")
+    found = []
+    for merge in given:
+        parts = merge.split(" ") if isinstance(merge, str) else [*merge]
+        if not any(token in removed for token in [*parts, "".join(parts)]):
+            found.append(parts)
+    return found
 
 
 def needs(library: str) -> None:
@@ -159,33 +186,33 @@ def bytes_of(
 ) -> dict[int, bytes]:
     """The bytes of each token of a vocabulary, by its id.
 
-    ``texts`` are tokens that stand for themselves. Raises ValueError if all can't spell
-    every text.
+    ``texts`` are tokens that stand for themselves, as do those with characters that
+    stand for no byte.
     """
     level, byte_of = '"ByteLevel"' in decoder, printed_bytes()
     known = level or '"ByteFallback"' in decoder
     expect(known, "decoder", decoder, "one with ByteLevel or ByteFallback")
     spelled = {}
     for token, id in vocab.items():
-        if level and token not in texts:
-            spelled[id] = bytes(byte_of.get(char, 256) for char in token)
+        if level and token not in texts and byte_of.keys() >= {*token}:
+            spelled[id] = bytes(byte_of[char] for char in token)
         elif not level and (byte := BYTE.fullmatch(token)):
             spelled[id] = bytes.fromhex(byte[1])
         else:
             spelled[id] = (token if level else token.replace(SPACE, " ")).encode()
-    missing = {bytes([byte]) for byte in range(256)} - {*spelled.values()}
-    expect(not missing, "model.vocab", missing, "a token for each byte")
     return spelled
 
 
-def read_tokenizer(path: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Encoder]:
-    """The tokenizer of a tokenizer.json, and what encodes for it.
+def read_tokenizer(
+    path: Path, rows: int = MAX_SIZE, naming: Sequence[str] = ()
+) -> tuple[Tokenizer, Encoder]:
+    """The tokenizer of a tokenizer.json, and what encodes for it: see `Encoder`.
 
     Its bytes are exact. So what SentencePiece puts in front of a text, a space, is
     decoded as one, though the library leaves it out. Raises TokenizerError.
     """
     with guarded(TokenizerError, path):
-        encoder = Encoder(read_json(path), rows)
+        encoder = Encoder(read_json(path), rows, naming)
         return Tokenizer(encoder.tokens, encoder.special, encoder), encoder
 
 

@@ -1,7 +1,8 @@
 """A model's chat template: messages to the token ids of a prompt.
 
 What a template writes itself may be control tokens, what it copies from messages never
-is: `Encoder.mixed` says how they are told apart.
+is: `Encoder.mixed` says how they are told apart. A template still finds tags in
+messages, as Qwen's looks for `</think>`: see `sandbox.py`.
 """
 
 import json
@@ -11,31 +12,28 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from simplellm.base.config import ConfigError, expect_type, one_of, raising
+from jinja2 import nodes
+
+from simplellm.base.config import ConfigError, expect, expect_type, one_of, raising
 from simplellm.text.dialects.encoder import Encoder, guarded
-from simplellm.text.dialects.sandbox import compiled, rendered
+from simplellm.text.dialects.sandbox import compiled, parsed, rendered
 from simplellm.text.harmony import EFFORTS, Message, Tool
 from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
 
 @dataclass(frozen=True)
-class ChatTemplate:
-    """The templates of a folder, compiled, by their names; most have one, "default".
+class TemplateSource:
+    """The templates of a folder, parsed, by their names; most have one, "default".
 
-    ``place`` is their file and field, ``tokens`` what the special tokens are called
-    (`bos_token` and so on).
+    ``place`` is their file and field.
     """
 
-    templates: Mapping[str, CodeType]
-    place: str
-    tokens: Mapping[str, str]
-    encoder: Encoder
+    trees: Mapping[str, nodes.Template]
+    place: Path
 
     @classmethod
-    def read(
-        cls, folder: Path, config: Mapping[str, Any], encoder: Encoder
-    ) -> "ChatTemplate | None":
-        """That of a checkpoint folder, if it has one. Raises ConfigError."""
+    def read(cls, folder: Path, config: Mapping[str, Any]) -> "TemplateSource | None":
+        """Those of a checkpoint folder, if it has any. Raises ConfigError."""
         given = config.get("chat_template")
         place = "tokenizer_config.json: chat_template"
         if (file := folder / "chat_template.jinja").is_file():
@@ -47,13 +45,51 @@ class ChatTemplate:
         with guarded(ConfigError, folder / place):
             wanted = "text or a list of named ones"
             expect_type("a chat template", given, list, wanted)
-            templates = {}
+            trees = {}
             for one in given:
                 expect_type("a named chat template", one, Mapping, "an object")
                 source = one.get("template")
                 expect_type("a named chat template's text", source, str, "text")
-                templates[one.get("name")] = compiled(source)
-        return cls(templates, place, special_tokens(config), encoder)
+                trees[one.get("name")] = parsed(source)
+        return cls(trees, folder / place)
+
+    def texts(self) -> list[str]:
+        """The texts that stand in the templates, which name control tokens."""
+        found = list[str]()
+        for tree in self.trees.values():
+            found += [node.data for node in tree.find_all(nodes.TemplateData)]
+            values = [node.value for node in tree.find_all(nodes.Const)]
+            found += [value for value in values if isinstance(value, str)]
+        return found
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A folder's templates, compiled.
+
+    ``tokens`` are what the special tokens are called (`bos_token` and so on). Those
+    templates that write ``tools`` go by these names.
+    """
+
+    templates: Mapping[str, CodeType]
+    tools: frozenset[str]
+    place: str
+    tokens: Mapping[str, str]
+    encoder: Encoder
+
+    @classmethod
+    def of(
+        cls, source: TemplateSource, tokens: Mapping[str, str], encoder: Encoder
+    ) -> "ChatTemplate":
+        """Compile ``source``. Raises ConfigError."""
+        tools, templates = set[str](), {}
+        with guarded(ConfigError, source.place):
+            for name, tree in source.trees.items():
+                if any(node.name == "tools" for node in tree.find_all(nodes.Name)):
+                    tools.add(name)
+                templates[name] = compiled(tree, encoder.hidden)
+        place = source.place.name  # for clients, who don't know the folder
+        return cls(templates, frozenset(tools), place, tokens, encoder)
 
     def render(
         self,
@@ -74,6 +110,9 @@ class ChatTemplate:
         one_of("reasoning_effort", reasoning_effort, EFFORTS)
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         one_of("a chat template", name, [*self.templates])
+        wanted = "none: this model's chat template has no place for tools"
+        named = [tool.name for tool in tools]
+        expect(name in self.tools or not tools, "tools", named, wanted)
         told: dict[str, Any] = {
             **(variables or {}),
             "messages": conversation(messages),
@@ -116,6 +155,20 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(value, str):
             found[name] = value
     return found
+
+
+def special_names(config: Mapping[str, Any]) -> list[str]:
+    """The names of all that a tokenizer_config.json calls special."""
+    found: list[Any] = [*special_tokens(config).values()]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        some = config.get(key)
+        if isinstance(some, list | Mapping):
+            found += some.values() if isinstance(some, Mapping) else some
+    known = config.get("added_tokens_decoder")
+    tokens = known.values() if isinstance(known, Mapping) else ()
+    found += [one for one in tokens if isinstance(one, Mapping) and one.get("special")]
+    names = [one.get("content") if isinstance(one, Mapping) else one for one in found]
+    return [name for name in names if isinstance(name, str)]
 
 
 def function_of(tool: Tool) -> dict[str, Any]:
