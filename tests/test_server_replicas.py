@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,12 @@ from simplellm.base.request import Event, Request
 from simplellm.engine.stats import Stats
 from simplellm.server.remote import replicas
 from simplellm.server.remote.client import load_remote
-from simplellm.server.remote.replicas import Asked, EnginePlace, Replicas, added
+from simplellm.server.remote.replicas import (
+    PendingRequest,
+    Replicas,
+    ReplicaSlot,
+    added,
+)
 from simplellm.server.start import spawn
 
 COMPLETE = "/v1/completions"
@@ -50,7 +54,7 @@ Runner.start, Scheduler.add = starting, adding
 
 
 def together(folder: Path, config: EngineConfig = SMALL, **options: Any) -> LLM:
-    engine = Replicas(spawn, 2, **options)
+    engine = Replicas([spawn] * 2, **options)
     return LLM.of(load_remote(engine, str(folder), config, device="cpu"))
 
 
@@ -64,7 +68,7 @@ def both(folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
         with together(folder, watchdog_timeout=WATCHDOG) as llm:
             yield llm
             until(lambda: not llm._delivery.readers)
-            until(lambda: not (llm.engine.where or llm.engine.asked))
+            until(lambda: not (llm.engine.slot_of or llm.engine.pending))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def near(folder: Path) -> Iterator[LLM]:
 @pytest.fixture
 def served(both: LLM) -> Iterator[Served]:
     """A server of both, which are there."""
-    until(lambda: all(place.up for place in both.engine.places))
+    until(lambda: all(slot.ready for slot in both.engine.slots))
     with serving(both) as found:
         yield found
 
@@ -91,31 +95,31 @@ def prompt(number: int, length: int = 40) -> list[int]:
 
 def engines(*loads: int) -> Replicas:
     """Engines with so many requests each; None runs."""
-    found = Replicas(spawn, len(loads))
-    for place, load in zip(found.places, loads, strict=True):
+    found = Replicas([spawn] * len(loads))
+    for slot, load in zip(found.slots, loads, strict=True):
         engine: Any = SimpleNamespace(open=set(range(load)))
-        place.engine, place.up = engine, True
+        slot.engine, slot.ready = engine, True
     return found
 
 
-def choice(engine: Replicas, tokens: list[int], *tried: EnginePlace) -> int:
+def choice(engine: Replicas, tokens: list[int], *tried: ReplicaSlot) -> int:
     """Where a prompt would go."""
-    asked = Asked(Request(tokens, 1))
-    asked.tried = {*tried}
-    place = engine._choose(asked)
-    assert place is not None
-    return engine.places.index(place)
+    pending = PendingRequest(Request(tokens, 1))
+    pending.tried = {*tried}
+    slot = engine._choose(pending)
+    assert slot is not None
+    return engine.slots.index(slot)
 
 
-def note(place: EnginePlace, tokens: list[int]) -> None:
-    place.note(replicas.digests_of(tokens))
+def note(slot: ReplicaSlot, tokens: list[int]) -> None:
+    slot.remember(replicas.digests_of(tokens))
 
 
 def test_a_new_prompt_goes_to_whoever_has_least_to_do() -> None:
     engine = engines(3, 1, 2)
     assert choice(engine, prompt(1)) == 1
-    assert choice(engine, prompt(1), engine.places[1]) == 2
-    engine.places[1].up = False
+    assert choice(engine, prompt(1), engine.slots[1]) == 2
+    engine.slots[1].ready = False
     assert choice(engine, prompt(1)) == 2
 
 
@@ -124,28 +128,28 @@ def test_among_equals_they_take_turns() -> None:
     found = []
     for number in range(4):
         found.append(choice(engine, prompt(number)))
-        note(engine.places[found[-1]], prompt(number))
+        note(engine.slots[found[-1]], prompt(number))
     assert found == [0, 1, 0, 1]
 
 
 def test_an_equal_beginning_goes_where_it_was_unless_that_is_overloaded() -> None:
     engine = engines(8, 0)
-    note(engine.places[0], prompt(1))
+    note(engine.slots[0], prompt(1))
     assert choice(engine, prompt(1) + prompt(2, 20)) == 0
-    engine.places[0].engine.open.add(8)  # one more than the slack
+    engine.slots[0].engine.open.add(8)  # one more than the slack
     assert choice(engine, prompt(1) + prompt(2, 20)) == 1
     # In proportion: with 100 there, 158 are not too many here.
-    for place, load in zip(engine.places, (158, 100), strict=True):
-        place.engine.open = set(range(load))
+    for slot, load in zip(engine.slots, (158, 100), strict=True):
+        slot.engine.open = set(range(load))
     assert choice(engine, prompt(1)) == 0
-    engine.places[0].engine.open.add(158)
+    engine.slots[0].engine.open.add(158)
     assert choice(engine, prompt(1)) == 1
 
 
 def test_the_longest_beginning_counts_if_it_is_half_of_the_prompt() -> None:
     engine = engines(1, 2, 0)
-    note(engine.places[0], prompt(1, 32) + prompt(2, 64))
-    note(engine.places[1], prompt(1, 64))
+    note(engine.slots[0], prompt(1, 32) + prompt(2, 64))
+    note(engine.slots[1], prompt(1, 64))
     assert choice(engine, prompt(1, 64) + prompt(3, 32)) == 1
     assert choice(engine, prompt(1, 64) + prompt(3, 64)) == 1
     assert choice(engine, prompt(1, 64) + prompt(3, 96)) == 2
@@ -154,42 +158,42 @@ def test_the_longest_beginning_counts_if_it_is_half_of_the_prompt() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short beginnings are kept for longer than the long ones behind them."""
-    monkeypatch.setattr(replicas, "MOST_KNOWN", 5)
-    place = EnginePlace()
+    monkeypatch.setattr(replicas, "MOST_PREFIXES", 5)
+    slot = ReplicaSlot(spawn)
     for number in (1, 2):
-        note(place, prompt(number, 64))
-        assert len(place.known) <= 5
-    found = [place.found(replicas.digests_of(prompt(n, 64))) for n in (1, 2)]
+        note(slot, prompt(number, 64))
+        assert len(slot.prefixes) <= 5
+    found = [slot.match_prefix(replicas.digests_of(prompt(n, 64))) for n in (1, 2)]
     assert found == [1, 4]
-    place.ended()
-    assert not place.known and not place.up
+    slot.ended()
+    assert not slot.prefixes and not slot.ready
 
 
 def test_nobody_tries_again_what_nobody_wants() -> None:
     """A request that is refused and aborted at the same time."""
     engine = engines(0, 0)
     sent: list[Any] = []
-    for name, place in zip("ab", engine.places, strict=True):
-        own: Any = place.engine
+    for name, slot in zip("ab", engine.slots, strict=True):
+        own: Any = slot.engine
         own.submit = lambda _, name=name: sent.append(name)
         own.abort = lambda number, *_, name=name: sent.append((name, number))
     engine.submit([Request(prompt(1), 1, number=7)])
     full = Event(7, finish_reason="error", error=QueueFullError("full"))
-    engine._pass(engine.places[0], full)
-    assert sent == ["a", "b"] and engine.where[7] is engine.places[1]
-    engine._pass(engine.places[0], full)  # it has nothing to say any more
+    engine._relay(engine.slots[0], full)
+    assert sent == ["a", "b"] and engine.slot_of[7] is engine.slots[1]
+    engine._relay(engine.slots[0], full)  # it has nothing to say any more
     engine.abort(7)
     assert sent == ["a", "b", ("b", 7)]
-    engine._pass(engine.places[1], full)
+    engine._relay(engine.slots[1], full)
     assert engine.queue.get_nowait() == full and engine.queue.empty()
-    assert not engine.where and not engine.asked and engine.refused == 1
+    assert not engine.slot_of and not engine.pending and engine.refused == 1
 
 
 # The same as one engine
 
 
 def test_the_same_tokens_as_of_one_engine(near: LLM, both: LLM) -> None:
-    given = [place.given for place in both.engine.places]
+    given = [slot.num_submitted for slot in both.engine.slots]
     prompts = [[n, 7, 8] for n in range(20, 32)]
     options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2}
     wanted, found = (
@@ -197,7 +201,9 @@ def test_the_same_tokens_as_of_one_engine(near: LLM, both: LLM) -> None:
         for llm in (near, both)
     )
     assert found == wanted
-    counts = [p.given - g for p, g in zip(both.engine.places, given, strict=True)]
+    counts = [
+        p.num_submitted - g for p, g in zip(both.engine.slots, given, strict=True)
+    ]
     assert sum(counts) == 12 and min(counts) == 6  # the samples of a prompt together
 
 
@@ -205,10 +211,12 @@ def test_an_equal_beginning_is_found_in_the_cache(both: LLM) -> None:
     for _ in range(3):
         (output,) = both.generate(prompt(60), max_tokens=2, **GREEDY).result(PATIENCE)
     assert output.num_cached_tokens >= 36
-    (place,) = (
-        p for p in both.engine.places if p.found(replicas.digests_of(prompt(60))) == 2
+    (slot,) = (
+        p
+        for p in both.engine.slots
+        if p.match_prefix(replicas.digests_of(prompt(60))) == 2
     )
-    assert place.up
+    assert slot.ready
 
 
 def test_grammars(near: LLM, both: LLM) -> None:
@@ -228,7 +236,7 @@ def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
     futures = [both.generate(prompt(n), **LONG) for n in (1, 2)]
     until(lambda: both.stats().prompt_tokens == before.prompt_tokens + 80)
     snapshot, pages = both.engine.snapshot(), SMALL.num_pages
-    assert [place.load for place in both.engine.places] == [1, 1]
+    assert [slot.load for slot in both.engine.slots] == [1, 1]
     told = snapshot["pages"]
     assert told["num_pages"] == 2 * pages == len(told["references"])
     assert len(snapshot["running"]) == len(told["tables"]) == 2
@@ -278,27 +286,27 @@ def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
             answer = served.post(COMPLETE, {"prompt": "x"})
             assert answer.status_code == 429 and answer.headers["retry-after"]
         assert llm.stats().refused == 3
-        assert [place.given for place in llm.engine.places] == [5, 4]
+        assert [slot.num_submitted for slot in llm.engine.slots] == [5, 4]
         for one in running:
             one.cancel()
         assert [len(one.result(PATIENCE)) for one in waiting] == [1, 1]
-        until(lambda: not llm.engine.where)
+        until(lambda: not llm.engine.slot_of)
 
 
 # One of them ends
 
 
-def home_of(llm: LLM, tokens: list[int]) -> EnginePlace:
+def home_of(llm: LLM, tokens: list[int]) -> ReplicaSlot:
     """Where a request with this prompt runs."""
     numbers = {r.request.number for r in llm._delivery.readers.values()
                if r.request.tokens[: len(tokens)] == tokens}  # fmt: skip
-    (place,) = {p for n, p in llm.engine.where.items() if n in numbers}
-    return place
+    (slot,) = {p for n, p in llm.engine.slot_of.items() if n in numbers}
+    return slot
 
 
-def killed(place: EnginePlace, sent: int = signal.SIGKILL) -> None:
-    assert place.engine is not None
-    place.engine.process.send_signal(sent)
+def killed(slot: ReplicaSlot, sent: int = signal.SIGKILL) -> None:
+    assert slot.engine is not None
+    slot.engine.process.send_signal(sent)
 
 
 def body(tokens: list[int], **options: Any) -> dict[str, Any]:
@@ -333,14 +341,14 @@ def test_a_replica_that_is_lost(
     with ThreadPoolExecutor(4) as clients:
         streamed = clients.submit(text_of, served, body(first, **options))
         until(lambda: both.stats().running == 1)
-        place = home_of(both, first)
+        slot = home_of(both, first)
         whole = clients.submit(served.post, COMPLETE, body(first, n=2, **options))
-        until(lambda: place.load == 3)
+        until(lambda: slot.load == 3)
         rests = clients.submit(text_of, served, body(other, **options))
-        until(lambda: both.stats().running == 4 and place.load == 3)
+        until(lambda: both.stats().running == 4 and slot.load == 3)
         time.sleep(0.2)  # all have tokens
-        lost = place.engine
-        killed(place, sent)
+        lost = slot.engine
+        killed(slot, sent)
         *_, last = events_of(streamed.result(PATIENCE), done=False)
         assert f"the engine died: its process {words}" in last["error"]["message"]
         assert served.client.get("/health").status_code == 200
@@ -352,13 +360,13 @@ def test_a_replica_that_is_lost(
     assert [c["token_ids"] for c in answer.json()["choices"]] == outputs[:2]
     found = [id for event in events for id in event["choices"][0]["token_ids"]]
     assert found == outputs[2]
-    until(lambda: place.up)  # another one came
+    until(lambda: slot.ready)  # another one came
     assert lost is not None and lost.process.wait(PATIENCE) == -signal.SIGKILL
     assert served.client.get("/health").json()["replicas"]["alive"] == 2
     after = both.stats()  # nothing is forgotten
     assert after.finished["error"] >= before.finished.get("error", 0) + 3
     assert after.generated_tokens >= before.generated_tokens + 3 * 60
-    assert place.load == place.found(replicas.digests_of(first)) == 0
+    assert slot.load == slot.match_prefix(replicas.digests_of(first)) == 0
 
 
 @pytest.mark.exhaustive
@@ -369,7 +377,7 @@ def test_a_prompt_that_hangs_its_engine(both: LLM, served: Served) -> None:
     assert sum(len(e["choices"][0]["token_ids"]) for e in events) == 19
     assert "its process made no progress in 8 seconds" in last["error"]["message"]
     assert served.post(COMPLETE, body([15], max_tokens=2)).status_code == 200
-    until(lambda: all(place.up for place in both.engine.places))
+    until(lambda: all(slot.ready for slot in both.engine.slots))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -392,8 +400,8 @@ def test_every_kind_of_answer_begins_again(
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(served.post, path, asked)
         until(lambda: both.stats().generated_tokens > before + 70)
-        (place,) = (place for place in both.engine.places if place.load)
-        killed(place)
+        (slot,) = (slot for slot in both.engine.slots if slot.load)
+        killed(slot)
         found = answer.result(PATIENCE)
     assert found.status_code == 200
     assert said(found.json()) == said(whole)
@@ -415,8 +423,8 @@ def test_a_prompt_that_ends_its_engine_is_tried_twice(
     answer = served.post(COMPLETE, body([13, 14], max_tokens=2))
     assert answer.status_code == 503 and "status 9" in answer.text
     # Nobody is there now.
-    for one in both.engine.places:
-        until(lambda one=one: not one.up)
+    for one in both.engine.slots:
+        until(lambda one=one: not one.ready)
     health = served.client.get("/health")
     assert health.status_code == 503 and "replicas is 0" in health.text
     for asked in (body([1]), body([1], stream=True)):
@@ -424,7 +432,7 @@ def test_a_prompt_that_ends_its_engine_is_tried_twice(
     with pytest.raises(EngineError, match="replicas is 0"):
         both.stats()
     assert served.client.get("/metrics").status_code == 200
-    until(lambda: all(place.up for place in both.engine.places))
+    until(lambda: all(slot.ready for slot in both.engine.slots))
     assert served.client.get("/health").status_code == 200
     assert served.post(COMPLETE, body([1], max_tokens=2)).status_code == 200
     assert both.engine.lost - lost == 2
@@ -434,12 +442,12 @@ def test_a_prompt_that_ends_its_engine_is_tried_twice(
 
 
 def test_whoever_leaves_ends_the_requests(both: LLM) -> None:
-    until(lambda: all(place.up for place in both.engine.places))
+    until(lambda: all(slot.ready for slot in both.engine.slots))
     stream = both.stream(prompt(90), **LONG)
     next(stream)
     stream.close()
     assert both.generate([prompt(91), prompt(92)], n=2, **LONG).cancel()
-    until(lambda: not any(place.load for place in both.engine.places))
+    until(lambda: not any(slot.load for slot in both.engine.slots))
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -450,8 +458,8 @@ def test_the_end_of_all(folder: Path, cancel: bool) -> None:
     llm.close(cancel=cancel)
     reason = "abort" if cancel else "length"
     assert [output.finish_reason for output in future.result(PATIENCE)] == [reason] * 2
-    for place in llm.engine.places:
-        assert place.engine is not None and place.engine.process.poll() is not None
+    for slot in llm.engine.slots:
+        assert slot.engine is not None and slot.engine.process.poll() is not None
     for call in (lambda: llm.generate([1]), llm.stats):
         with pytest.raises(EngineError, match="closed"):
             call()
@@ -459,26 +467,15 @@ def test_the_end_of_all(folder: Path, cancel: bool) -> None:
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     """The error is that of an engine, and no process is left."""
-    engine = Replicas(spawn, 2)
+    engine = Replicas([spawn] * 2)
     with pytest.raises(ValueError) as ours:
         load_remote(engine, str(tmp_path), SMALL, device="cpu")
     with pytest.raises(ValueError) as theirs:
         LLM(tmp_path, SMALL, device="cpu")
     assert str(ours.value) == str(theirs.value)
-    for place in engine.places:
-        assert place.engine is not None
-        until(lambda p=place: p.engine.process.poll() is not None)
-
-
-def test_without_ray(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from simplellm.apps import cli
-
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "simplellm.server.remote.cluster", raising=False)
-    assert cli.main(["serve", "--replicas", "2", "--port", "0"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "ray is not installed; expected what pip install 'simplellm[ray]'" in said
-    assert cli.main(["serve", "--replicas", "0"]) == 2
+    for slot in engine.slots:
+        assert slot.engine is not None
+        until(lambda p=slot: p.engine.process.poll() is not None)
 
 
 def test_one_that_cannot_come_back_at_once(
@@ -499,12 +496,12 @@ def test_one_that_cannot_come_back_at_once(
         process.kill()
         return process, link
 
-    engine = Replicas(source, 1)
+    engine = Replicas([source])
     with LLM.of(load_remote(engine, str(folder), SMALL, device="cpu")) as llm:
         troubles += [trouble, stillborn]
-        killed(engine.places[0])
-        until(lambda: not engine.places[0].up)
-        until(lambda: engine.places[0].up)
+        killed(engine.slots[0])
+        until(lambda: not engine.slots[0].ready)
+        until(lambda: engine.slots[0].ready)
         assert llm.generate([1], max_tokens=2).result(PATIENCE)
     said = [record.getMessage() for record in caplog.records]
     assert [line.partition(":")[0].partition(",")[0] for line in said] == [

@@ -1,7 +1,6 @@
 """The command `simplellm serve`: its options, before anything heavy is imported."""
 
-import sys
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,13 @@ import typer
 from simplellm.apps.options import Where
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
-from simplellm.server.start import WATCHDOG_TIMEOUT, Options, bind, spawn
+from simplellm.server.start import (
+    WATCHDOG_TIMEOUT,
+    Options,
+    bind,
+    spawn,
+    spawn_each,
+)
 
 MAX_REPLICAS = 64
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
@@ -42,8 +47,8 @@ Engines = Annotated[
     int | None,
     typer.Option(
         "--replicas",
-        help="As many engines, each on a GPU of its own or all on the CPU, behind Ray "
-        "Serve; --max-num-seqs is for each.  [one engine, without Ray]",
+        help="As many engines, each on a GPU of its own or all on the CPU; "
+        "--max-num-seqs is for each.  [one engine]",
         min=1,
         max=MAX_REPLICAS,
         show_default=False,
@@ -130,20 +135,19 @@ def serve_model(
         strict=strict,
         allowed_origins=allowed_origins or (),
     )
-    with closing(bind(host, port)) as bound, ExitStack() as stack:
+    with closing(bind(host, port)) as bound:
         try:
-            with screen.waiting("Starting Ray" if replicas else "Starting PyTorch"):
+            with screen.waiting("Starting PyTorch"):
                 import orjson  # noqa: F401  (which the engine's process needs too)
 
-                engine = begin(stack, replicas, device, log_level, watchdog_timeout)
+                engine = begin(replicas, device, watchdog_timeout)
                 from simplellm.api.llm import LLM
                 from simplellm.server.remote.client import load_remote
                 from simplellm.server.serve import serve
         except ModuleNotFoundError as error:
-            extra = "ray" if error.name == "ray" else "serve"
             raise ValueError(
                 f"{error.name} is not installed; expected what "
-                f"pip install 'simplellm[{extra}]' brings"
+                "pip install 'simplellm[serve]' brings"
             ) from None
         where: Any = {"device": device, "log_level": log_level}
         with LLM.of(load_remote(engine, model, config, **where)) as llm:
@@ -152,22 +156,14 @@ def serve_model(
             )
 
 
-def begin(
-    stack: ExitStack,
-    replicas: int | None,
-    device: str | None,
-    log_level: str,
-    watchdog_timeout: float,
-) -> Any:
-    """What will be an engine, or several as one; ``stack`` ends what keeps them."""
+def begin(replicas: int | None, device: str | None, watchdog_timeout: float) -> Any:
+    """What will be an engine, or several as one."""
     if replicas is None:
         process, link = spawn()  # it imports meanwhile
         from simplellm.server.remote.client import RemoteEngine
 
         return RemoteEngine(process, link, watchdog_timeout)
-    from simplellm.server.remote.cluster import Cluster
+    spawns = spawn_each(replicas, device)
     from simplellm.server.remote.replicas import Replicas
 
-    stack.enter_context(redirect_stdout(sys.stderr))  # where Ray says what happens
-    cluster = stack.enter_context(closing(Cluster(replicas, device, log_level)))
-    return Replicas(cluster.accept, replicas, watchdog_timeout)
+    return Replicas(spawns, watchdog_timeout)

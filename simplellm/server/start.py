@@ -1,17 +1,20 @@
 """What a server has before anything heavy is imported: options, socket, a process."""
 
 import gc
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from simplellm.base.config import expect
 
 # Seconds for which an engine's process may be silent, or in one step; SGLang has the
 # same. A step takes less than a second on a GPU, but minutes on a slow CPU.
 WATCHDOG_TIMEOUT = 300.0
+Spawn = Callable[[], tuple[subprocess.Popen[bytes], socket.socket]]
 
 
 @dataclass(frozen=True)
@@ -52,18 +55,52 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def spawn(**variables: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """A process that will run an engine, `core.py`, and the link to it.
 
     It ends once the link is closed. It is in a group of its own: Ctrl-C in a terminal
-    is for the server, which then ends it or lets it finish.
+    is for the server, which then ends it or lets it finish. Its environment is this
+    process's, with ``variables``.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", "simplellm.server.remote.core", str(number)]
-        process = subprocess.Popen(command, pass_fds=[number], process_group=0)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[number],
+            process_group=0,
+            env={**os.environ, **variables},
+        )
     return process, ours
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, each as CUDA_VISIBLE_DEVICES names it.
+
+    Another process counts them: nothing here needs PyTorch.
+    """
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    count = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return (names if names != [""] else [*map(str, range(count))])[:count]
+
+
+def spawn_each(count: int, device: str | None) -> list[Spawn]:
+    """`spawn` for each of ``count`` engines, with as many of the cores as the others.
+
+    And with a GPU that no other one sees, unless ``device`` is "cpu" or there is none.
+    Raises ValueError if there are not as many GPUs.
+    """
+    gpus = [] if device == "cpu" else visible_gpus()
+    if gpus:
+        wanted = f"at most {len(gpus)}, the GPUs that there are"
+        expect(count <= len(gpus), "--replicas", count, wanted)
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))
+    each = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]] or [{}] * count
+    return [partial(spawn, OMP_NUM_THREADS=threads, **one) for one in each]
 
 
 def freeze_objects() -> None:

@@ -4,20 +4,16 @@
 
 Each engine gets as many requests at once, with distinct prompts of random tokens. The
 front is that of `simplellm serve --replicas`, which chooses the engine and makes text
-of all tokens; Ray isn't there, since no token goes through it. A rate is all generated
-tokens over the time from the first request to the last token, the best of some turns.
+of all tokens. A rate is all generated tokens over the time from the first request to
+the last token, the best of some turns.
 
 Without a model it is the embedded one, to try the script itself.
 """
 
-import itertools
-import os
 import random
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -27,23 +23,16 @@ from records import header, parser, save
 from simplellm import LLM, EngineConfig
 from simplellm.server.remote.client import load_remote
 from simplellm.server.remote.replicas import Replicas
-from simplellm.server.start import spawn
+from simplellm.server.start import spawn_each
 
 TURNS = 3
 
 
 def opened(model: str | None, count: int, batch: int) -> LLM:
     """``count`` engines as one, each on the next GPU, if there are any."""
-    numbers, lock = itertools.count(), threading.Lock()
-
-    def source() -> Any:
-        with lock:  # a process has the environment that it was started in
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(next(numbers))
-            return spawn()
-
     gpu = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=8192)
-    engine = Replicas(source, count)
+    engine = Replicas(spawn_each(count, gpu))
     weights = model is not None
     return LLM.of(
         load_remote(engine, model, config, device=gpu, random_weights=weights)
@@ -75,7 +64,7 @@ def main() -> None:
             shape = options.prompt, options.answer
             turn(llm, requests, options.prompt, 16)  # warms up
             rates = [turn(llm, requests, *shape) for _ in range(TURNS)]
-            given = [place.given for place in llm.engine.places]
+            given = [slot.num_submitted for slot in llm.engine.slots]
         row = {"engines": count, "requests": requests, "rates": rates, "given": given}
         record["rows"].append(row)
         ratio = max(rates) / max(record["rows"][0]["rates"])

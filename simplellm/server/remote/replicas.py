@@ -8,10 +8,9 @@ whose queue is full passes a request on, so that one is refused only where all a
 import logging
 import os
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -24,116 +23,116 @@ from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import Access
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import DistantError, RemoteEngine
-from simplellm.server.start import WATCHDOG_TIMEOUT
+from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
 STRIDE = 16  # tokens: so finely beginnings are told apart
-MOST_KNOWN = 2**17  # of them that are remembered of an engine, about 15 MB
-# An engine is overloaded if it has more requests than this share of those of another
+MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
+# A replica is overloaded if it has more requests than this share of those of another
 # one, and so many on top.
 TOO_MUCH, MARGIN = 1.5, 8
 MOST_EVENTS = 1024  # that wait here; more wait, joined, where they come from
 LOOK_AGAIN = 0.1  # seconds between two looks at whether all is over
-PAUSE = 1.0  # seconds after an engine that could not begin
+PAUSE = 1.0  # seconds after a replica that could not begin
 
 
-class EnginePlace:
-    """Where one of the engines is, and after its end the next one."""
+class ReplicaSlot:
+    """One of the replicas: its engine, and after that engine's end the next one.
 
-    def __init__(self) -> None:
+    ``spawn`` starts a process for it.
+    """
+
+    def __init__(self, spawn: Spawn) -> None:
+        self.spawn = spawn
         self.engine: RemoteEngine | None = None
-        self.up = False  # whether it can be asked
-        self.loading: list[Future[Any]] = [Future(), Future()]  # of the first one
-        self.given = 0  # requests so far
+        self.ready = False  # whether it can be asked
+        self.loading: list[Future[Any]] = [Future(), Future()]  # of the first engine
+        self.num_submitted = 0  # requests so far
         # The beginnings of prompts that the engine has had, the latest ones last.
-        self.known: dict[int, None] = {}
-        self.latest: Stats | None = None  # what it has told last
-        self.past: list[Stats] = []  # the counts of those before it
+        self.prefixes: dict[int, None] = {}
+        self.stats: Stats | None = None  # the engine's last ones
+        self.past: list[Stats] = []  # the counts of the engines before it
 
     @property
     def load(self) -> int:
         """Requests that haven't ended."""
         return 0 if self.engine is None else len(self.engine.open)
 
-    def tell(self, phase: int, told: Any) -> None:
+    def set_loaded(self, phase: int, facts: Any) -> None:
         """So far is the first engine here; others nobody waits for."""
         if not self.loading[phase].done():
-            self.loading[phase].set_result(told)
+            self.loading[phase].set_result(facts)
 
-    def found(self, page_hashes: Sequence[int]) -> int:
+    def match_prefix(self, digests: Sequence[int]) -> int:
         """How many of the beginnings it has had, the shortest ones first."""
         count = 0
-        while count < len(page_hashes) and page_hashes[count] in self.known:
+        while count < len(digests) and digests[count] in self.prefixes:
             count += 1
         return count
 
-    def note(self, page_hashes: Sequence[int]) -> None:
-        """It is given these; what is long is forgotten before what is short."""
-        self.given += 1
-        for digest in reversed(page_hashes):
-            self.known.pop(digest, None)
-            self.known[digest] = None
-        while len(self.known) > MOST_KNOWN:
-            del self.known[next(iter(self.known))]
+    def remember(self, digests: Sequence[int]) -> None:
+        """A request with these is submitted; long ones are forgotten before short."""
+        self.num_submitted += 1
+        for digest in reversed(digests):
+            self.prefixes.pop(digest, None)
+            self.prefixes[digest] = None
+        while len(self.prefixes) > MOST_PREFIXES:
+            del self.prefixes[next(iter(self.prefixes))]
 
     def ended(self) -> None:
         """Its engine is gone, with all that it had computed."""
-        self.up, self.known = False, {}
-        if self.latest is not None:
+        self.ready, self.prefixes = False, {}
+        if self.stats is not None:
             gone = {"waiting": 0, "running": 0, "cache_usage": 0.0}
-            old = Stats(**asdict(self.latest) | gone | {"tokens_per_second": 0.0})
-            self.past, self.latest = [added([*self.past, old])], None
+            old = Stats(**asdict(self.stats) | gone | {"tokens_per_second": 0.0})
+            self.past, self.stats = [added([*self.past, old])], None
 
 
-class Asked:
+class PendingRequest:
     """A request that no engine has begun yet, with its siblings."""
 
     def __init__(self, first: Request) -> None:
         self.first = first
         self.numbers = [one.number for one in (first, *first.siblings)]
-        self.page_hashes = digests_of(first.tokens)
-        self.tried: set[EnginePlace] = set()  # that are full, or gone
+        self.digests = digests_of(first.tokens)
+        self.tried: set[ReplicaSlot] = set()  # that are full, or gone
 
 
 class Replicas(Access):
-    """What `Delivery` and the server need of an engine; there are ``count`` of them.
+    """What `Delivery` and the server need of an engine, of one for each of ``spawns``.
 
-    ``source`` gives a process for one, and the link to it, as `spawn` does: at the
-    beginning and whenever one has ended, or hung for ``watchdog_timeout`` seconds. It
-    may block.
+    Each gives a process and the link to it, as `spawn` does: at the beginning and
+    whenever an engine has ended, or hung for ``watchdog_timeout`` seconds.
     """
 
     thread = None  # none of this process runs steps
 
     def __init__(
-        self,
-        source: Callable[[], tuple[Any, socket.socket]],
-        count: int,
-        watchdog_timeout: float = WATCHDOG_TIMEOUT,
+        self, spawns: Sequence[Spawn], watchdog_timeout: float = WATCHDOG_TIMEOUT
     ) -> None:
         super().__init__()
-        self.source, self.watchdog_timeout = source, watchdog_timeout
-        self.places = [EnginePlace() for _ in range(count)]
+        self.watchdog_timeout = watchdog_timeout
+        self.slots = [ReplicaSlot(spawn) for spawn in spawns]
         self.queue: queue.Queue[Event] = queue.Queue(MOST_EVENTS)
         self.events = SimpleNamespace(get=self._next)
         self.phases = iter(range(2))  # of loading, as `RemoteEngine.loaded` has them
-        self.pool = ThreadPoolExecutor(2 * count)  # for questions to all of them
-        self.where: dict[int, EnginePlace] = {}  # requests that haven't ended
-        self.asked: dict[int, Asked] = {}  # those of them that haven't begun
+        self.pool = ThreadPoolExecutor(2 * len(spawns))  # for questions to all of them
+        self.slot_of: dict[int, ReplicaSlot] = {}  # of requests that haven't ended
+        self.pending: dict[int, PendingRequest] = {}  # those that haven't begun
         self.refused = self.lost = 0
-        self.lock = threading.RLock()  # guards the choice of a place, and closing
+        self.lock = threading.RLock()  # guards the choice of a slot, and closing
 
     # The engines
 
     def load(self, wanted: dict[str, Any]) -> None:
         """Let each of them load what is ``wanted``; together they have one queue."""
         config = wanted["config"]
-        share = -(-config["max_waiting"] // len(self.places))
+        share = -(-config["max_waiting"] // len(self.slots))
         wanted = {**wanted, "config": {**config, "max_waiting": share}}
-        for place in self.places:
+        for slot in self.slots:
             threading.Thread(
                 target=self._keep,
-                args=[place, wanted],
+                args=[slot, wanted],
                 name="simplellm-replica",
                 daemon=True,
             ).start()
@@ -141,48 +140,48 @@ class Replicas(Access):
     def loaded(self) -> dict[str, Any]:
         """Wait for what all say next of loading. Raises what that has raised."""
         phase = next(self.phases)
-        told = [place.loading[phase].result() for place in self.places]
-        first: dict[str, Any] = told[0]
+        facts = [slot.loading[phase].result() for slot in self.slots]
+        first: dict[str, Any] = facts[0]
         return first
 
     def start(self) -> None:
         """Each of them has begun when it was loaded."""
 
-    def _keep(self, place: EnginePlace, wanted: dict[str, Any]) -> None:
-        """Have an engine at ``place``, and another one whenever that ends."""
+    def _keep(self, slot: ReplicaSlot, wanted: dict[str, Any]) -> None:
+        """Have an engine in ``slot``, and another one whenever that ends."""
         while not self.closing:
             try:
-                engine = self._load(place, wanted)
+                engine = self._load(slot, wanted)
             except Exception as error:
-                for future in place.loading:
+                for future in slot.loading:
                     if not future.done():
                         future.set_exception(error)
-                if place.engine is not None:
-                    place.engine.shutdown(cancel=True)
+                if slot.engine is not None:
+                    slot.engine.shutdown(cancel=True)
                 if not self.closing:
                     LOGGER.error("a replica cannot begin: %s", error)
                     time.sleep(PAUSE)
                 continue
             while (event := engine.events.get()) is not None:
-                self._pass(place, event)
-            place.ended()
+                self._relay(slot, event)
+            slot.ended()
             if not self.closing:
                 LOGGER.error("a replica ended, %r; another one comes", engine.dead)
 
-    def _load(self, place: EnginePlace, wanted: dict[str, Any]) -> RemoteEngine:
-        engine = RemoteEngine(*self.source(), self.watchdog_timeout)
+    def _load(self, slot: ReplicaSlot, wanted: dict[str, Any]) -> RemoteEngine:
+        engine = RemoteEngine(*slot.spawn(), self.watchdog_timeout)
         with self.lock:
-            place.engine = engine
+            slot.engine = engine
             late = self.closing
         if late:
             engine.shutdown(cancel=True)
         engine.load(wanted)
-        place.tell(0, engine.loaded())
-        told = engine.loaded()
+        slot.set_loaded(0, engine.loaded())
+        facts = engine.loaded()
         engine.start()
         with self.lock:
-            place.up = not self.closing
-        place.tell(1, told)
+            slot.ready = not self.closing
+        slot.set_loaded(1, facts)
         return engine
 
     # Requests
@@ -195,142 +194,142 @@ class Replicas(Access):
         """
         self.check_open()
         for first in requests:
-            asked = Asked(first)
-            self.asked |= dict.fromkeys(asked.numbers, asked)
-            if not self._place(asked):
+            pending = PendingRequest(first)
+            self.pending |= dict.fromkeys(pending.numbers, pending)
+            if not self._dispatch(pending):
                 for one in requests:
                     for sample in (one, *one.siblings):
                         self.abort(sample.number)
-                        self.where.pop(sample.number, None)
+                        self.slot_of.pop(sample.number, None)
                 expect_one([])
 
     def abort(self, number: int, reason: str = "abort") -> None:
         """End a request soon, from any thread or finalizer."""
-        self.asked.pop(number, None)  # so that nobody tries it again
-        place = self.where.get(number)
-        if place is not None and place.engine is not None:
-            place.engine.abort(number, reason)
+        self.pending.pop(number, None)  # so that nobody tries it again
+        slot = self.slot_of.get(number)
+        if slot is not None and slot.engine is not None:
+            slot.engine.abort(number, reason)
 
-    def _place(self, asked: Asked) -> bool:
-        """Give a request to one of those that haven't been tried."""
-        numbers = asked.numbers
+    def _dispatch(self, pending: PendingRequest) -> bool:
+        """Give a request to a replica that it hasn't tried; False if none is left."""
+        numbers = pending.numbers
         with self.lock:
-            while (place := self._choose(asked)) is not None and place.engine:
-                self.where |= dict.fromkeys(numbers, place)
+            while (slot := self._choose(pending)) is not None and slot.engine:
+                self.slot_of |= dict.fromkeys(numbers, slot)
                 try:
-                    place.engine.submit([asked.first])
+                    slot.engine.submit([pending.first])
                 except EngineError:  # it has just ended
-                    asked.tried.add(place)
+                    pending.tried.add(slot)
                     continue
-                place.note(asked.page_hashes)
+                slot.remember(pending.digests)
                 for number in numbers:  # nobody may want it any more
-                    if number not in self.asked:
-                        place.engine.abort(number)
+                    if number not in self.pending:
+                        slot.engine.abort(number)
                 return True
         return False
 
-    def _choose(self, asked: Asked) -> EnginePlace | None:
-        """Where most of the prompt is known, if half is; else who has least to do."""
-        there = [p for p in self.places if p.up and p not in asked.tried]
-        if not there:
+    def _choose(self, pending: PendingRequest) -> ReplicaSlot | None:
+        """Where most of the prompt is cached, if half is; else who has least to do."""
+        ready = [s for s in self.slots if s.ready and s not in pending.tried]
+        if not ready:
             return None
-        most = TOO_MUCH * min(p.load for p in there) + MARGIN
-        known = {p: p.found(asked.page_hashes) for p in there if p.load <= most}
-        best = max(known, key=lambda p: (known[p], -p.load, -p.given))
-        if 2 * known[best] >= len(asked.page_hashes) > 0:
+        most = TOO_MUCH * min(s.load for s in ready) + MARGIN
+        cached = {s: s.match_prefix(pending.digests) for s in ready if s.load <= most}
+        best = max(cached, key=lambda s: (cached[s], -s.load, -s.num_submitted))
+        if 2 * cached[best] >= len(pending.digests) > 0:
             return best
-        return min(there, key=lambda p: (p.load, p.given))
+        return min(ready, key=lambda s: (s.load, s.num_submitted))
 
-    def _pass(self, place: EnginePlace, event: Event) -> None:
-        """Pass on what an engine tells of a request that is still its own."""
+    def _relay(self, slot: ReplicaSlot, event: Event) -> None:
+        """Pass on an event of a request that is still in ``slot``."""
         number, error = event.number, event.error
-        if self.where.get(number) is not place:
+        if self.slot_of.get(number) is not slot:
             return
         if isinstance(error, QueueFullError):
-            if (asked := self.asked.get(number)) is not None:
-                asked.tried.add(place)
-                if self._place(asked):
+            if (pending := self.pending.get(number)) is not None:
+                pending.tried.add(slot)
+                if self._dispatch(pending):
                     return
-                self.where |= dict.fromkeys(asked.numbers, place)
-                for one in asked.numbers:
-                    self.asked.pop(one, None)
+                self.slot_of |= dict.fromkeys(pending.numbers, slot)
+                for one in pending.numbers:
+                    self.pending.pop(one, None)
             self.refused += 1
         self.lost += error is not None and isinstance(error.__cause__, DistantError)
-        self.asked.pop(number, None)
+        self.pending.pop(number, None)
         if event.finish_reason is not None:
-            self.where.pop(number, None)
+            self.slot_of.pop(number, None)
         self.queue.put(event)
 
     def _next(self) -> Event | None:
         """The next event; None once all engines have ended for good."""
         while True:
-            over = self.closing and not any(place.up for place in self.places)
+            over = self.closing and not any(slot.ready for slot in self.slots)
             with suppress(queue.Empty):
                 return self.queue.get(timeout=0 if over else LOOK_AGAIN)
             if over:
                 return None
 
-    # What is told of them
+    # Questions to all of them
 
     def check(self) -> None:
         """Raise EngineError if no engine can answer now."""
         super().check()
-        self._there()
+        self._ready()
 
     def health(self) -> dict[str, Any]:
         """How many engines there are, and how many there should be."""
-        up = sum(place.up for place in self.places)
-        return {"replicas": {"alive": up, "wanted": len(self.places)}}
+        alive = sum(slot.ready for slot in self.slots)
+        return {"replicas": {"alive": alive, "wanted": len(self.slots)}}
 
-    def _there(self) -> list[tuple[EnginePlace, RemoteEngine]]:
+    def _ready(self) -> list[tuple[ReplicaSlot, RemoteEngine]]:
         """Those that can be asked. Raises EngineError if there are none."""
-        found = [(p, p.engine) for p in self.places if p.up and p.engine]
-        expect_one(found or self.closing)
-        return found
+        ready = [(s, s.engine) for s in self.slots if s.ready and s.engine]
+        expect_one(ready or self.closing)
+        return ready
 
-    def _each(self, name: str, *question: Any) -> list[tuple[EnginePlace, Any]]:
+    def _ask_all(self, name: str, *question: Any) -> list[tuple[ReplicaSlot, Any]]:
         """What each of them answers, but for those that end meanwhile."""
 
         def ask(
-            one: tuple[EnginePlace, RemoteEngine],
-        ) -> tuple[EnginePlace, Any] | None:
+            one: tuple[ReplicaSlot, RemoteEngine],
+        ) -> tuple[ReplicaSlot, Any] | None:
             with suppress(EngineError):
                 return one[0], getattr(one[1], name)(*question)
             return None
 
         self.check_process()
-        found = [*filter(None, self.pool.map(ask, self._there()))]
-        if not found:
+        answers = [*filter(None, self.pool.map(ask, self._ready()))]
+        if not answers:
             self.check_open()
-            expect_one(found)
-        return found
+            expect_one(answers)
+        return answers
 
     def stats(self) -> Stats:
         """How they are doing together; quantiles are those of the slowest one."""
-        for place, told in self._each("stats"):
-            place.latest = told
-        every = [told for place in self.places for told in place.past]
-        every += [place.latest for place in self.places if place.latest is not None]
-        found = asdict(added(every)) | {"refused": self.refused}
-        up = [p.latest.cache_usage for p in self.places if p.latest is not None]
-        found["cache_usage"] = sum(up) / max(1, len(up))
-        finished = found["finished"]
+        for slot, stats in self._ask_all("stats"):
+            slot.stats = stats
+        every = [stats for slot in self.slots for stats in slot.past]
+        latest = [slot.stats for slot in self.slots if slot.stats is not None]
+        whole = asdict(added(every + latest)) | {"refused": self.refused}
+        usage = [stats.cache_usage for stats in latest]
+        whole["cache_usage"] = sum(usage) / max(1, len(usage))
+        finished = whole["finished"]
         if self.lost:
             finished["error"] = finished.get("error", 0) + self.lost
-        return Stats(**found)
+        return Stats(**whole)
 
     def snapshot(self) -> dict[str, Any]:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
-        found = [told for _, told in self._each("snapshot")]
+        snapshots = [snapshot for _, snapshot in self._ask_all("snapshot")]
         first = 0
-        for one in found:
+        for one in snapshots:
             pages = one["pages"]
             for table in pages["tables"].values():
                 table[:] = [[p + first if p >= 0 else p for p in g] for g in table]
             pages["cached"] = [page + first for page in pages["cached"]]
             first += pages["num_pages"]
-        whole: dict[str, Any] = found[0]
-        for one in found[1:]:
+        whole: dict[str, Any] = snapshots[0]
+        for one in snapshots[1:]:
             for name in ("running", "waiting"):
                 whole[name] += one[name]
             for name in ("num_pages", "free", "cached", "references"):
@@ -340,8 +339,8 @@ class Replicas(Access):
 
     def compile(self, text: str) -> Grammar:
         """A grammar that each engine's process keeps. Raises GrammarError."""
-        found: Grammar = self._each("compile", text)[0][1]
-        return found
+        grammar: Grammar = self._ask_all("compile", text)[0][1]
+        return grammar
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
@@ -350,38 +349,40 @@ class Replicas(Access):
         with self.lock:
             self.closing = True
             self.cancelling = self.cancelling or cancel
-            there = [(p.engine, cancel or not p.up) for p in self.places if p.engine]
+            engines = [
+                (s.engine, cancel or not s.ready) for s in self.slots if s.engine
+            ]
         for seconds in (0, timeout):  # all are told before one is waited for
-            for engine, now in there:
+            for engine, now in engines:
                 engine.shutdown(now, seconds)
 
 
-def expect_one(found: object) -> None:
-    """Raise EngineError unless any engine is ``found``."""
+def expect_one(replicas: object) -> None:
+    """Raise EngineError unless there are any ``replicas``."""
     wanted = "one or more; others are on their way"
-    expect(found, "the number of living replicas", 0, wanted, EngineError)
+    expect(replicas, "the number of living replicas", 0, wanted, EngineError)
 
 
 def digests_of(tokens: Sequence[int]) -> list[int]:
     """A digest of each beginning of a prompt that has a multiple of STRIDE tokens."""
-    found, before = [], 0
+    digests, before = [], 0
     for end in range(STRIDE, len(tokens) + 1, STRIDE):
         before = hash((before, *tokens[end - STRIDE : end]))
-        found.append(before)
-    return found
+        digests.append(before)
+    return digests
 
 
 def added(every: Sequence[Stats]) -> Stats:
     """The sums of what engines count; of the times, the longest."""
-    found: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
     for name in (spec.name for spec in fields(Stats)):
         values = [value for one in every if (value := getattr(one, name)) is not None]
         if name == "finished":
             reasons = {reason for counts in values for reason in counts}
-            found[name] = {r: sum(c.get(r, 0) for c in values) for r in reasons}
+            whole[name] = {r: sum(c.get(r, 0) for c in values) for r in reasons}
         elif name.startswith(("ttft", "itl")):
-            found[name] = max(values, default=None)
+            whole[name] = max(values, default=None)
         else:
-            found[name] = sum(values)
-    hits, prompts = found["cached_tokens"], found["prompt_tokens"]
-    return Stats(**found | {"cache_hit_rate": hits / max(1, prompts)})
+            whole[name] = sum(values)
+    hits, prompts = whole["cached_tokens"], whole["prompt_tokens"]
+    return Stats(**whole | {"cache_hit_rate": hits / max(1, prompts)})

@@ -1,18 +1,20 @@
-"""`simplellm serve --replicas`, with Ray Serve to start the engines and watch them."""
+"""`simplellm serve --replicas`: each engine in a process, with a GPU of its own."""
 
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import httpx
 import pytest
 from models import PATIENCE, until
-from serving import Process, events_of
+from serving import ROOT, Process, events_of
 
-pytest.importorskip("ray")
+from simplellm.server.start import spawn_each
+
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="needs /proc"
 )
@@ -20,27 +22,21 @@ pytestmark = pytest.mark.skipif(
 COMPLETE = "/v1/completions"
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "seed": 1}
 
-# A prompt that begins with 13 never gets its 20th token. Most of Ray's processes have
-# no engine, and PyTorch there would take too long.
+# A prompt that begins with 13 never gets its 20th token.
 HANG = """
-import threading, time
-begin = threading.Thread.start
+import sys, time
 
-def beginning(self):
-    if self.name == "simplellm-engine":
-        from simplellm.engine.runner import Runner
-        start = Runner.start
+if sys.orig_argv[1:3] == ["-m", "simplellm.server.remote.core"]:
+    from simplellm.engine.runner import Runner
+    start = Runner.start
 
-        def starting(self, works, sampling):
-            requests = [work.request for work in works]
-            while any(r.tokens[0] == 13 and r.num_output > 18 for r in requests):
-                time.sleep(1)
-            start(self, works, sampling)
+    def starting(self, chunks, sampling):
+        requests = [chunk.request for chunk in chunks]
+        while any(r.tokens[0] == 13 and r.num_output > 18 for r in requests):
+            time.sleep(1)
+        start(self, chunks, sampling)
 
-        Runner.start = starting
-    begin(self)
-
-threading.Thread.start = beginning
+    Runner.start = starting
 """
 
 
@@ -63,7 +59,7 @@ def family_of(pid: int) -> dict[int, str]:
 
 def replicas_of(process: Process) -> list[int]:
     family = family_of(process.process.pid)
-    return [pid for pid, name in family.items() if name.startswith("ray::ServeReplica")]
+    return [pid for pid, name in family.items() if "server.remote.core" in name]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +97,39 @@ def told(client: httpx.Client, name: str) -> float:
     text = client.get("/metrics").text
     (line,) = (x for x in text.splitlines() if x.startswith(f"simplellm:{name}{{"))
     return float(line.split()[-1])
+
+
+def variables_of(process: Popen[bytes]) -> dict[str, str]:
+    """What a process of ours has in its environment."""
+    with process:
+        lines = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+        process.kill()
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+@pytest.mark.parametrize("visible", [None, "5,GPU-a1,3"])
+def test_each_has_a_gpu_and_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None
+) -> None:
+    """Of those that are visible, which PyTorch counts."""
+    (tmp_path / "torch.py").write_text("class cuda: device_count = lambda: 3")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = []
+    for spawn in spawn_each(2, None):
+        process, link = spawn()
+        link.close()
+        found.append(variables_of(process))
+    names = "0,1,2" if visible is None else visible
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == names.split(",")[:2]
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [one["OMP_NUM_THREADS"] for one in found] == [str(share)] * 2
+    with pytest.raises(ValueError, match="--replicas is 4; expected at most 3"):
+        spawn_each(4, None)
+    assert len(spawn_each(4, "cpu")) == 4
 
 
 def test_two_answer_as_one(two: Process, client: httpx.Client) -> None:
