@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all test-bits lab read workbook progress mine book export figures
+.PHONY: demo test test-all test-engine test-course test-bits lab read workbook progress mine book export figures
 .PHONY: check sizes evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -22,6 +22,7 @@ JOBS := 2
 help:
 	@echo "make demo      ask the embedded model what 47 + 85 is"
 	@echo "make test      run every test and every chapter"
+	@echo "make test-engine, make test-course   run half of these"
 	@echo "make test-all  run also the variants that make test leaves out"
 	@echo "make test-bits run the tests of equal bits as on an AVX2 processor"
 	@echo "make lab       open your workbook, the chapters with empty blanks"
@@ -42,6 +43,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
+
+test-engine: OPTIONS += -m "not course and not exhaustive"
+test-course: OPTIONS += -m "course and not exhaustive"
+test-engine test-course: test
 
 test-all: OPTIONS += -m "exhaustive or not exhaustive"
 test-all: test

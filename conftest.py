@@ -109,6 +109,17 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Mark what tests the course, so that a change of the engine can leave it out."""
+    course = [config.rootpath / "chapters", config.rootpath / "tests/course"]
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in course):
+            item.add_marker("course")
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     reports = [
         *terminalreporter.getreports("passed"),

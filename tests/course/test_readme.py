@@ -17,7 +17,7 @@ from test_families_mutations import MISTAKES
 
 from simplellm.checkpoint.families import ALL
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
 TEACHING = (ROOT / "chapters/teaching.md").read_text(encoding="utf-8")
@@ -195,7 +195,7 @@ def test_wrong_turns_are_of_blanks_whose_wrong_answers_are_kept():
     told = dict(zip(parts[0::2], parts[1::2], strict=True))
     for number, part in told.items():
         name = f"{number:0>2}" if number.isdigit() else number
-        kept = (ROOT / f"tests/wrong/ch{name}.py").read_text(encoding="utf-8")
+        kept = (ROOT / f"tests/course/wrong/ch{name}.py").read_text(encoding="utf-8")
         named = set(re.findall(r"^- `([\w.]+)`:", part, re.MULTILINE))
         assert named
         assert named <= set(re.findall(r'^@wrong\("([\w.]+)"', kept, re.MULTILINE))

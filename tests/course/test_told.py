@@ -16,7 +16,7 @@ from typing import Any
 import cells
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CITED = re.compile(r"`figures/[\w-]+\.json`")
 LEDGER = re.compile(r"^## The ledger$(.*?)^## ", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^- (?:.*\n)(?:  .*\n)*", re.MULTILINE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from export import TABLE_HEAD, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 FIRST = '''\
 # First

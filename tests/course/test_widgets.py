@@ -31,7 +31,7 @@ from simplellm.model.ops import rotate
 from simplellm.model.rope import rotations
 from simplellm.text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = ROOT / "chapters"
 RECORD = ROOT / "figures/09-live.json"
 ALT = "A thing that moves. It has a <slider> & says more."

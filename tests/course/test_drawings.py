@@ -20,7 +20,7 @@ from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.names import tensor_shapes
 from simplellm.model.sizes import weight_bytes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "figures"
 SVG = "{http://www.w3.org/2000/svg}"
 RENDERED = rendered()

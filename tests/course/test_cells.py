@@ -7,7 +7,7 @@ import jupytext
 import pytest
 from cells import chapter_files
 
-CHAPTERS = chapter_files(Path(__file__).resolve().parents[1] / "chapters")
+CHAPTERS = chapter_files(Path(__file__).resolve().parents[2] / "chapters")
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.name)

@@ -20,7 +20,7 @@ import torch
 from course import checks
 from wrong import ANSWERS, Answer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHECKS = sorted((ROOT / "chapters/course/checks").glob("*.py"))
 PACKAGE = "simplellm"
 
@@ -29,7 +29,7 @@ def about_kernels(path: Path) -> bool:
     return "import triton" in path.read_text(encoding="utf-8")
 
 
-for path in sorted((ROOT / "tests/wrong").glob("ch*.py")):
+for path in sorted((ROOT / "tests/course/wrong").glob("ch*.py")):
     if not about_kernels(path) or torch.cuda.is_available():
         importlib.import_module(f"wrong.{path.stem}")
     elif find_spec("triton"):

@@ -35,7 +35,7 @@ from blanks import (
 from bookbuild import execute
 from cells import Cell
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLANKS = course_blanks()
 EXPORTED = [blank for blank in BLANKS if blank.module]
 PROMPT = "What is 47 + 85?"

@@ -5,7 +5,7 @@ import json
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "simplellm/model/kernels"
 # What kernels of a recorded profile are called today.
 RENAMED = {

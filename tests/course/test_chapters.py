@@ -15,7 +15,7 @@ import pytest
 from cells import chapter_files, number_of
 from export import LINE_COUNT, collect, writers
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARTS = [
     "The pain",
     "The idea",

@@ -7,7 +7,7 @@ from pathlib import Path
 import browser
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDS = ROOT / ".jupyter/labextensions/simplellm-folds"
 
 FOLD = "<details><summary>The version we keep</summary>"
