@@ -166,7 +166,7 @@ PLAIN_DECODING = {
         "pool.keys[0], pool.values[index]",
     ),
     "what is hidden is seen": Mutation(
-        ops.attend_decodes, "if hidden is not None:", "if False:"
+        ops.attend_decodes, "if masked is not None:", "if False:"
     ),
     "rows of another decode": Mutation(
         ops.attend_decodes, "q[which, None]", "q[which.flip(0), None]"
@@ -199,7 +199,7 @@ NUMPY_MUTATIONS = {
     ),
     "sink dropped from the sum": Mutation(ops_numpy.attend, "np.exp(sink - top)", "0"),
     "what is hidden is seen": Mutation(
-        ops_numpy.attend, "if hidden is not None:", "if False:"
+        ops_numpy.attend, "if masked is not None:", "if False:"
     ),
     "the worst experts": Mutation(
         ops_numpy.experts, "argsort(-logits", "argsort(logits"
