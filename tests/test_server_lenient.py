@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from models import HELLO, SMALL
+from openai.types.responses import Response
 from serving import Served, said, serving
 from starlette.requests import Request as HTTPRequest
 
@@ -18,6 +19,7 @@ from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+RESPOND = "/v1/responses"
 Fields = dict[str, Any]
 FUNCTION: Fields = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -25,9 +27,21 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 ADD = {"type": "function", "function": {"name": "add"}}  # as a choice
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+USER = {"role": "user", "content": "Hi"}
+HOSTED = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "computer_use_preview",
+    "image_generation",
+    "mcp",
+    "tool_search",
+)
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     COMPLETE: {"prompt": "x", "max_tokens": 1},
+    RESPOND: {"input": "x", "max_output_tokens": 1},
 }
 
 
@@ -120,6 +134,52 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
         CHAT,
         {"messages": [{"role": "user", "content": [IMAGE, "What is it?"]}]},
         "messages.content.image_url",
+    ),
+    (RESPOND, {"client_metadata": {"a": "b"}}, "client_metadata"),
+    (RESPOND, {"access_programs": ["a"]}, "access_programs"),
+    (
+        RESPOND,
+        {"include": ["file_search_call.results"]},
+        "include.file_search_call.results",
+    ),
+    (
+        RESPOND,
+        {"include": ["web_search_call.action.sources", "reasoning.encrypted_content"]},
+        "include.web_search_call.action.sources",
+    ),
+    (RESPOND, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    (RESPOND, {"prompt_cache_options": {"a": 1}}, "prompt_cache_options"),
+    (RESPOND, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPOND, {"text": {"verbosity": "high"}}, "text.verbosity"),
+    (RESPOND, {"service_tier": "flex"}, "service_tier"),
+    (RESPOND, {"service_tier": "priority"}, "service_tier"),
+    (RESPOND, {"truncation": "auto"}, "truncation"),
+    (RESPOND, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (RESPOND, {"context_management": [{"type": "compaction"}]}, "context_management"),
+    (RESPOND, {"top_logprobs": 5}, "top_logprobs"),
+    (RESPOND, {"request_id": "x"}, "request_id"),
+    (RESPOND, {"enable_response_messages": True}, "enable_response_messages"),
+    (RESPOND, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    (RESPOND, {"background": True}, "background"),
+    (RESPOND, {"moderation": {}}, "moderation"),
+    (RESPOND, {"reasoning": {"summary": "none"}}, ""),
+    (RESPOND, {"reasoning": {"summary": "auto"}}, ""),
+    (RESPOND, {"reasoning": {"context": "all"}}, "reasoning.context"),
+    (
+        RESPOND,
+        {"tools": [TOOL, *({"type": kind} for kind in HOSTED)]},
+        ", ".join(f"tools.{kind}" for kind in HOSTED),
+    ),
+    (
+        RESPOND,
+        {
+            "input": [
+                USER,
+                {"type": "reasoning", "encrypted_content": "x", "a": 1},
+                USER,
+            ]
+        },
+        "",
     ),
     (COMPLETE, {"cache_prompt": True, "n_keep": 3}, "cache_prompt, n_keep"),
     (COMPLETE, {"store": None, "mm_processor_kwargs": None}, ""),
@@ -257,6 +317,46 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"tools": [TOOL], "tool_choice": "required"},
     ),
     (CHAT, {"tools": [TOOL, {"type": "mcp"}]}, {"tools": [TOOL]}),
+    *(
+        (RESPOND, {"reasoning": {"effort": given}}, {"reasoning": {"effort": effort}})
+        for given, effort in [
+            ("none", "low"),
+            ("minimal", "low"),
+            ("xhigh", "high"),
+            ("max", "high"),
+            (None, "medium"),
+        ]
+    ),
+    (RESPOND, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}),
+    (RESPOND, {"max_output_tokens": None, "max_tokens": 5}, {"max_output_tokens": 5}),
+    (
+        RESPOND,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {
+            "text": {
+                "format": {"type": "json_schema", "name": "output", "schema": SCHEMA}
+            }
+        },
+    ),
+    (RESPOND, {"metadata": {"a": 5}}, {"metadata": {"a": "5"}}),
+    (RESPOND, {"tools": [TOOL]}, {"tools": [FUNCTION | {"type": "function"}]}),
+    (
+        RESPOND,
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [ADD],
+            },
+        },
+        {"tools": [TOOL], "tool_choice": "required"},
+    ),
+    (
+        RESPOND,
+        {"tools": [TOOL], "tool_choice": ADD},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ),
     (
         CHAT,
         {
@@ -279,9 +379,6 @@ def test_what_is_mapped(
 ) -> None:
     body = BODIES[path]
     assert made(served, path, body | fields) == made(served, path, body | same)
-
-
-USER = {"role": "user", "content": "Hi"}
 
 
 def turn(**fields: Any) -> dict[str, Any]:
@@ -374,6 +471,112 @@ def test_messages(served: Served, given: list[Any], same: list[Any]) -> None:
     assert served.post(CHAT, {"messages": given, "max_tokens": 1}).status_code == 200
 
 
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "call_id": "c", **fields}
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return item("function_call", name=name, arguments=arguments)
+
+
+OUTPUT = item("function_call_output", output="x")
+LISTED = '[web_search_call: {"action": {"query": "q"}}]'
+# Items of an input, and those that say the same.
+ITEMS: list[tuple[list[Any], list[Any]]] = [
+    (
+        [USER, item("custom_tool_call", name="f", input="a")],
+        [USER, function("f", '{"input": "a"}')],
+    ),
+    (
+        [
+            USER,
+            item(
+                "local_shell_call",
+                action={"type": "exec", "command": ["bash", "-lc", "ls"]},
+            ),
+        ],
+        [USER, function("local_shell", '{"command": "ls"}')],
+    ),
+    (
+        [USER, item("shell_call", action={"commands": ["ls", "pwd"]})],
+        [USER, function("shell", '{"command": "ls\\npwd"}')],
+    ),
+    (
+        [
+            USER,
+            item("apply_patch_call", operation={"type": "delete_file", "path": "a"}),
+        ],
+        [USER, function("apply_patch", '{"type": "delete_file", "path": "a"}')],
+    ),
+    (
+        [
+            USER,
+            item("custom_tool_call", name="f", input="a"),
+            item("custom_tool_call_output", output="x"),
+        ],
+        [USER, function("f", '{"input": "a"}'), OUTPUT],
+    ),
+    (
+        [
+            USER,
+            function("f", "{}"),
+            item("function_call_output", output=[{"type": "input_image"}, "x"]),
+        ],
+        [
+            USER,
+            function("f", "{}"),
+            OUTPUT | {"output": "[input_image: this model reads text only]x"},
+        ],
+    ),
+    (
+        [USER, item("shell_call_output", output=[{"stdout": "x", "stderr": "y"}])],
+        [USER, OUTPUT | {"output": "xy", "name": "unknown"}],
+    ),
+    ([USER, OUTPUT], [USER, OUTPUT | {"name": "unknown"}]),
+    ([USER, item("function_call", name="f")], [USER, function("f", "{}")]),
+    ([USER, function("my tool", "{}")], [USER, function("my_tool", "{}")]),
+    (
+        [USER, item("function_call", name="f", namespace="n", arguments="{}")],
+        [USER, function("n__f", "{}")],
+    ),
+    ([USER, called("f"), result("x")], [USER, function("f", "{}"), OUTPUT]),
+    (
+        [USER, {"type": "web_search_call", "id": "ws", "action": {"query": "q"}}, USER],
+        [USER, turn(content=LISTED, phase="commentary"), USER],
+    ),
+    (
+        [{"type": "compaction", "encrypted_content": "x"}, USER],
+        [turn(content="[compaction]", phase="commentary"), USER],
+    ),
+    ([USER, {"type": "compaction_trigger"}], [USER]),
+    ([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], [USER]),
+    ([{"role": "user", "content": ["Hi"]}], [USER]),
+    ([{"role": "human", "content": "Hi"}], [USER]),
+    (
+        [
+            {"role": "user", "content": [{"type": "input_image"}]},
+            turn(content="x"),
+            USER,
+        ],
+        [
+            USER | {"content": "[input_image: this model reads text only]"},
+            turn(content="x"),
+            USER,
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "same"), ITEMS)
+def test_items(served: Served, given: list[Any], same: list[Any]) -> None:
+    text = shown(served, RESPOND, {"input": given})
+    assert text == shown(served, RESPOND, {"input": same})
+    answer = served.post(RESPOND, {"input": given, "max_output_tokens": 1})
+    assert answer.status_code == 200
+    listed = served.client.get(f"{RESPOND}/{answer.json()['id']}/input_items")
+    assert listed.status_code == 200
+
+
 # What would give another answer than was asked for, and a word of what is said of it.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "reads text only"),
@@ -392,6 +595,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tool_choice": "required"}, "none without tools"),
     (CHAT, {"response_format": {"type": "structural_tag"}}, "json_schema"),
     (CHAT, {"guided_json": SCHEMA, "guided_regex": "a"}, "exactly one"),
+    (
+        RESPOND,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "reads text only",
+    ),
+    (RESPOND, {"conversation": "c"}, "use previous_response_id"),
+    (RESPOND, {"prompt": {"id": "p"}}, "no stored prompts"),
+    (RESPOND, {"n": 2}, "one turn"),
+    *((RESPOND, {"tools": [{"type": kind}]}, "as a function") for kind in HOSTED),
+    (
+        RESPOND,
+        {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type",
+    ),
     (COMPLETE, {"best_of": 2}, "use n"),
     (COMPLETE, {"suffix": "x"}, "fill in the middle"),
 ]
@@ -496,3 +713,111 @@ def test_a_tool_with_a_space_in_its_name(served: Served) -> None:
             "choices"
         ]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "my tool"
+
+
+SPACE = {"type": "namespace", "name": "n", "description": "Of n."}
+# Tools of responses: what is offered, what the model writes, and what comes back.
+ANSWERED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    (
+        {
+            "type": "namespace",
+            "name": "n",
+            "description": "",
+            "tools": [FUNCTION | {"type": "function"}],
+        },
+        "n__add",
+        "{}",
+        {"type": "function_call", "namespace": "n", "name": "add", "arguments": "{}"},
+    ),
+    (
+        SPACE | {"tools": [{"type": "custom", "name": "f"}]},
+        "n__f",
+        '{"input": "a"}',
+        {"type": "custom_tool_call", "namespace": "n", "name": "f", "input": "a"},
+    ),
+    (
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"},
+        },
+        "apply_patch",
+        '{"input": "*** Begin Patch"}',
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch"},
+    ),
+    (
+        {"type": "custom", "name": "f"},
+        "f",
+        "no JSON",
+        {"type": "custom_tool_call", "name": "f", "input": "no JSON"},
+    ),
+    (
+        {"type": "local_shell"},
+        "local_shell",
+        '{"command": "ls"}',
+        {
+            "type": "local_shell_call",
+            "action": {"type": "exec", "command": ["bash", "-lc", "ls"], "env": {}},
+        },
+    ),
+    (
+        {"type": "shell"},
+        "shell",
+        '{"command": "ls"}',
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+    ),
+    (
+        {"type": "apply_patch"},
+        "apply_patch",
+        '{"type": "create_file", "path": "a", "diff": "+x"}',
+        {
+            "type": "apply_patch_call",
+            "operation": {"type": "create_file", "path": "a", "diff": "+x"},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "name", "arguments", "wanted"), ANSWERED)
+def test_calls_come_back_in_the_clients_words(
+    served: Served,
+    tool: dict[str, Any],
+    name: str,
+    arguments: str,
+    wanted: dict[str, Any],
+) -> None:
+    body = {"input": "?", "tools": [tool]}
+    assert f"type {name} = (" in shown(served, RESPOND, body)
+    with said(served, CALL.format(name, arguments)):
+        found = served.post(RESPOND, body).json()
+        events = served.events(RESPOND, body)
+    Response.model_validate(found)
+    assert found["tools"][0]["type"] == tool["type"]
+    (call,) = found["output"]
+    assert {key: call[key] for key in wanted} == wanted
+    (done,) = [e for e in events if e["type"] == "response.output_item.done"]
+    assert {key: done["item"][key] for key in wanted} == wanted
+    deltas = [e for e in events if e["type"].endswith(".delta")]
+    if wanted["type"] in ("function_call", "custom_tool_call"):
+        text = wanted.get("arguments", wanted.get("input"))
+        assert "".join(event["delta"] for event in deltas) == text
+    # What came back goes in again, with its result.
+    output = {
+        "type": f"{call['type']}_output",
+        "call_id": call["call_id"],
+        "output": "x",
+    }
+    given = [USER, {k: v for k, v in call.items() if k != "id"}, output]
+    text = shown(served, RESPOND, {"input": given, "tools": [tool]})
+    assert f"functions.{name}" in text and "unknown" not in text
+
+
+def test_tools_that_a_conversation_brings(served: Served) -> None:
+    tools = [FUNCTION | {"type": "function"}, {"type": "web_search"}]
+    for kind in ("additional_tools", "tool_search_output"):
+        body = {"input": [{"type": kind, "tools": tools}, USER]}
+        assert "type add = (" in shown(served, RESPOND, body)
+        with said(served, CALL.format("add", "{}")):
+            found = served.post(RESPOND, body).json()
+            following = {"input": "x", "previous_response_id": found["id"]}
+            assert "type add = (" in shown(served, RESPOND, following)

@@ -231,7 +231,7 @@ class Endpoint:
             if getattr(call.body, "compiles", False):
                 limiter = service.compiling
                 answer = await to_thread.run_sync(self.answer, call, limiter=limiter)
-            elif len(raw) > LARGE_BODY:
+            elif len(raw) > LARGE_BODY or getattr(call.body, "recalls", False):
                 answer = await run_in_threadpool(self.answer, call)
             else:
                 answer = self.answer(call)
