@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import HELLO, SMALL
 from openai.types.responses import Response
 from serving import Served, said, serving
@@ -17,6 +19,8 @@ from starlette.requests import Request as HTTPRequest
 from simplellm import LLM
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
+from simplellm.server.http.errors import APIError
+from simplellm.server.openai.chat import CHATS
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 RESPOND = "/v1/responses"
@@ -464,11 +468,11 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "same"), MESSAGES)
-def test_messages(served: Served, given: list[Any], same: list[Any]) -> None:
-    text = shown(served, CHAT, {"messages": given})
+@pytest.mark.parametrize(("sent", "same"), MESSAGES)
+def test_messages(served: Served, sent: list[Any], same: list[Any]) -> None:
+    text = shown(served, CHAT, {"messages": sent})
     assert text == shown(served, CHAT, {"messages": same})
-    assert served.post(CHAT, {"messages": given, "max_tokens": 1}).status_code == 200
+    assert served.post(CHAT, {"messages": sent, "max_tokens": 1}).status_code == 200
 
 
 def item(kind: str, **fields: Any) -> dict[str, Any]:
@@ -567,11 +571,11 @@ ITEMS: list[tuple[list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "same"), ITEMS)
-def test_items(served: Served, given: list[Any], same: list[Any]) -> None:
-    text = shown(served, RESPOND, {"input": given})
+@pytest.mark.parametrize(("sent", "same"), ITEMS)
+def test_items(served: Served, sent: list[Any], same: list[Any]) -> None:
+    text = shown(served, RESPOND, {"input": sent})
     assert text == shown(served, RESPOND, {"input": same})
-    answer = served.post(RESPOND, {"input": given, "max_output_tokens": 1})
+    answer = served.post(RESPOND, {"input": sent, "max_output_tokens": 1})
     assert answer.status_code == 200
     listed = served.client.get(f"{RESPOND}/{answer.json()['id']}/input_items")
     assert listed.status_code == 200
@@ -821,3 +825,47 @@ def test_tools_that_a_conversation_brings(served: Served) -> None:
             found = served.post(RESPOND, body).json()
             following = {"input": "x", "previous_response_id": found["id"]}
             assert "type add = (" in shown(served, RESPOND, following)
+
+
+WORDS = "text image_url thinking refusal function custom web_search user assistant tool"
+WORDS += " role content type name arguments id tool_calls function_call tool_call_id"
+NESTED = st.recursive(
+    st.sampled_from([None, True, 0, -1, 2.0, -1.5, "", "a b", "low", *WORDS.split()]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(WORDS.split()), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+NAMES = """
+tools tool_choice functions function_call reasoning thinking chat_template_kwargs
+response_format stop top_p max_tokens n_predict structured_outputs guided_json
+stream_options stream logprobs top_logprobs reasoning_effort seed metadata
+""".split()
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "Human", "function"])},
+    optional={name: NESTED for name in WORDS.split()[11:]},
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    messages=NESTED | st.lists(MESSAGE | NESTED, max_size=4),
+    options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),
+)
+def test_chats_are_refused_on_purpose(
+    served: Served, strict: Served, messages: Any, options: dict[str, Any]
+) -> None:
+    """What isn't right meets a check, which says what it expected."""
+    for service in (served.service, strict.service):
+        call = Call(service, HTTPRequest({"type": "http"}), "id")
+        try:
+            body = {"messages": messages, **options}
+            call.body = CHATS[0].read_parsed(call, body)
+            made = CHATS[0].answer(call)
+        except APIError as error:
+            assert error.param
+        except (TypeError, ValueError) as error:
+            assert "expected" in str(error)
+        else:
+            assert len(made.requests[0].tokens) > 10

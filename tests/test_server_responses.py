@@ -44,11 +44,10 @@ from simplellm.api.reply import ChatReply
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.server.app import make_app
-from simplellm.server.http.bodies import read_body
 from simplellm.server.http.endpoint import Call, Service
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai import responses
-from simplellm.server.openai.responses_body import ResponseBody
+from simplellm.server.openai.responses_items import PREFIXES
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import Kept, ResponseStore
 from simplellm.text.harmony import Delta, parse
@@ -752,9 +751,23 @@ def test_bad_bodies(strict: Served, body: dict[str, Any], param: str) -> None:
     assert idle(strict.service.llm)
 
 
-WORDS = ["message", "reasoning", "function_call", "function_call_output", "user"]
-WORDS += ["developer", "assistant", "input_text", "refusal", "function", "x", "a b", ""]
-KEYS = "type role content text call_id name arguments output id phase refusal".split()
+WORDS = [*PREFIXES, "item_reference", "web_search_call"]
+TYPES = len(WORDS)
+WORDS += [
+    "user",
+    "developer",
+    "assistant",
+    "input_text",
+    "refusal",
+    "function",
+    "x",
+    "a b",
+    "",
+]
+KEYS = """
+type role content text call_id name arguments output id phase refusal tools action
+operation input namespace command commands tool_calls function custom
+""".split()
 LEAVES = st.sampled_from([None, True, 5, -1.5, *WORDS])
 NESTED = st.recursive(
     LEAVES,
@@ -765,8 +778,9 @@ NESTED = st.recursive(
     max_leaves=12,
 )
 ITEM = st.fixed_dictionaries(
-    {"type": st.sampled_from(WORDS[:4])},
-    optional={key: NESTED for key in KEYS[1:]} | {"role": st.sampled_from(WORDS[4:])},
+    {"type": st.sampled_from(WORDS[:TYPES])},
+    optional={key: NESTED for key in KEYS[1:]}
+    | {"role": st.sampled_from(WORDS[TYPES:])},
 )
 
 
@@ -781,18 +795,21 @@ ITEM = st.fixed_dictionaries(
     ),
 )
 def test_bodies_are_refused_on_purpose(
-    served: Served, given: Any, tools: Any, options: dict[str, Any]
+    served: Served, strict: Served, given: Any, tools: Any, options: dict[str, Any]
 ) -> None:
     """What isn't right meets a check, which says what it expected."""
-    call = Call(served.service, HTTPRequest({"type": "http"}), "id")
     body = {"input": given, "tools": tools, **options}
-    try:
-        call.body = read_body(ResponseBody, body)
-        made = responses.Response(call)
-    except (APIError, TypeError, ValueError) as error:
-        assert str(error)
-    else:
-        assert len(made.requests[0].tokens) > 10
+    for service in (served.service, strict.service):
+        call = Call(service, HTTPRequest({"type": "http"}), "id")
+        try:
+            call.body = responses.RESPONSES[0].read_parsed(call, body)
+            made = responses.Response(call)
+        except APIError as error:
+            assert error.param
+        except (TypeError, ValueError) as error:
+            assert "expected" in str(error)
+        else:
+            assert len(made.requests[0].tokens) > 10
 
 
 def test_the_document_is_true_of_responses(strict: Served) -> None:

@@ -69,7 +69,8 @@ def lenient_items(
 
 def without_orphans(items: list[Any], whole: bool) -> list[Any]:
     """Items whose outputs say what to call them if the call is gone."""
-    called = {item.get("call_id") for item in items if type_of(item) in CALLS}
+    ids = [item.get("call_id") for item in items if type_of(item) in CALLS]
+    called = {id for id in ids if isinstance(id, str)}
     whole = whole and not any(type_of(item) == "item_reference" for item in items)
     found = []
     for item in items:
