@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import HELLO, SMALL
 from openai.types.responses import Response
-from serving import Served, said, serving
+from serving import NAME, Served, said, serving
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM
@@ -24,6 +24,7 @@ from simplellm.server.openai.chat import CHATS
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 RESPOND = "/v1/responses"
+MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 Fields = dict[str, Any]
 FUNCTION: Fields = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -42,10 +43,14 @@ HOSTED = (
     "mcp",
     "tool_search",
 )
+BASH = {"type": "bash_20250124", "name": "bash"}
+CLEARING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     COMPLETE: {"prompt": "x", "max_tokens": 1},
     RESPOND: {"input": "x", "max_output_tokens": 1},
+    MESSAGE: {"messages": HELLO, "max_tokens": 1},
+    COUNT: {"messages": HELLO},
 }
 
 
@@ -80,6 +85,40 @@ def shown(served: Served, path: str, body: dict[str, Any]) -> str:
     return served.service.llm.tokenizer.decode(made(served, path, body)[0])
 
 
+# Of messages, asked or counted.
+IGNORED_BY_BOTH: list[tuple[Fields, str]] = [
+    ({"thinking": {"type": "adaptive"}}, ""),
+    ({"thinking": {"type": "between_tools"}}, ""),
+    (
+        {"thinking": {"type": "enabled", "display": "omitted"}},
+        "thinking.display",
+    ),
+    ({"output_config": {"effort": "xhigh"}}, ""),
+    ({"output_config": {"effort": "max"}}, ""),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    ({"context_management": CLEARING}, "context_management"),
+    ({"speed": "fast"}, "speed"),
+    ({"diagnostics": {}}, "diagnostics"),
+    ({"inference_geo": "eu"}, "inference_geo"),
+    ({"user_profile_id": "x"}, "user_profile_id"),
+    ({"fallbacks": []}, "fallbacks"),
+    ({"betas": ["x"]}, "betas"),
+    ({"anthropic_version": "x"}, "anthropic_version"),
+    ({"user": "x"}, "user"),
+    ({"thread": {"type": "create"}}, ""),
+    ({"container": "x"}, "container"),
+    ({"model": "claude-opus-5"}, "model"),
+    ({"model": NAME}, ""),
+    (
+        {"tools": [BASH, {"type": "web_search_20250305", "name": "w"}]},
+        "tools.web_search_20250305",
+    ),
+    (
+        {"tools": [BASH, {"type": "tool_search_tool_regex_20251119"}]},
+        "tools.tool_search_tool_regex_20251119",
+    ),
+    ({"tools": [BASH], "mcp_servers": [{}]}, "mcp_servers"),
+]
 # What is ignored: the fields, and the names that the answer's header has.
 IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"store": True}, "store"),
@@ -185,6 +224,11 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
         },
         "",
     ),
+    *((path, *row) for path in (MESSAGE, COUNT) for row in IGNORED_BY_BOTH),
+    (COUNT, {"max_tokens": 5}, "max_tokens"),
+    (COUNT, {"metadata": {}, "stream": True}, "metadata, stream"),
+    (COUNT, {"temperature": 0}, "temperature"),
+    (MESSAGE, {"service_tier": "priority"}, "service_tier"),
     (COMPLETE, {"cache_prompt": True, "n_keep": 3}, "cache_prompt, n_keep"),
     (COMPLETE, {"store": None, "mm_processor_kwargs": None}, ""),
 ]
@@ -342,6 +386,23 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             }
         },
     ),
+    *(
+        (MESSAGE, given, {"output_config": {"effort": effort}})
+        for given, effort in [
+            ({"output_config": {"effort": "xhigh"}}, "high"),
+            ({"output_config": {"effort": "max"}}, "high"),
+            ({"output_config": {"effort": "minimal"}}, "low"),
+            ({"thinking": {"type": "disabled"}}, "low"),
+            ({"thinking": {"type": "between_tools"}}, "medium"),
+        ]
+    ),
+    (
+        MESSAGE,
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ),
+    (MESSAGE, {"stop": ["a"]}, {"stop_sequences": ["a"]}),
+    (MESSAGE, {"stop_sequences": ["", "a"]}, {"stop_sequences": ["a"]}),
     (RESPOND, {"metadata": {"a": 5}}, {"metadata": {"a": "5"}}),
     (RESPOND, {"tools": [TOOL]}, {"tools": [FUNCTION | {"type": "function"}]}),
     (
@@ -581,6 +642,133 @@ def test_items(served: Served, sent: list[Any], same: list[Any]) -> None:
     assert listed.status_code == 200
 
 
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def text(words: str) -> dict[str, Any]:
+    return block("text", text=words)
+
+
+def asked(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [*blocks]}
+
+
+USE = asked(block("tool_use", id="c", name="f", input={}), role="assistant")
+PHOTO = block("image", source={"type": "base64", "data": "AA=="})
+SEARCH = block("server_tool_use", name="w", input={})
+SEARCHED = text('[server_tool_use: {"name": "w", "input": {}}]')
+BLIND = text("[image: this model reads text only]")
+
+
+def of_call(content: Any, id: str = "c") -> dict[str, Any]:
+    return block("tool_result", tool_use_id=id, content=content)
+
+
+# Blocks of messages, and those that say the same.
+BLOCKS: list[tuple[list[Any], list[Any]]] = [
+    ([asked(PHOTO, text("x"))], [asked(BLIND, text("x"))]),
+    ([asked(PHOTO), asked(text("x"))], [asked(BLIND), asked(text("x"))]),
+    (
+        [USER, USE, asked(of_call([text("x"), PHOTO]))],
+        [USER, USE, asked(of_call([text("x"), BLIND]))],
+    ),
+    (
+        [USER, USE, asked(of_call([block("tool_reference", tool_name="t")]))],
+        [USER, USE, asked(of_call("[tool: t]"))],
+    ),
+    ([USER, USE, asked(of_call({"a": 1}))], [USER, USE, asked(of_call('{"a": 1}'))]),
+    (
+        [asked(block("document", title="T", source={"type": "text", "data": "D"}))],
+        [asked(text("T\n\nD"))],
+    ),
+    (
+        [asked(block("document", source={"type": "url", "url": "x"}), text("x"))],
+        [asked(text("[document: this model reads text only]"), text("x"))],
+    ),
+    (
+        [asked(block("search_result", title="T", source="s", content=[text("R")]))],
+        [asked(text("T\n\nR"))],
+    ),
+    (
+        [USER, asked(block("compaction", content="So far."), role="assistant"), USER],
+        [USER, asked(text("So far."), role="assistant"), USER],
+    ),
+    (
+        [
+            USER,
+            asked(block("server_tool_use", name="w", input={}), role="assistant"),
+            USER,
+        ],
+        [
+            USER,
+            asked(
+                text('[server_tool_use: {"name": "w", "input": {}}]'), role="assistant"
+            ),
+            USER,
+        ],
+    ),
+    (
+        [USER, asked(block("tool_use", id="c", name="f"), role="assistant"), USER],
+        [USER, USE, USER],
+    ),
+    ([USER | {"content": None}, USER], [USER | {"content": ""}, USER]),
+    ([asked("Hi")], [USER]),
+    ([USER | {"role": "Human"}], [USER]),
+    ([USER | {"role": "developer"}, USER], [USER | {"role": "system"}, USER]),
+]
+
+
+@pytest.mark.parametrize("path", [MESSAGE, COUNT])
+@pytest.mark.parametrize(("sent", "same"), BLOCKS)
+def test_blocks(served: Served, path: str, sent: list[Any], same: list[Any]) -> None:
+    one = served.post(path, BODIES[path] | {"messages": sent})
+    two = served.post(path, BODIES[path] | {"messages": same})
+    assert one.status_code == two.status_code == 200, one.text + two.text
+    body = {"max_tokens": 1}
+    wanted = shown(served, MESSAGE, body | {"messages": same})
+    assert shown(served, MESSAGE, body | {"messages": sent}) == wanted
+
+
+def test_a_result_whose_call_is_gone(served: Served) -> None:
+    body = BODIES[MESSAGE] | {"messages": [asked(of_call("R", "gone"), text("x"))]}
+    assert served.post(MESSAGE, body).status_code == 200
+    assert "functions.unknown to=assistant" in shown(served, MESSAGE, body)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "arguments"),
+    [
+        (BASH, "bash", {"command": "ls"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            "str_replace_based_edit_tool",
+            {"command": "view", "path": "a"},
+        ),
+        ({"type": "memory_20250818", "name": "memory"}, "memory", {"command": "view"}),
+        ({"name": "my tool", "input_schema": SCHEMA}, "my_tool", {"a": 1}),
+    ],
+)
+def test_tools_of_messages(
+    served: Served, tool: dict[str, Any], name: str, arguments: dict[str, Any]
+) -> None:
+    """A client runs them, by the names that it has for them."""
+    body = {"messages": HELLO, "max_tokens": 50, "tools": [tool]}
+    assert f"type {name} = (" in shown(served, MESSAGE, body)
+    with said(served, CALL.format(name, json.dumps(arguments))):
+        found = served.post(MESSAGE, body).json()
+        named = body | {"tool_choice": {"type": "tool", "name": tool["name"]}}
+        assert made(served, MESSAGE, named)[3] is not None
+    (use,) = found["content"]
+    assert (use["name"], use["input"]) == (tool["name"], arguments)
+    again = [
+        *HELLO,
+        {"role": "assistant", "content": [use]},
+        asked(of_call("R", use["id"])),
+    ]
+    assert f"functions.{name}" in shown(served, MESSAGE, body | {"messages": again})
+
+
 # What would give another answer than was asked for, and a word of what is said of it.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "reads text only"),
@@ -613,6 +801,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
         "tool_choice.type",
     ),
+    (MESSAGE, {"messages": [asked(PHOTO)]}, "reads text only"),
+    (MESSAGE, {"thread": {"type": "continue"}}, "send the whole conversation"),
+    (MESSAGE, {"mcp_servers": [{}]}, "offer what they can do as tools"),
+    (MESSAGE, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "as a tool"),
+    (MESSAGE, {"tools": [{"type": "code_execution_20260120"}]}, "as a tool"),
+    (MESSAGE, {"n": 2}, "one turn"),
     (COMPLETE, {"best_of": 2}, "use n"),
     (COMPLETE, {"suffix": "x"}, "fill in the middle"),
 ]
@@ -632,7 +826,7 @@ def test_a_strict_server_ignores_nothing(strict: Served) -> None:
     rows = [row for row in IGNORED if row[2]]
     for path, fields, _ in rows:
         answer = strict.post(path, BODIES[path] | fields)
-        assert answer.status_code == 400, fields
+        assert answer.status_code == (404 if "model" in fields else 400), fields
         assert "x-ignored-parameters" not in answer.headers
     assert strict.post(CHAT, BODIES[CHAT] | {"store": False}).status_code == 200
 
@@ -842,7 +1036,7 @@ tools tool_choice functions function_call reasoning thinking chat_template_kwarg
 response_format stop top_p max_tokens n_predict structured_outputs guided_json
 stream_options stream logprobs top_logprobs reasoning_effort seed metadata
 """.split()
-MESSAGE = st.fixed_dictionaries(
+SOME_MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "tool", "Human", "function"])},
     optional={name: NESTED for name in WORDS.split()[11:]},
 )
@@ -850,7 +1044,7 @@ MESSAGE = st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(
-    messages=NESTED | st.lists(MESSAGE | NESTED, max_size=4),
+    messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
     options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),
 )
 def test_chats_are_refused_on_purpose(

@@ -100,7 +100,9 @@ class Service:
 
     def lenience(self) -> Lenience:
         """What the rewriting of one body needs to know."""
-        return Lenience(template=self.llm.input_processor.dialect is not HARMONY)
+        return Lenience(
+            self.names, template=self.llm.input_processor.dialect is not HARMONY
+        )
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log names that nothing is done with, each once: every request may have it."""
