@@ -22,6 +22,9 @@ from tokenizers import (
     trainers,
 )
 
+from simplellm.base.files import Folder
+from simplellm.text.dialects.dialect import Dialect, open_family, tokenizer_data
+from simplellm.text.tokenizer import Tokenizer as OurTokenizer
 from simplellm.text.tokenizer import printed_bytes
 
 CORPUS = [
@@ -520,3 +523,9 @@ def write_text_side(folder: Path, kind: str, template: Any = None) -> Path:
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+def open_folder(folder: Path) -> tuple[OurTokenizer, Dialect]:
+    """Our tokenizer and dialect of what `write_text_side` wrote."""
+    files = Folder(folder)
+    return open_family(files, tokenizer_data(files) or {})

@@ -13,8 +13,8 @@ from checkpoints import TINY, write_checkpoint
 from torch import Tensor
 
 from simplellm import LLM, EngineConfig
-from simplellm.api.load import EMBEDDED
 from simplellm.base.request import Request
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.text.tokenizer import Tokenizer
 

@@ -13,9 +13,10 @@ import torch
 from checkpoints import TINY, write_checkpoint
 
 from simplellm import LLM
-from simplellm.api.load import EMBEDDED, load_model
+from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError, EngineConfig
 from simplellm.checkpoint.checkpoint import INDEX, CheckpointError
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.text.harmony import Message, render
 from simplellm.text.tokenizer import TokenizerError
 

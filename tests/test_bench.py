@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from simplellm.api.llm import LLM
-from simplellm.api.load import EMBEDDED
 from simplellm.apps import bench, cli, roofline
 from simplellm.apps.bench import Plan
 from simplellm.apps.report import show, write_json
@@ -22,6 +21,7 @@ from simplellm.apps.roofline import Machine, read_bytes, step_flops
 from simplellm.base.config import EngineConfig
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B, MODELS
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model import sizes
 from simplellm.model.sizes import kv_bytes, page_bytes, weight_bytes
 

@@ -21,10 +21,10 @@ from families import CASES, write
 
 from simplellm import LLM, EngineConfig
 from simplellm.api import load
-from simplellm.api.load import EMBEDDED
 from simplellm.apps.quantize import quantize_checkpoint
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.ops import PLAIN
 from simplellm.model.sizes import Need, enough, weight_bytes

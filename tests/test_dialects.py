@@ -20,6 +20,7 @@ from families_text import (
     LACKING,
     SETTINGS,
     TEMPLATES,
+    open_folder,
     write_text_side,
 )
 from hypothesis import given, settings
@@ -29,7 +30,8 @@ from transformers.tokenization_utils_base import generate_merges
 
 from simplellm.api.outputs import is_reasoning
 from simplellm.base.config import ConfigError
-from simplellm.text.dialects.dialect import Dialect, open_family, open_text
+from simplellm.base.files import Folder
+from simplellm.text.dialects.dialect import Dialect, open_text
 from simplellm.text.dialects.sandbox import compiled, parsed, rendered
 from simplellm.text.dialects.template import concealed
 from simplellm.text.harmony import Message, ToolCall, from_openai, tool_calls
@@ -47,7 +49,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
         folder = write_text_side(tmp_path_factory.mktemp(kind.replace(" ", "-")), kind)
         file = str(folder / "tokenizer.json")
         library = tokenizers.Tokenizer.from_file(file)
-        found[kind] = (*open_family(Path(file)), library, folder)
+        found[kind] = (*open_folder(folder), library, folder)
     return found
 
 
@@ -134,7 +136,7 @@ def test_what_no_token_spells_is_left_out(opened: Opened, tmp_path: Path) -> Non
     config = json.loads(file.read_text("utf-8"))
     config["model"]["unk_token"] = "<|endoftext|>"
     file.write_text(json.dumps(config))
-    assert open_family(file)[0].encode(text) == ids
+    assert open_folder(file.parent)[0].encode(text) == ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +204,7 @@ def test_a_checkpoint_says_what_controls(tmp_path: Path, named: str) -> None:
     user = {**config["added_tokens"][-1], "content": USER_TAG, "special": False}
     config["added_tokens"].append({**user, "id": id})
     file.write_text(json.dumps(config))
-    tokenizer, _ = open_family(file)
+    tokenizer, _ = open_folder(file.parent)
     ids = tokenizer.encode(f"a{USER_TAG}b")
     assert (id in ids, id in tokenizer.tokens) == (not expected, not expected)
     assert id in tokenizer.encode(f"a{USER_TAG}b", special=True)
@@ -219,7 +221,7 @@ def test_a_file_may_have_no_merges(tmp_path: Path, kind: str) -> None:
     vocab = config["model"]["vocab"]
     del config["model"]["merges"]
     file.write_text(json.dumps(config))
-    tokenizer, _ = open_family(file)
+    tokenizer, _ = open_folder(file.parent)
     config["model"]["merges"] = generate_merges(vocab)
     library = tokenizers.Tokenizer.from_str(json.dumps(config))
     for text in CORPUS:
@@ -239,7 +241,7 @@ def test_merges_make_no_control_tokens(tmp_path: Path) -> None:
     pairs = ["< e", "o s", "os >", "<e os>"]
     model["merges"] = [*pairs, *map(" ".join, model["merges"])]
     file.write_text(json.dumps(config))
-    tokenizer, _ = open_family(file)
+    tokenizer, _ = open_folder(file.parent)
     ids = tokenizer.encode("<eos>")
     assert ids == [most, most + 1] and tokenizer.decode(ids) == "<eos>"
 
@@ -250,7 +252,7 @@ def test_an_added_token_is_what_it_says(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     text = file.read_text("utf-8").replace("covid19", "Z\u00fcrich")
     file.write_text(text, "utf-8")
-    tokenizer, _ = open_family(file)
+    tokenizer, _ = open_folder(file.parent)
     ids = tokenizer.encode("Z\u00fcrich")
     assert len(ids) == 1 and tokenizer.decode(ids) == "Z\u00fcrich"
 
@@ -260,19 +262,19 @@ def test_a_tokenizer_may_know_more_tokens_than_its_model(tmp_path: Path) -> None
     write_text_side(tmp_path, "gemma")
     file = tmp_path / "tokenizer.json"
     config = json.loads(file.read_text("utf-8"))
-    rows = open_family(file)[0].vocab_size
+    rows = open_folder(file.parent)[0].vocab_size
     image = {**config["added_tokens"][0], "id": rows, "content": "<image_soft_token>"}
     more = {**image, "id": rows + 1, "content": "<svg>", "special": False}
     config["added_tokens"] += [image, more]
     file.write_text(json.dumps(config))
     gemma = replace(TINY, model_type="gemma3_text", vocab_size=rows)
-    tokenizer, dialect = open_text(tmp_path, gemma)
+    tokenizer, dialect = open_text(Folder(tmp_path), gemma)
     assert tokenizer is not None and tokenizer.vocab_size == rows
     user = {"role": "user", "content": "<image_soft_token><svg>"}
     ids = render(dialect, tokenizer, [user], [])
     assert max(ids) < rows and user["content"] in tokenizer.decode(ids)
     with pytest.raises(ConfigError, match=r"has \d+ token ids; expected at most"):
-        open_text(tmp_path, replace(gemma, vocab_size=300))
+        open_text(Folder(tmp_path), replace(gemma, vocab_size=300))
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], object]:
@@ -329,7 +331,7 @@ def test_bad_tokenizers_are_refused(name: str, tmp_path: Path) -> None:
     edit(config)
     file.write_text(json.dumps(config))
     with pytest.raises(TokenizerError) as caught:
-        open_family(file)
+        open_folder(file.parent)
     assert str(caught.value).startswith(f"{file}: ") and words in str(caught.value)
 
 
@@ -494,14 +496,14 @@ def test_a_template_may_be_a_file_or_one_of_several(tmp_path: Path) -> None:
         {"name": "tool_use", "template": "<|im_end|>{{ tools|length }}"},
     ]
     write_text_side(tmp_path, "qwen", named)
-    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    tokenizer, dialect = open_folder(tmp_path)
     ids = render(dialect, tokenizer, [USER], [])
     assert tokenizer.decode(ids) == f"<|im_start|>{USER['content']}"
     ids = render(dialect, tokenizer, [USER], [WEATHER])
     assert tokenizer.decode(ids) == "<|im_end|>1"
     text = "{% generation %}{{ messages|length }}{% endgeneration %}<|im_end|>"
     (tmp_path / "chat_template.jinja").write_text(text)
-    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    tokenizer, dialect = open_folder(tmp_path)
     assert tokenizer.decode(render(dialect, tokenizer, [USER], [])) == "1<|im_end|>"
 
 
@@ -510,7 +512,7 @@ def test_base_models_have_no_chats(opened: Opened, tmp_path: Path) -> None:
     empty: list[Any] = ["", []]
     for template in empty:
         write_text_side(tmp_path, "qwen", template)
-        without.append(open_family(tmp_path / "tokenizer.json"))
+        without.append(open_folder(tmp_path))
     for tokenizer, dialect in without:
         with pytest.raises(ValueError, match=r"this model is None.* `generate`"):
             render(dialect, tokenizer, [USER], [])
@@ -646,7 +648,7 @@ def test_bad_templates_are_refused_at_once(tmp_path: Path, name: str) -> None:
     template, words = REFUSED[name]
     write_text_side(tmp_path, "qwen", template)
     with pytest.raises(ConfigError) as caught:
-        open_family(tmp_path / "tokenizer.json")
+        open_folder(tmp_path)
     place = tmp_path / "tokenizer_config.json: chat_template: "
     assert str(caught.value).startswith(str(place))
     assert words in str(caught.value)
@@ -671,7 +673,7 @@ def test_templates_can_do_little_harm(
     monkeypatch.setattr("simplellm.text.dialects.sandbox.MOST_SECONDS", 1.0)
     source = "{% set r = range(100000) %}" + HARMFUL[name]
     write_text_side(tmp_path, "qwen", source)
-    tokenizer, dialect = open_family(tmp_path / "tokenizer.json")
+    tokenizer, dialect = open_folder(tmp_path)
     # Clients see it: nothing in front of the file's name.
     with pytest.raises(ValueError, match=r"^tokenizer_config\.json: chat_template: "):
         render(dialect, tokenizer, [USER], [])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families_text import KINDS, TEMPLATES, write_text_side
+from families_text import KINDS, TEMPLATES, open_folder, write_text_side
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import saying, write_model
@@ -25,7 +25,6 @@ from simplellm.api.chat_options import as_format, turn_constraint
 from simplellm.base.grammar import BitmaskFiller, GrammarError, Walk
 from simplellm.structured.rules import rules_text
 from simplellm.structured.vocabulary import Grammars
-from simplellm.text.dialects.dialect import open_family
 from simplellm.text.harmony import ToolCall
 
 pytest.importorskip("llguidance")
@@ -40,7 +39,7 @@ class Opened:
 
     def __init__(self, folder: Path, kind: str) -> None:
         write_text_side(folder, kind)
-        self.tokenizer, self.dialect = open_family(folder / "tokenizer.json")
+        self.tokenizer, self.dialect = open_folder(folder)
         special = self.tokenizer.special
         ends = frozenset(special[name] for name in self.dialect.ends if name in special)
         self.grammars = Grammars(self.tokenizer, self.tokenizer.vocab_size, ends)

@@ -28,9 +28,9 @@ from train import (
 )
 
 from simplellm import LLM
-from simplellm.api.load import EMBEDDED
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
 from simplellm.text.harmony import Message
 from simplellm.text.tokenizer import Tokenizer

@@ -21,13 +21,13 @@ from simplellm import (
     EngineConfig,
     SamplingParams,
     load_model,
-    sizes,
 )
 from simplellm.api.load import load
 from simplellm.base.config import LAYER_TYPES
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, MODELS
 from simplellm.checkpoint.folder import recommended
 from simplellm.checkpoint.mxfp4 import MXFP4
+from simplellm.model import sizes
 from simplellm.model.machine import find_device
 from simplellm.model.ops_numpy import UNPACKED_BYTES, is_small
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from simplellm import load_model
-from simplellm.api.load import EMBEDDED
+from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN, Ops

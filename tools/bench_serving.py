@@ -23,9 +23,9 @@ from transformers import GptOssForCausalLM, Mxfp4Config
 from transformers.generation import ContinuousBatchingConfig
 
 from simplellm import LLM, EngineConfig
-from simplellm.api.load import EMBEDDED
 from simplellm.apps.traffic import run_traffic, to_engine
 from simplellm.apps.workloads import Arrival, Workload, draw_workload
+from simplellm.checkpoint.folder import EMBEDDED
 
 REQUESTS = 32
 # Lengths of prompts in words and of answers in tokens: median, least, most.

@@ -32,7 +32,11 @@ from simplellm.base.config import (
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import Request
 from simplellm.base.sampling_params import SamplingParams, StructuredOutputs
-from simplellm.checkpoint.folder import read_generation_config, turn_ends
+from simplellm.checkpoint.folder import (
+    read_generation_config,
+    small_files,
+    turn_ends,
+)
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
 from simplellm.structured.rules import WHERE, rules_text
 from simplellm.structured.vocabulary import Grammars, refusal
@@ -144,10 +148,11 @@ class InputProcessor:
     dialect: Dialect = HARMONY  # of chats
 
     @classmethod
-    def open(cls, folder: Path, config: ModelConfig) -> "InputProcessor":
-        """That of a checkpoint folder, with room for all that the model has."""
-        tokenizer, dialect = open_text(folder, config)
-        params, listed = read_generation_config(folder, config.vocab_size)
+    def open(cls, place: Path, config: ModelConfig) -> "InputProcessor":
+        """That of a checkpoint at its place, with room for all that the model has."""
+        files = small_files(place)
+        tokenizer, dialect = open_text(files, config)
+        params, listed = read_generation_config(files, config.vocab_size)
         ends = turn_ends(config, tokenizer, listed, dialect.ends)
         limit = config.max_position_embeddings
         return cls(config, tokenizer, params, ends, limit, dialect=dialect)

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,7 +20,7 @@ from simplellm.apps.quantize import TARGETS
 from simplellm.apps.report import circumstances
 from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.folder import EMBEDDED, place_of
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
@@ -113,10 +112,10 @@ def measure_formats(
     `LLM`. The embedded model's answers are counted, too.
     """
     place = find_device(device)
-    dtype, folder = find_dtype(None, place), EMBEDDED if model is None else Path(model)
+    dtype = find_dtype(None, place)
     source = open_weights(model, dtype, place, random_weights, None)
     config = EngineConfig(max_num_seqs=32).resolved(place.type)
-    input_processor = InputProcessor.open(folder, source.config)
+    input_processor = InputProcessor.open(place_of(model), source.config)
     load = os.getloadavg()[0]
     rows, asked = [], model is None and not random_weights
     forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
+
+import torch
 
 from simplellm.base.config import ModelConfig
-from simplellm.checkpoint.checkpoint import Checkpoint, RandomCheckpoint
+from simplellm.checkpoint.checkpoint import RandomCheckpoint, open_weights
 from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.families.gpt_oss import MODELS
-from simplellm.checkpoint.folder import EMBEDDED, check_downloaded
-from simplellm.checkpoint.formats import format_names
+from simplellm.checkpoint.folder import is_gguf
+from simplellm.checkpoint.formats import FLOATS, format_names
 from simplellm.checkpoint.names import kind
 from simplellm.checkpoint.source import Source
 from simplellm.model.sizes import count_parameters
@@ -43,24 +46,40 @@ def dimensions(config: ModelConfig, total: int, active: int) -> dict[str, str]:
     }
 
 
+def at_load(source: Source) -> Iterator[str]:
+    """What becomes of types of numbers that no operation reads, as GGUF files have."""
+    types = {
+        info.dtype
+        for ours in source.names()
+        if ours not in source.config.formats
+        for info in source.stored(ours)
+    }
+    if made := sorted(types - {*FLOATS}):
+        text = f"{', '.join(made)} become bfloat16 on a GPU, float32 on a CPU"
+        for number, line in enumerate(wrap(text, 67)):
+            yield f"{'' if number else 'at load':<12} {line}"
+
+
 def describe(path: str | None) -> Iterator[str]:
     """The lines of the table, no wider than 80 columns for 120 billion parameters.
 
-    ``path`` is a checkpoint folder or the name of a known model, whose published shapes
-    then count; None is the embedded model. Raises CheckpointError or ConfigError.
+    ``path`` is a checkpoint or the name of a known model, whose published shapes then
+    count; None is the embedded model. Raises CheckpointError or ConfigError.
     """
     source: Source
     if path in MODELS and not Path(path).exists():
         source, said = RandomCheckpoint(MODELS[path]), "no files, the published shapes"
     else:
-        source = Checkpoint(EMBEDDED if path is None else check_downloaded(path))
-        said = f"safetensors files: {len(source.files)}"
+        source = open_weights(path, torch.float32, torch.device("cpu"), False, None)
+        files = "GGUF" if is_gguf(source.files[0]) else "safetensors"
+        said = f"{files} files: {len(source.files)}"
     config = source.config
     total, active, parameters = count_parameters(config)
     yield f"{path or 'the embedded model'}: {said}"
     yield ""
     for name, text in dimensions(config, total, active).items():
         yield f"{name:<12} {text}"
+    yield from at_load(source)
     yield ""
     parts: dict[str, list[tuple[str, int]]] = {}  # dtypes or formats, and bytes
     for ours in source.names():
@@ -76,5 +95,6 @@ def describe(path: str | None) -> Iterator[str]:
     for part, count in parameters.items():
         size = sum(size for _, size in parts[part])
         kinds = ", ".join(dict(parts[part]))
+        kinds = kinds if len(kinds) < 12 else f"{len(dict(parts[part]))} types"
         yield ROW.format(part, kinds, f"{count:,}", f"{size:,}", f"{size / nbytes:.1%}")
     yield ROW.format("total", "", f"{total:,}", f"{nbytes:,}", "100.0%")

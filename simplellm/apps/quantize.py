@@ -27,7 +27,7 @@ from simplellm.checkpoint.checkpoint import (
     tensor_view,
 )
 from simplellm.checkpoint.families import FAMILIES
-from simplellm.checkpoint.folder import check_downloaded
+from simplellm.checkpoint.folder import check_downloaded, is_gguf
 from simplellm.checkpoint.formats import (
     MXFP4_EXPERTS,
     SCHEMES,
@@ -155,7 +155,10 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     there already, or if ``source`` is no checkpoint that can be rewritten.
     """
     expect(not target.exists(), "OUT", str(target), "a folder that does not exist yet")
-    files, index = find_shards(check_downloaded(source))
+    place = check_downloaded(source)
+    wanted = "a folder of safetensors files: a GGUF file's numbers are rounded already"
+    expect(not is_gguf(place), "IN", str(source), wanted)
+    files, index = find_shards(place)
     with raising(CheckpointError, source / "config.json"):
         config = read_json(source / "config.json")
     known = config.get("quantization_config")

@@ -24,7 +24,7 @@ from simplellm.base.config import (
     read_json,
 )
 from simplellm.checkpoint.families import FAMILIES, read_config
-from simplellm.checkpoint.folder import EMBEDDED, check_downloaded, open_config
+from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import FLOATS, MXFP4_EXPERTS, NumberFormat
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import (
@@ -267,9 +267,11 @@ def why_no_shards(folder: Path) -> str:
     if folder.is_file() and folder.suffix in PICKLES:
         return f"is one of the {pickles}; expected a folder with *.safetensors"
     if folder.is_file():
-        return "is a file; expected the folder that holds it"
+        return "is a file; expected the folder that holds it, or a *.gguf file"
     if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
         return f"holds only {pickles} ({some(held)}); expected *.safetensors"
+    if held := [file.name for file in folder.glob("*.gguf")]:
+        return f"holds GGUF files ({some(held)}); expected the first one itself"
     return "is not a checkpoint; expected config.json and *.safetensors"
 
 
@@ -416,4 +418,9 @@ def open_weights(
         return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
     wanted = "None without random_weights. The seed for drawing tokens is one of "
     expect(seed is None, "seed", seed, wanted + "SamplingParams")
-    return Checkpoint(EMBEDDED if path is None else check_downloaded(path))
+    place = check_downloaded(path)
+    if is_gguf(place):
+        from simplellm.checkpoint.gguf.source import GGUFCheckpoint
+
+        return GGUFCheckpoint(place, dtype)
+    return Checkpoint(place)

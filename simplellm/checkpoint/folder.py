@@ -1,8 +1,8 @@
-"""The small files of a checkpoint folder: tokenizer and generation config."""
+"""Where a checkpoint lies, and what the small files beside its weights say."""
 
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any
 
@@ -13,56 +13,85 @@ from simplellm.base.config import (
     check_kind,
     end_token_ids,
     raising,
-    read_json,
 )
+from simplellm.base.files import Folder, SmallFiles
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.checkpoint.families import read_config
 from simplellm.checkpoint.families.gpt_oss import MODELS
+from simplellm.checkpoint.gguf.container import open_container
+from simplellm.checkpoint.gguf.metadata import read_gguf_config
+from simplellm.checkpoint.gguf.tokens import GGUFFiles
+from simplellm.checkpoint.packages import find_packaged
 from simplellm.text.tokenizer import Tokenizer
 
-EMBEDDED = Path(str(files("simplellm"))) / "embedded"
+EMBEDDED = Path(str(package_files("simplellm"))) / "embedded"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def check_downloaded(path: str | Path) -> Path:
-    """The folder ``path``. A hub's name raises CheckpointError: how to get it."""
-    name = f"openai/{path}" if str(path) in MODELS else str(path)
-    folder = Path(path)
-    if not folder.exists() and HUB_NAME.fullmatch(name):
+def place_of(model: str | Path | None) -> Path:
+    """The folder or file of a ``model``, None for the one that comes with the package.
+
+    It may also be a name in `PACKAGED`. Raises CheckpointError if that package is
+    missing.
+    """
+    if model is None:
+        return EMBEDDED
+    return find_packaged(model) or Path(model)
+
+
+def check_downloaded(model: str | Path | None) -> Path:
+    """`place_of`. A hub's name raises CheckpointError: how to get it."""
+    place = place_of(model)
+    name = f"openai/{model}" if str(model) in MODELS else str(model)
+    if not place.exists() and HUB_NAME.fullmatch(name):
         local = name.rpartition("/")[2]
         raise CheckpointError(
-            f"{path}: does not exist; expected the folder of a checkpoint. If it is on "
-            f"the Hugging Face hub, download it first: hf download {name} --local-dir "
-            f"{local}, and then give {local}"
+            f"{model}: does not exist; expected the folder of a checkpoint. If it is "
+            f"on the Hugging Face hub, download it first: hf download {name} "
+            f"--local-dir {local}, and then give {local}"
         )
-    return folder
+    return place
 
 
-def open_config(path: str | Path | None, random_weights: bool) -> ModelConfig:
-    """The config of a checkpoint folder or, for random weights, of a known model.
+def is_gguf(place: Path) -> bool:
+    """Whether a checkpoint is a GGUF file."""
+    return place.suffix == ".gguf" and place.is_file()
 
-    Raises ConfigError.
+
+def small_files(place: Path) -> SmallFiles:
+    """What says how a checkpoint's text and turns are. Raises CheckpointError."""
+    return GGUFFiles(open_container(place)) if is_gguf(place) else Folder(place)
+
+
+def open_config(model: str | Path | None, random_weights: bool) -> ModelConfig:
+    """The config of a checkpoint or, for random weights, of a known model.
+
+    Raises ConfigError or CheckpointError.
     """
-    folder = EMBEDDED if path is None else Path(path)
-    config = MODELS.get(str(path)) if random_weights else None
-    if random_weights and config is None and not folder.is_dir():
+    config = MODELS.get(str(model)) if random_weights else None
+    if config is not None:
+        return config
+    place = place_of(model)
+    if random_weights and not (place.is_dir() or is_gguf(place)):
         raise ConfigError(
-            f"{path} is neither a checkpoint folder nor a known model; expected "
+            f"{model} is neither a checkpoint folder nor a known model; expected "
             f"one of {', '.join(MODELS)}"
         )
-    return config or read_config(folder / "config.json")
+    if is_gguf(place):
+        return read_gguf_config(open_container(place))
+    return read_config(place / "config.json")
 
 
 def read_generation_config(
-    folder: Path, vocab_size: int
+    files: SmallFiles, vocab_size: int
 ) -> tuple[SamplingParams, tuple[int, ...]]:
     """How to sample and what ends a turn, by generation_config.json if there is one.
 
     Raises ConfigError, which names the file.
     """
-    file = folder / "generation_config.json"
-    with raising(ConfigError, file):
-        generation = read_json(file) if file.is_file() else {}
+    name = "generation_config.json"
+    with raising(ConfigError, files.place(name)):
+        generation = files.json(name) or {}
         return recommended(generation), end_token_ids(generation, vocab_size)
 
 

@@ -120,21 +120,25 @@ class Tokenizer:
         return cls({id: token for token, id in ranks.items()}, special, encode)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.json like that of gpt-oss: byte-level BPE behind one Split.
+    def from_json(cls, config: Mapping[str, Any]) -> "Tokenizer":
+        """Of a parsed tokenizer.json like gpt-oss's: byte-level BPE behind one Split.
 
         Ids are those of `tokenizers` if every split of a token into two tokens that
         merge is listed, as there. Raises TokenizerError for anything else.
         """
+        try:
+            return cls.from_ranks(*read_bpe(config))
+        except TokenizerError:
+            raise
+        except Exception as error:  # it can go wrong in more ways than one can list
+            wrong = f"{type(error).__name__}: {error}"
+        raise TokenizerError(f"not a tokenizer.json like that of gpt-oss ({wrong})")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Tokenizer":
+        """`from_json` of a file, which errors name."""
         with raising(TokenizerError, path):
-            config = read_json(path)
-            try:
-                return cls.from_ranks(*read_bpe(config))
-            except TokenizerError:
-                raise
-            except Exception as error:  # it can go wrong in more ways than one can list
-                wrong = f"{type(error).__name__}: {error}"
-            raise ValueError(f"not a tokenizer.json like that of gpt-oss ({wrong})")
+            return cls.from_json(read_json(path))
 
 
 # tiktoken's regex engine overflows its stack on a run of about a million whitespace

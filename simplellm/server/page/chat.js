@@ -1,7 +1,6 @@
 // The conversation: questions, answers as they come, and what went wrong with them.
 // Whatever the model writes goes into text nodes: it can't become HTML.
 
-import { greet } from "./greeting.js";
 import { h } from "./parts.js";
 import { ask, events } from "./server.js";
 
@@ -42,13 +41,12 @@ function told(turn) {
 }
 
 /**
- * The chat with `model` in the page's elements. `changed` is called when a turn begins or ends, with
+ * The chat in the page's elements. `changed` is called when a turn begins or ends, with
  * what is known of it: its question, said (so far), finish (its reason) and usage.
  * `refused` is called when the key is no longer right.
  */
-export function chat(model, changed, refused) {
+export function chat(changed, refused) {
   const list = document.getElementById("turns");
-  const greeting = document.getElementById("greeting");
   const form = document.getElementById("composer");
   const ids = ["question", "effort", "send", "stop", "clear"];
   const [question, effort, send, stop, clear] = ids.map((id) => document.getElementById(id));
@@ -78,7 +76,6 @@ export function chat(model, changed, refused) {
     const calls = h("div");
     const note = h("p", { class: "note" });
     const item = h("li", { class: "answer" }, reasoning, answer, calls, note);
-    greeting.hidden = true;
     follow(() => list.append(h("li", { class: "question text" }, text), item));
     return {
       question: text,
@@ -175,7 +172,8 @@ export function chat(model, changed, refused) {
     question.focus();
   }
 
-  function submit(text) {
+  function submit() {
+    const text = question.value.trim();
     if (!text || running) return;
     question.value = "";
     answer(text);
@@ -183,12 +181,12 @@ export function chat(model, changed, refused) {
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    submit(question.value.trim());
+    submit();
   });
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    submit(question.value.trim());
+    submit();
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
@@ -197,8 +195,6 @@ export function chat(model, changed, refused) {
   clear.addEventListener("click", () => {
     messages = [];
     list.replaceChildren();
-    greeting.hidden = false;
     question.focus();
   });
-  greet(greeting, model, submit);
 }

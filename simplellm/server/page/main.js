@@ -49,7 +49,7 @@ async function open() {
     begun = true;
     panel.open = !narrow();
     const noticed = watch(document.getElementById("view"), panel);
-    chat(models.data[0].id, noticed, close);
+    chat(noticed, close);
   }
   question.focus();
 }

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
-from simplellm.checkpoint.folder import EMBEDDED, open_config
+from simplellm.checkpoint.folder import open_config, place_of
 from simplellm.engine.client import Access, failure
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.wire import (
@@ -268,8 +267,8 @@ def load_remote(
     try:
         engine.load(wanted)
         engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
-        folder = EMBEDDED if path is None else Path(path)
-        input_processor = InputProcessor.open(folder, open_config(path, random_weights))
+        place, found = place_of(path), open_config(path, random_weights)
+        input_processor = InputProcessor.open(place, found)
         told = engine.loaded()
     except BaseException:
         engine.shutdown(cancel=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from simplellm.api.input_processor import InputProcessor
@@ -25,7 +24,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import Event
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.checkpoint.folder import place_of
 from simplellm.engine.engine import Engine
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.server.remote.wire import as_frame, as_one, frames, request_of
@@ -62,7 +61,7 @@ class Core:
         random = wanted["random_weights"], wanted["seed"]
         source = open_weights(path, dtype, device, *random)
         self.link.sendall(as_frame({}))  # the server may read the folder, too
-        self.folder = EMBEDDED if path is None else Path(path)
+        self.place = place_of(path)
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
         prepared = self.pool.submit(lambda: self.input_processor.prepare())
@@ -128,7 +127,7 @@ class Core:
     @cached_property
     def input_processor(self) -> InputProcessor:
         """What knows the tokenizer, which only grammars need here."""
-        return InputProcessor.open(self.folder, self.config)
+        return InputProcessor.open(self.place, self.config)
 
     # What it is told
 

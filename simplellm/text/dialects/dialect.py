@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from simplellm.base.config import (
@@ -12,8 +10,8 @@ from simplellm.base.config import (
     ModelConfig,
     expect,
     raising,
-    read_json,
 )
+from simplellm.base.files import SmallFiles
 from simplellm.base.grammar import Grammar
 from simplellm.text.dialects.encoder import needs, read_tokenizer
 from simplellm.text.dialects.forms import CallForm, tags_grammar
@@ -44,10 +42,8 @@ class Dialect:
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
     parser gets the grammar that came of it, if any. Where a turn can have
     ``several_calls``, the grammar is also told whether one has to stay alone.
-    ``reopened`` takes the end of the last message from the ids of a prompt, if that is
-    an answer: the model goes on with it. ``ends`` are the control tokens that end a
-    turn, as far as the tokenizer has them, ``begin`` the ids in front of a text that is
-    no chat.
+    ``ends`` are the control tokens that end a turn, as far as the tokenizer has them,
+    ``begin`` the ids in front of a text that is no chat.
     """
 
     lead: Lead
@@ -57,7 +53,6 @@ class Dialect:
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
-    reopened: Callable[[Tokenizer, list[int]], list[int]] | None = None
     several_calls: bool = False
 
 
@@ -74,61 +69,57 @@ def render_harmony(
     return render(messages, tokenizer, **options)
 
 
-def harmony_parser(
-    tokenizer: Tokenizer, prompt: Sequence[int], grammar: Grammar | None
-) -> HarmonyParser:
-    """A parser of what follows ``prompt``, which may have begun an answer already."""
-    parser = HarmonyParser(tokenizer)
-    start, message = (tokenizer.special[n] for n in ("<|start|>", "<|message|>"))
-    begun = [*takewhile(lambda token: token != start, reversed(prompt))][::-1]
-    if message in begun:
-        header = begun[len(tokenizer.encode("assistant")) : begun.index(message) + 1]
-        for token in header:
-            parser.push(token)
-    return parser
-
-
-def reopened(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """A prompt without `<|end|><|start|>assistant` at its end."""
-    return prompt[: -2 - len(tokenizer.encode("assistant"))]
-
-
 HARMONY = Dialect(
     lead=developer_text,
     with_format=with_format,
     render=render_harmony,
-    parser=harmony_parser,
+    parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
     grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
     ends=("<|return|>", "<|call|>", "<|endoftext|>"),
-    reopened=reopened,
 )
 
 
-def open_text(folder: Path, config: ModelConfig) -> tuple[Tokenizer | None, Dialect]:
-    """The tokenizer of a checkpoint folder, if it has one, and how its chats go.
+def open_text(
+    files: SmallFiles, config: ModelConfig
+) -> tuple[Tokenizer | None, Dialect]:
+    """The tokenizer of a checkpoint, if it has one, and how its chats go.
 
     It may have fewer ids than the embedding has rows: checkpoints pad the vocabulary,
     gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more, and for a
     chat template that cannot be used.
     """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    place = files.place("tokenizer.json")
+    data = tokenizer_data(files)
+    if data is None:
         return None, HARMONY
     if config.model_type == "gpt_oss":
-        tokenizer, dialect = Tokenizer.from_file(file), HARMONY
+        with raising(TokenizerError, place):
+            tokenizer, dialect = Tokenizer.from_json(data), HARMONY
     else:
-        tokenizer, dialect = open_family(file, config.vocab_size)
+        tokenizer, dialect = open_family(files, data, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{file}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
+            f"{place}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
             f"most the model's vocab_size, {config.vocab_size}"
         )
     return tokenizer, dialect
 
 
-def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
-    """The same of another model than gpt-oss, of so many ``rows``."""
-    with raising(TokenizerError, file):
+def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
+    """What its tokenizer.json says, if there is one. Raises TokenizerError."""
+    with raising(TokenizerError, files.place("tokenizer.json")):
+        return files.json("tokenizer.json")
+
+
+def open_family(
+    files: SmallFiles, data: Mapping[str, Any], rows: int = MAX_SIZE
+) -> tuple[Tokenizer, Dialect]:
+    """The same of another model than gpt-oss, of so many ``rows``.
+
+    ``data`` is what its tokenizer.json says.
+    """
+    place = files.place("tokenizer.json")
+    with raising(TokenizerError, place):
         needs("tokenizers")
         needs("jinja2")
     from simplellm.text.dialects.template import (
@@ -138,12 +129,11 @@ def open_family(file: Path, rows: int = MAX_SIZE) -> tuple[Tokenizer, Dialect]:
         special_tokens,
     )
 
-    settings_file = file.with_name("tokenizer_config.json")
-    with raising(ConfigError, settings_file):
-        settings = read_json(settings_file) if settings_file.is_file() else {}
-    source = TemplateSource.read(file.parent, settings)
+    with raising(ConfigError, files.place("tokenizer_config.json")):
+        settings = files.json("tokenizer_config.json") or {}
+    source = TemplateSource.read(files, settings)
     naming = [*special_names(settings), *(source.texts() if source else ())]
-    tokenizer, encoder = read_tokenizer(file, rows, naming)
+    tokenizer, encoder = read_tokenizer(place, data, rows, naming)
     named = special_tokens(settings)
     first = tokenizer.special.get(named.get("bos_token", ""))
     begin = encoder.begin

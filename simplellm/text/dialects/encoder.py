@@ -14,7 +14,6 @@ from simplellm.base.config import (
     expect,
     expect_type,
     one_of,
-    read_json,
 )
 from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 
@@ -204,15 +203,18 @@ def bytes_of(
 
 
 def read_tokenizer(
-    path: Path, rows: int = MAX_SIZE, naming: Sequence[str] = ()
+    place: Path,
+    data: Mapping[str, Any],
+    rows: int = MAX_SIZE,
+    naming: Sequence[str] = (),
 ) -> tuple[Tokenizer, Encoder]:
-    """The tokenizer of a tokenizer.json, and what encodes for it: see `Encoder`.
+    """The tokenizer of a parsed tokenizer.json, and what encodes for it: `Encoder`.
 
     Its bytes are exact. So what SentencePiece puts in front of a text, a space, is
     decoded as one, though the library leaves it out. Raises TokenizerError.
     """
-    with guarded(TokenizerError, path):
-        encoder = Encoder(read_json(path), rows, naming)
+    with guarded(TokenizerError, place):
+        encoder = Encoder(data, rows, naming)
         return Tokenizer(encoder.tokens, encoder.special, encoder), encoder
 
 

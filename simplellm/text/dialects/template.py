@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import nodes
 
 from simplellm.base.config import ConfigError, expect, expect_type, one_of, raising
+from simplellm.base.files import SmallFiles
 from simplellm.text.dialects.encoder import Encoder, guarded
 from simplellm.text.dialects.sandbox import compiled, parsed, rendered
 from simplellm.text.harmony import EFFORTS, Message, Tool
@@ -32,17 +33,23 @@ class TemplateSource:
     place: Path
 
     @classmethod
-    def read(cls, folder: Path, config: Mapping[str, Any]) -> "TemplateSource | None":
-        """Those of a checkpoint folder, if it has any. Raises ConfigError."""
-        given = config.get("chat_template")
-        place = "tokenizer_config.json: chat_template"
-        if (file := folder / "chat_template.jinja").is_file():
-            given, place = file.read_bytes().decode(errors="replace"), file.name
+    def read(
+        cls, files: SmallFiles, config: Mapping[str, Any]
+    ) -> "TemplateSource | None":
+        """Those of a checkpoint, if it has any. Raises ConfigError.
+
+        ``config`` is what its tokenizer_config.json says.
+        """
+        name = "tokenizer_config.json"
+        given: Any = config.get("chat_template")
+        place = files.place(name).with_name(f"{files.place(name).name}: chat_template")
+        if (own := files.text("chat_template.jinja")) is not None:
+            given, place = own, files.place("chat_template.jinja")
         if not given:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
-        with guarded(ConfigError, folder / place):
+        with guarded(ConfigError, place):
             wanted = "text or a list of named ones"
             expect_type("a chat template", given, list, wanted)
             trees = {}
@@ -51,7 +58,7 @@ class TemplateSource:
                 source = one.get("template")
                 expect_type("a named chat template's text", source, str, "text")
                 trees[one.get("name")] = parsed(source)
-        return cls(trees, folder / place)
+        return cls(trees, place)
 
     def texts(self) -> list[str]:
         """The texts that stand in the templates, which name control tokens."""

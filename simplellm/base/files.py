@@ -1,0 +1,40 @@
+"""The small files of a checkpoint: its config, tokenizer and chat template."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from simplellm.base.config import read_json
+
+
+class SmallFiles(Protocol):
+    """What a checkpoint says in the files that the hub has beside the weights.
+
+    They are known by their names there, wherever what they say really stands.
+    """
+
+    def place(self, name: str) -> Path:
+        """Where it stands, for messages."""
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """What a JSON file says; None if there is none. Raises ValueError."""
+
+    def text(self, name: str) -> str | None:
+        """What a text file says; None if there is none."""
+
+
+class Folder:
+    """The `SmallFiles` of a folder as the hub has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def place(self, name: str) -> Path:
+        return self.path / name
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        file = self.place(name)
+        return read_json(file) if file.is_file() else None
+
+    def text(self, name: str) -> str | None:
+        file = self.place(name)
+        return file.read_bytes().decode(errors="replace") if file.is_file() else None

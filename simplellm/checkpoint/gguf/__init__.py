@@ -1,0 +1,6 @@
+"""GGUF files: a whole model in one file, as llama.cpp writes it.
+
+`container.py` reads the header, `metadata.py` makes of it what config.json says on the
+hub, `tokens.py` the files of the tokenizer. `names.py` says what our tensors are called
+there, `tensors.py` makes our numbers of theirs, and `source.py` puts all that together.
+"""

@@ -1,0 +1,255 @@
+"""The container: metadata and tensors of a GGUF file, or of several that are one model.
+
+A header of typed key-value pairs, then each tensor's name, sides, type and offset, then
+the data, aligned (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). Only the
+header is read. That happens here and not by the package `gguf`, which makes two NumPy
+views of every token: opening a vocabulary of 262,144 takes it seconds.
+"""
+
+import math
+import mmap
+import re
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simplellm.base.config import CheckpointError, expect, raising
+
+# By ggml's number: the name, the elements of a block, and its bytes.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
+}
+# Those that nobody here decodes, for the message.
+OTHERS = (
+    "Q8_1=9 Q8_K=15 IQ2_XXS=16 IQ2_XS=17 IQ3_XXS=18 IQ1_S=19 IQ4_NL=20 IQ3_S=21 "
+    "IQ2_S=22 IQ4_XS=23 I8=24 I16=25 I32=26 I64=27 F64=28 IQ1_M=29 TQ1_0=34 TQ2_0=35"
+)
+NAMES_OF_OTHERS = {
+    int(number): name
+    for name, _, number in (word.partition("=") for word in OTHERS.split())
+}
+STRING, ARRAY, FLOAT32 = 8, 9, 6
+# The struct code of a value by its type.
+CODES = dict(zip([*range(8), 10, 11, 12], "BbHhIif?Qqd", strict=True))
+LENGTH = struct.Struct("<Q")
+MAX_DIMENSIONS = 4
+# As in `simplellm.checkpoint.checkpoint`, which needs PyTorch: a private mapping, for
+# which Linux sets nothing aside.
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GGUFTensor(NamedTuple):
+    """Where a tensor lies; of its ``shape`` the last side is contiguous."""
+
+    name: str
+    type: str  # a name of TYPES
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int  # of its first byte in the file
+
+
+@dataclass(frozen=True)
+class Container:
+    """What the headers of one model's files say; the data stays where it is."""
+
+    path: Path  # the first file
+    metadata: Mapping[str, Any]  # of the first file
+    tensors: Mapping[str, GGUFTensor]  # by their names in the files
+    data: Mapping[Path, mmap.mmap]  # each file, mapped whole
+
+
+class Header:
+    """Reads values one after the other. Raises ValueError where the file ends."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def unpack(self, codes: str) -> tuple[Any, ...]:
+        """Little-endian numbers, as `struct` writes their ``codes``."""
+        form = struct.Struct("<" + codes)
+        self.expect_bytes(form.size)
+        found = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return found
+
+    def expect_bytes(self, size: int) -> None:
+        rest = len(self.data) - self.at
+        wanted = f"{size} more bytes of a header; the file is cut off or damaged"
+        expect(size <= rest, "the rest of the file", rest, wanted)
+
+    def text(self) -> str:
+        return self.texts(1)[0]
+
+    def texts(self, count: int) -> list[str]:
+        """Many, as fast as may be: vocabularies have hundreds of thousands."""
+        self.expect_bytes(LENGTH.size * count)
+        data, at, found = self.data, self.at, []
+        for _ in range(count):
+            start = at + LENGTH.size
+            if start > len(data):
+                break
+            at = start + LENGTH.unpack_from(data, at)[0]
+            found.append(data[start:at])
+        self.at = min(at, len(data) + 1)
+        self.expect_bytes(0)
+        return [text.decode(errors="replace") for text in found]
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A value of metadata; an array is a list."""
+        if kind == STRING:
+            return self.text()
+        if kind == ARRAY:
+            expect(depth < 2, "the depth of an array", depth + 1, "1 or 2")
+            kind, count = self.unpack("IQ")
+            if kind in CODES:
+                self.expect_bytes(count * struct.calcsize("<" + CODES[kind]))
+                return list(self.unpack(f"{count}{CODES[kind]}"))
+            if kind == STRING:
+                return self.texts(count)
+            self.expect_bytes(12 * count)  # of arrays' own types and lengths
+            return [self.value(kind, depth + 1) for _ in range(count)]
+        expect(kind in CODES, "the type of a value", kind, "0 to 12")
+        (found,) = self.unpack(CODES[kind])
+        return shortest(found) if kind == FLOAT32 else found
+
+
+def shortest(number: float) -> float:
+    """The decimal number that a float32 was meant to be: 1e-05, not 9.99999975e-06."""
+    if not math.isfinite(number):
+        return number
+    said = (float(f"{number:.{digits}g}") for digits in range(6, 10))
+    return next(x for x in said if struct.pack("<f", x) == struct.pack("<f", number))
+
+
+def read_gguf_header(
+    file: Path, data: mmap.mmap
+) -> tuple[dict[str, Any], list[GGUFTensor]]:
+    """Metadata and tensors of one mapped file. Raises ValueError."""
+    header = Header(data)
+    magic, version = header.unpack("4sI")
+    expect(magic == b"GGUF", "the file's first four bytes", magic, "b'GGUF'")
+    big = version & 0xFFFF == 0
+    known = "2 or 3" + ", in little-endian order" * big
+    expect(version in (2, 3), "the version of GGUF", version, known)
+    tensor_count, value_count = header.unpack("QQ")
+    header.expect_bytes(24 * tensor_count + 12 * value_count)  # at the least
+    metadata: dict[str, Any] = {}
+    for _ in range(value_count):
+        key = header.text()
+        (kind,) = header.unpack("I")
+        expect(key not in metadata, "a key of the metadata", key, "each once")
+        metadata[key] = header.value(kind)
+    entries = [read_entry(header) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    ok = isinstance(alignment, int) and alignment > 0 and not alignment % 8
+    expect(ok, "general.alignment", alignment, "a multiple of 8")
+    start = -(-header.at // alignment) * alignment
+    tensors = []
+    for name, kind, sides, offset in entries:
+        tensor = located(file, name, kind, sides, start + offset)
+        end, wanted = (
+            tensor.offset + tensor.nbytes,
+            f"up to {len(data)}, the file's end",
+        )
+        wanted += "; the file is cut off, or has not been downloaded to its end"
+        expect(end <= len(data), f"the end of {name!r}", end, wanted)
+        tensors.append(tensor)
+    return metadata, tensors
+
+
+def read_entry(header: Header) -> tuple[str, int, tuple[int, ...], int]:
+    """Name, type, sides (the contiguous one first) and offset of one tensor."""
+    name = header.text()
+    (count,) = header.unpack("I")
+    known = f"1 to {MAX_DIMENSIONS}"
+    expect(1 <= count <= MAX_DIMENSIONS, f"the sides of {name!r}", count, known)
+    sides = header.unpack(f"{count}Q")
+    kind, offset = header.unpack("IQ")
+    return name, kind, sides, offset
+
+
+def located(
+    file: Path, name: str, kind: int, sides: tuple[int, ...], offset: int
+) -> GGUFTensor:
+    """A tensor of a file. Raises ValueError for a type that nobody here decodes."""
+    said = NAMES_OF_OTHERS.get(kind, kind)
+    known = ", ".join(name for name, *_ in TYPES.values())
+    expect(kind in TYPES, f"the type of {name!r}", said, f"one of {known}")
+    type, elements, nbytes = TYPES[kind]
+    ok = min(sides) > 0 and sides[0] % elements == 0
+    wanted = f"rows of a multiple of {elements} elements, for {type}"
+    expect(ok, f"the shape of {name!r}", [*sides[::-1]], wanted)
+    size = math.prod(sides) // elements * nbytes
+    return GGUFTensor(name, type, sides[::-1], size, file, offset)
+
+
+def shards_of(path: Path, count: int) -> list[Path]:
+    """The files of a model whose first one says that there are so many."""
+    named = SHARD.fullmatch(path.name)
+    wanted = f"name-00001-of-{count:05}.gguf, the first of its {count} files"
+    ok = named and (int(named[2]), int(named[3])) == (1, count)
+    expect(ok, "the file's name", path.name, wanted)
+    assert named is not None
+    found = [
+        path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
+    missing = [file.name for file in found if not file.is_file()]
+    expect(not missing, "the missing files of this model", missing, "none")
+    return found
+
+
+def open_container(path: str | Path) -> Container:
+    """Read the header of a GGUF file and, if it is the first of several, of all.
+
+    Raises CheckpointError, which names the file.
+    """
+    path = Path(path)
+    data: dict[Path, mmap.mmap] = {}
+    tensors: dict[str, GGUFTensor] = {}
+
+    def read(file: Path) -> dict[str, Any]:
+        with raising(CheckpointError, file):
+            try:
+                with file.open("rb") as opened:
+                    flags = mmap.MAP_PRIVATE | NO_RESERVE
+                    data[file] = mmap.mmap(opened.fileno(), 0, flags=flags)
+            except OSError as error:
+                raise ValueError(f"cannot be read: {error.strerror}") from None
+            metadata, held = read_gguf_header(file, data[file])
+            for tensor in held:
+                expect(tensor.name not in tensors, "a tensor", tensor.name, "it once")
+                tensors[tensor.name] = tensor
+        return metadata
+
+    metadata = read(path)
+    count = metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1:
+        with raising(CheckpointError, path):
+            rest = shards_of(path, count)[1:]
+        for file in rest:
+            read(file)
+        with raising(CheckpointError, path):
+            total = metadata.get("split.tensors.count", len(tensors))
+            wanted = f"{total}, as split.tensors.count says"
+            name = f"the number of tensors in {count} files"
+            expect(len(tensors) == total, name, len(tensors), wanted)
+    return Container(path, metadata, tensors, data)

@@ -1,0 +1,324 @@
+"""From a GGUF file's metadata to the config.json that the same model has on the hub.
+
+The families then read that, as they read any other. What a field says of how something
+is computed is translated or refused by name, never skipped.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from simplellm.base.config import ConfigError, ModelConfig, expect, one_of, raising
+from simplellm.checkpoint.families import family_config
+from simplellm.checkpoint.formats import MXFP4_EXPERTS, NumberFormat, is_matrix
+from simplellm.checkpoint.gguf.container import Container
+from simplellm.checkpoint.gguf.names import stored_as
+from simplellm.checkpoint.names import is_expert_weight, tensor_names
+
+# What llama.cpp calls an architecture, and the model_type that computes the same.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
+}
+# A field behind "llama." or another architecture, and its name in config.json.
+FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+}
+# What config.json calls otherwise in a family.
+NAMES_IN = {
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+}
+# Values that change nothing; whatever else a file says there is refused.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.layer_norm_epsilon": (1e-5, 1e-6),  # beside that of RMSNorms
+    "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_gating_func": (1,),  # a softmax
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
+# Read below, or without any meaning for what is computed.
+KNOWN = {
+    *FIELDS,
+    *NEUTRAL,
+    "attention.sliding_window_pattern",
+    "attention.value_length",
+    "expert_feed_forward_length",
+    "expert_weights_norm",
+    "rope.dimension_count",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout",
+    "vocab_size",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+# What Llama 3.1, 3.2 and 3.3 say; a GGUF file has the factors that follow from it.
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Gemma 3 has one full layer of six; the largest one's scores are scaled by another
+# number, and no field says so: llama.cpp knows it by its 62 layers.
+GEMMA_PATTERN, GEMMA_LARGEST = 6, 62
+
+# Types that keep their bits, as weights of layers: a product reads them as they are.
+KEPT = {
+    "Q8_0": NumberFormat("Q8_0", ("", "_scale"), "int8", (1, 32), inputs=False),
+    "MXFP4": MXFP4_EXPERTS,
+}
+
+
+def read_gguf_config(container: Container) -> ModelConfig:
+    """The config of a GGUF file. Raises ConfigError, which names it."""
+    data = config_data(container)
+    with raising(ConfigError, container.path):
+        config = family_config(data)
+        # llama.cpp's norms have what the family adds to their weights, added.
+        config = replace(config, norm_offset=0.0)
+        return replace(config, formats=formats_of(config, container))
+
+
+def formats_of(config: ModelConfig, container: Container) -> dict[str, NumberFormat]:
+    """By our name, the formats of weights that aren't made ordinary numbers."""
+    found = {}
+    for ours, name in tensor_names(config).items():
+        stored = stored_as(ours, config.model_type)
+        types = {container.tensors[n].type for n in stored if n in container.tensors}
+        form = KEPT.get(min(types)) if len(types) == 1 else None
+        experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
+        if form and ours.startswith("layers.") and (is_matrix(name) or experts):
+            found[ours] = form
+    return found
+
+
+def config_data(container: Container) -> dict[str, Any]:
+    """The config.json of a model. Raises ConfigError, which names file and field."""
+    metadata = container.metadata
+    with raising(ConfigError, container.path):
+        arch = metadata.get("general.architecture")
+        one_of("general.architecture", arch, tuple(MODEL_TYPES))
+        assert isinstance(arch, str)
+        fields = fields_of(arch, metadata)
+        data = {ours: fields[key] for key, ours in FIELDS.items() if key in fields}
+        data |= {"model_type": model_type_of(arch, fields)}
+        data |= sizes_of(arch, fields, container)
+        scaling = rope_scaling(arch, fields, container)
+        data |= {"rope_scaling": scaling} if scaling else {}
+        data |= {"gemma3_text": gemma, "gpt_oss": gpt_oss, "qwen3_moe": experts}.get(
+            data["model_type"], lambda arch, fields: {}
+        )(arch, fields)
+        renamed = NAMES_IN.get(data["model_type"], {})
+        return {renamed.get(key, key): value for key, value in data.items()}
+
+
+def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an architecture, without its name in front.
+
+    A list of one number for each layer is that number. Raises ValueError for what is
+    not known here.
+    """
+    found = {}
+    for key, value in metadata.items():
+        place, _, name = key.partition(".")
+        if place != arch:
+            continue
+        expect(name in KNOWN, key, value, "no such field: nobody here knows it")
+        if isinstance(value, list) and name != "attention.sliding_window_pattern":
+            same = len({*value}) == 1
+            expect(same, key, value, "the same number for all layers")
+            value = value[0]
+        if name in NEUTRAL:
+            one_of(key, value, NEUTRAL[name])
+        found[name] = value
+    return found
+
+
+def model_type_of(arch: str, fields: Mapping[str, Any]) -> str:
+    """Mistral and Mixtral are "llama" in these files."""
+    if arch == "llama" and fields.get("expert_count"):
+        return "mixtral"
+    if arch == "llama" and fields.get("attention.sliding_window"):
+        return "mistral"
+    return MODEL_TYPES[arch]
+
+
+def sizes_of(
+    arch: str, fields: Mapping[str, Any], container: Container
+) -> dict[str, Any]:
+    """What config.json says and the tensors tell here. Raises ValueError."""
+    tensors = container.tensors
+    embedding = tensors.get("token_embd.weight")
+    expect(embedding is not None, "token_embd.weight", None, "the embedding")
+    assert embedding is not None
+    heads, hidden = fields.get("attention.head_count"), fields.get("embedding_length")
+    for name, value in (("head_count", heads), ("embedding_length", hidden)):
+        ok = isinstance(value, int) and value > 0
+        expect(ok, f"{arch}.{name}", value, "a number above 0")
+    assert isinstance(heads, int) and isinstance(hidden, int)
+    head_dim = fields.get("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        said = fields.get(name, head_dim)
+        expect(said == head_dim, f"{arch}.{name}", said, f"{head_dim}, all of a head")
+    return {
+        "vocab_size": embedding.shape[0],
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "sliding_window": fields.get("attention.sliding_window"),
+    }
+
+
+def rope_scaling(
+    arch: str, fields: Mapping[str, Any], container: Container
+) -> dict[str, Any]:
+    """How RoPE is stretched, as config.json says it; {} is not at all."""
+    kind = fields.get("rope.scaling.type", "none")
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear", 1.0))
+    if "rope.scaling.type" not in fields and factor != 1.0:
+        kind = "linear"
+    one_of(f"{arch}.rope.scaling.type", kind, ("none", "linear", "yarn"))
+    factors = rope_factors(container)
+    if factors:
+        expect(kind == "none", f"{arch}.rope.scaling.type", kind, "none beside factors")
+        return llama3_scaling(factors, fields)
+    if kind == "none" or factor in (0.0, 1.0):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    length = fields.get("rope.scaling.original_context_length")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": length or fields.get("context_length"),
+        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),
+    }
+
+
+def rope_factors(container: Container) -> tuple[float, ...]:
+    """What each frequency is divided by; () where the file has no such tensor."""
+    tensor = container.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return ()
+    expect(tensor.type == "F32", f"the type of {ROPE_FACTORS}", tensor.type, "F32")
+    count = math.prod(tensor.shape)
+    return struct.unpack_from(f"<{count}f", container.data[tensor.file], tensor.offset)
+
+
+def llama3_scaling(
+    factors: tuple[float, ...], fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The parameters that ``factors`` follow from. Raises ValueError if none here do.
+
+    As in Llama 3.1's own code: long waves are stretched, short ones are not, and those
+    between them are so the less, the shorter they are.
+    """
+    theta, largest = fields.get("rope.freq_base", 10_000.0), max(factors)
+    low, high, length = LLAMA3_ROPE.values()
+    wanted = []
+    for n in range(len(factors)):
+        wave = 2 * math.pi * theta ** (n / len(factors))
+        smooth = min(max((length / wave - low) / (high - low), 0.0), 1.0)
+        wanted.append(1 / ((1 - smooth) / largest + smooth))
+    pairs = zip(factors, wanted, strict=True)
+    same = all(math.isclose(one, other, rel_tol=1e-4) for one, other in pairs)
+    expect(same, ROPE_FACTORS, [*factors], "the factors of Llama 3.1")
+    if largest == 1.0:
+        return {}
+    return {"rope_type": "llama3", "factor": largest, **LLAMA3_ROPE}
+
+
+def gemma(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows of Gemma 3, and what newer files say."""
+    layers, pattern = fields["block_count"], fields.get(
+        "attention.sliding_window_pattern", GEMMA_PATTERN
+    )  # fmt: skip
+    if isinstance(pattern, list):  # true for a layer with a window
+        kinds = "full_attention", "sliding_attention"
+        layout = {"layer_types": [kinds[bool(local)] for local in pattern]}
+    else:
+        layout = {"sliding_window_pattern": pattern}
+    largest = layers == GEMMA_LARGEST
+    head_dim = fields.get("attention.key_length")
+    wide = fields["embedding_length"] // fields["attention.head_count"]
+    return {
+        **layout,
+        "query_pre_attn_scalar": wide if largest else head_dim or wide,
+        "rope_local_base_freq": fields.get("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The width of an expert, and RoPE as OpenAI's own code stretches it."""
+    scaling = rope_scaling_of_gpt_oss(arch, fields)
+    return {**expert_width(fields), "attention_bias": True, "rope_scaling": scaling}
+
+
+def rope_scaling_of_gpt_oss(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    name = f"{arch}.rope.scaling.type"
+    one_of(name, fields.get("rope.scaling.type"), ("yarn",))
+    return {
+        "rope_type": "yarn",
+        "factor": fields.get("rope.scaling.factor"),
+        "original_max_position_embeddings": fields.get(
+            "rope.scaling.original_context_length"
+        ),
+        "beta_fast": fields.get("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.get("rope.scaling.yarn_beta_slow", 1.0),
+        "truncate": False,  # no field says so: all of gpt-oss's checkpoints do
+    }
+
+
+def expert_width(fields: Mapping[str, Any]) -> dict[str, Any]:
+    width = fields.get("expert_feed_forward_length")
+    return {} if width is None else {"intermediate_size": width}
+
+
+def experts(arch: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-MoE's: all layers have experts, whose shares add up to 1."""
+    return {
+        "moe_intermediate_size": fields.get("expert_feed_forward_length"),
+        "norm_topk_prob": fields.get("expert_weights_norm", True),
+    }

@@ -1,0 +1,132 @@
+"""A GGUF file as a checkpoint: our names to weights, each read when it is asked for."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from simplellm.base.config import CheckpointError, ModelConfig, expect, raising
+from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
+from simplellm.checkpoint.gguf.metadata import ROPE_FACTORS, read_gguf_config
+from simplellm.checkpoint.gguf.names import stored_as
+from simplellm.checkpoint.gguf.tensors import (
+    ORDINARY,
+    as_array,
+    joined,
+    mxfp4_of,
+    numbers_of,
+    scaled_of,
+    turned_back,
+)
+from simplellm.checkpoint.mxfp4 import Weight
+from simplellm.checkpoint.names import PARTS_OF, axes, tensor_names
+from simplellm.checkpoint.source import TensorInfo
+
+# Families of which llama.cpp has q and k with their rows in pairs.
+PAIRED_HEADS = "llama", "mistral", "mixtral"
+
+
+class GGUFCheckpoint:
+    """A GGUF file, or several that are one model: a `Source`.
+
+    Opening reads the headers and checks all that they can tell; numbers stay in the
+    file until a tensor is touched. Those of other types than ordinary ones and `KEPT`
+    become ``dtype`` then. Raises CheckpointError or ConfigError.
+    """
+
+    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        self.container: Container = open_container(path)
+        self.path, self.dtype = self.container.path, dtype
+        self.config: ModelConfig = read_gguf_config(self.container)
+        with raising(CheckpointError, self.path):
+            self._names = {
+                ours: stored_as(ours, self.config.model_type)
+                for ours in tensor_names(self.config)
+            }
+            if self.config.tie_word_embeddings:
+                self._names["lm_head.weight"] = self._names["embed_tokens.weight"]
+            self._check_names()
+            self._check_shapes()
+            self._check_library()
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that hold the weights."""
+        return list(self.container.data)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all experts are views of a file: none is, all are rearranged."""
+        return False
+
+    def names(self) -> list[str]:
+        """Our names of all tensors, in the model's order."""
+        return list(self._names)
+
+    def stored(self, ours: str) -> list[TensorInfo]:
+        """What is in the file for the tensor that we call ``ours``."""
+        tensors = (self.container.tensors[name] for name in self._names[ours])
+        return [
+            TensorInfo(t.name, t.type, t.shape, t.nbytes, t.file, t.offset)
+            for t in tensors
+        ]
+
+    def __getitem__(self, ours: str) -> Weight:
+        """The weight [..., out, in]: ordinary numbers, a `Scaled` or an `MXFP4`."""
+        kept = ours in self.config.formats
+        tensors = [self.container.tensors[name] for name in self._names[ours]]
+        parts = [self._part(tensor, kept) for tensor in tensors]
+        if ".qkv." in ours and self.config.model_type in PAIRED_HEADS:
+            config = self.config
+            heads = config.num_attention_heads, config.num_key_value_heads
+            q, k = map(turned_back, parts, heads)
+            parts = [q, k, *parts[2:]]
+        of_experts = ".experts." in ours
+        interleaved = of_experts and self.config.activation == "clamped_swiglu"
+        return joined(parts, int(of_experts), interleaved)
+
+    def _part(self, tensor: GGUFTensor, kept: bool) -> Weight:
+        """One tensor of the file."""
+        rows = as_array(self.container.data[tensor.file], tensor)
+        if kept:
+            read = mxfp4_of if tensor.type == "MXFP4" else scaled_of
+            return read(torch.from_numpy(rows))
+        return numbers_of(rows, tensor, self.dtype)
+
+    def _check_names(self) -> None:
+        """Raise ValueError if the file holds other tensors than it should."""
+        found = {*self.container.tensors} - {ROPE_FACTORS}
+        expected = {name for names in self._names.values() for name in names}
+        for names, said in ((expected - found, "lacks"), (found - expected, "holds")):
+            wanted = f"the {len(expected)} tensors that its metadata implies"
+            expect(not names, f"what it {said}", sorted(names), wanted)
+
+    def _check_shapes(self) -> None:
+        """Raise ValueError for a tensor of another shape than it should have."""
+        size = axes(self.config)
+        for ours, name in tensor_names(self.config).items():
+            first, *rest = name.shape.split()
+            leading = [first] if ".experts." in ours else []
+            if leading:
+                first, *rest = rest or [""]
+            tensors = [self.container.tensors[stored] for stored in self._names[ours]]
+            firsts = PARTS_OF.get(first, (first,)) if len(tensors) > 1 else (first,)
+            for tensor, axis in zip(tensors, firsts, strict=True):
+                sides = [side for side in (*leading, axis, *rest) if side]
+                shape = tuple(size[side] for side in sides)
+                where, said = f"the shape of {tensor.name!r}", [*tensor.shape]
+                expect(tensor.shape == shape, where, said, f"{[*shape]}")
+
+    def _check_library(self) -> None:
+        """Raise ValueError if numbers have to be made and nothing here makes them."""
+        kept = {*self.config.formats}
+        types = {
+            self.container.tensors[name].type
+            for ours, names in self._names.items()
+            if ours not in kept
+            for name in names
+        }
+        ready = types <= ORDINARY.keys() or find_spec("gguf")
+        wanted = "it installed, as by pip install 'simplellm[gguf]'"
+        expect(ready, "the library gguf", "missing", wanted)

