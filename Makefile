@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo test test-all test-engine test-course test-bits lab read workbook progress mine book export figures
+.PHONY: demo chat test test-all test-engine test-course test-bits lab read workbook progress mine book export figures
 .PHONY: check sizes evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -21,6 +21,7 @@ JOBS := 2
 
 help:
 	@echo "make demo      ask the embedded model what 47 + 85 is"
+	@echo "make chat      talk to it"
 	@echo "make test      run every test and every chapter"
 	@echo "make test-engine, make test-course   run half of these"
 	@echo "make test-all  run also the variants that make test leaves out"
@@ -40,6 +41,9 @@ help:
 
 demo: $(STAMP)
 	@$(VENV)/bin/simplellm "What is 47 + 85?" --reasoning-effort high
+
+chat: $(STAMP)
+	@$(VENV)/bin/simplellm chat
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jupytext
 import pytest
-from cells import chapter_files, steps
+from cells import PAGES, chapter_files, steps
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
@@ -104,7 +104,8 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Chapter | 
     chapters = parent.config.rootpath / "chapters"
     if file_path.name in SKIPPED:
         return None
-    if file_path in [chapters / "index.md", *chapter_files(chapters)]:
+    pages = [chapters / f"{name}.md" for name in PAGES]
+    if file_path in [*pages, *chapter_files(chapters)]:
         return Chapter.from_parent(parent, path=file_path)
     return None
 

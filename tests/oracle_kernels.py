@@ -12,12 +12,12 @@ from simplellm.model.layers import Experts
 
 
 def plain_dispatch(
-    ids: Tensor, experts: int, block: int, live: Tensor | None = None
+    ids: Tensor, experts: int, block: int, num_tokens: Tensor | None = None
 ) -> Dispatch:
     """`routing.dispatch`: the pairs sorted by expert, and its blocks."""
     ids = ids.long()
-    if live is not None:
-        padding = torch.arange(len(ids), device=ids.device) >= live
+    if num_tokens is not None:
+        padding = torch.arange(len(ids), device=ids.device) >= num_tokens
         ids = ids.masked_fill(padding[:, None], experts)  # after every expert
     flat = ids.flatten()
     counts = flat.bincount(minlength=experts + 1)[:experts]
@@ -82,5 +82,8 @@ def random_experts(
 
 def repacked(mlp: Experts) -> Experts:
     """The same experts in the order that the kernels read."""
-    first, second = repack(mlp.gate_up, paired=True), repack(mlp.down, paired=False)
+    first, second = (
+        repack(mlp.gate_up, interleaved=True),
+        repack(mlp.down, interleaved=False),
+    )
     return replace(mlp, gate_up=first, down=second)

@@ -30,9 +30,9 @@ def test_numpy_s_views_are_those_of_torch() -> None:
     there, here = Batch.of(flat, *shape), Batch.of(flat.numpy(), *shape)
     here.pad()
     assert there.groups[1].slots.tolist() == [-1] * 5
-    assert there.live.tolist() == [0] and there.tokens.sum() == 0
+    assert there.num_tokens.tolist() == [0] and there.tokens.sum() == 0
     here.queries[-1] = 4
-    assert there.live.tolist() == [4]
+    assert there.num_tokens.tolist() == [4]
 
 
 def test_rows_of_equal_length_go_together() -> None:

@@ -321,6 +321,24 @@ def test_control_c_ends_a_question(scripted, capsys):
     assert capsys.readouterr() == ("47 + ", "")
 
 
+def test_a_chat_says_what_can_be_typed(scripted, monkeypatch, capsys):
+    llm = scripted(ANSWER)
+    lines = "/help\n/helo\n/reset\n/half of it?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert cli.main(["chat"]) == 0
+    (seen,) = llm.seen
+    assert [message["content"] for message in seen] == ["/half of it?"]
+    err = capsys.readouterr().err
+    assert err.count("/help says this again") == 1  # no greeting: nobody types here
+    assert "up to 999" in err and max(map(len, err.splitlines())) <= 80
+    assert "there is no /helo" in err and "(forgotten)" in err
+
+
+def test_another_model_is_greeted_by_its_folder():
+    told = screen.greeting("models/gpt-oss-20b")
+    assert told.startswith("models/gpt-oss-20b: ") and "999" not in told
+
+
 def test_chat_ends_at_exit(scripted, monkeypatch):
     llm = scripted()
     monkeypatch.setattr(sys, "stdin", io.StringIO("/exit\nmore\n"))

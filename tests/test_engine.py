@@ -28,6 +28,7 @@ from torch import Tensor
 from simplellm import EngineError, SamplingParams, load_model
 from simplellm.base.request import UNKNOWN, Event, QueueFullError, Request
 from simplellm.engine.engine import Engine
+from simplellm.engine.launch_timer import SLACK, LaunchTimer
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
@@ -579,7 +580,46 @@ def test_stats_add_up(make: Any) -> None:
     assert stats.ttft_p99 >= stats.ttft and stats.itl_p99 >= stats.itl
 
 
-# Rest: the next step is scheduled late in a long one
+# Delayed launch: the next step is scheduled late in a long one
+
+
+def played(timer: LaunchTimer, steps: Sequence[float], host: float = 0.001) -> float:
+    """Steps of decodes, one after the other; seconds that the device is idle."""
+    now = end = idle = 0.0
+    for number, seconds in enumerate(steps):
+        now += timer.remaining(now) + host
+        before, end = end, max(now, end) + seconds
+        if number > 0:
+            idle += max(0.0, now - before)
+            waited, late = max(0.0, before - now), now >= before
+            now = max(now, before)
+            timer.collected(now, waited, late, decodes=True)
+    return idle
+
+
+def test_a_delay_leaves_the_host_its_time_and_the_slack() -> None:
+    timer = LaunchTimer()
+    assert played(timer, [0.01] * 200) == 0
+    assert timer.delay == pytest.approx(0.01 - SLACK - 0.001, abs=1e-6)
+    # A step that is late costs half of it at once, one with a prompt nothing.
+    before = timer.delay
+    timer.collected(1.0, 0.0, late=True, decodes=True)
+    assert timer.delay == before / 2 == pytest.approx(timer.remaining(1.0))
+    timer.collected(2.0, 0.5, late=False, decodes=False)
+    assert timer.delay == before / 2 and timer.remaining(2.0) == 0
+    timer.collected(3.0, 0.5, late=False, decodes=True)  # the one with the prompt
+    assert timer.delay == before / 2 == pytest.approx(timer.remaining(3.0))
+
+
+def test_a_delay_ends_soon_where_steps_become_short() -> None:
+    """And a step as short as the slack never has any."""
+    timer = LaunchTimer()
+    played(timer, [0.01] * 100)
+    assert timer.delay > 0.006
+    assert played(timer, [0.002] * 50) < 0.02
+    assert timer.delay < 1e-4
+    short = LaunchTimer()
+    assert played(short, [0.0025] * 100) == 0 and short.delay <= 0
 
 
 def mostly(
@@ -602,29 +642,29 @@ def first_tokens(patch: pytest.MonkeyPatch, clockwork: Clockwork) -> float:
 def test_a_prompt_that_comes_in_a_long_step_is_in_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    resting = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
-    late = first_tokens(monkeypatch, resting)
+    delaying = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
+    late = first_tokens(monkeypatch, delaying)
     # Half a step is left, and the prompt's takes 20 ms; it may come in the last 3 ms.
     assert late == pytest.approx(0.005 + 0.02 + 0.3 * 0.01, abs=0.001)
-    assert resting.idle < 1e-9
-    monkeypatch.setattr(Engine, "plan_rest", lambda *_: None)
+    assert delaying.idle < 1e-9
+    monkeypatch.setattr(LaunchTimer, "collected", lambda *_, **__: None)
     eager = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001)
     assert first_tokens(monkeypatch, eager) > late + 0.005
-    assert len(eager.spans) == len(resting.spans) and eager.idle < 1e-9
+    assert len(eager.spans) == len(delaying.spans) and eager.idle < 1e-9
 
 
 @pytest.mark.parametrize("decodes", [0.001, 0.002, 0.003])
-def test_short_steps_leave_no_time_to_rest(
+def test_short_steps_leave_no_time_for_a_delay(
     monkeypatch: pytest.MonkeyPatch, decodes: float
 ) -> None:
-    """As much is done in the time as if no step ever rested."""
+    """As much is done in the time as if no launch were delayed."""
     ends = []
     for _ in range(2):
         clockwork = Clockwork(monkeypatch, mostly(decodes), lambda _: 0.0015)
         clockwork.run([(0, 8, 300)] * 4)
-        assert clockwork.engine.rest <= 0
+        assert clockwork.engine.timer.delay <= 0
         ends.append(clockwork.now)
-        monkeypatch.setattr(Engine, "plan_rest", lambda *_: None)
+        monkeypatch.setattr(LaunchTimer, "collected", lambda *_, **__: None)
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
 
 
@@ -643,7 +683,7 @@ def test_steps_that_become_short_are_waited_for_only_a_few_times(
     assert sum(gap > 1e-9 for gap in gaps) < 10
 
 
-def test_a_slow_host_rests_less_and_not_longer_and_longer(
+def test_a_slow_host_delays_less_and_not_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 10 ms a step it needs 7, and then 12."""
@@ -651,18 +691,19 @@ def test_a_slow_host_rests_less_and_not_longer_and_longer(
         clockwork = Clockwork(monkeypatch, mostly(0.01), lambda _, h=host: h)
         clockwork.run([(0, 8, 500)] * 4)
         assert clockwork.idle / 500 == pytest.approx(idle, abs=1e-4)
-        assert clockwork.engine.rest < 0.0011
+        assert clockwork.engine.timer.delay < 0.0011
 
 
-def test_who_needs_the_last_token_does_not_rest(
+def test_who_needs_the_last_token_is_not_delayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clockwork = Clockwork(monkeypatch, mostly(0.01), lambda _: 0.001, settles=True)
     clockwork.run([(0, 8, 100)] * 4)
-    assert clockwork.engine.rest == clockwork.engine.until - clockwork.now == 0
+    assert clockwork.engine.timer.delay == 0
+    assert clockwork.engine.timer.remaining(clockwork.now) == 0
 
 
-def test_an_abort_is_carried_out_in_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_is_carried_out_in_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     clockwork = Clockwork(monkeypatch, mostly(0.05), lambda _: 0.001)
     found = clockwork.run([(0, 8, 90)] * 2, aborts=[(3.001, 0)])
     assert [len(found[n]) for n in (0, 1)] == [61, 90]

@@ -77,7 +77,7 @@ MISTAKES = {
             "(gate_up[..., 0::2], gate_up[..., 1::2])",
         ),
         "GELU for SiLU": Mutation(
-            variants.gated, "return curve(gate)", "return gelu(gate)"
+            variants.gated, "return activation(gate)", "return gelu(gate)"
         ),
         "norm without its weight": Mutation(
             ops.rms_norm, "x32 * scale * weight.float()", "x32 * scale"
@@ -187,10 +187,10 @@ MISTAKES = {
             ops.add_norm, "norm.update, eps)", "norm.weight, eps)"
         ),
         "GELU without tanh": Mutation(
-            variants.gated, "return curve(gate)", "return functional.gelu(gate)"
+            variants.gated, "return activation(gate)", "return functional.gelu(gate)"
         ),
         "SiLU for GELU": Mutation(
-            variants.gated, "return curve(gate)", "return functional.silu(gate)"
+            variants.gated, "return activation(gate)", "return functional.silu(gate)"
         ),
     },
     "GPT2": {

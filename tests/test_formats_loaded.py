@@ -348,25 +348,36 @@ def test_experts_in_squares(made) -> None:
     assert logits(checkpoint.path).isfinite().all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", MAIN)
 def test_the_engine_continues(name: str, form: str, made, caplog) -> None:
-    """Through pages and chunks, as the forward pass without them; and says of what."""
-    folder = made(name, form).folder
+    """Through pages and chunks, as the forward pass without them; and says of what.
+
+    A chunk has other rows than the whole text, so a processor may add in another order.
+    Where inputs are rounded, a token may then lose to another one by less than rounding
+    them moves logits. Where they aren't, each token is the best.
+    """
+    one = made(name, form)
     prompts = [PROMPTS[:9].flatten().tolist(), PROMPTS[3].tolist(), PROMPTS[4].tolist()]
-    expected = []
-    for prompt in prompts:
-        ids, model = list(prompt), load_model(folder, device="cpu")
-        for _ in range(8):
-            ids.append(int(model.logits(ids)[-1].argmax()))
-        expected.append(ids[len(prompt) :])
     with (
         caplog.at_level("INFO", logger="simplellm"),
-        LLM(folder, ENGINE, device="cpu") as llm,
+        LLM(one.folder, ENGINE, device="cpu") as llm,
     ):
         done = llm.generate(prompts, temperature=0, max_tokens=8, ignore_eos=True)
-        assert [one.token_ids for one in done.result()] == expected
+        outputs = [output.token_ids for output in done.result()]
     assert f" ({FORMATS[form]}) on " in caplog.text
+    model = load_model(one.folder, device="cpu")
+    losses = []
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        rows = model.logits(prompt + tokens)[len(prompt) - 1 : -1]
+        chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        losses.append(rows.max(-1).values - chosen)
+    loss = torch.cat(losses)
+    moved = (one.logits(one.weights_only) - one.logits(one.reference)).abs().max()
+    assert (moved > 0) == (form in ROUNDED)
+    assert loss.max() <= moved
+    assert (loss == 0).sum() > 0.75 * 3 * 8
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -24,10 +24,12 @@ from simplellm.model.kernels import experts, experts_one, head, linear, routing
 EARLY = {
     "gemv_kernel": "weight_ptr bias_ptr",
     "dot_kernel": "weight_ptr",
-    "experts_one_kernel": "ids_ptr scores_ptr words_ptr scales_ptr bias_ptr live_ptr",
-    "sort_small_kernel": "live_ptr",
-    "count_kernel": "live_ptr",
-    "place_kernel": "live_ptr",
+    "experts_one_kernel": (
+        "ids_ptr scores_ptr words_ptr scales_ptr bias_ptr num_tokens_ptr"
+    ),
+    "sort_small_kernel": "num_tokens_ptr",
+    "count_kernel": "num_tokens_ptr",
+    "place_kernel": "num_tokens_ptr",
 }
 
 
@@ -70,25 +72,25 @@ def expert_cases():
     """Both halves in every tiling that is used."""
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
         for tiling, rows in ((up, 5760), (back, 2880)):
-            paired = rows == 5760
-            shape = (128, rows, 2880), paired, True, 4, 7.0, 1.702
+            interleaved = rows == 5760
+            shape = (128, rows, 2880), interleaved, True, 4, 7.0, 1.702
             start = experts.experts_launcher(tiling, *shape)
-            scores, without = ("", "scores_ptr") if paired else ("*fp32", "")
+            scores, without = ("", "scores_ptr") if interleaved else ("*fp32", "")
             types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
             yield case_of(start, types, without)
 
 
-def one_case(paired):
-    shape = (128, 5760 if paired else 2880, 2880), paired, True, 4, 7.0, 1.702
+def one_case(interleaved):
+    shape = (128, 5760 if interleaved else 2880, 2880), interleaved, True, 4, 7.0, 1.702
     start = experts_one.one_launcher(experts_one.one_tiling(1), *shape)
-    if paired:
+    if interleaved:
         return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *i32 *bf16", "scores_ptr")
     return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *i32 *fp32")
 
 
 SMALL, LARGE = (routing.sort_plan(pairs, 4, 128, 16) for pairs in (4096, 8192))
 EXPERTS = list(expert_cases())
-ONE = [one_case(paired) for paired in (True, False)]
+ONE = [one_case(interleaved) for interleaved in (True, False)]
 CASES = [
     *product_cases(),
     product_case(linear.INVARIANT, 64, 5120, 2880),
@@ -170,7 +172,7 @@ def test_a_weight_is_decoded_after_the_multiplications_before(case):
 
 @pytest.mark.parametrize("case", EXPERTS, ids=kernel_name)
 def test_decoded_weights_stay_in_their_threads(case):
-    """Triton 3.6 would exchange them, see `experts.opaque`; 3.9 would not."""
+    """Triton 3.6 would exchange them, see `experts.layout_barrier`; 3.9 would not."""
     ptx = compile_case(case).asm["ptx"]
     assert "shfl.sync" not in ptx
     if case.constants["BLOCK_T"] == 8:

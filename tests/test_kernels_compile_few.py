@@ -20,23 +20,23 @@ from simplellm.checkpoint.scaled import LARGEST
 from simplellm.model.kernels import grouped_few
 
 
-def half_case(kind, shape, top_k, paired):
+def half_case(kind, shape, top_k, gated):
     dtype, tile, inputs = FORMATS[kind]
     tile = tile if tile == (128, 128) else (1, shape[2])
     most = int(LARGEST[dtype]) if inputs else 0
     config = grouped_few.choose_few(shape[2], dtype.itemsize)
-    start = grouped_few.few_launcher(config, shape, tile, top_k, most, paired)
+    start = grouped_few.few_launcher(config, shape, tile, top_k, most, gated)
     scaled = dtype in LARGEST
-    types = ["*bf16", NAMES[dtype]] + ["*fp32"] * scaled + ["*fp32"] * (not paired)
+    types = ["*bf16", NAMES[dtype]] + ["*fp32"] * scaled + ["*fp32"] * (not gated)
     types += ["*i32", "*i32", "*bf16"]
-    without = "scales_ptr " * (not scaled) + "scores_ptr " * paired
+    without = "scales_ptr " * (not scaled) + "scores_ptr " * gated
     return case_of(start, " ".join(types), without)
 
 
 def half_cases(model, top_k):
     for kind in FORMATS:
-        for paired, shape in model.items():
-            yield half_case(kind, shape, top_k, paired)
+        for gated, shape in model.items():
+            yield half_case(kind, shape, top_k, gated)
 
 
 CASES, MORE = [*half_cases(QWEN, 8)], [*half_cases(MIXTRAL, 2)]
@@ -62,7 +62,7 @@ def test_all_but_e4m3_compiles_for_older_gpus(case):
 @pytest.mark.parametrize("case", parameters(CASES, MORE))
 def test_nothing_is_read_or_written_too_early(case):
     """What the first half has waited for is there before the other one starts."""
-    early = "ids_ptr live_ptr weight_ptr scales_ptr scores_ptr"
+    early = "ids_ptr num_tokens_ptr weight_ptr scales_ptr scores_ptr"
     assert_waits(case, "" if is_first(case) else early)
 
 

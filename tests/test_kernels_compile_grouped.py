@@ -34,23 +34,23 @@ WAYS = [grouping for _, grouping in grouped.GROUPINGS]
 BLOCKS = "pairs_ptr offsets_ptr blocks_ptr"
 
 
-def half_case(kind, grouping, shape, top_k, paired):
+def half_case(kind, grouping, shape, top_k, gated):
     dtype, tile, inputs = FORMATS[kind]
     size = dtype.itemsize
-    start = grouped.grouped_launcher(grouping, shape, size, tile, top_k, paired)
+    start = grouped.grouped_launcher(grouping, shape, size, tile, top_k, gated)
     name, scaled = NAMES[dtype], dtype != torch.bfloat16
     types = [name, "*fp32", name] if inputs else ["*bf16", name]
-    types += ["*fp32"] * scaled + ["*fp32"] * (not paired)
+    types += ["*fp32"] * scaled + ["*fp32"] * (not gated)
     types += ["*i32"] * len(BLOCKS.split()) + ["*bf16", "i32"]
     without = "x_scales_ptr " * (not inputs) + "scales_ptr " * (not scaled)
-    without += "scores_ptr " * paired
+    without += "scores_ptr " * gated
     return case_of(start, " ".join(types), without)
 
 
 def half_cases(kind, grouping):
     for top_k, model in ((8, QWEN), (2, MIXTRAL)):
-        for paired, shape in model.items():
-            yield half_case(kind, grouping, shape, top_k, paired)
+        for gated, shape in model.items():
+            yield half_case(kind, grouping, shape, top_k, gated)
 
 
 CASES = [half_case("bfloat16", way, QWEN[True], 8, True) for way in WAYS]
@@ -60,7 +60,7 @@ MORE = [case for case in MORE if case not in CASES]
 
 
 def is_first(case):
-    return case.constants["PAIRED"]
+    return case.constants["GATED"]
 
 
 @pytest.mark.parametrize("case", parameters(CASES, MORE))

@@ -40,32 +40,32 @@ def number(value: int, device: str) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("columns", [32, 64, 224])
-def test_repacked_weights_are_the_same_numbers(paired, columns):
+def test_repacked_weights_are_the_same_numbers(interleaved, columns):
     weight = random_weight(5, 48, columns)
-    fragments = repack(weight, paired)
+    fragments = repack(weight, interleaved)
     assert fragments.shape == weight.shape
     assert torch.equal(fragments.dequantize(), weight.dequantize())
 
 
 def test_repacking_needs_no_more_memory():
     weight = random_weight(5, 64, 2880)
-    assert repack(weight, paired=True).nbytes == weight.nbytes
+    assert repack(weight, interleaved=True).nbytes == weight.nbytes
 
 
 def test_a_scale_that_is_too_large_is_refused():
     weight = random_weight(5, 16, 64)
     weight.scales[2, 3, 1] = 136
-    repack(weight, paired=False)
+    repack(weight, interleaved=False)
     weight.scales[2, 3, 1] = 137
     with pytest.raises(ValueError, match=r"2\^10; expected at most 2\^9"):
-        repack(weight, paired=False)
+        repack(weight, interleaved=False)
 
 
 def test_rows_must_fill_tiles():
     with pytest.raises(ValueError, match="multiple of 16"):
-        repack(random_weight(5, 24, 64), paired=False)
+        repack(random_weight(5, 24, 64), interleaved=False)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -73,10 +73,10 @@ def test_rows_must_fill_tiles():
 def test_experts_are_the_plain_ones(kernel_device, tokens, invariant):
     mlp = random_experts(kernel_device, HIDDEN, INTERMEDIATE)
     torch.manual_seed(tokens)
-    x, live = torch.randn(tokens, HIDDEN).to(kernel_device), number(tokens, "cpu")
-    live = live.to(kernel_device)
-    expected = ops.experts(x, mlp, live)
-    parts = experts(x, repacked(mlp), live, batch_invariant=invariant)
+    x, num_tokens = torch.randn(tokens, HIDDEN).to(kernel_device), number(tokens, "cpu")
+    num_tokens = num_tokens.to(kernel_device)
+    expected = ops.experts(x, mlp, num_tokens)
+    parts = experts(x, repacked(mlp), num_tokens, batch_invariant=invariant)
     assert parts.shape == (tokens, mlp.top_k, HIDDEN)
     torch.testing.assert_close(parts.sum(1), expected, rtol=1e-4, atol=1e-4)
 
@@ -176,8 +176,8 @@ def test_invariant_experts_have_the_same_bits_in_any_company(kernel_device):
     x = torch.randn(70, HIDDEN).to(kernel_device)
 
     def result(rows: slice) -> torch.Tensor:
-        live = number(len(x[rows]), kernel_device)
-        return experts(x[rows], mlp, live, batch_invariant=True)
+        num_tokens = number(len(x[rows]), kernel_device)
+        return experts(x[rows], mlp, num_tokens, batch_invariant=True)
 
     together = result(slice(0, 70))
     for rows in (slice(7, 8), slice(40, 59)):
@@ -212,9 +212,9 @@ def make_layer(mlp):
 def test_a_layer_is_prepared_once_and_for_all():
     mlp = random_experts("cpu", HIDDEN, INTERMEDIATE)
     ready = prepare(make_layer(mlp)).mlp
-    for name, paired in (("gate_up", True), ("down", False)):
+    for name, interleaved in (("gate_up", True), ("down", False)):
         old, new = getattr(mlp, name), getattr(ready, name)
-        assert new.paired == paired
+        assert new.interleaved == interleaved
         assert torch.equal(new.dequantize(), old.dequantize())
     assert ready.router is mlp.router and ready.down_bias is mlp.down_bias
 

@@ -79,20 +79,20 @@ def test_small_numbers_are_not_lost(kernel_device):
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=2.0**-50)
 
 
-@pytest.mark.parametrize(("tokens", "live"), [(1, 1), (2, 2), (4, 3)])
-def test_together_they_are_the_experts(kernel_device, tokens, live):
+@pytest.mark.parametrize(("tokens", "num_tokens"), [(1, 1), (2, 2), (4, 3)])
+def test_together_they_are_the_experts(kernel_device, tokens, num_tokens):
     """As `ops` has them, on the same numbers in float32; nothing for padding."""
     mlp, ready, x, _ = case(kernel_device, tokens=tokens)
     exact = random_experts(kernel_device, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K)
     for name in ("router", "router_bias", "gate_up_bias", "down_bias"):
         getattr(exact, name).copy_(getattr(mlp, name))
-    real = count(live, x)
+    real = count(num_tokens, x)
     expected = ops.experts(x.float(), exact, real)
     parts = experts_one(x, ready, real, OneTiling(programs=2, warps=2))
     assert parts.shape == (tokens, TOP_K, HIDDEN)
     # Between the halves, hidden is rounded to bfloat16.
     torch.testing.assert_close(
-        parts.sum(1)[:live], expected[:live], rtol=0.02, atol=0.05
+        parts.sum(1)[:num_tokens], expected[:num_tokens], rtol=0.02, atol=0.05
     )
 
 
@@ -121,7 +121,7 @@ def test_few_tokens_in_bfloat16_take_this_way(
     monkeypatch.setattr(module, "experts_one", one)
     monkeypatch.setattr(module, "route_tokens", many)
     mlp = random_experts("cpu", HIDDEN, INTERMEDIATE, dtype=dtype)
-    x, live = torch.zeros(tokens, HIDDEN, dtype=dtype), torch.ones(1).int()
+    x, num_tokens = torch.zeros(tokens, HIDDEN, dtype=dtype), torch.ones(1).int()
     with pytest.raises(Taken) as raised:
-        module.experts(x, mlp, live, batch_invariant=invariant)
+        module.experts(x, mlp, num_tokens, batch_invariant=invariant)
     assert raised.value.args == (taken,)

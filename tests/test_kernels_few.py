@@ -27,14 +27,14 @@ IDS = [[0, 3], [3, 0], [0, 1], [2, 0], [1, 3]]
 
 
 def halves(
-    x: torch.Tensor, mlp: Experts, ids: torch.Tensor, live: torch.Tensor
+    x: torch.Tensor, mlp: Experts, ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores, and both halves; NaN where nothing is written."""
     scores = torch.linspace(0.1, 1, ids.numel(), device=x.device).view(ids.shape)
     hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
-    multiply_few(hidden, x, mlp.gate_up, ids, None, live)
+    multiply_few(hidden, x, mlp.gate_up, ids, None, num_tokens)
     out = x.new_full((*ids.shape, mlp.down.shape[1]), torch.nan)
-    multiply_few(out, hidden, mlp.down, ids, scores, live)
+    multiply_few(out, hidden, mlp.down, ids, scores, num_tokens)
     return scores, hidden, out
 
 
@@ -50,13 +50,13 @@ HALVES = [
 ]
 
 
-def assert_halves(mlp: Experts, ids: torch.Tensor, live: torch.Tensor) -> None:
+def assert_halves(mlp: Experts, ids: torch.Tensor, num_tokens: torch.Tensor) -> None:
     """Both are the plain ones, of two experts a token; padding has no part."""
     x = tokens_for(mlp, len(ids))
-    x[live:] = torch.nan
-    ids[live:] = 2**30  # no expert
-    scores, hidden, out = halves(x, mlp, ids, live)
-    pairs = 2 * live.item()
+    x[num_tokens:] = torch.nan
+    ids[num_tokens:] = 2**30  # no expert
+    scores, hidden, out = halves(x, mlp, ids, num_tokens)
+    pairs = 2 * num_tokens.item()
     for pair in range(pairs):
         token, choice = divmod(pair, 2)
         expert, score = ids[token, choice].item(), scores[token, choice, None, None]
@@ -64,7 +64,7 @@ def assert_halves(mlp: Experts, ids: torch.Tensor, live: torch.Tensor) -> None:
         torch.testing.assert_close(hidden[pair], expected, **CLOSE[x.dtype])
         expected = plain_product(hidden[pair, None], mlp, expert, score)[0]
         torch.testing.assert_close(out[token, choice], expected, **CLOSE[x.dtype])
-    assert hidden[pairs:].isnan().all() and out[live:].isnan().all()
+    assert hidden[pairs:].isnan().all() and out[num_tokens:].isnan().all()
 
 
 @pytest.mark.parametrize(("kind", "dtype", "way", "sizes"), HALVES)
@@ -110,9 +110,11 @@ def test_few_experts_are_the_plain_ones(kernel_device, monkeypatch, kind, tokens
     """Without a sort."""
     monkeypatch.setattr(grouped, "dispatch", None)
     mlp = make_experts(kernel_device, kind, count=16, **TINY)
-    x, live = tokens_for(mlp, tokens), number(tokens, kernel_device)
-    found = experts(x, mlp, live).sum(1)
-    torch.testing.assert_close(found, ops.experts(x, mlp, live), **tolerance(kind))
+    x, num_tokens = tokens_for(mlp, tokens), number(tokens, kernel_device)
+    found = experts(x, mlp, num_tokens).sum(1)
+    torch.testing.assert_close(
+        found, ops.experts(x, mlp, num_tokens), **tolerance(kind)
+    )
 
 
 @pytest.mark.parametrize("kind", ["numbers", "FP8 in blocks", "INT8"])

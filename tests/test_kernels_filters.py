@@ -119,9 +119,12 @@ def test_many_tokens_in_several_blocks(kernel_device, spread):
 def test_equal_logits_stay_together(kernel_device):
     logits = torch.zeros(3, 500, device=kernel_device)
     params = [SamplingParams(top_k=3), SamplingParams(top_p=0.2), SamplingParams()]
-    filters, heat = filters_of(params, logits), torch.ones(3, device=kernel_device)
+    filters, temperature = (
+        filters_of(params, logits),
+        torch.ones(3, device=kernel_device),
+    )
     best = torch.zeros(3, dtype=torch.int32, device=kernel_device)
-    assert kept_by_kernel(logits, best, heat, filters).all()
+    assert kept_by_kernel(logits, best, temperature, filters).all()
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch(kernel_device):
@@ -129,12 +132,12 @@ def test_a_row_is_the_same_alone_and_in_any_batch(kernel_device):
     logits = torch.randn(len(KINDS), 3000, generator=generator).to(kernel_device)
     params = [SamplingParams(**kind) for kind in KINDS]
     best = logits.argmax(-1).int()
-    heat = torch.tensor([p.temperature for p in params], device=kernel_device)
-    together, _ = bounds(logits, best, heat, filters_of(params, logits))
+    temperature = torch.tensor([p.temperature for p in params], device=kernel_device)
+    together, _ = bounds(logits, best, temperature, filters_of(params, logits))
     for row in range(6):
         some = slice(row, row + 1)
         filters = filters_of(params[some], logits)
-        alone, _ = bounds(logits[some], best[some], heat[some], filters)
+        alone, _ = bounds(logits[some], best[some], temperature[some], filters)
         assert alone[0] == together[row]
 
 
@@ -147,8 +150,8 @@ def test_nothing_kept_for_nan_is_out_of_bounds(kernel_device):
     columns = SamplingTensors.of(params, 100, logits.device)
     best = torch.tensor([0, 7], dtype=torch.int32, device=kernel_device)
     steps = torch.zeros(2, dtype=torch.int64, device=kernel_device)
-    heat, seeds = columns.temperature, columns.seeds
-    chosen = draw(logits, best, heat, seeds, steps, columns.filters)
+    temperature, seeds = columns.temperature, columns.seeds
+    chosen = draw(logits, best, temperature, seeds, steps, columns.filters)
     assert 0 <= chosen[0] < 100 and chosen[1] == 7
 
 

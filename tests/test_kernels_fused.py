@@ -83,7 +83,7 @@ class Model:
             out = ops.attend(q, keys, values, group, layer.attn.sinks)
             update = ops.project(out.flatten(1), layer.attn.o, layer.attn.o_bias)
             x, h = ops.add_norm(x, update, layer.mlp_norm, EPS)
-            update = layer.mlp.forward(ops, h, batch.live)
+            update = layer.mlp.forward(ops, h, batch.num_tokens)
         hidden = ops.add_norm(x, update, self.norm, EPS)[1]
         logits = hidden.new_empty(len(batch.samples), VOCABULARY)
         best = ops.head(hidden[batch.samples], self.lm_head, logits)
@@ -130,10 +130,10 @@ def make_batch(
 
 
 def run(model: Model, device: str, *steps: Batch) -> list[Tensor]:
-    """The live hidden states of each step."""
+    """The hidden states of each step, without padding."""
     previous = torch.tensor([7, 8], dtype=torch.int32, device=device)
-    found = [(model(step, previous), int(step.live)) for step in steps]
-    return [hidden[:live] for (hidden, _), live in found]
+    found = [(model(step, previous), int(step.num_tokens)) for step in steps]
+    return [hidden[:num_tokens] for (hidden, _), num_tokens in found]
 
 
 @pytest.mark.parametrize("norms", [False, True])

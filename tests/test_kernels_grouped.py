@@ -121,10 +121,10 @@ WAYS = [
 @pytest.mark.parametrize(("kind", "normalized", "tokens", "invariant"), WAYS)
 def test_experts_are_the_plain_ones(kernel_device, kind, normalized, tokens, invariant):
     mlp = make_experts(kernel_device, kind, normalized=normalized)
-    x, live = tokens_for(mlp, tokens), number(tokens, kernel_device)
-    parts = experts(x, mlp, live, batch_invariant=invariant)
+    x, num_tokens = tokens_for(mlp, tokens), number(tokens, kernel_device)
+    parts = experts(x, mlp, num_tokens, batch_invariant=invariant)
     assert parts.shape == (tokens, 2, HIDDEN)
-    expected = ops.experts(x, mlp, live)
+    expected = ops.experts(x, mlp, num_tokens)
     torch.testing.assert_close(parts.sum(1), expected, **tolerance(kind))
 
 
@@ -163,9 +163,9 @@ def ends(order: Dispatch) -> tuple[list[int], list[int]]:
     return offsets[:-1], offsets[1:]
 
 
-def assert_halves(mlp: Experts, x, ids, scores, live, grouping: Grouping) -> None:
+def assert_halves(mlp: Experts, x, ids, scores, num_tokens, grouping: Grouping) -> None:
     """Both halves are the plain ones, and nothing is written for padding."""
-    pairs = dispatch(ids, len(mlp.router), grouping.tokens, live)
+    pairs = dispatch(ids, len(mlp.router), grouping.tokens, num_tokens)
     close = CLOSE[x.dtype] | dict(equal_nan=True)
     hidden = x.new_full((ids.numel(), mlp.down.shape[2]), torch.nan)
     multiply_groups(hidden, x, mlp.gate_up, None, pairs, mlp.top_k, grouping)
@@ -175,7 +175,7 @@ def assert_halves(mlp: Experts, x, ids, scores, live, grouping: Grouping) -> Non
     multiply_groups(out, hidden, mlp.down, scores, pairs, mlp.top_k, grouping)
     expected = plain_half(hidden, mlp, scores, pairs).view(out.shape)
     torch.testing.assert_close(out, expected, **close)
-    real = torch.arange(len(x), device=x.device) < live
+    real = torch.arange(len(x), device=x.device) < num_tokens
     assert torch.equal(out.isnan().all(-1), ~real[:, None].expand(ids.shape))
 
 
@@ -197,8 +197,8 @@ def test_each_half_is_the_plain_one(kernel_device, kind, dtype, grouping):
     odds = torch.rand(19, 5, generator=generator)
     scores, ids = (odds + torch.tensor([1.0, 0, 0, -2, 0])).topk(2)
     ids, scores = ids.int().to(kernel_device), scores.softmax(-1).to(kernel_device)
-    live = number(18, kernel_device)
-    assert_halves(mlp, x, ids, scores, live, grouping)
+    num_tokens = number(18, kernel_device)
+    assert_halves(mlp, x, ids, scores, num_tokens, grouping)
 
 
 @settings(
@@ -215,12 +215,12 @@ def test_any_choice_of_experts(kernel_device, data):
     mlp = make_experts(kernel_device, kind, count=count, top_k=top_k, **TINY)
     choice = st.permutations(range(count)).map(lambda some: some[:top_k])
     chosen = data.draw(st.lists(choice, min_size=1, max_size=20), label="ids")
-    live = data.draw(st.integers(0, len(chosen)), label="live")
+    num_tokens = data.draw(st.integers(0, len(chosen)), label="num_tokens")
     ids = torch.tensor(chosen, dtype=torch.int32, device=kernel_device)
     scores = torch.linspace(0.1, 1, ids.numel(), device=kernel_device).view(ids.shape)
     x = tokens_for(mlp, len(ids))
-    x[live:] = torch.nan
-    assert_halves(mlp, x, ids, scores, number(live, kernel_device), SMALL)
+    x[num_tokens:] = torch.nan
+    assert_halves(mlp, x, ids, scores, number(num_tokens, kernel_device), SMALL)
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_any_choice_of_experts(kernel_device, data):
 )
 def test_padding_changes_nothing(kernel_device, kind):
     mlp = make_experts(kernel_device, kind, **TINY)
-    x, live = tokens_for(mlp, 9), number(7, kernel_device)
-    alone = experts(x[:7].contiguous(), mlp, live)
+    x, num_tokens = tokens_for(mlp, 9), number(7, kernel_device)
+    alone = experts(x[:7].contiguous(), mlp, num_tokens)
     x[7:] = torch.nan
-    assert torch.equal(experts(x, mlp, live)[:7], alone)
+    assert torch.equal(experts(x, mlp, num_tokens)[:7], alone)
 
 
 @pytest.mark.parametrize("kind", ["numbers", "FP8 in blocks", "INT8"])
@@ -257,8 +257,8 @@ def test_invariant_experts_have_the_same_bits_in_any_company(kernel_device, kind
     x = tokens_for(mlp, 90)
 
     def result(rows: slice) -> torch.Tensor:
-        live = number(len(x[rows]), kernel_device)
-        return experts(x[rows], mlp, live, batch_invariant=True)
+        num_tokens = number(len(x[rows]), kernel_device)
+        return experts(x[rows], mlp, num_tokens, batch_invariant=True)
 
     together = result(slice(0, 90))
     for rows in (slice(7, 8), slice(40, 59)):
@@ -299,16 +299,16 @@ def test_experts_can_be_captured(kind, count, tokens):
     """The host is not asked: a replay takes other tokens, and fewer. Sorted or not."""
     sizes = {"count": count, "hidden": 256, "intermediate": 128}
     mlp = make_experts("cuda", kind, dtype=torch.bfloat16, **sizes)
-    x, live = tokens_for(mlp, tokens), number(tokens, "cuda")
-    experts(x, mlp, live)
+    x, num_tokens = tokens_for(mlp, tokens), number(tokens, "cuda")
+    experts(x, mlp, num_tokens)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = experts(x, mlp, live)
+        out = experts(x, mlp, num_tokens)
     for some in (tokens, tokens // 2 + 1):
         x.copy_(tokens_for(mlp, tokens, seed=some))
-        live.fill_(some)
+        num_tokens.fill_(some)
         graph.replay()
-        assert torch.equal(out[:some], experts(x, mlp, live)[:some])
+        assert torch.equal(out[:some], experts(x, mlp, num_tokens)[:some])
 
 
 SIZES = {

@@ -176,9 +176,11 @@ def test_dispatch_is_the_plain_one(kernel_device, tokens, experts, top_k, block)
 def test_padding_has_no_expert(kernel_device, tokens, top_k, padding):
     """It changes nothing for the others, and its own pairs come last."""
     ids = some_ids(kernel_device, tokens, 8, top_k)
-    live = torch.tensor([tokens - padding], dtype=torch.int32, device=kernel_device)
-    got = dispatch(ids, 8, 16, live)
-    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, live))
+    num_tokens = torch.tensor(
+        [tokens - padding], dtype=torch.int32, device=kernel_device
+    )
+    got = dispatch(ids, 8, 16, num_tokens)
+    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, num_tokens))
     if padding == tokens:  # there is nothing to sort alone
         return
     alone = dispatch(ids[: tokens - padding], 8, 16)
@@ -195,9 +197,9 @@ def test_padding_of_many_pairs_has_no_expert(kernel_device):
     """As above, where they are counted first."""
     tokens = COMPARED // 4 + 100
     ids = some_ids(kernel_device, tokens, 8, 4)
-    live = torch.tensor([tokens - 2], dtype=torch.int32, device=kernel_device)
-    got = dispatch(ids, 8, 16, live)
-    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, live))
+    num_tokens = torch.tensor([tokens - 2], dtype=torch.int32, device=kernel_device)
+    got = dispatch(ids, 8, 16, num_tokens)
+    assert_equal_dispatch(got, plain_dispatch(ids, 8, 16, num_tokens))
     assert got.pairs[-8:].tolist() == list(range(tokens * 4 - 8, tokens * 4))
 
 

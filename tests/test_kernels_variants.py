@@ -166,7 +166,7 @@ def with_weights(layer: Layer, kind: str | None) -> Layer:
 
 
 def computed(model: Model, table: Ops) -> Tensor:
-    """The logits of every live token in a step of prompts and one that has a decode."""
+    """The logits of a step of prompts and of one that has a decode, without padding."""
     model = replace(model, ops=table, layers=[*map(table.prepare, model.layers)])
     config, device = model.config, model.device
     make = partial(make_batch, str(device), windows=config.windows)
@@ -177,7 +177,7 @@ def computed(model: Model, table: Ops) -> Tensor:
         make([(range(9), 0), (range(20, 25), 0)], padding=3),
         make([([-2], 9), (range(30, 37), 5)]),
     ):
-        hidden = model.forward(step, pool, previous)[: int(step.live)]
+        hidden = model.forward(step, pool, previous)[: int(step.num_tokens)]
         logits = hidden.new_empty(len(hidden), config.vocab_size)
         assert torch.equal(model.head(hidden, logits).long(), logits.argmax(-1))
         found.append(logits)

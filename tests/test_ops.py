@@ -107,13 +107,13 @@ def test_head_fills_the_logits_and_the_lower_id_wins() -> None:
 def test_draw_takes_the_best_of_rows_without_temperature() -> None:
     logits = normal(64, 1000)
     best = logits.argmax(-1).int()
-    heat = torch.tensor([0.0, 1.0] * 32)
+    temperature = torch.tensor([0.0, 1.0] * 32)
     seeds, steps = torch.arange(64), torch.arange(64)
-    drawn = ops.draw(logits, best, heat, seeds, steps)
+    drawn = ops.draw(logits, best, temperature, seeds, steps)
     assert drawn.dtype == torch.int32
     assert torch.equal(drawn[::2], best[::2])
     assert (drawn[1::2] != best[1::2]).float().mean() > 0.5
-    alone = ops.draw(logits[3:4], best[3:4], heat[3:4], seeds[3:4], steps[3:4])
+    alone = ops.draw(logits[3:4], best[3:4], temperature[3:4], seeds[3:4], steps[3:4])
     assert alone[0] == drawn[3]
 
 

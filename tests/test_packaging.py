@@ -142,10 +142,12 @@ def test_the_wheel_holds_the_package_and_the_model(wheel: Path) -> None:
     embedded = {f"simplellm/embedded/{name}" for name in EMBEDDED}
     page = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "simplellm/server/page").iterdir()
-        if path.suffix in (".css", ".html", ".js")
+        for path in (ROOT / "simplellm/server/page").rglob("*.*")
+        if path.suffix in (".css", ".gz", ".html", ".js", ".txt")
     }
     assert "simplellm/server/page/index.html" in page
+    swagger = "simplellm/server/page/swagger"
+    page |= {f"{swagger}/LICENSE", f"{swagger}/NOTICE"}
     package = {name for name in sizes if name.startswith("simplellm/")}
     assert package == modules | embedded | page | {"simplellm/py.typed"}
     assert sum(sizes[name] for name in embedded) <= 12 * MEGABYTE

@@ -208,8 +208,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"model": "gpt-4"}, "NotFoundError", "model"),
     ({"temperature": -1}, "BadRequestError", "temperature"),
     ({"messages": []}, "BadRequestError", "messages"),
-    ({"messages": [{"role": "user", "content": 5}]}, "BadRequestError", "messages"),
-    ({"extra_body": {"temprature": 1}}, "BadRequestError", "temprature"),
+    ({"messages": [{"role": "user", "content": True}]}, "BadRequestError", "messages"),
+    ({"extra_body": {"echo": True}}, "BadRequestError", "echo"),
     ({"tools": [{"type": "function"}]}, "BadRequestError", "tools"),
     ({"logit_bias": {"x": 1}}, "BadRequestError", "logit_bias"),
 ]

@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import HELLO, SMALL
-from serving import Served, said, serving
+from openai.types.responses import Response
+from serving import NAME, Served, said, serving
 from starlette.requests import Request as HTTPRequest
 
 from simplellm import LLM
 from simplellm.server.app import ENDPOINTS
 from simplellm.server.http.endpoint import Call
+from simplellm.server.http.errors import APIError
+from simplellm.server.openai.chat import CHATS
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+RESPOND = "/v1/responses"
+MESSAGE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 Fields = dict[str, Any]
 FUNCTION: Fields = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -25,9 +32,25 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
 ADD = {"type": "function", "function": {"name": "add"}}  # as a choice
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+USER = {"role": "user", "content": "Hi"}
+HOSTED = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "computer_use_preview",
+    "image_generation",
+    "mcp",
+    "tool_search",
+)
+BASH = {"type": "bash_20250124", "name": "bash"}
+CLEARING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     COMPLETE: {"prompt": "x", "max_tokens": 1},
+    RESPOND: {"input": "x", "max_output_tokens": 1},
+    MESSAGE: {"messages": HELLO, "max_tokens": 1},
+    COUNT: {"messages": HELLO},
 }
 
 
@@ -62,6 +85,40 @@ def shown(served: Served, path: str, body: dict[str, Any]) -> str:
     return served.service.llm.tokenizer.decode(made(served, path, body)[0])
 
 
+# Of messages, asked or counted.
+IGNORED_BY_BOTH: list[tuple[Fields, str]] = [
+    ({"thinking": {"type": "adaptive"}}, ""),
+    ({"thinking": {"type": "between_tools"}}, ""),
+    (
+        {"thinking": {"type": "enabled", "display": "omitted"}},
+        "thinking.display",
+    ),
+    ({"output_config": {"effort": "xhigh"}}, ""),
+    ({"output_config": {"effort": "max"}}, ""),
+    ({"output_config": {"task_budget": {}}}, "output_config.task_budget"),
+    ({"context_management": CLEARING}, "context_management"),
+    ({"speed": "fast"}, "speed"),
+    ({"diagnostics": {}}, "diagnostics"),
+    ({"inference_geo": "eu"}, "inference_geo"),
+    ({"user_profile_id": "x"}, "user_profile_id"),
+    ({"fallbacks": []}, "fallbacks"),
+    ({"betas": ["x"]}, "betas"),
+    ({"anthropic_version": "x"}, "anthropic_version"),
+    ({"user": "x"}, "user"),
+    ({"thread": {"type": "create"}}, ""),
+    ({"container": "x"}, "container"),
+    ({"model": "claude-opus-5"}, "model"),
+    ({"model": NAME}, ""),
+    (
+        {"tools": [BASH, {"type": "web_search_20250305", "name": "w"}]},
+        "tools.web_search_20250305",
+    ),
+    (
+        {"tools": [BASH, {"type": "tool_search_tool_regex_20251119"}]},
+        "tools.tool_search_tool_regex_20251119",
+    ),
+    ({"tools": [BASH], "mcp_servers": [{}]}, "mcp_servers"),
+]
 # What is ignored: the fields, and the names that the answer's header has.
 IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"store": True}, "store"),
@@ -121,6 +178,57 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [IMAGE, "What is it?"]}]},
         "messages.content.image_url",
     ),
+    (RESPOND, {"client_metadata": {"a": "b"}}, "client_metadata"),
+    (RESPOND, {"access_programs": ["a"]}, "access_programs"),
+    (
+        RESPOND,
+        {"include": ["file_search_call.results"]},
+        "include.file_search_call.results",
+    ),
+    (
+        RESPOND,
+        {"include": ["web_search_call.action.sources", "reasoning.encrypted_content"]},
+        "include.web_search_call.action.sources",
+    ),
+    (RESPOND, {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    (RESPOND, {"prompt_cache_options": {"a": 1}}, "prompt_cache_options"),
+    (RESPOND, {"text": {"verbosity": "low"}}, "text.verbosity"),
+    (RESPOND, {"text": {"verbosity": "high"}}, "text.verbosity"),
+    (RESPOND, {"service_tier": "flex"}, "service_tier"),
+    (RESPOND, {"service_tier": "priority"}, "service_tier"),
+    (RESPOND, {"truncation": "auto"}, "truncation"),
+    (RESPOND, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (RESPOND, {"context_management": [{"type": "compaction"}]}, "context_management"),
+    (RESPOND, {"top_logprobs": 5}, "top_logprobs"),
+    (RESPOND, {"request_id": "x"}, "request_id"),
+    (RESPOND, {"enable_response_messages": True}, "enable_response_messages"),
+    (RESPOND, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    (RESPOND, {"background": True}, "background"),
+    (RESPOND, {"moderation": {}}, "moderation"),
+    (RESPOND, {"reasoning": {"summary": "none"}}, ""),
+    (RESPOND, {"reasoning": {"summary": "auto"}}, ""),
+    (RESPOND, {"reasoning": {"context": "all"}}, "reasoning.context"),
+    (
+        RESPOND,
+        {"tools": [TOOL, *({"type": kind} for kind in HOSTED)]},
+        ", ".join(f"tools.{kind}" for kind in HOSTED),
+    ),
+    (
+        RESPOND,
+        {
+            "input": [
+                USER,
+                {"type": "reasoning", "encrypted_content": "x", "a": 1},
+                USER,
+            ]
+        },
+        "",
+    ),
+    *((path, *row) for path in (MESSAGE, COUNT) for row in IGNORED_BY_BOTH),
+    (COUNT, {"max_tokens": 5}, "max_tokens"),
+    (COUNT, {"metadata": {}, "stream": True}, "metadata, stream"),
+    (COUNT, {"temperature": 0}, "temperature"),
+    (MESSAGE, {"service_tier": "priority"}, "service_tier"),
     (COMPLETE, {"cache_prompt": True, "n_keep": 3}, "cache_prompt, n_keep"),
     (COMPLETE, {"store": None, "mm_processor_kwargs": None}, ""),
 ]
@@ -257,6 +365,63 @@ MAPPED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"tools": [TOOL], "tool_choice": "required"},
     ),
     (CHAT, {"tools": [TOOL, {"type": "mcp"}]}, {"tools": [TOOL]}),
+    *(
+        (RESPOND, {"reasoning": {"effort": given}}, {"reasoning": {"effort": effort}})
+        for given, effort in [
+            ("none", "low"),
+            ("minimal", "low"),
+            ("xhigh", "high"),
+            ("max", "high"),
+            (None, "medium"),
+        ]
+    ),
+    (RESPOND, {"reasoning_effort": "low"}, {"reasoning": {"effort": "low"}}),
+    (RESPOND, {"max_output_tokens": None, "max_tokens": 5}, {"max_output_tokens": 5}),
+    (
+        RESPOND,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {
+            "text": {
+                "format": {"type": "json_schema", "name": "output", "schema": SCHEMA}
+            }
+        },
+    ),
+    *(
+        (MESSAGE, given, {"output_config": {"effort": effort}})
+        for given, effort in [
+            ({"output_config": {"effort": "xhigh"}}, "high"),
+            ({"output_config": {"effort": "max"}}, "high"),
+            ({"output_config": {"effort": "minimal"}}, "low"),
+            ({"thinking": {"type": "disabled"}}, "low"),
+            ({"thinking": {"type": "between_tools"}}, "medium"),
+        ]
+    ),
+    (
+        MESSAGE,
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ),
+    (MESSAGE, {"stop": ["a"]}, {"stop_sequences": ["a"]}),
+    (MESSAGE, {"stop_sequences": ["", "a"]}, {"stop_sequences": ["a"]}),
+    (RESPOND, {"metadata": {"a": 5}}, {"metadata": {"a": "5"}}),
+    (RESPOND, {"tools": [TOOL]}, {"tools": [FUNCTION | {"type": "function"}]}),
+    (
+        RESPOND,
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [ADD],
+            },
+        },
+        {"tools": [TOOL], "tool_choice": "required"},
+    ),
+    (
+        RESPOND,
+        {"tools": [TOOL], "tool_choice": ADD},
+        {"tools": [TOOL], "tool_choice": "required"},
+    ),
     (
         CHAT,
         {
@@ -279,9 +444,6 @@ def test_what_is_mapped(
 ) -> None:
     body = BODIES[path]
     assert made(served, path, body | fields) == made(served, path, body | same)
-
-
-USER = {"role": "user", "content": "Hi"}
 
 
 def turn(**fields: Any) -> dict[str, Any]:
@@ -367,11 +529,244 @@ MESSAGES: list[tuple[list[Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "same"), MESSAGES)
-def test_messages(served: Served, given: list[Any], same: list[Any]) -> None:
-    text = shown(served, CHAT, {"messages": given})
+@pytest.mark.parametrize(("sent", "same"), MESSAGES)
+def test_messages(served: Served, sent: list[Any], same: list[Any]) -> None:
+    text = shown(served, CHAT, {"messages": sent})
     assert text == shown(served, CHAT, {"messages": same})
-    assert served.post(CHAT, {"messages": given, "max_tokens": 1}).status_code == 200
+    assert served.post(CHAT, {"messages": sent, "max_tokens": 1}).status_code == 200
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, "call_id": "c", **fields}
+
+
+def function(name: str, arguments: str) -> dict[str, Any]:
+    return item("function_call", name=name, arguments=arguments)
+
+
+OUTPUT = item("function_call_output", output="x")
+LISTED = '[web_search_call: {"action": {"query": "q"}}]'
+# Items of an input, and those that say the same.
+ITEMS: list[tuple[list[Any], list[Any]]] = [
+    (
+        [USER, item("custom_tool_call", name="f", input="a")],
+        [USER, function("f", '{"input": "a"}')],
+    ),
+    (
+        [
+            USER,
+            item(
+                "local_shell_call",
+                action={"type": "exec", "command": ["bash", "-lc", "ls"]},
+            ),
+        ],
+        [USER, function("local_shell", '{"command": "ls"}')],
+    ),
+    (
+        [USER, item("shell_call", action={"commands": ["ls", "pwd"]})],
+        [USER, function("shell", '{"command": "ls\\npwd"}')],
+    ),
+    (
+        [
+            USER,
+            item("apply_patch_call", operation={"type": "delete_file", "path": "a"}),
+        ],
+        [USER, function("apply_patch", '{"type": "delete_file", "path": "a"}')],
+    ),
+    (
+        [
+            USER,
+            item("custom_tool_call", name="f", input="a"),
+            item("custom_tool_call_output", output="x"),
+        ],
+        [USER, function("f", '{"input": "a"}'), OUTPUT],
+    ),
+    (
+        [
+            USER,
+            function("f", "{}"),
+            item("function_call_output", output=[{"type": "input_image"}, "x"]),
+        ],
+        [
+            USER,
+            function("f", "{}"),
+            OUTPUT | {"output": "[input_image: this model reads text only]x"},
+        ],
+    ),
+    (
+        [USER, item("shell_call_output", output=[{"stdout": "x", "stderr": "y"}])],
+        [USER, OUTPUT | {"output": "xy", "name": "unknown"}],
+    ),
+    ([USER, OUTPUT], [USER, OUTPUT | {"name": "unknown"}]),
+    ([USER, item("function_call", name="f")], [USER, function("f", "{}")]),
+    ([USER, function("my tool", "{}")], [USER, function("my_tool", "{}")]),
+    (
+        [USER, item("function_call", name="f", namespace="n", arguments="{}")],
+        [USER, function("n__f", "{}")],
+    ),
+    ([USER, called("f"), result("x")], [USER, function("f", "{}"), OUTPUT]),
+    (
+        [USER, {"type": "web_search_call", "id": "ws", "action": {"query": "q"}}, USER],
+        [USER, turn(content=LISTED, phase="commentary"), USER],
+    ),
+    (
+        [{"type": "compaction", "encrypted_content": "x"}, USER],
+        [turn(content="[compaction]", phase="commentary"), USER],
+    ),
+    ([USER, {"type": "compaction_trigger"}], [USER]),
+    ([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], [USER]),
+    ([{"role": "user", "content": ["Hi"]}], [USER]),
+    ([{"role": "human", "content": "Hi"}], [USER]),
+    (
+        [
+            {"role": "user", "content": [{"type": "input_image"}]},
+            turn(content="x"),
+            USER,
+        ],
+        [
+            USER | {"content": "[input_image: this model reads text only]"},
+            turn(content="x"),
+            USER,
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("sent", "same"), ITEMS)
+def test_items(served: Served, sent: list[Any], same: list[Any]) -> None:
+    text = shown(served, RESPOND, {"input": sent})
+    assert text == shown(served, RESPOND, {"input": same})
+    answer = served.post(RESPOND, {"input": sent, "max_output_tokens": 1})
+    assert answer.status_code == 200
+    listed = served.client.get(f"{RESPOND}/{answer.json()['id']}/input_items")
+    assert listed.status_code == 200
+
+
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def text(words: str) -> dict[str, Any]:
+    return block("text", text=words)
+
+
+def asked(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [*blocks]}
+
+
+USE = asked(block("tool_use", id="c", name="f", input={}), role="assistant")
+PHOTO = block("image", source={"type": "base64", "data": "AA=="})
+SEARCH = block("server_tool_use", name="w", input={})
+SEARCHED = text('[server_tool_use: {"name": "w", "input": {}}]')
+BLIND = text("[image: this model reads text only]")
+
+
+def of_call(content: Any, id: str = "c") -> dict[str, Any]:
+    return block("tool_result", tool_use_id=id, content=content)
+
+
+# Blocks of messages, and those that say the same.
+BLOCKS: list[tuple[list[Any], list[Any]]] = [
+    ([asked(PHOTO, text("x"))], [asked(BLIND, text("x"))]),
+    ([asked(PHOTO), asked(text("x"))], [asked(BLIND), asked(text("x"))]),
+    (
+        [USER, USE, asked(of_call([text("x"), PHOTO]))],
+        [USER, USE, asked(of_call([text("x"), BLIND]))],
+    ),
+    (
+        [USER, USE, asked(of_call([block("tool_reference", tool_name="t")]))],
+        [USER, USE, asked(of_call("[tool: t]"))],
+    ),
+    ([USER, USE, asked(of_call({"a": 1}))], [USER, USE, asked(of_call('{"a": 1}'))]),
+    (
+        [asked(block("document", title="T", source={"type": "text", "data": "D"}))],
+        [asked(text("T\n\nD"))],
+    ),
+    (
+        [asked(block("document", source={"type": "url", "url": "x"}), text("x"))],
+        [asked(text("[document: this model reads text only]"), text("x"))],
+    ),
+    (
+        [asked(block("search_result", title="T", source="s", content=[text("R")]))],
+        [asked(text("T\n\nR"))],
+    ),
+    (
+        [USER, asked(block("compaction", content="So far."), role="assistant"), USER],
+        [USER, asked(text("So far."), role="assistant"), USER],
+    ),
+    (
+        [
+            USER,
+            asked(block("server_tool_use", name="w", input={}), role="assistant"),
+            USER,
+        ],
+        [
+            USER,
+            asked(
+                text('[server_tool_use: {"name": "w", "input": {}}]'), role="assistant"
+            ),
+            USER,
+        ],
+    ),
+    (
+        [USER, asked(block("tool_use", id="c", name="f"), role="assistant"), USER],
+        [USER, USE, USER],
+    ),
+    ([USER | {"content": None}, USER], [USER | {"content": ""}, USER]),
+    ([asked("Hi")], [USER]),
+    ([USER | {"role": "Human"}], [USER]),
+    ([USER | {"role": "developer"}, USER], [USER | {"role": "system"}, USER]),
+]
+
+
+@pytest.mark.parametrize("path", [MESSAGE, COUNT])
+@pytest.mark.parametrize(("sent", "same"), BLOCKS)
+def test_blocks(served: Served, path: str, sent: list[Any], same: list[Any]) -> None:
+    one = served.post(path, BODIES[path] | {"messages": sent})
+    two = served.post(path, BODIES[path] | {"messages": same})
+    assert one.status_code == two.status_code == 200, one.text + two.text
+    body = {"max_tokens": 1}
+    wanted = shown(served, MESSAGE, body | {"messages": same})
+    assert shown(served, MESSAGE, body | {"messages": sent}) == wanted
+
+
+def test_a_result_whose_call_is_gone(served: Served) -> None:
+    body = BODIES[MESSAGE] | {"messages": [asked(of_call("R", "gone"), text("x"))]}
+    assert served.post(MESSAGE, body).status_code == 200
+    assert "functions.unknown to=assistant" in shown(served, MESSAGE, body)
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "arguments"),
+    [
+        (BASH, "bash", {"command": "ls"}),
+        (
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            "str_replace_based_edit_tool",
+            {"command": "view", "path": "a"},
+        ),
+        ({"type": "memory_20250818", "name": "memory"}, "memory", {"command": "view"}),
+        ({"name": "my tool", "input_schema": SCHEMA}, "my_tool", {"a": 1}),
+    ],
+)
+def test_tools_of_messages(
+    served: Served, tool: dict[str, Any], name: str, arguments: dict[str, Any]
+) -> None:
+    """A client runs them, by the names that it has for them."""
+    body = {"messages": HELLO, "max_tokens": 50, "tools": [tool]}
+    assert f"type {name} = (" in shown(served, MESSAGE, body)
+    with said(served, CALL.format(name, json.dumps(arguments))):
+        found = served.post(MESSAGE, body).json()
+        named = body | {"tool_choice": {"type": "tool", "name": tool["name"]}}
+        assert made(served, MESSAGE, named)[3] is not None
+    (use,) = found["content"]
+    assert (use["name"], use["input"]) == (tool["name"], arguments)
+    again = [
+        *HELLO,
+        {"role": "assistant", "content": [use]},
+        asked(of_call("R", use["id"])),
+    ]
+    assert f"functions.{name}" in shown(served, MESSAGE, body | {"messages": again})
 
 
 # What would give another answer than was asked for, and a word of what is said of it.
@@ -392,6 +787,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tool_choice": "required"}, "none without tools"),
     (CHAT, {"response_format": {"type": "structural_tag"}}, "json_schema"),
     (CHAT, {"guided_json": SCHEMA, "guided_regex": "a"}, "exactly one"),
+    (
+        RESPOND,
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "reads text only",
+    ),
+    (RESPOND, {"conversation": "c"}, "use previous_response_id"),
+    (RESPOND, {"prompt": {"id": "p"}}, "no stored prompts"),
+    (RESPOND, {"n": 2}, "one turn"),
+    *((RESPOND, {"tools": [{"type": kind}]}, "as a function") for kind in HOSTED),
+    (
+        RESPOND,
+        {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+        "tool_choice.type",
+    ),
+    (MESSAGE, {"messages": [asked(PHOTO)]}, "reads text only"),
+    (MESSAGE, {"thread": {"type": "continue"}}, "send the whole conversation"),
+    (MESSAGE, {"mcp_servers": [{}]}, "offer what they can do as tools"),
+    (MESSAGE, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "as a tool"),
+    (MESSAGE, {"tools": [{"type": "code_execution_20260120"}]}, "as a tool"),
+    (MESSAGE, {"n": 2}, "one turn"),
     (COMPLETE, {"best_of": 2}, "use n"),
     (COMPLETE, {"suffix": "x"}, "fill in the middle"),
 ]
@@ -411,7 +826,7 @@ def test_a_strict_server_ignores_nothing(strict: Served) -> None:
     rows = [row for row in IGNORED if row[2]]
     for path, fields, _ in rows:
         answer = strict.post(path, BODIES[path] | fields)
-        assert answer.status_code == 400, fields
+        assert answer.status_code == (404 if "model" in fields else 400), fields
         assert "x-ignored-parameters" not in answer.headers
     assert strict.post(CHAT, BODIES[CHAT] | {"store": False}).status_code == 200
 
@@ -496,3 +911,155 @@ def test_a_tool_with_a_space_in_its_name(served: Served) -> None:
             "choices"
         ]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "my tool"
+
+
+SPACE = {"type": "namespace", "name": "n", "description": "Of n."}
+# Tools of responses: what is offered, what the model writes, and what comes back.
+ANSWERED: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    (
+        {
+            "type": "namespace",
+            "name": "n",
+            "description": "",
+            "tools": [FUNCTION | {"type": "function"}],
+        },
+        "n__add",
+        "{}",
+        {"type": "function_call", "namespace": "n", "name": "add", "arguments": "{}"},
+    ),
+    (
+        SPACE | {"tools": [{"type": "custom", "name": "f"}]},
+        "n__f",
+        '{"input": "a"}',
+        {"type": "custom_tool_call", "namespace": "n", "name": "f", "input": "a"},
+    ),
+    (
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"},
+        },
+        "apply_patch",
+        '{"input": "*** Begin Patch"}',
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch"},
+    ),
+    (
+        {"type": "custom", "name": "f"},
+        "f",
+        "no JSON",
+        {"type": "custom_tool_call", "name": "f", "input": "no JSON"},
+    ),
+    (
+        {"type": "local_shell"},
+        "local_shell",
+        '{"command": "ls"}',
+        {
+            "type": "local_shell_call",
+            "action": {"type": "exec", "command": ["bash", "-lc", "ls"], "env": {}},
+        },
+    ),
+    (
+        {"type": "shell"},
+        "shell",
+        '{"command": "ls"}',
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+    ),
+    (
+        {"type": "apply_patch"},
+        "apply_patch",
+        '{"type": "create_file", "path": "a", "diff": "+x"}',
+        {
+            "type": "apply_patch_call",
+            "operation": {"type": "create_file", "path": "a", "diff": "+x"},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "name", "arguments", "wanted"), ANSWERED)
+def test_calls_come_back_in_the_clients_words(
+    served: Served,
+    tool: dict[str, Any],
+    name: str,
+    arguments: str,
+    wanted: dict[str, Any],
+) -> None:
+    body = {"input": "?", "tools": [tool]}
+    assert f"type {name} = (" in shown(served, RESPOND, body)
+    with said(served, CALL.format(name, arguments)):
+        found = served.post(RESPOND, body).json()
+        events = served.events(RESPOND, body)
+    Response.model_validate(found)
+    assert found["tools"][0]["type"] == tool["type"]
+    (call,) = found["output"]
+    assert {key: call[key] for key in wanted} == wanted
+    (done,) = [e for e in events if e["type"] == "response.output_item.done"]
+    assert {key: done["item"][key] for key in wanted} == wanted
+    deltas = [e for e in events if e["type"].endswith(".delta")]
+    if wanted["type"] in ("function_call", "custom_tool_call"):
+        text = wanted.get("arguments", wanted.get("input"))
+        assert "".join(event["delta"] for event in deltas) == text
+    # What came back goes in again, with its result.
+    output = {
+        "type": f"{call['type']}_output",
+        "call_id": call["call_id"],
+        "output": "x",
+    }
+    given = [USER, {k: v for k, v in call.items() if k != "id"}, output]
+    text = shown(served, RESPOND, {"input": given, "tools": [tool]})
+    assert f"functions.{name}" in text and "unknown" not in text
+
+
+def test_tools_that_a_conversation_brings(served: Served) -> None:
+    tools = [FUNCTION | {"type": "function"}, {"type": "web_search"}]
+    for kind in ("additional_tools", "tool_search_output"):
+        body = {"input": [{"type": kind, "tools": tools}, USER]}
+        assert "type add = (" in shown(served, RESPOND, body)
+        with said(served, CALL.format("add", "{}")):
+            found = served.post(RESPOND, body).json()
+            following = {"input": "x", "previous_response_id": found["id"]}
+            assert "type add = (" in shown(served, RESPOND, following)
+
+
+WORDS = "text image_url thinking refusal function custom web_search user assistant tool"
+WORDS += " role content type name arguments id tool_calls function_call tool_call_id"
+NESTED = st.recursive(
+    st.sampled_from([None, True, 0, -1, 2.0, -1.5, "", "a b", "low", *WORDS.split()]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(WORDS.split()), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+NAMES = """
+tools tool_choice functions function_call reasoning thinking chat_template_kwargs
+response_format stop top_p max_tokens n_predict structured_outputs guided_json
+stream_options stream logprobs top_logprobs reasoning_effort seed metadata
+""".split()
+SOME_MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "Human", "function"])},
+    optional={name: NESTED for name in WORDS.split()[11:]},
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    messages=NESTED | st.lists(SOME_MESSAGE | NESTED, max_size=4),
+    options=st.dictionaries(st.sampled_from(NAMES), NESTED, max_size=4),
+)
+def test_chats_are_refused_on_purpose(
+    served: Served, strict: Served, messages: Any, options: dict[str, Any]
+) -> None:
+    """What isn't right meets a check, which says what it expected."""
+    for service in (served.service, strict.service):
+        call = Call(service, HTTPRequest({"type": "http"}), "id")
+        try:
+            body = {"messages": messages, **options}
+            call.body = CHATS[0].read_parsed(call, body)
+            made = CHATS[0].answer(call)
+        except APIError as error:
+            assert error.param
+        except (TypeError, ValueError) as error:
+            assert "expected" in str(error)
+        else:
+            assert len(made.requests[0].tokens) > 10

@@ -3,6 +3,7 @@
 The model says what a test tells it to, above all what would be HTML.
 """
 
+import gzip
 import json
 import re
 import time
@@ -18,6 +19,7 @@ from serving import Served, idle, serving, slow
 
 from simplellm import LLM
 from simplellm.api.input_processor import InputProcessor
+from simplellm.apps.serving import EMBEDDED_NAME
 from simplellm.server.http.live import EVERY
 from simplellm.server.page import FOLDER
 
@@ -25,7 +27,7 @@ FILES = sorted(
     path for path in FOLDER.iterdir() if path.suffix != ".py" and path.is_file()
 )
 NAMES = [path.name for path in FILES]
-PAGES = 240  # all are drawn, and long answers have room
+PAGES = 240  # long answers have room
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 CONFIG = replace(SMALL, num_pages=PAGES)
 EVIL = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'"
@@ -70,6 +72,18 @@ def test_a_file_is_served_as_what_it_is(served: Served, path: Path) -> None:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
+
+
+def test_a_compressed_file_is_sent_as_one_or_unpacked(served: Served) -> None:
+    for name in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        packed = (FOLDER / "swagger" / f"{name}.gz").read_bytes()
+        whole = gzip.decompress(packed)
+        for takes in ("gzip, br", "identity"):
+            headers = {"accept-encoding": takes}
+            answer = served.client.get(f"/docs/{name}", headers=headers)
+            assert answer.content == whole  # unpacked by the client
+            sent = answer.headers.get("content-encoding")
+            assert sent == ("gzip" if "gzip" in takes else None)
 
 
 def test_the_browser_keeps_files_until_they_change(served: Served) -> None:
@@ -174,6 +188,45 @@ def test_a_question_is_answered(chromium: Browser, served: Served) -> None:
     assert all(url.startswith(origin) for url in chromium.requests)
     assert f"{origin}live" in chromium.requests
     assert chromium.evaluate("document.querySelector('nav a').href") == f"{origin}docs"
+
+
+def test_an_empty_chat_says_what_can_be_asked(
+    chromium: Browser, served: Served, monkeypatch: Any
+) -> None:
+    examples = "document.querySelectorAll('#greeting button')"
+    opened(chromium, served)
+    assert chromium.evaluate(f"{examples}.length") >= 3
+    with saying(served.service.llm, ANSWER.format("1")):
+        text = chromium.evaluate(f"{examples}[0].textContent")
+        chromium.evaluate(f"{examples}[0].click()")
+        chromium.wait(NOTE)
+    asked = chromium.evaluate("document.querySelector('.question').textContent")
+    assert asked == text
+    assert chromium.evaluate("greeting.hidden")
+    chromium.evaluate("document.getElementById('clear').click()")
+    assert not chromium.evaluate("greeting.hidden")
+    # The embedded model knows little, and says what.
+    assert "999" not in chromium.evaluate("greeting.textContent")
+    monkeypatch.setattr(served.service, "names", (EMBEDDED_NAME,))
+    opened(chromium, served)
+    assert "999" in chromium.evaluate("greeting.textContent")
+    assert chromium.errors == []
+
+
+def test_docs_show_the_api_and_load_nothing_from_elsewhere(
+    chromium: Browser, served: Served
+) -> None:
+    origin = f"http://127.0.0.1:{served.port}/"
+    chromium.errors.clear()
+    chromium.requests.clear()
+    chromium.open(f"{origin}docs", 1100)
+    chromium.wait("document.querySelectorAll('.opblock').length > 5")
+    assert "/v1/chat/completions" in chromium.evaluate("document.body.textContent")
+    loaded = [url for url in chromium.requests if not url.startswith("data:")]
+    assert all(url.startswith(origin) for url in loaded)
+    chromium.evaluate("document.querySelector('.opblock-summary-control').click()")
+    chromium.wait("document.querySelector('.opblock-body')")
+    assert chromium.errors == []
 
 
 def test_what_the_model_is_asked(
@@ -310,7 +363,7 @@ def test_the_key_is_asked_for(chromium: Browser, served: Served, key: str) -> No
         assert text(chromium, ":scope > .text") == "So 132"
         if not chromium.evaluate("engine.open"):
             chromium.evaluate("engine.open = true")
-        chromium.wait("document.querySelector('.pool .leaf')")
+        chromium.wait("document.querySelector('#engine dd')")
         kept = "[localStorage.length, sessionStorage.length, document.cookie]"
         assert chromium.evaluate(kept) == [0, 0, ""]
         assert key not in chromium.evaluate("document.documentElement.outerHTML")
@@ -372,6 +425,11 @@ def test_pages_that_are_shared_have_the_letters_of_both(
             "document.querySelector('.pool').getAttribute('aria-label')"
         )
     assert re.match(rf"\d+ of {PAGES} pages held, [1-9]\d* of them by several", words)
+    # What is kept for others is a number: nobody's pages aren't drawn.
+    chromium.wait("!document.querySelector('.pool .leaf')")
+    kept = "[...document.querySelectorAll('#engine dt')].find((e) => "
+    kept += "e.textContent === 'pages kept').nextSibling.textContent"
+    assert int(chromium.evaluate(kept)) > 0
 
 
 def test_it_looks_only_while_it_is_looked_at(chromium: Browser, served: Served) -> None:

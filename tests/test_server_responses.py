@@ -5,6 +5,7 @@ import copy
 import itertools
 import json
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,11 +44,10 @@ from simplellm.api.reply import ChatReply
 from simplellm.base.request import Event, Request, TokenLogprobs
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.server.app import make_app
-from simplellm.server.http.bodies import read_body
 from simplellm.server.http.endpoint import Call, Service
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai import responses
-from simplellm.server.openai.responses_body import ResponseBody
+from simplellm.server.openai.responses_items import PREFIXES
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import Kept, ResponseStore
 from simplellm.text.harmony import Delta, parse
@@ -672,7 +672,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [5]}, "input[0]"),
     ({"input": [{}]}, "input[0].type"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [5]}]}, "input[0].content[0]"),
@@ -687,19 +687,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": "x", "id": 5}]}, "input[0].id"),
     ({"input": [{"role": "assistant", "content": "", "phase": 1}]}, "input[0].phase"),
     ({"input": [{"type": "function_call"}]}, "input[0].call_id"),
-    (
-        {
-            "input": [
-                {
-                    "type": "function_call",
-                    "call_id": "c",
-                    "name": "a b",
-                    "arguments": "",
-                }
-            ]
-        },
-        "input[0].name",
-    ),
     (
         {"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]},
         "input[0].call_id",
@@ -764,9 +751,23 @@ def test_bad_bodies(strict: Served, body: dict[str, Any], param: str) -> None:
     assert idle(strict.service.llm)
 
 
-WORDS = ["message", "reasoning", "function_call", "function_call_output", "user"]
-WORDS += ["developer", "assistant", "input_text", "refusal", "function", "x", "a b", ""]
-KEYS = "type role content text call_id name arguments output id phase refusal".split()
+WORDS = [*PREFIXES, "item_reference", "web_search_call"]
+TYPES = len(WORDS)
+WORDS += [
+    "user",
+    "developer",
+    "assistant",
+    "input_text",
+    "refusal",
+    "function",
+    "x",
+    "a b",
+    "",
+]
+KEYS = """
+type role content text call_id name arguments output id phase refusal tools action
+operation input namespace command commands tool_calls function custom
+""".split()
 LEAVES = st.sampled_from([None, True, 5, -1.5, *WORDS])
 NESTED = st.recursive(
     LEAVES,
@@ -777,8 +778,9 @@ NESTED = st.recursive(
     max_leaves=12,
 )
 ITEM = st.fixed_dictionaries(
-    {"type": st.sampled_from(WORDS[:4])},
-    optional={key: NESTED for key in KEYS[1:]} | {"role": st.sampled_from(WORDS[4:])},
+    {"type": st.sampled_from(WORDS[:TYPES])},
+    optional={key: NESTED for key in KEYS[1:]}
+    | {"role": st.sampled_from(WORDS[TYPES:])},
 )
 
 
@@ -793,18 +795,21 @@ ITEM = st.fixed_dictionaries(
     ),
 )
 def test_bodies_are_refused_on_purpose(
-    served: Served, given: Any, tools: Any, options: dict[str, Any]
+    served: Served, strict: Served, given: Any, tools: Any, options: dict[str, Any]
 ) -> None:
     """What isn't right meets a check, which says what it expected."""
-    call = Call(served.service, HTTPRequest({"type": "http"}), "id")
     body = {"input": given, "tools": tools, **options}
-    try:
-        call.body = read_body(ResponseBody, body)
-        made = responses.Response(call)
-    except (APIError, TypeError, ValueError) as error:
-        assert str(error)
-    else:
-        assert len(made.requests[0].tokens) > 10
+    for service in (served.service, strict.service):
+        call = Call(service, HTTPRequest({"type": "http"}), "id")
+        try:
+            call.body = responses.RESPONSES[0].read_parsed(call, body)
+            made = responses.Response(call)
+        except APIError as error:
+            assert error.param
+        except (TypeError, ValueError) as error:
+            assert "expected" in str(error)
+        else:
+            assert len(made.requests[0].tokens) > 10
 
 
 def test_the_document_is_true_of_responses(strict: Served) -> None:
@@ -897,7 +902,8 @@ def test_random_tokens_never_fail_responses_at_length(babbler: LLM, part: int) -
 
 def keep(store: ResponseStore, id: str, text: str) -> None:
     """A response is written, and over."""
-    found = Kept({"output": [text]}, [])
+    item = {"id": f"msg_{id}_0", "text": text}
+    found = Kept({"output": [item]}, [])
     store.begin(id, found)
     store.end(id, found)
 
@@ -916,7 +922,7 @@ def test_the_oldest_make_room() -> None:
 def test_bytes_are_bounded() -> None:
     store = ResponseStore(most_bytes=1000)
     for number in range(10):
-        keep(store, str(number), "x" * 300)
+        keep(store, str(number), "x" * 280)
         assert store.bytes <= 1000
     assert len(store) == 3
     keep(store, "9", "")  # in place of what was there
@@ -933,5 +939,60 @@ def test_responses_are_forgotten_in_time() -> None:
     keep(store, "b", "x")
     now = 10.0
     assert store.find("a") is None and store.find("b") is not None
+    assert store.find_item("msg_a_0") is None and store.find_item("msg_b_0") is not None
     now = 15.0
     assert store.find("b") is None and store.bytes == 0
+    assert store.find_item("msg_b_0") is None
+
+
+def test_items_are_found_by_ids_of_ours() -> None:
+    """A client may call an item as it likes: that name is its own affair."""
+    store = ResponseStore()
+    items = [{"id": "msg_1", "text": "secret"}, {"id": "msg_a_in0", "text": "x"}]
+    found = Kept({"output": []}, items)
+    store.begin("resp_a", found)
+    store.end("resp_a", found)
+    assert store.find_item("msg_1") is None
+    assert store.find_item("msg_a_in0") == items[1]
+    store.forget("resp_a")
+    assert store.find_item("msg_a_in0") is None
+
+
+def test_items_are_referred_to(served: Served, prompts: list[list[int]]) -> None:
+    """As the AI SDK does it: what was said before is named by its id."""
+    with said(served, ANSWER):
+        first = served.post(PATH, {"input": "one"}).json()
+        items = [{"type": "item_reference", "id": i["id"]} for i in first["output"]]
+        asked = served.client.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+        items.insert(0, {"type": "item_reference", "id": asked[0]["id"]})
+        items.append({"role": "user", "content": "two"})
+        assert served.post(PATH, {"input": items}).status_code == 200
+        following = {"input": "two", "previous_response_id": first["id"]}
+        served.post(PATH, following)
+    assert prompts[1] == prompts[2]
+    gone = [{"type": "item_reference", "id": "msg_nowhere"}]
+    answer = served.post(PATH, {"input": gone})
+    assert answer.status_code == 404
+    assert "'msg_nowhere'" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input[0].id"
+
+
+def test_what_is_recalled_keeps_nobody_waiting(served: Served) -> None:
+    """A short body may mean a long conversation, which a worker thread renders."""
+    threads = []
+    process = served.service.llm.input_processor.__class__.process_chat
+
+    def noting(*given: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return process(*given, **options)
+
+    with said(served, ANSWER):
+        first = served.post(PATH, {"input": "one"}).json()["id"]
+        with pytest.MonkeyPatch.context() as patch:
+            kind = type(served.service.llm.input_processor)
+            patch.setattr(kind, "process_chat", noting)
+            served.post(PATH, {"input": "two", "previous_response_id": first})
+            reference = {"type": "item_reference", "id": f"msg_{first[5:]}_1"}
+            assert served.post(PATH, {"input": [reference]}).status_code == 200
+    assert len(threads) == 2
+    assert all(name.startswith("AnyIO worker") for name in threads)

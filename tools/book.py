@@ -17,14 +17,14 @@ from typing import Any
 from bookbuild import execute, mdbook, page
 from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
-from cells import CHAPTER
+from cells import CHAPTER, PAGES
 
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
 
 
 def outputs(root: Path, name: str, source: str) -> execute.Outputs:
     """Outputs of a page's cells; code on other pages is only shown."""
-    if name == "index" or CHAPTER.fullmatch(name):
+    if name in PAGES or CHAPTER.fullmatch(name):
         return execute.outputs(root, name, source)
     return [[] for _ in execute.code_cells(execute.read(source))]
 

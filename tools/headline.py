@@ -152,17 +152,21 @@ def smaller(report: dict[str, Any]) -> str:
 def reach(figures: Path) -> str:
     """A paragraph on the engine's speed with the larger model, for a first page."""
     report, vllm = read(figures, "12-bench"), read(figures, "vllm-h200")
+    smaller = read(figures, "12-bench-h100")["decode"]
+    h100 = {row["batch"]: row["tokens_per_second"] for row in smaller}
     decode = {point.batch: point for point in points(report, vllm)}
     one, many = decode[TABULATED[0]], decode[TABULATED[-1]]
     theirs = version(report["model"], vllm)
     dates = dict.fromkeys([report["date"], vllm["runs"][theirs]["date"]])
     text = (
-        f"On one {report['device']['name']} it writes {one.ours:,.0f} tokens a second "
-        f"of {report['model']} for one request and {many.ours:,.0f} for {many.batch} "
-        f"at once. That's {one.share('ours'):.0f} % and {many.share('ours'):.0f} % of "
-        "what the GPU's memory and arithmetic allow; vLLM "
-        f"{theirs} writes {one.vllm:,.0f} and {many.vllm:,.0f} (recorded "
-        f"{' and '.join(dates)})."
+        f"With random weights in {report['model']}'s real shapes, the engine writes "
+        f"{h100[one.batch]:,.0f} tokens a second on one NVIDIA H100 for one request "
+        f"and {h100[many.batch]:,.0f} for {many.batch} at once, and {one.ours:,.0f} "
+        f"and {many.ours:,.0f} on one H200. There, that's {one.share('ours'):.0f} % "
+        f"and {many.share('ours'):.0f} % of what the GPU's memory and arithmetic "
+        f"allow, and {one.ours / one.vllm:.1f} and {many.ours / many.vllm:.1f} times "
+        "what vLLM "
+        f"{theirs} writes (recorded {' and '.join(dates)})."
     )
     return fill(text, 88, break_on_hyphens=False)
 
@@ -200,7 +204,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         f"the experts, {kernels}; each number is from the fastest of those that ran. "
         f"Its runs make {VLLM_LENGTHS[1]} new tokens, so their contexts are shorter "
         "and the picture sets them against a slightly higher limit. To repeat ours: "
-        "`simplellm bench`, as in [chapter 12](chapters/12-full-speed.md)."
+        "`simplellm bench`, as in [chapter 12](12-full-speed.md)."
     )
     start = (
         "A new process gives the first token of gpt-oss-20b after "
@@ -210,7 +214,7 @@ def section(figures: Path) -> tuple[list[str], list[list[str]], str]:
         f"tokens of {memory['model']} take {taken / 2**30:.0f} "
         "GiB of the GPU's memory, weights and all."
     )
-    picture = f"![{described(figures)}](figures/{PICTURE}.svg)"
+    picture = f"![{described(figures)}](../figures/{PICTURE}.svg)"
     parts = speed, smaller(read(figures, "12-bench-h100")), start
     text = "\n\n".join(
         [picture, *(fill(part, 88, break_on_hyphens=False) for part in parts)]

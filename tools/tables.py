@@ -1,6 +1,6 @@
-"""Fill in what is computed: times in chapters/index.md, numbers there and in README.md.
+"""Fill in what is computed: times and numbers in README.md and on pages of chapters/.
 
-python tools/tables.py            write them, and README's picture of the speed
+python tools/tables.py            write them, and the picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
 """
 
@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import headline
@@ -17,6 +18,7 @@ from headline import read
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = re.compile(r"# (.+)")
 READING = re.compile(r"(\d+) minutes? to read, (\d+) to write")
+WRAPPING: Any = {"break_long_words": False, "break_on_hyphens": False}
 SESSION = 90  # minutes that a group writes at a time
 EXERCISE = re.compile(r"^\*Difficulty: \w+\. (\d+) minutes\.\*$", re.MULTILINE)
 
@@ -29,12 +31,12 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def replace(text: str, name: str, content: str) -> str:
     """``text`` with what stands between the comments of ``name`` replaced."""
-    start, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, _, rest = text.partition(start)
     _, found, after = rest.partition(end)
     if not found:
         raise ValueError(f"no <!-- {name} --> … <!-- /{name} --> in the text")
-    return before + start + content + end + after
+    return before + start + content + "\n" + end + after
 
 
 class Minutes(NamedTuple):
@@ -44,6 +46,12 @@ class Minutes(NamedTuple):
     read: int
     write: int
     exercises: int
+    tasks: int  # exercises
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it is one of the twelve and no appendix."""
+        return self.link[1].isdigit()  # [7. KV cache](…)
 
 
 def minutes(chapters: Iterable[Path]) -> list[Minutes]:
@@ -55,30 +63,92 @@ def minutes(chapters: Iterable[Path]) -> list[Minutes]:
         if not (title and reading):
             raise ValueError(f"{path.name}: no title or no minutes")
         link = f"[{number_of(path)}. {title[1]}]({path.name})"
-        exercises = sum(map(int, EXERCISE.findall(text)))
-        found.append(Minutes(link, int(reading[1]), int(reading[2]), exercises))
+        exercises = [*map(int, EXERCISE.findall(text))]
+        read, write = map(int, reading.groups())
+        found.append(Minutes(link, read, write, sum(exercises), len(exercises)))
     return found
 
 
+def duration(minutes: int) -> str:
+    """ "45 min", "1 h 25", "10 h"."""
+    hours, rest = divmod(minutes, 60)
+    if not hours:
+        return f"{rest} min"
+    if minutes > 570:  # nobody plans so many hours to the minute
+        return f"{round(minutes / 60)} h"
+    return f"{hours} h {rest:02}"
+
+
+def total(found: Sequence[Minutes]) -> Minutes:
+    """The sum of what several chapters take."""
+    sums = [sum(column) for column in zip(*(m[1:] for m in found), strict=True)]
+    return Minutes("all", *sums)
+
+
+def with_sum(found: list[Minutes]) -> list[Minutes]:
+    """The chapters, their sum, then the appendices."""
+    numbered = [m for m in found if m.is_numbered]
+    return [*numbered, total(numbered), *found[len(numbered) :]]
+
+
 def times(chapters: Iterable[Path]) -> str:
-    """Minutes to read each chapter and to write its code, and their sums."""
-    rows = [(m.link, m.read, m.write) for m in minutes(chapters)]
-    headers = "chapter", "minutes to read", "minutes to write"
-    return table(headers, with_sums(rows))
+    """How long each chapter takes to read and its code to write, and the sums."""
+    rows = [
+        (
+            m.link,
+            duration(m.read),
+            duration(m.write),
+            f"{m.tasks} in {duration(m.exercises)}",
+        )
+        for m in with_sum(minutes(chapters))
+    ]
+    return table(("chapter", "to read", "to write", "exercises"), rows)
+
+
+MODEL, ENGINE = (5, 4, 6), (7, 8, 9)  # chapters, in the order of the shorter paths
+
+
+def paths(chapters: Iterable[Path]) -> str:
+    """Ways through the course, and the hours that they take."""
+    numbered = [m for m in minutes(chapters) if m.is_numbered]
+
+    def hours(found: Sequence[Minutes]) -> int:
+        """To read and to write, and an hour for the first page."""
+        sums = total(found)
+        return 1 + round((sums.read + sums.write) / 60)
+
+    def links(numbers: Sequence[int]) -> str:
+        files = [numbered[n - 1].link.partition("]")[2] for n in numbers]
+        *some, last = (f"[{n}]{file}" for n, file in zip(numbers, files, strict=True))
+        return f"chapters {', '.join(some)} and {last}"
+
+    weekend = [numbered[n - 1] for n in MODEL]
+    week = [numbered[n - 1] for n in (*MODEL, *ENGINE)]
+    every = total(numbered)
+    lines = (
+        f"**A weekend, about {hours(weekend)} hours:** this page, then {links(MODEL)}. "
+        "They are the model, and at the end text comes from functions of yours.",
+        f"**A week, about {hours(week)} hours:** then {links(ENGINE)}. Now many "
+        "requests share the model, as in any engine that serves.",
+        f"**All of it, about {hours(numbered)} hours**, and {every.exercises // 60} "
+        f"more for {every.tasks} exercises: chapters 1 to 3 when you want to know "
+        "where tokens and weights come from, 10 to 12 when you want to know the GPU. "
+        "Whoever doesn't write kernels may leave out 11 and 12.",
+    )
+    return "\n".join(
+        fill(line, 88, initial_indent="- ", subsequent_indent="  ", **WRAPPING)
+        for line in lines
+    )
 
 
 def sessions(chapters: Iterable[Path]) -> str:
-    """Minutes of each chapter, and how often a group meets to write it."""
+    """How long each chapter takes, and how often a group meets to write it."""
+    found = minutes(chapters)
+    meetings = {m.link: -(-m.write // SESSION) for m in found}
+    meetings["all"] = sum(meetings[m.link] for m in found if m.is_numbered)
+    rows = [(m.link, *map(duration, m[1:4]), meetings[m.link]) for m in with_sum(found)]
     headers = "chapter", "read", "write", "exercises", f"sessions of {SESSION} minutes"
-    rows = [(*m, -(-m.write // SESSION)) for m in minutes(chapters)]
-    return table(headers, with_sums(rows))
-
-
-def with_sums(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The rows of chapters, their sums, then the rows of appendices."""
-    numbered = [row for row in rows if row[0][1].isdigit()]  # [7. KV cache](…)
-    sums = [sum(column) for column in zip(*(row[1:] for row in numbered), strict=True)]
-    return [*numbered, ("all", *sums), *rows[len(numbered) :]]
+    return table(headers, rows)
 
 
 def evaluation(recorded: dict[str, Any]) -> str:
@@ -183,14 +253,14 @@ CHATS = {
 }
 FAMILY_HEADERS = (
     "family",
-    "formats besides ordinary numbers",
+    "quantized",
     "chat",
     "tools",
-    "fits a schema",
-    "test checkpoints",
+    "schema",
+    "checkpoints",
     "worst error",
-    "mistakes noticed",
-    "tokens a second on one H200, batch 1",
+    "mistakes",
+    "tokens a second",
 )
 
 
@@ -233,6 +303,36 @@ def speed_of(family: str, figures: Path) -> str:
     return f"{first['tokens_per_second']:,.0f} ({report['model']})"
 
 
+REAL = "real-weights"
+REAL_HEADERS = ("model", "license", "format", "where", "tokens a second", "compared")
+
+
+def real(figures: Path) -> str:
+    """What ran with its published weights, from the record `REAL`, if there is one.
+
+    `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "format":
+    ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits within ..."}]}`
+    """
+    if not (figures / f"{REAL}.json").exists():
+        return "No model has run here with its published weights yet."
+    record = read(figures, REAL)
+    rows = [
+        (
+            row["model"],
+            row["license"],
+            row["format"],
+            row["where"],
+            f"{row['tokens_per_second']:,.0f}",
+            row["compared"],
+        )
+        for row in record["rows"]
+    ]
+    return (
+        f"With published weights:\n\n{table(REAL_HEADERS, rows)}\n\n"
+        f"Recorded {record['date']} with `{record['command']}`."
+    )
+
+
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
@@ -243,15 +343,19 @@ def filled() -> dict[Path, str]:
         measured[place] = f"{table(headers, rows)}\n\n{below}"
     contents: dict[str, dict[str, str]] = {
         "chapters/teaching.md": {"sessions": sessions(chapters)},
-        "chapters/index.md": {"times": times(chapters), "reach": reach},
-        "README.md": {
+        "chapters/index.md": {
+            "times": times(chapters),
+            "paths": paths(chapters),
             "reach": reach,
+        },
+        "chapters/models.md": {
             "evaluation": evaluation(read(figures, "evaluation")),
             "answers": answers(read(figures, "b-answers")),
-            "measurements": measurements(figures),
             "families": families(figures),
-            **measured,
+            "real": real(figures),
         },
+        "chapters/speed.md": {"measurements": measurements(figures), **measured},
+        "README.md": {"reach": reach, "real": real(figures)},
     }
     texts = {ROOT / name: (ROOT / name).read_text("utf-8") for name in contents}
     for name, found in contents.items():

@@ -232,7 +232,7 @@ def sources() -> dict[tuple[str, int], tuple[int, int]]:
 def repacked() -> Drawing:
     """The two words of a thread, each bit in the color of the register it is for."""
     weight = real_weight()[0]
-    words, _ = repack_expert(weight, paired=True)
+    words, _ = repack_expert(weight, interleaved=True)
     word = {"a": int(words[0, 0, 0]), "b": int(words[0, 0, 1])}
     owner = sources()
     d = Drawing("The bits of a repacked word", 470)

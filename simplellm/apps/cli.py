@@ -24,7 +24,13 @@ from typer.core import TyperCommand, TyperGroup
 from simplellm import __version__
 from simplellm.apps import options
 from simplellm.apps.calculator import CALCULATOR
-from simplellm.apps.screen import Screen, converse, read_lines, respond
+from simplellm.apps.screen import (
+    Screen,
+    converse,
+    greeting,
+    read_lines,
+    respond,
+)
 from simplellm.apps.serving import serve_model
 from simplellm.apps.workloads import plan_load
 from simplellm.base.config import expect
@@ -32,7 +38,7 @@ from simplellm.base.config import expect
 if TYPE_CHECKING:  # importing torch takes seconds: commands do it when they need it
     from simplellm.api.llm import LLM
 
-CHAT_HELP = """Hold a conversation. /reset forgets it, Ctrl-D or /exit ends it.
+CHAT_HELP = """Hold a conversation. /help says what can be typed.
 
 Ctrl-C ends an answer that is being written."""
 # The base of typer.BadParameter, which typer itself does not export.
@@ -133,7 +139,11 @@ def talk(
             respond(llm.stream_chat, messages, screen, **asked)
 
         if chatting:
-            converse(answer, first, chain([prompt], read_lines(screen)), screen)
+            help = greeting(model)
+            if sys.stdin.isatty() and not prompt:
+                screen.write(help, aside=True)
+            lines = chain([prompt], read_lines(screen))
+            converse(answer, first, lines, screen, help)
         else:
             answer([*first, {"role": "user", "content": prompt}])
 

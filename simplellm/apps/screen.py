@@ -138,19 +138,42 @@ def read_lines(screen: Screen) -> Iterator[str]:
             return
 
 
+GREETING = """\
+{model}: type a question, and go on asking.{about}
+/help says this again, /reset begins anew, /exit ends; Ctrl-C stops an answer.
+"""
+EMBEDDED_ABOUT = """
+It has learned little: sums and differences of numbers up to 999, counting and
+reversing letters, sorting, comparing, and terms of the course. Try: What is
+47 + 85? How many r are in strawberry? What is a KV cache? What can you do?"""
+
+
+def greeting(model: str | None) -> str:
+    """What a conversation begins with; ``model`` is a folder, or None: the embedded."""
+    if model is None:
+        return GREETING.format(model="The embedded model", about=EMBEDDED_ABOUT)
+    return GREETING.format(model=model, about="")
+
+
 def converse(
     answer: Callable[[list[dict[str, Any]]], None],
     first: list[dict[str, Any]],
     lines: Iterable[str],
     screen: Screen,
+    help: str,
 ) -> None:
     """Answer each of the lines, with what was said since ``first`` before it."""
     messages = first
     for line in lines:
         if line == "/exit":
             return
-        if line == "/reset":
+        if line == "/help":
+            screen.write(help, aside=True)
+        elif line == "/reset":
             messages = first
+            screen.remark("forgotten")
+        elif line.startswith("/") and " " not in line:
+            screen.remark(f"there is no {line}; there are /help, /reset and /exit")
         elif line:
             turns = [*messages, {"role": "user", "content": line}]
             try:

@@ -20,12 +20,12 @@ import torch
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import Access, failure
+from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.stats import Meter, Stats
 
 LOGGER = logging.getLogger("simplellm")
-SLACK = 0.002  # seconds to be left when a step is launched during one of decodes
 
 
 class Engine(Access):
@@ -51,12 +51,9 @@ class Engine(Access):
         self.inbox: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = (
-            deque()
-        )  # oldest first
-        self.rest = 0.0  # seconds in a step of decodes
-        self.until = 0.0  # when this step's rest is over
-        self.rested: float | None = None  # seconds in this step, if it is of decodes
+        # Steps under way, the oldest first.
+        self.flights: deque[tuple[Sequence[ScheduledChunk], Flight]] = deque()
+        self.timer = LaunchTimer()
 
     def step(self) -> None:
         """Begin the next forward pass, and book those that are over."""
@@ -72,11 +69,13 @@ class Engine(Access):
         """Book the results of all steps but the last ``depth``; tell what came."""
         while len(self.flights) > depth:
             scheduled, flight = self.flights[0]
-            asked = time.monotonic()
+            begin = time.monotonic()
             output = flight()  # waits for the device, and without the lock
             self.flights.popleft()
             now = time.monotonic()
-            self.plan_rest(output.late, now - asked)
+            running = self.flights[0][0] if self.flights else ()
+            decodes = bool(running) and all(chunk.length == 1 for chunk in running)
+            self.timer.collected(now, now - begin, output.late, decodes)
             with self.lock:
                 new = self.scheduler.commit(scheduled, output.tokens)
                 self.meter.step(new, now)
@@ -115,23 +114,11 @@ class Engine(Access):
         )
         self.events.put(event)
 
-    def plan_rest(self, late: bool, waited: float) -> None:
-        """A step lands: how long to rest in the next, for prompts that may still come.
-
-        If both are decodes alone, it takes about as long as the one that lands. For
-        that one the host ``waited`` after it had rested, or it came too ``late``.
-        """
-        scheduled = self.flights[0][0] if self.flights else []
-        decodes = bool(scheduled) and all(chunk.length == 1 for chunk in scheduled)
-        if decodes and self.rested is not None:
-            # Up slowly, as it may have waited for Python, too.
-            up = (self.rested + waited - SLACK - self.rest) / 8
-            self.rest += -self.rest / 2 if late else up
-        self.rested = max(0.0, self.rest) if decodes else None
-        self.until = time.monotonic() + (self.rested or 0.0)
-
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> None:
-        """Begin to compute works; if that fails, without who is to blame, or alone."""
+        """Start a step. One that fails is tried again, without the request to blame.
+
+        If nobody knows which one that is, each is tried by itself.
+        """
         try:
             flight = self.runner.launch(scheduled)
         except Exception as error:
@@ -268,15 +255,15 @@ class Engine(Access):
                 for request in requests.values():
                     self.end(request, "abort")
                 return False
-            left = None if idle else max(0.0, self.until - time.monotonic())
+            left = None if idle else self.timer.remaining(time.monotonic())
             try:
-                asked = self.inbox.get(timeout=left)
+                abort = self.inbox.get(timeout=left)
             except queue.Empty:
                 return True
-            if asked is not None:
-                number, reason = asked
-                if (found := self.scheduler.requests.get(number)) is not None:
-                    self.end(found, reason)
+            if abort is not None:
+                number, reason = abort
+                if (aborted := self.scheduler.requests.get(number)) is not None:
+                    self.end(aborted, reason)
 
     def _die(self, cause: BaseException) -> None:
         """Whoever is there gets an error: the engine runs no more steps."""

@@ -114,6 +114,6 @@ class Batch:
             group.tables[:] = group.offsets[:] = 0
 
     @cached_property
-    def live(self) -> Tensor:
+    def num_tokens(self) -> Tensor:
         """int32 [1], how many of the tokens are no padding."""
         return self.queries[-1:]

@@ -49,9 +49,9 @@ class Experts:
     activation: str = "clamped_swiglu"  # a key of `simplellm.model.ops.ACTIVATIONS`
     normalized: bool = True  # the weights of a token's experts add up to 1
 
-    def forward(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
+    def forward(self, ops: Any, x: Tensor, num_tokens: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
-        return ops.experts(x, self, live)
+        return ops.experts(x, self, num_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Dense:
     down_bias: Tensor | None  # [hidden]
     activation: str = "swiglu"  # a key of `simplellm.model.ops.ACTIVATIONS`
 
-    def forward(self, ops: Any, x: Tensor, live: Tensor) -> Tensor:
+    def forward(self, ops: Any, x: Tensor, num_tokens: Tensor) -> Tensor:
         """What this part of a layer adds to each token."""
         return ops.dense(x, self)
 

@@ -58,7 +58,7 @@ class Model:
             out = ops.attend(q, keys, values, group, attn.sinks)  # [T, H, D]
             update = ops.project(out.flatten(1), attn.o, attn.o_bias)
             x, h = ops.add_norm(x, update, layer.mlp_norm, eps)
-            update = layer.mlp.forward(ops, h, batch.live)  # [T, hidden], or in parts
+            update = layer.mlp.forward(ops, h, batch.num_tokens)  # may be in parts
         return ops.add_norm(x, update, self.norm, eps)[1]
 
     def head(self, hidden: Tensor, logits: Tensor) -> Tensor:

@@ -80,13 +80,13 @@ def activated(first: Tensor, mlp: Experts | Dense) -> Tensor:
     return ACTIVATIONS[mlp.activation](first)
 
 
-def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     """The weighted sum of what each token's experts say: x [T, hidden] -> the same.
 
     Every expert that some token chose runs once, on all its tokens together; only
     these experts are dequantized, one at a time. A token's sum runs over its experts
-    in ascending order, whichever other tokens there are. Only the first ``live``, int32
-    [1], tokens are no padding; other tables skip the rest, and may return [T, k,
+    in ascending order, whichever other tokens there are. Only the first ``num_tokens``,
+    int32 [1], are no padding; other tables skip the rest, and may return [T, k,
     hidden].
     """
     rule = route if mlp.normalized else route_among_all
@@ -360,10 +360,9 @@ def draw(
     Rows whose ``temperature``, float32 [S], is 0 get ``best``, int32 [S], their
     likeliest token. ``seeds`` and ``steps`` int64 [S] fix the noise.
     """
-    heat = temperature[:, None]
     # The best token sits at 0, so that no temperature, however small, overflows.
     scores = logits - logits.gather(1, best[:, None].long())
-    scores = scores / torch.where(heat > 0, heat, 1.0)
+    scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
     if filters is not None:
         scores = filter_tokens(scores, filters.top_k, filters.top_p, filters.min_p)
     drawn = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()

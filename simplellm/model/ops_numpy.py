@@ -206,11 +206,11 @@ def each(x: ndarray, weight: Tensor, bias: Tensor | None, counts: list[int]) -> 
     return out
 
 
-def experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     if not isinstance(mlp.gate_up, Tensor) or not isinstance(mlp.down, Tensor):
-        return ops.experts(x, mlp, live)
+        return ops.experts(x, mlp, num_tokens)
     if len(x) > FEW or mlp.activation != "clamped_swiglu":
-        return ops.experts(x, mlp, live)
+        return ops.experts(x, mlp, num_tokens)
     rows, top_k = x.numpy(), mlp.top_k
     logits = matmul(rows, mlp.router, mlp.router_bias)
     chosen = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]  # [T, k]

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def gated(gate_up: Tensor, curve: Callable[[Tensor], Tensor]) -> Tensor:
-    """curve(gate) * up: gate_up [..., 2I], gate in its first half -> [..., I]."""
+def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """activation(gate) * up: gate_up [..., 2I], gate in its first half -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return curve(gate) * up
+    return activation(gate) * up
 
 
 gelu = partial(functional.gelu, approximate="tanh")
 # What is between the two products of a feed-forward network, by its record's word.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": partial(gated, curve=functional.silu),
-    "geglu": partial(gated, curve=gelu),
+    "swiglu": partial(gated, activation=functional.silu),
+    "geglu": partial(gated, activation=gelu),
     "gelu": gelu,
 }
 

@@ -21,7 +21,13 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX = (ROOT / "chapters/index.md").read_text(encoding="utf-8")
 TEACHING = (ROOT / "chapters/teaching.md").read_text(encoding="utf-8")
-LINK = re.compile(r"\]\(([^)#:]+)\)")
+SPEED, MODELS, MANUAL = (
+    (ROOT / f"chapters/{name}.md").read_text(encoding="utf-8")
+    for name in ("speed", "models", "manual")
+)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+HOSTED = "../../deployments/github-pages"  # the book, where the repository is hosted
+LINK = re.compile(r"\]\(([^)#:]+)[^):]*\)")
 IMAGE = re.compile(r"!\[([^\]]*)\]\([./]*figures/([\w-]+)\.svg\)")
 CELLS = cells.cells(INDEX)
 
@@ -76,6 +82,40 @@ def test_speeds_of_families_are_those_of_their_records(tmp_path):
     assert tables.speed_of("Gemma 3", tmp_path) == "1,234 (gemma-3-4b-it)"
 
 
+def test_published_weights_are_those_of_the_record(tmp_path):
+    assert "No model has run" in tables.real(tmp_path)
+    row: dict[str, object] = {"model": "M", "license": "L", "format": "F"}
+    row |= {"where": "W", "tokens_per_second": 31.2, "compared": "C"}
+    record = {"date": "D", "command": "X", "rows": [row]}
+    (tmp_path / "real-weights.json").write_text(json.dumps(record))
+    said = tables.real(tmp_path)
+    assert "| M | L | F | W | 31 | C |" in said
+    assert said.endswith("Recorded D with `X`.")
+
+
+def test_the_readme_is_one_page():
+    prose = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)", " ", README)
+    words = [word for word in prose.split() if any(map(str.isalnum, word))]
+    assert 600 <= len(words) <= 800
+
+
+def test_durations_and_sums_of_chapters(tmp_path):
+    told = "# T\n\n40 minutes to read, 85 to write\n\n"
+    exercise = "*Difficulty: easy. 20 minutes.*\n"
+    for name in ("01-a.md", "02-b.md", "a-c.md"):
+        (tmp_path / name).write_text(told + exercise * 2)
+    files = cells.chapter_files(tmp_path)
+    assert tables.times(files).splitlines()[2:] == [
+        "| [1. T](01-a.md) | 40 min | 1 h 25 | 2 in 40 min |",
+        "| [2. T](02-b.md) | 40 min | 1 h 25 | 2 in 40 min |",
+        "| all | 1 h 20 | 2 h 50 | 4 in 1 h 20 |",
+        "| [A. T](a-c.md) | 40 min | 1 h 25 | 2 in 40 min |",
+    ]
+    all_of_them = tables.sessions(files).splitlines()[4]
+    assert all_of_them == "| all | 1 h 20 | 2 h 50 | 1 h 20 | 2 |"
+    assert tables.duration(1630) == "27 h" and tables.duration(598) == "10 h"
+
+
 def test_answers_in_json_are_counted():
     rows = {"freely": {"right": 9}, "structured_outputs": {"of": 10, "valid": 8}}
     rows["structured_outputs"]["right"] = 5
@@ -105,8 +145,9 @@ def test_speed_follows_its_records(tmp_path):
     ]
     assert "gpt-oss-120b: 60 and 26 at 1," in below
     first_page = " ".join(headline.reach(tmp_path).split())
-    assert "601 tokens a second of gpt-oss-120b for one request" in first_page
-    assert "That's 60 % and " in first_page
+    assert "With random weights in gpt-oss-120b's real shapes" in first_page
+    assert "and 601 and " in first_page and "There, that's 60 % and " in first_page
+    assert "and 2.5 and " in first_page  # times vLLM
     assert headline.is_old(tmp_path)
     headline.draw(tmp_path)
     assert not headline.is_old(tmp_path)
@@ -140,8 +181,11 @@ def test_tabulated_speeds_of_a_model_are_of_one_version():
 
 def test_linked_files_exist():
     chapters = ROOT / "chapters"
-    for text, folder in ((README, ROOT), (INDEX, chapters), (TEACHING, chapters)):
-        links = LINK.findall(text)
+    pages = [(README, ROOT), (CONTRIBUTING, ROOT)]
+    pages += [(text, chapters) for text in (INDEX, TEACHING, SPEED, MODELS, MANUAL)]
+    assert HOSTED in README
+    for text, folder in pages:
+        links = set(LINK.findall(text)) - {HOSTED}
         assert links
         assert [link for link in links if not (folder / link).exists()] == []
 
@@ -203,12 +247,13 @@ def test_wrong_turns_are_of_blanks_whose_wrong_answers_are_kept():
 
 def test_commands_exist():
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    named = set(re.findall(r"make (\w+)(?=`|$| +#)", README + INDEX, re.MULTILINE))
+    text = README + INDEX + CONTRIBUTING + MANUAL
+    named = set(re.findall(r"make (\w+)(?=`|$| +#)", text, re.MULTILINE))
     assert {"demo", "test", "lab", "book", "export", "check"} <= named <= {*targets}
 
 
 def test_python_example_runs(capsys):
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", MANUAL, re.MULTILINE | re.DOTALL)
     assert len([line for line in code.splitlines() if line]) == 6
     exec(code, {})
     assert len(capsys.readouterr().out.splitlines()) >= 2

@@ -275,14 +275,14 @@ class Cases:
         return self.make(kernel, shape_name, "attend", arguments, nbytes, flops)
 
     def experts(self, tokens: int) -> Case:
-        live, config = integers([tokens]), self.config
+        num_tokens, config = integers([tokens]), self.config
         arguments, distinct = [], 0
         for layer in self.model.layers:
             x, mlp = normal(tokens, config.hidden_size), layer.mlp
             assert isinstance(mlp, Experts)
             ids, _ = route(x, mlp.router, mlp.router_bias, mlp.top_k)
             distinct += len(ids.unique())
-            arguments.append((x, mlp, live))
+            arguments.append((x, mlp, num_tokens))
         layers = config.num_hidden_layers
         stored = weight_bytes(config)["experts"]
         one = stored / layers / config.num_local_experts
@@ -303,8 +303,10 @@ class Cases:
     def draw(self, rows: int) -> Case:
         logits = [torch.randn(rows, self.config.vocab_size, device=CUDA) for _ in "12"]
         numbers = torch.arange(rows, device=CUDA)
-        heat = torch.ones(rows, device=CUDA)
-        arguments = [(x, x.argmax(-1).int(), heat, numbers, numbers) for x in logits]
+        temperature = torch.ones(rows, device=CUDA)
+        arguments = [
+            (x, x.argmax(-1).int(), temperature, numbers, numbers) for x in logits
+        ]
         return self.make("draw", str(rows), "draw", arguments, logits[0].nbytes)
 
 

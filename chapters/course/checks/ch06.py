@@ -300,13 +300,13 @@ class Table:
         self.windows.append(group.window)
         return PLAIN.attend(q, keys, values, group, sinks)
 
-    def experts(self, x, mlp, live):
+    def experts(self, x, mlp, num_tokens):
         self.called.append("experts")
         assert isinstance(mlp, Experts), (
             "layer 1 of this model has no experts but one plain network: call "
             "layer.mlp.forward, which knows the operation that it needs"
         )
-        return PLAIN.experts(x, mlp, live)
+        return PLAIN.experts(x, mlp, num_tokens)
 
     def dense(self, x, mlp):
         self.called.append("dense")

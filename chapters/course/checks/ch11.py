@@ -501,14 +501,14 @@ def check_find_rows(find):
 
 
 @triton.jit
-def fold_kernel(
+def update_kernel(
     logits_ptr,  # [TILES, 16, 16]
     values_ptr,  # [TILES, 16, 16]
     state_ptr,  # [2, 16], top and total; both ways
     acc_ptr,  # [16, 16]
     scale,
     TILES: tl.constexpr,
-    FOLD: tl.constexpr,
+    UPDATE: tl.constexpr,
 ):
     n = tl.arange(0, 16)
     cell = n[:, None] * 16 + n[None, :]
@@ -517,29 +517,29 @@ def fold_kernel(
     for tile in range(TILES):
         logits = tl.load(logits_ptr + tile * 256 + cell)
         v = tl.load(values_ptr + tile * 256 + cell)
-        top, total, acc = FOLD(logits, v, top, total, acc, scale)
+        top, total, acc = UPDATE(logits, v, top, total, acc, scale)
     tl.store(state_ptr + n, top)
     tl.store(state_ptr + 16 + n, total)
     tl.store(acc_ptr + cell, acc)
 
 
-def folded(fold, logits, values, scale):
+def updated(update, logits, values, scale):
     """float64 top, total and acc after all tiles, beginning with nothing."""
     state = torch.stack([torch.full((16,), -1e30), torch.zeros(16)]).to(DEVICE)
     acc = torch.zeros(16, 16, device=DEVICE)
     tensors = (logits.to(DEVICE), values.to(DEVICE), state, acc, scale)
-    fold_kernel[(1,)](*tensors, TILES=len(logits), FOLD=fold)
+    update_kernel[(1,)](*tensors, TILES=len(logits), UPDATE=update)
     return state[0].double().cpu(), state[1].double().cpu(), acc.double().cpu()
 
 
-def check_fold(fold):
+def check_softmax_update(update):
     """Tiles against a softmax of all, small and large, and tiles that nobody sees."""
-    assert_jitted(fold)
+    assert_jitted(update)
     scale = 0.5
     values = normal(3, 16, 16, seed=7)
     for size in (400.0, 1.0):
         logits = size * normal(3, 16, 16, seed=8)
-        top, total, acc = folded(fold, logits, values, scale)
+        top, total, acc = updated(update, logits, values, scale)
         whole = logits.double().transpose(0, 1).flatten(1) * scale  # [16, 48]
         told = f"three tiles of 16 keys, logits of about {size:g}: "
         assert is_close(top, whole.amax(1)), (
@@ -568,20 +568,20 @@ def check_fold(fold):
         )
     hidden = normal(2, 16, 16, seed=9)
     hidden[0] = -math.inf  # a tile that no query sees
-    _, total, acc = folded(fold, hidden, values[:2], scale)
+    _, total, acc = updated(update, hidden, values[:2], scale)
     assert not (total.isnan().any() or acc.isnan().any()), (
         "a tile of which no query sees a key has to change nothing; yours gives NaN"
     )
-    judge_half_values(fold)
+    judge_half_values(update)
 
 
-def judge_half_values(fold):
+def judge_half_values(update):
     """Values of float16, whose sum in float16 would be rounded."""
     tiles, value = 33, 1 + 3 * 2**-10
     values = torch.full((tiles, 16, 16), value, dtype=torch.float16)
     told = "values of float16: "
     try:
-        _, _, acc = folded(fold, torch.zeros(tiles, 16, 16), values, 1.0)
+        _, _, acc = updated(update, torch.zeros(tiles, 16, 16), values, 1.0)
     except Exception as error:
         raise AssertionError(
             told + f"tl.dot wants weights of the same dtype, v.dtype ({error})"

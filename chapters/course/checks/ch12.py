@@ -149,10 +149,10 @@ def check_count_kernel(candidate):
     ids = random_ids(20, 6, top_k)
     n = ids.numel()
     for padding in (0, 3, 9):
-        live = 20 - padding
+        real = 20 - padding
         given = Guarded((n,), 5, fill=ids.flatten())
         counts = Guarded((-(-n // chunk), bins), -7, fill=-7)
-        number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        number = torch.tensor([real], dtype=torch.int32, device=DEVICE)
         with beyond(ids=given.guard) as outside:
             candidate[(-(-n // chunk),)](
                 *(given.inside, counts.inside, number if padding else None, n),
@@ -164,7 +164,7 @@ def check_count_kernel(candidate):
             "some counts were never stored: a program stores all BLOCK_E of its chunk, "
             "those that are 0 too"
         )
-        parts = ids.flatten()[: live * top_k].split(chunk)
+        parts = ids.flatten()[: real * top_k].split(chunk)
         expected = torch.zeros_like(found)
         for row, part in zip(expected, parts, strict=False):
             row += part.long().bincount(minlength=bins).int()
@@ -175,7 +175,7 @@ def check_count_kernel(candidate):
         )
         over = (found - expected).sum()
         assert not (over > 0 and padding), (
-            f"with {live} of 20 tokens live you count {int(over)} pairs too many: "
+            f"with {real} of 20 tokens you count {int(over)} pairs too many: "
             "padding, and what lies behind the pairs, doesn't count"
         )
         assert over <= 0, (
@@ -198,7 +198,7 @@ def check_sort_small_kernel(candidate):
         (20, 6, 32, 16),
     ):
         ids = random_ids(tokens, experts, top_k, tokens)
-        n, live = ids.numel(), tokens - padding
+        n, real = ids.numel(), tokens - padding
         programs = -(-n // rows)
         room = (n + experts * (block - 1)) // block
         step = triton.next_power_of_2(-(-room // programs))
@@ -206,7 +206,7 @@ def check_sort_small_kernel(candidate):
         pairs = Guarded((n,), -7, fill=-7)
         offsets = Guarded((experts + 1,), -7, fill=-7)
         blocks = Guarded((room, 2), -7, fill=-7)
-        number = torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        number = torch.tensor([real], dtype=torch.int32, device=DEVICE)
         with beyond(ids=given.guard) as outside:
             candidate[(programs,)](
                 *(given.inside, pairs.inside, offsets.inside, blocks.inside),
@@ -225,12 +225,12 @@ def check_sort_small_kernel(candidate):
             "went to the same one: compare (id, i), since ids alone have ties"
         )
         flat = ids.flatten().tolist()
-        key = [flat[i] if i < live * top_k else experts for i in range(n)]
+        key = [flat[i] if i < real * top_k else experts for i in range(n)]
         order = sorted(range(n), key=lambda i: (key[i], i))
         assert sorted(found) == list(range(n)), f"{where}: some pair is missing"
         if padding:
-            assert set(found[live * top_k :]) == set(order[live * top_k :]), (
-                f"{where}: pairs of padding, from live on, come after every expert's"
+            assert set(found[real * top_k :]) == set(order[real * top_k :]), (
+                f"{where}: padding's pairs come after every expert's"
             )
         by_expert = [key[i] for i in found] == sorted(key)
         assert by_expert, f"{where}: the pairs are not in the order of their experts"
@@ -241,7 +241,7 @@ def check_sort_small_kernel(candidate):
         ends = [sum(counts[:expert]) for expert in range(experts + 1)]
         assert offsets.inside.tolist() == ends, (
             f"{where}: the offsets are {offsets.inside.tolist()}; expected {ends}, so "
-            "count each live pair once, over all chunks"
+            "count each pair of a token once, over all chunks"
         )
         firsts = [
             [expert, first]

@@ -161,7 +161,7 @@ def raise_others(error: Exception) -> None:
         raise error
 
 
-def no_experts(x: Tensor, mlp: Experts, live: Tensor) -> Tensor:
+def no_experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     """As many numbers as `Ops.experts` gives, of weights that may be repacked."""
     return torch.zeros_like(x)
 

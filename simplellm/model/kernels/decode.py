@@ -27,10 +27,10 @@ from simplellm.model.kernels.prefill import (
     VARIED,
     block_of,
     find_rows,
-    fold,
-    initial,
+    init_acc,
     load_pair,
     padded,
+    softmax_update,
 )
 
 
@@ -151,7 +151,7 @@ def divide(
 
 @triton.jit
 def store_result(
-    acc,  # float32 [ROWS, DIMS], as in `fold`
+    acc,  # float32 [ROWS, DIMS], as in `softmax_update`
     top,  # float32 [ROWS], likewise
     total,
     is_only,  # whether the sequence has no other part
@@ -288,7 +288,7 @@ def decode_kernel(
     rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
     # The sinks are counted once, in the first split.
     counted = group < tl.where(split == 0, G, 0)
-    top, total, acc = initial(sinks_ptr, heads, counted, DIMS, HAS_SINKS)
+    top, total, acc = init_acc(sinks_ptr, heads, counted, DIMS, HAS_SINKS)
     place = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
     q_ptr += place
     keys_ptr += head * D
@@ -318,7 +318,7 @@ def decode_kernel(
                 )
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits = tl.where(there[None, :], logits, float("-inf"))
-        top, total, acc = fold(logits, v, top, total, acc, scale)
+        top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     store_result(
         *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
         *(place, (row * K + head) * splits + split, group, cell, G, D, DIMS),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from simplellm.model.kernels.filters import COLUMNS, bounds, depth_of
 from simplellm.model.kernels.keys import LOWEST, index_of, largest_key, ordered
-from simplellm.model.kernels.launch import Launcher, follow, launcher
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import Filters
 
 DRAW_BLOCK = 2048  # logits a program looks at
@@ -67,7 +67,7 @@ def draw_kernel(
     What is below a row's floor or deeper than its deepest is never drawn, if these are
     not None.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(1)
     block = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
@@ -102,7 +102,7 @@ def drawn_kernel(
     PDL: tl.constexpr,
 ):
     """One program a row: ids = the index in the largest key; best at temperature 0."""
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0)
     drawn = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
     greedy = tl.load(temperature_ptr + row) <= 0

@@ -25,13 +25,13 @@ from simplellm.model.kernels.fragments import (
     activate,
     decode_weights,
 )
-from simplellm.model.kernels.launch import Launcher, follow, launcher
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.model.layers import Experts
 
 
 @triton.jit
-def finished(out):
+def wait_for_wgmma(out):
     """``out`` itself, as an instruction that needs it and does nothing.
 
     Triton would leave wgmmas under way while the next weights are decoded, and ptxas
@@ -44,7 +44,7 @@ def finished(out):
 
 
 @triton.jit
-def opaque(weight):
+def layout_barrier(weight):
     """``weight`` itself, bfloat16, as an instruction that nobody looks behind.
 
     For an mma, Triton 3.6 looks for joins in what made an operand and then wants its
@@ -99,11 +99,11 @@ def multiply(
             x = tl.load(x_ptrs + tile * 64, inside, 0.0)
             weight = decode_weights(words, scales, PTX)
             if PTX:
-                out = tl.dot(opaque(weight), x, out)
+                out = tl.dot(layout_barrier(weight), x, out)
             else:
                 out = tl.dot(weight, x.to(tl.float32), out, input_precision="ieee")
         if PTX:
-            out = finished(out)
+            out = wait_for_wgmma(out)
     return out * UNSHIFT
 
 
@@ -128,14 +128,14 @@ def multiply_block(
     BLOCK_T: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """BLOCK_N rows for the pairs from ``first`` to ``end`` or BLOCK_T of them."""
     positions = first + tl.arange(0, BLOCK_T)
     valid = positions < end
     pairs = tl.load(pairs_ptr + positions, valid, 0)
-    if PAIRED:
+    if INTERLEAVED:
         x_rows = pairs // TOP_K
     else:
         x_rows = positions
@@ -144,7 +144,7 @@ def multiply_block(
         *(x_ptr, x_rows, valid, words_ptr, scales_ptr, expert),
         *(N, K, BLOCK_N, BLOCK_T, UNROLL, STAGES, PTX),
     )
-    if PAIRED:
+    if INTERLEAVED:
         # A tile's rows are 8 gates and their 8 ups; a thread has both of a unit.
         HALF: tl.constexpr = BLOCK_N // 2
         out = tl.reshape(out, (BLOCK_N // 16, 2, 8, BLOCK_T))
@@ -197,13 +197,13 @@ def experts_kernel(
     WIDTHS: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program multiplies BLOCK_N rows with one block of pairs.
 
-    If PAIRED, the first half of an expert's network:
+    If INTERLEAVED, the first half of an expert's network:
 
     g, u = even and odd rows of (weight[expert] @ x[token] + bias[expert])
     g = min(g, LIMIT); u = clamp(u, -LIMIT, LIMIT)
@@ -216,7 +216,7 @@ def experts_kernel(
     A block that is not full is padded to BLOCK_T, BLOCK_T / 2, … whichever is nearest
     of WIDTHS such.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     block = tl.program_id(1)
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
     first = tl.load(blocks_ptr + 2 * block + 1)
@@ -227,7 +227,7 @@ def experts_kernel(
             multiply_block(
                 *(x_ptr, words_ptr, scales_ptr, bias_ptr, scores_ptr, pairs_ptr),
                 *(out_ptr, expert, first, end, LIMIT, ALPHA, TOP_K, N, K),
-                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, PAIRED, PTX),
+                *(BLOCK_N, BLOCK_T >> level, UNROLL, STAGES, INTERLEAVED, PTX),
             )
 
 
@@ -275,7 +275,7 @@ def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
 def experts_launcher(
     tiling: Tiling,
     shape: tuple[int, int, int],
-    paired: bool,
+    interleaved: bool,
     ptx: bool,
     top_k: int,
     limit: float,
@@ -294,7 +294,7 @@ def experts_launcher(
         WIDTHS=tiling.widths,
         UNROLL=tiling.unroll,
         STAGES=tiling.stages,
-        PAIRED=paired,
+        INTERLEAVED=interleaved,
         PTX=ptx,
         num_warps=tiling.warps,
     )
@@ -337,10 +337,10 @@ def multiply_pairs(
     dispatch: Dispatch,
     tiling: Tiling,
 ) -> None:
-    """One half of the experts: fill ``out``, paired if ``weight`` is."""
+    """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
     ptx = x.is_cuda and x.dtype == torch.bfloat16
     start = experts_launcher(
-        *(tiling, weight.shape, weight.paired, ptx),
+        *(tiling, weight.shape, weight.interleaved, ptx),
         *(mlp.top_k, mlp.limit, mlp.alpha),
     )
     start(
@@ -350,21 +350,21 @@ def multiply_pairs(
 
 
 def experts(
-    x: Tensor, mlp: Experts, live: Tensor, *, batch_invariant: bool = False
+    x: Tensor, mlp: Experts, num_tokens: Tensor, *, batch_invariant: bool = False
 ) -> Tensor:
     """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
 
-    Only the first ``live``, int32 [1], tokens are no padding: no expert is read for the
+    Only the first ``num_tokens``, int32 [1], are no padding: no expert is read for the
     others, and nothing written. With ``batch_invariant`` no token's result depends on
     the others.
     """
     if x.shape[0] <= FEW_TOKENS and x.dtype == torch.bfloat16 and not batch_invariant:
-        return experts_one(x, mlp, live)
+        return experts_one(x, mlp, num_tokens)
     first = second = INVARIANT_TILING
     if not batch_invariant:
         first, second = tilings(x.shape[0], mlp.router.shape[0], mlp.top_k)
     router = mlp.router, mlp.router_bias, mlp.top_k
     ids, scores = route_tokens(x, *router, batch_invariant)
-    pairs = dispatch(ids, len(mlp.router), first.tokens, live)
+    pairs = dispatch(ids, len(mlp.router), first.tokens, num_tokens)
     hidden = gate_up(x, mlp, pairs, first)
     return down(hidden, mlp, scores, pairs, second)

@@ -143,7 +143,7 @@ def load_row(
     N: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """One row of tiles of `weight_of`, zeros if there are not so many.
 
@@ -170,7 +170,7 @@ def load_row(
         scales = tl.load(scales_ptrs + i * 8, (tile < end - i) & (t < TILES - i), 0)
         out += (scales.to(tl.uint32, bitcast=True),)
     here = (thread < 32) & (thread < end * 32) & (t == 0)
-    if PAIRED:
+    if INTERLEAVED:
         pairs_ptr = bias_ptr.to(tl.pointer_type(tl.int32)) + row * 8
         both = tl.load(pairs_ptr + g, here, 0).to(tl.uint32, bitcast=True)
         out += (low(both), high(both))
@@ -232,10 +232,10 @@ def multiply_rows(
     N: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """This program's rows of tiles times x; with PAIRED, their activations.
+    """This program's rows of tiles times x; with INTERLEAVED, their activations.
 
     The ``first`` row is ``loaded``, ``raw`` is what `load_x` gave.
     """
@@ -246,9 +246,9 @@ def multiply_rows(
     for row in tl.range(first, N // 16, step, num_stages=1):
         upper, lower = multiply_row(loaded, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + step, N, K, WARPS, PAIRED)
+        loaded = load_row(weight, row + step, N, K, WARPS, INTERLEAVED)
         upper, lower = add_up(upper, lower)
-        if PAIRED:
+        if INTERLEAVED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
             ptrs = out_ptr + row * 8 + tl.arange(0, 8)
             tl.store(ptrs, hidden.to(out_ptr.dtype.element_ty))
@@ -258,7 +258,7 @@ def multiply_rows(
             tl.store(ptrs + 8, (lower * factor).to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["num_tokens_ptr"])
 def experts_one_kernel(
     x_ptr,
     ids_ptr,
@@ -266,7 +266,7 @@ def experts_one_kernel(
     words_ptr,
     scales_ptr,
     bias_ptr,
-    live_ptr,
+    num_tokens_ptr,
     out_ptr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -274,13 +274,13 @@ def experts_one_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Every num_programs(0)-th row of tiles for one choice, from program_id(0) on.
 
-    If PAIRED, the first half of an expert's network:
+    If INTERLEAVED, the first half of an expert's network:
 
     gate, up = weight[expert] @ x[token] + bias[expert]
     out[choice] = gate * sigmoid(ALPHA * gate) * (up + 1), clamped to LIMIT
@@ -292,30 +292,30 @@ def experts_one_kernel(
     The other half may start once the first one has the ids: it reads them without
     waiting. Choices of padding are left out.
     """
-    WIDTH: tl.constexpr = N // 2 if PAIRED else N
+    WIDTH: tl.constexpr = N // 2 if INTERLEAVED else N
     if PDL:
-        if PAIRED:
+        if INTERLEAVED:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     choice = tl.program_id(1)
     token = choice // TOP_K
     expert = tl.load(ids_ptr + choice)
     # Of padding there is no row, and nothing to read.
-    first = tl.where(token < tl.load(live_ptr), tl.program_id(0), N // 16)
+    first = tl.where(token < tl.load(num_tokens_ptr), tl.program_id(0), N // 16)
     factor = 1.0
-    if PAIRED:
+    if INTERLEAVED:
         raw = load_x(x_ptr + token * K, K, WARPS)
     else:
         factor = tl.load(scores_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, first, N, K, WARPS, PAIRED)
-    if not PAIRED:
+    loaded = load_row(weight, first, N, K, WARPS, INTERLEAVED)
+    if not INTERLEAVED:
         if PDL:
             tl.extra.cuda.gdc_wait()
         raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
         *(weight, first, loaded, raw, out_ptr + choice * WIDTH, factor),
-        *(LIMIT, ALPHA, N, K, WARPS, PAIRED, PTX),
+        *(LIMIT, ALPHA, N, K, WARPS, INTERLEAVED, PTX),
     )
 
 
@@ -341,7 +341,7 @@ def one_tiling(tokens: int) -> OneTiling:
 def one_launcher(
     tiling: OneTiling,
     shape: tuple[int, int, int],
-    paired: bool,
+    interleaved: bool,
     ptx: bool,
     top_k: int,
     limit: float,
@@ -356,7 +356,7 @@ def one_launcher(
         N=shape[1],
         K=shape[2],
         WARPS=tiling.warps,
-        PAIRED=paired,
+        INTERLEAVED=interleaved,
         PTX=ptx,
         num_warps=tiling.warps,
         maxnreg=tiling.registers,
@@ -364,16 +364,16 @@ def one_launcher(
 
 
 def gate_up_one(
-    x: Tensor, mlp: Experts, ids: Tensor, live: Tensor, tiling: OneTiling
+    x: Tensor, mlp: Experts, ids: Tensor, num_tokens: Tensor, tiling: OneTiling
 ) -> Tensor:
     """The activations of each chosen expert: the first half of its network.
 
     x bfloat16 [T, hidden], ids int32 [T, k] -> bfloat16 [T * k, I]. Only the first
-    ``live``, int32 [1], tokens are no padding; for the others nothing is written.
+    ``num_tokens``, int32 [1], tokens are no padding; for the others nothing is written.
     """
     weight = cast(Fragments, mlp.gate_up)
     out = x.new_empty(ids.numel(), weight.shape[1] // 2)
-    multiply_one(out, x, weight, mlp.gate_up_bias, ids, None, mlp, live, tiling)
+    multiply_one(out, x, weight, mlp.gate_up_bias, ids, None, mlp, num_tokens, tiling)
     return out
 
 
@@ -382,7 +382,7 @@ def down_one(
     mlp: Experts,
     ids: Tensor,
     scores: Tensor,
-    live: Tensor,
+    num_tokens: Tensor,
     tiling: OneTiling,
 ) -> Tensor:
     """What each expert adds to its token: the other half, times the router's score.
@@ -392,7 +392,9 @@ def down_one(
     """
     weight = cast(Fragments, mlp.down)
     out = hidden.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
-    multiply_one(out, hidden, weight, mlp.down_bias, ids, scores, mlp, live, tiling)
+    multiply_one(
+        out, hidden, weight, mlp.down_bias, ids, scores, mlp, num_tokens, tiling
+    )
     return out
 
 
@@ -404,29 +406,29 @@ def multiply_one(
     ids: Tensor,
     scores: Tensor | None,
     mlp: Experts,
-    live: Tensor,
+    num_tokens: Tensor,
     tiling: OneTiling,
 ) -> None:
-    """One half of the experts: fill ``out``, paired if ``weight`` is."""
+    """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
     start = one_launcher(
-        *(tiling, weight.shape, weight.paired, x.is_cuda),
+        *(tiling, weight.shape, weight.interleaved, x.is_cuda),
         *(mlp.top_k, mlp.limit, mlp.alpha),
     )
     start(
         (tiling.programs, ids.numel(), 1),
-        *(x, ids, scores, weight.words, weight.scales, bias, live, out),
+        *(x, ids, scores, weight.words, weight.scales, bias, num_tokens, out),
     )
 
 
 def experts_one(
-    x: Tensor, mlp: Experts, live: Tensor, tiling: OneTiling | None = None
+    x: Tensor, mlp: Experts, num_tokens: Tensor, tiling: OneTiling | None = None
 ) -> Tensor:
     """What each chosen expert adds to each of at most FEW_TOKENS tokens.
 
-    x bfloat16 [T, hidden] -> float32 [T, k, hidden]. Only the first ``live``, int32
-    [1], tokens are no padding.
+    x bfloat16 [T, hidden] -> float32 [T, k, hidden]. Only the first ``num_tokens``,
+    int32 [1], are no padding.
     """
     tiling = tiling or one_tiling(x.shape[0])
     ids, scores = route_tokens(x, mlp.router, mlp.router_bias, mlp.top_k)
-    hidden = gate_up_one(x, mlp, ids, live, tiling)
-    return down_one(hidden, mlp, ids, scores, live, tiling)
+    hidden = gate_up_one(x, mlp, ids, num_tokens, tiling)
+    return down_one(hidden, mlp, ids, scores, num_tokens, tiling)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.launch import Launcher, follow, launcher
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.sampling.filters import LAST, STEPS, WEIGHT, Filters
 
 TALLY_BLOCK = 4096  # logits a program looks at
@@ -89,7 +89,7 @@ def tally_kernel(
     by min_p, from the row's floor on, and by top_k, down to its deepest. The third,
     whose bins are single depths, finds what is outside of them in the tallies.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
@@ -170,7 +170,7 @@ def pick_kernel(
     these. After the third they start at its depth. A row without a limit keeps its
     deepest.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0)
     limited = is_limited(top_k_ptr, top_p_ptr, row, vocabulary, WEIGHTS)
     start = tl.load((deepest_ptr if FIRST else starts_ptr) + row)

@@ -104,25 +104,25 @@ class Fragments:
     Tiles of 16 rows and 64 columns, columns padded with zeros. Thread 4 * g + t has
     words 4 * (4 * g + t) + 2 * half + (0, 1) of a tile: row g + 8 * half, columns
     2 * t + (0, 1) + 8 * r for r in 0 to 7. Bit by bit they are what `decode_weights`
-    reads. If ``paired``, row g of tile i is row 16 * i + 2 * g of the weight, a gate,
-    and row g + 8 is the one after it, the up that belongs to it.
+    reads. If ``interleaved``, row g of tile i is row 16 * i + 2 * g of the weight, a
+    gate, and row g + 8 is the one after it, the up that belongs to it.
     """
 
     words: Tensor  # int32 [E, N / 16, G, 128]
     scales: Tensor  # int32 [E, N / 16, G, 8], four of rows g and g + 8
     columns: int
-    paired: bool
+    interleaved: bool
 
     @classmethod
     def empty(
-        cls, shape: tuple[int, ...], paired: bool, device: torch.device
+        cls, shape: tuple[int, ...], interleaved: bool, device: torch.device
     ) -> "Fragments":
         """Room for a weight of this shape, [E, N, K]."""
         experts, rows, columns = shape
         tiles = experts, rows // 16, -(-columns // 64)
         words = torch.empty(*tiles, 128, dtype=torch.int32, device=device)
         scales = torch.empty(*tiles, 8, dtype=torch.int32, device=device)
-        return cls(words, scales, columns, paired)
+        return cls(words, scales, columns, interleaved)
 
     @cached_property  # four launches a layer ask for it
     def shape(self) -> tuple[int, int, int]:
@@ -143,12 +143,12 @@ class Fragments:
         return unpack(self).dequantize(dtype)
 
 
-def repack(weight: MXFP4, paired: bool) -> Fragments:
+def repack(weight: MXFP4, interleaved: bool) -> Fragments:
     """Bring ``weight`` [E, N, K] into the order that tensor cores read.
 
-    ``paired`` is for gate_up weights, whose rows alternate. Works one expert at a time,
-    on the weight's device. Raises ValueError for N that is no multiple of 16, and for
-    scales above 2^9, which the kernels' arithmetic has no room for.
+    ``interleaved`` is for gate_up weights, whose rows alternate. Works one expert at a
+    time, on the weight's device. Raises ValueError for N that is no multiple of 16, and
+    for scales above 2^9, which the kernels' arithmetic has no room for.
     """
     if len(weight.shape) != 3 or weight.shape[1] % 16:
         raise ValueError(
@@ -161,13 +161,15 @@ def repack(weight: MXFP4, paired: bool) -> Fragments:
             f"the largest scale is 2^{largest - 127}; expected at most 2^"
             f"{MAX_SCALE - 127}"
         )
-    new = Fragments.empty(weight.shape, paired, weight.blocks.device)
+    new = Fragments.empty(weight.shape, interleaved, weight.blocks.device)
     for expert in range(len(new.words)):
-        new.words[expert], new.scales[expert] = repack_expert(weight[expert], paired)
+        new.words[expert], new.scales[expert] = repack_expert(
+            weight[expert], interleaved
+        )
     return new
 
 
-def repack_expert(weight: MXFP4, paired: bool) -> tuple[Tensor, Tensor]:
+def repack_expert(weight: MXFP4, interleaved: bool) -> tuple[Tensor, Tensor]:
     """One expert's words [N / 16, G, 128] and scales [N / 16, G, 8], both int32."""
     rows, columns = weight.shape
     # Blocks of 32 columns, two to a tile, the last one perhaps of zeros.
@@ -175,7 +177,7 @@ def repack_expert(weight: MXFP4, paired: bool) -> tuple[Tensor, Tensor]:
     scales = torch.nn.functional.pad(weight.scales, (0, columns // BLOCK % 2))
     blocks = blocks.long().view(rows // 16, 8, 2, -1, 2, 4, 4)  # tile a b G c5 (c4c3) t
     scales = scales.long().view(rows // 16, 8, 2, -1, 2)
-    if not paired:  # 16 rows are [half, g], not [g, half]
+    if not interleaved:  # 16 rows are [half, g], not [g, half]
         blocks = blocks.reshape(-1, 2, 8, *blocks.shape[3:]).transpose(1, 2)
         scales = scales.reshape(-1, 2, 8, *scales.shape[3:]).transpose(1, 2)
 
@@ -211,7 +213,7 @@ def unpack(fragments: Fragments) -> MXFP4:
     scales = (torch.stack(order, -1) - 126 + SHIFT).to(torch.uint8)
     scales = scales.unflatten(-1, (2, 2))  # [E, tile, G, g, half, c5]
 
-    if fragments.paired:
+    if fragments.interleaved:
         blocks = blocks.permute(0, 1, 3, 5, 2, 6, 4)  # [E, tile, g, half, G, 8, t]
         scales = scales.permute(0, 1, 3, 4, 2, 5)
     else:
@@ -250,8 +252,8 @@ def prepare(layer: Layer) -> Layer:
         assert bias.shape == weight.shape[:2] and bias.is_contiguous()
         assert bias.dtype == mlp.router.dtype and len(bias) == len(mlp.router)
     new: Any = {  # a layer's record does not know fragments
-        "gate_up": repack(cast(MXFP4, mlp.gate_up), paired=True),
-        "down": repack(cast(MXFP4, mlp.down), paired=False),
+        "gate_up": repack(cast(MXFP4, mlp.gate_up), interleaved=True),
+        "down": repack(cast(MXFP4, mlp.down), interleaved=False),
     }
     return replace(layer, mlp=replace(mlp, **new))
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.launch import Launcher, follow, launcher
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait
 from simplellm.model.kernels.linear import (
     Gemv,
     Product,
@@ -29,7 +29,7 @@ from simplellm.model.layers import Dense
 
 
 @triton.jit
-def paired_rows(N: tl.constexpr, ROWS: tl.constexpr):
+def gate_and_up_rows(N: tl.constexpr, ROWS: tl.constexpr):
     """This program's units, and the rows of their gates and ups; N where there is none.
 
     Up to 8 gates, then their ups, and so on: of a tensor core's results a thread has
@@ -44,8 +44,8 @@ def paired_rows(N: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def split_pairs(both):
-    """Gates and ups [ROWS / 2, T] of `paired_rows` [ROWS, T]."""
+def split_gate_and_up(both):
+    """Gates and ups [ROWS / 2, T] of `gate_and_up_rows` [ROWS, T]."""
     HALF: tl.constexpr = both.shape[0] // 2
     WIDTH: tl.constexpr = min(8, HALF)
     T: tl.constexpr = both.shape[1]
@@ -55,7 +55,7 @@ def split_pairs(both):
 
 
 @triton.jit
-def curve(gate, ACTIVATION: tl.constexpr):
+def gate_activation(gate, ACTIVATION: tl.constexpr):
     """gate * sigmoid(slope), with gate as slope; or GELU.
 
     Of which sqrt(8 / pi) * (gate + 0.044715 * gate^3) is the slope: its tanh form in
@@ -82,17 +82,17 @@ def gated_gemv_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for ROWS / 2 units and all tokens: out[t, unit] = curve(gate) * up.
+    """One program for ROWS / 2 units, all tokens: out[t, unit] = activation(gate) * up.
 
     As in `gemv_kernel`, the weight is on its way before the program waits for x.
     """
-    units, rows = paired_rows(N, ROWS)
+    units, rows = gate_and_up_rows(N, ROWS)
     held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
-    follow(PDL)
+    pdl_wait(PDL)
     for token in tl.static_range(TOKENS):
         both = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST)
-        gate, up = split_pairs(both[:, None])
-        y = (curve(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
+        gate, up = split_gate_and_up(both[:, None])
+        y = (gate_activation(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
         where = token * (N // 2) + units[:, None]
         tl.store(out_ptr + where, y, (units < N // 2)[:, None])
 
@@ -114,18 +114,18 @@ def gated_dot_kernel(
     ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for ROWS / 2 units, TOKENS tokens: out[t, unit] = curve(gate) * up.
+    """As `gated_gemv_kernel` for TOKENS tokens: out[t, unit] = activation(gate) * up.
 
     On the tensor cores, as `dot_kernel`.
     """
-    units, rows = paired_rows(N, ROWS)
+    units, rows = gate_and_up_rows(N, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     both = dot_tile(
         *(x_ptr, weight_ptr, stride_x, tokens, rows, t, 0, K),
         *(N, K, DEPTH, AHEAD, PDL),
     )
-    gate, up = split_pairs(both)
-    y = (curve(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
+    gate, up = split_gate_and_up(both)
+    y = (gate_activation(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
     where = t[None, :].to(tl.int64) * (N // 2) + units[:, None]
     tl.store(out_ptr + where, y, (units < N // 2)[:, None] & (t < tokens)[None, :])
 

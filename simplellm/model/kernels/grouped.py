@@ -22,7 +22,11 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model.kernels.gated import curve, paired_rows, split_pairs
+from simplellm.model.kernels.gated import (
+    gate_activation,
+    gate_and_up_rows,
+    split_gate_and_up,
+)
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
 from simplellm.model.kernels.quantized import load_scales
@@ -114,12 +118,12 @@ def grouped_kernel(
     DEPTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program multiplies BLOCK_N rows with one block of up to BLOCK_T pairs.
 
-    If PAIRED, the first half of an expert's network:
+    If GATED, the first half of an expert's network:
 
     gate, up = both halves of weight[expert] @ x[token]
     out[position] = gate * sigmoid(gate) * up
@@ -131,7 +135,7 @@ def grouped_kernel(
     x has x_count rows. The other half may start once the first one has what is known
     of blocks: it reads that, and scores, without waiting.
     """
-    if PDL and PAIRED:
+    if PDL and GATED:
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(1)
     expert = tl.load(blocks_ptr + 2 * block)  # -1 if empty: first and end are 0
@@ -140,18 +144,18 @@ def grouped_kernel(
     positions = first + tl.arange(0, BLOCK_T)
     valid = positions < end
     pairs = tl.load(pairs_ptr + positions, valid, 0)
-    if PAIRED:
-        units, rows = paired_rows(N, BLOCK_N)
+    if GATED:
+        units, rows = gate_and_up_rows(N, BLOCK_N)
     else:
         rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = rows < N
-    if not PAIRED:
+    if not GATED:
         factors = tl.load(scores_ptr + pairs, valid, 0)
         if PDL:
             tl.extra.cuda.gdc_wait()
     if end > first:
         out = grouped_sums(
-            *(x_ptr, x_scales_ptr, pairs // TOP_K if PAIRED else positions, valid),
+            *(x_ptr, x_scales_ptr, pairs // TOP_K if GATED else positions, valid),
             *(x_count, weight_ptr, scales_ptr, rows, inside, expert),
             *(N, K, DEPTH, TILE_ROWS, COLUMNS),
         )
@@ -159,9 +163,9 @@ def grouped_kernel(
             # Earlier, kernels behind would take processors that programs of this one
             # have not been given yet.
             tl.extra.cuda.gdc_launch_dependents()
-        if PAIRED:
-            gate, up = split_pairs(out)
-            out = curve(gate, "swiglu") * up
+        if GATED:
+            gate, up = split_gate_and_up(out)
+            out = gate_activation(gate, "swiglu") * up
             here = units < N // 2
             where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
         else:
@@ -213,7 +217,7 @@ def grouped_launcher(
     itemsize: int,
     tile: tuple[int, int],
     top_k: int,
-    paired: bool,
+    gated: bool,
 ) -> Launcher:
     """For a weight of this shape, [E, N, K], in numbers of ``itemsize`` bytes.
 
@@ -229,7 +233,7 @@ def grouped_launcher(
         DEPTH=128 // itemsize,
         TILE_ROWS=tile[0],
         COLUMNS=tile[1],
-        PAIRED=paired,
+        GATED=gated,
         num_warps=grouping.warps,
         num_stages=grouping.stages,
     )
@@ -259,11 +263,11 @@ def multiply_groups(
             x, x_scales = round_rows(x, weight)
             # Otherwise each step is scaled: what uses its sums waits for the tensor
             # cores, and the next weights go to registers that these still read, see
-            # `experts.finished`.
+            # `experts.wait_for_wgmma`.
             tile = tile if tile[1] < shape[2] else (tile[0], 0)
     assert isinstance(values, Tensor)
-    paired = scores is None
-    start = grouped_launcher(grouping, shape, values.itemsize, tile, top_k, paired)
+    gated = scores is None
+    start = grouped_launcher(grouping, shape, values.itemsize, tile, top_k, gated)
     start(
         (-(-shape[1] // grouping.rows), len(order.blocks), 1),
         *(x, x_scales, values, scales, scores, *order, out, x.shape[0]),
@@ -271,11 +275,11 @@ def multiply_groups(
 
 
 def experts(
-    x: Tensor, mlp: Experts, live: Tensor, *, batch_invariant: bool = False
+    x: Tensor, mlp: Experts, num_tokens: Tensor, *, batch_invariant: bool = False
 ) -> Tensor:
     """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
 
-    Only the first ``live``, int32 [1], tokens are no padding: no expert is read for the
+    Only the first ``num_tokens``, int32 [1], are no padding: no expert is read for the
     others, and nothing written. With ``batch_invariant`` no token's result depends on
     the others.
     """
@@ -285,10 +289,10 @@ def experts(
     grouping = INVARIANT_GROUPING
     if not batch_invariant:
         if are_few(x.shape[0], count, top_k):
-            return experts_few(x, mlp, ids, scores, live)
+            return experts_few(x, mlp, ids, scores, num_tokens)
         scaled = isinstance(mlp.gate_up, Scaled)
         grouping = choose_grouping(x.shape[0], count, top_k, scaled)
-    order = dispatch(ids, count, grouping.tokens, live)
+    order = dispatch(ids, count, grouping.tokens, num_tokens)
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
     multiply_groups(hidden, x, mlp.gate_up, None, order, top_k, grouping)
     out = x.new_empty(*ids.shape, mlp.down.shape[1])

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import LARGEST, LEAST_TILE, Scaled
-from simplellm.model.kernels.gated import curve
-from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.gated import gate_activation
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.rounding import round_numbers
 from simplellm.model.layers import Experts
 
@@ -125,14 +125,14 @@ def few_input(
     return x, scales
 
 
-@triton.jit(do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["num_tokens_ptr"])
 def few_kernel(
     x_ptr,
     weight_ptr,
     scales_ptr,
     scores_ptr,
     ids_ptr,
-    live_ptr,
+    num_tokens_ptr,
     out_ptr,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
@@ -144,12 +144,12 @@ def few_kernel(
     SCALED: tl.constexpr,
     MOST: tl.constexpr,
     FLOOR: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program multiplies ROWS rows of one pair's expert, TILES of COLUMNS at once.
 
-    If PAIRED, gates and as many ups, for the first half of an expert's network:
+    If GATED, gates and as many ups, for the first half of an expert's network:
 
     gate, up = both halves of weight[expert] @ x[token]
     out[pair] = gate * sigmoid(gate) * up
@@ -163,20 +163,22 @@ def few_kernel(
     start once the first one has the ids: it reads them, scores, and its first tiles
     without waiting.
     """
-    if PDL and PAIRED:
+    if PDL and GATED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Those that share an expert, side by side: one finds its rows in the cache.
     pair = tl.program_id(0)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
-    WIDTH: tl.constexpr = N // 2 if PAIRED else N
-    end = tl.where(pair // TOP_K < tl.load(live_ptr), WIDTH, 0)  # padding has no rows
-    UNITS: tl.constexpr = ROWS // 2 if PAIRED else ROWS
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    end = tl.where(
+        pair // TOP_K < tl.load(num_tokens_ptr), WIDTH, 0
+    )  # padding has no rows
+    UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
     rows = tl.program_id(1) * UNITS + tl.arange(0, ROWS) % UNITS
     has_row = rows < end
     rows += tl.arange(0, ROWS) // UNITS * WIDTH
     strips = rows // TILE_ROWS
-    x_ptr += (pair // TOP_K if PAIRED else pair).to(tl.int64) * K
+    x_ptr += (pair // TOP_K if GATED else pair).to(tl.int64) * K
     weight_ptr += expert * (N * K)
     row_scales = tl.full([ROWS], 1.0, tl.float32)
     if scales_ptr is not None:
@@ -184,10 +186,10 @@ def few_kernel(
         scales_ptr += expert * (tl.cdiv(N, TILE_ROWS) * WIDE)
         if not SCALED:
             row_scales = tl.load(scales_ptr + strips, has_row, 0)
-    if not PAIRED:
+    if not GATED:
         score = tl.load(scores_ptr + pair)
         weight = few_weights(weight_ptr, rows, has_row, 0, K, TILES, COLUMNS)
-        follow(PDL)
+        pdl_wait(PDL)
     STEP: tl.constexpr = TILES * COLUMNS
     SUMS: tl.constexpr = tl.int32 if MOST == 127 else tl.float32
     largest = 0.0
@@ -198,7 +200,7 @@ def few_kernel(
         x = few_numbers(x_ptr, k, K, TILES, COLUMNS)
         if SCALED:
             scales = few_scales(scales_ptr, strips, has_row, k, K, TILES, COLUMNS)
-        if PAIRED or k > 0:
+        if GATED or k > 0:
             weight = few_weights(weight_ptr, rows, has_row, k, K, TILES, COLUMNS)
         x, factors = few_input(x, largest, SCALED, MOST, FLOOR)
         # With less than 8 columns, Triton 3.9 mixes up the sums of a warp's matrices.
@@ -208,9 +210,9 @@ def few_kernel(
         total += part * (scales * factors[:, None] if SCALED else factors[:, None])
     out = tl.sum(total, 0) * row_scales
     units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    if PAIRED:
+    if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(out, [2, UNITS]), (1, 0)))
-        out = curve(gate, "swiglu") * up
+        out = gate_activation(gate, "swiglu") * up
     else:
         out *= score
     out_ptrs = out_ptr + pair.to(tl.int64) * WIDTH + units
@@ -253,7 +255,7 @@ def few_launcher(
     tile: tuple[int, int],
     top_k: int,
     most: int,
-    paired: bool,
+    gated: bool,
 ) -> Launcher:
     """For a weight of this shape, [E, N, K].
 
@@ -274,7 +276,7 @@ def few_launcher(
         SCALED=scaled,
         MOST=most,
         FLOOR=LEAST_TILE,
-        PAIRED=paired,
+        GATED=gated,
         num_warps=config.warps,
     )
 
@@ -285,7 +287,7 @@ def multiply_few(
     weight: Weight,
     ids: Tensor,
     scores: Tensor | None,
-    live: Tensor,
+    num_tokens: Tensor,
 ) -> None:
     """One half of the experts ``ids``, int32 [T, k]: fill ``out``.
 
@@ -298,25 +300,26 @@ def multiply_few(
         values, scales, tile = weight.values, weight.scales, weight.tile
         most = int(LARGEST[values.dtype]) if weight.inputs else 0
     assert isinstance(values, Tensor)
-    shape, paired = tuple(values.shape), scores is None
+    shape, gated = tuple(values.shape), scores is None
     config = choose_few(shape[2], values.itemsize)
-    start = few_launcher(config, shape, tile, ids.shape[1], most, paired)
+    start = few_launcher(config, shape, tile, ids.shape[1], most, gated)
     start(
         (ids.numel(), -(-shape[1] // config.rows), 1),
-        *(x, values, scales, scores, ids, live, out),
+        *(x, values, scales, scores, ids, num_tokens, out),
     )
 
 
 def experts_few(
-    x: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, live: Tensor
+    x: Tensor, mlp: Experts, ids: Tensor, scores: Tensor, num_tokens: Tensor
 ) -> Tensor:
     """What each chosen expert adds to each token: x [T, hidden] -> [T, k, hidden].
 
-    The experts ``ids``, int32 [T, k], with ``scores``, float32 [T, k]. For tokens from
-    ``live``, int32 [1], on, which are padding, no expert is read and nothing written.
+    The experts ``ids``, int32 [T, k], with ``scores``, float32 [T, k]. Tokens from
+    ``num_tokens``, int32 [1], on are padding: no expert is read for them, and nothing
+    written.
     """
     hidden = x.new_empty(ids.numel(), mlp.down.shape[2])
-    multiply_few(hidden, x, mlp.gate_up, ids, None, live)
+    multiply_few(hidden, x, mlp.gate_up, ids, None, num_tokens)
     out = x.new_empty(*ids.shape, mlp.down.shape[1])
-    multiply_few(out, hidden, mlp.down, ids, scores, live)
+    multiply_few(out, hidden, mlp.down, ids, scores, num_tokens)
     return out

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.keys import index_of, largest_key
-from simplellm.model.kernels.launch import follow, launcher
+from simplellm.model.kernels.launch import launcher, pdl_wait
 from simplellm.model.kernels.linear import (
     INVARIANT,
     Dot,
@@ -24,7 +24,7 @@ from simplellm.model.kernels.linear import (
 @triton.jit
 def best_kernel(best_ptr, ids_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program a row: ids[row] = the index in the largest of its keys."""
-    follow(PDL)
+    pdl_wait(PDL)
     row = tl.program_id(0)
     best = largest_key(best_ptr + row * count, count, BLOCK)
     tl.store(ids_ptr + row, index_of(best))

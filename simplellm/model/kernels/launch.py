@@ -30,7 +30,7 @@ def power_of_two(least: int) -> int:
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Let the next kernel start, and wait for the one ahead."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

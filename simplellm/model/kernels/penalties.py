@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from simplellm.model.kernels.launch import follow, launcher
+from simplellm.model.kernels.launch import launcher, pdl_wait
 from simplellm.sampling.penalties import TokenCounts
 
 PENALTY_BLOCK = 2048  # logits a program looks at
@@ -27,7 +27,7 @@ def penalize_kernel(
     PDL: tl.constexpr,
 ):
     """One program changes BLOCK logits of a row in place."""
-    follow(PDL)
+    pdl_wait(PDL)
     place = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary

@@ -95,8 +95,8 @@ def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.const
 
 
 @triton.jit
-def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """What `fold` starts with, top, total and acc: of a sink, or of nothing."""
+def init_acc(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The state before the first tile, top, total and acc: a sink, or nothing."""
     top = tl.full(heads.shape, NO_KEY, tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
     if HAS_SINKS:
@@ -107,7 +107,7 @@ def initial(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constex
 
 
 @triton.jit
-def fold(
+def softmax_update(
     logits,  # [M, N], not yet scaled
     v,  # [N, D]
     top,  # float32 [M], the largest logit so far
@@ -126,7 +126,7 @@ def fold(
 
 
 @triton.jit
-def hide(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
+def apply_mask(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
     """-inf where a query, its place [M, 1], does not see a key, its place [1, N].
 
     Most tiles are seen whole, and the masks would be a fifth of the work. All queries
@@ -239,7 +239,7 @@ def prefill_kernel(
     # The first query sees all keys up to here, and the others see at least these.
     clear = lowest + (first_query + 1 - lowest) // BLOCK * BLOCK
     rows = find_rows(table_ptr, lowest + n, stop, stride_page, K * D, PAGE)
-    top, total, acc = initial(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
+    top, total, acc = init_acc(sinks_ptr, heads, inside, DIMS, HAS_SINKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     q_at = q_ptr + (row * (K * G * D) + heads * D)[:, None] + d[None, :]
@@ -252,8 +252,8 @@ def prefill_kernel(
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = hide(logits, at[None, :], place, first, clear, stop, WINDOW)
-        top, total, acc = fold(logits, v, top, total, acc, scale)
+        logits = apply_mask(logits, at[None, :], place, first, clear, stop, WINDOW)
+        top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=cell)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import LARGEST, LEAST_TILE, Scaled
 from simplellm.model.kernels.head import head as head_dense
-from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import (
     MOST_PARTS,
     Dot,
@@ -171,7 +171,7 @@ def scaled_gemv_kernel(
     more_scales = scales
     if REST > 0:
         more_scales = load_tiles(scales_ptr, BLOCK, REST, K, COLUMNS)
-    follow(PDL)
+    pdl_wait(PDL)
     for token in tl.static_range(TOKENS):
         row = x_ptr + token * stride_x
         both, more_both = scales, more_scales
@@ -359,7 +359,7 @@ def scaled_launcher(
     options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
     # Wider inputs are scaled at each step: what uses its sums waits for the tensor
     # cores, and the next weights go to registers that these still read, see
-    # `experts.finished`.
+    # `experts.wait_for_wgmma`.
     whole = tile[1] >= size_in and (most > 0 or isinstance(config, Gemv))
     options |= {"TILE_ROWS": tile[0], "COLUMNS": 0 if whole else tile[1]}
     options |= {"pdl": config.pdl, "num_warps": config.warps}

@@ -25,7 +25,7 @@ from simplellm.checkpoint.scaled import (
     Scaled,
     multiply_tiles,
 )
-from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 
 LOGGER = logging.getLogger("simplellm")
 BEFORE_CUBLAS = 128  # more tokens are for cuBLAS, where it can
@@ -171,7 +171,7 @@ def round_kernel(
 
     COLUMNS share a scale; a row, padded to BLOCK, is a multiple of them.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * stride_x + columns, columns < K, 0).to(tl.float32)

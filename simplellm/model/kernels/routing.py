@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.keys import LOWEST, index_of, ordered
-from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.linear import project_exactly
 
 COMPARED = 4096  # pairs of which each is compared with each
@@ -45,25 +45,27 @@ class Dispatch(NamedTuple):
 
 
 @triton.jit
-def count_live(live_ptr, tokens):
+def count_tokens(num_tokens_ptr, tokens):
     """How many tokens have experts; those after them are padding."""
-    live = tokens
-    if live_ptr is not None:
-        live = tl.load(live_ptr)
-    return live
+    num_tokens = tokens
+    if num_tokens_ptr is not None:
+        num_tokens = tl.load(num_tokens_ptr)
+    return num_tokens
 
 
 @triton.jit
-def count_live_pairs(live_ptr, n, TOP_K: tl.constexpr):
+def count_pairs(num_tokens_ptr, n, TOP_K: tl.constexpr):
     """How many pairs have experts."""
-    return count_live(live_ptr, n // TOP_K) * TOP_K
+    return count_tokens(num_tokens_ptr, n // TOP_K) * TOP_K
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(
+    do_not_specialize=VARYING, do_not_specialize_on_alignment=["num_tokens_ptr"]
+)
 def count_kernel(
     ids_ptr,
     counts_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -71,11 +73,11 @@ def count_kernel(
     PDL: tl.constexpr,
 ):
     """One program a chunk of pairs: counts[chunk, e] = #{i in chunk: id[i] = e}."""
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    follow(PDL)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
+    pdl_wait(PDL)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    count = tl.histogram(tl.load(ids_ptr + i, i < num_pairs, 0), BLOCK_E, i < num_pairs)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
@@ -114,13 +116,15 @@ def write_blocks(
     return begin
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(
+    do_not_specialize=VARYING, do_not_specialize_on_alignment=["num_tokens_ptr"]
+)
 def sort_small_kernel(
     ids_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     num_blocks,
     E: tl.constexpr,
@@ -136,16 +140,18 @@ def sort_small_kernel(
 
     position[i] = #{j: (id[j], j) < (id[i], i)}
     """
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    follow(PDL)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
+    pdl_wait(PDL)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < live, E) * n + i
+    mine = tl.load(ids_ptr + i, i < num_pairs, E) * n + i
     position = tl.zeros([ROWS], tl.int32)
     count = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)  # the others come after every expert
-        count += tl.histogram(other, BLOCK_E, j < live)
+        other = tl.load(
+            ids_ptr + j, j < num_pairs, E
+        )  # the others come after every expert
+        count += tl.histogram(other, BLOCK_E, j < num_pairs)
         lower = (other * n + j)[None, :] < mine[:, None]
         position += tl.sum(lower.to(tl.int32), 1)
     tl.store(pairs_ptr + position, i, i < n)
@@ -195,7 +201,7 @@ def top_k_kernel(
 
     Logits are the sum of the parts [T, PARTS, E] and the bias.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     experts = tl.arange(0, BLOCK_E)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
@@ -214,14 +220,16 @@ def top_k_kernel(
     tl.store(scores_ptr + places, scores, real)
 
 
-@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=["live_ptr"])
+@triton.jit(
+    do_not_specialize=VARYING, do_not_specialize_on_alignment=["num_tokens_ptr"]
+)
 def place_kernel(
     ids_ptr,
     counts_ptr,
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     num_blocks,
     E: tl.constexpr,
@@ -240,8 +248,8 @@ def place_kernel(
 
     Pairs of padding stay in their places, after all others.
     """
-    live = count_live_pairs(live_ptr, n, TOP_K)
-    follow(PDL)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
+    pdl_wait(PDL)
     chunk = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
     count = tl.zeros([BLOCK_E], tl.int32)
@@ -256,14 +264,14 @@ def place_kernel(
 
     i = tl.arange(0, CHUNK)
     pair = chunk * CHUNK + i
-    mine = tl.load(ids_ptr + pair, pair < live, 0)
+    mine = tl.load(ids_ptr + pair, pair < num_pairs, 0)
     position = tl.gather(begin + before, mine, 0)
     for first in range(0, CHUNK, TILE):
         j = first + tl.arange(0, TILE)
         other = tl.load(ids_ptr + chunk * CHUNK + j, chunk * CHUNK + j < n, E)
         same = (other[None, :] == mine[:, None]) & (j[None, :] < i[:, None])
         position += tl.sum(same.to(tl.int32), 1)
-    tl.store(pairs_ptr + tl.where(pair < live, position, pair), pair, pair < n)
+    tl.store(pairs_ptr + tl.where(pair < num_pairs, position, pair), pair, pair < n)
 
 
 @cache
@@ -351,22 +359,22 @@ def sort_plan(n: int, top_k: int, experts: int, block: int) -> SortPlan:
 
 
 def dispatch(
-    ids: Tensor, experts: int, block: int, live: Tensor | None = None
+    ids: Tensor, experts: int, block: int, num_tokens: Tensor | None = None
 ) -> Dispatch:
     """Sort the pairs of ``ids`` int32 [T, k] by expert, in blocks of ``block``.
 
     The sort is stable: an expert's pairs stay in order. ``block`` is a power of two.
-    Only the first ``live``, int32 [1], tokens have experts, all if None. The others are
+    Only the first ``num_tokens``, int32 [1], have experts, all if None. The others are
     padding: their pairs come last, and no block has them. Never waits for the GPU.
     """
     n = ids.numel()
     num_blocks, grid, counter, placer = sort_plan(n, ids.shape[1], experts, block)
     result = Dispatch.empty(ids, experts, num_blocks)
-    outputs = *result, live, n, num_blocks
+    outputs = *result, num_tokens, n, num_blocks
     if counter is None:
         placer(grid, ids, *outputs)
         return result
     counts = ids.new_empty(grid[0], power_of_two(experts))
-    counter(grid, ids, counts, live, n)
+    counter(grid, ids, counts, num_tokens, n)
     placer(grid, ids, counts, *outputs)
     return result

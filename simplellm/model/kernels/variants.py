@@ -17,8 +17,8 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.kernels.fragments import prepare as prepare_weights
-from simplellm.model.kernels.gated import curve, multiply_gated
-from simplellm.model.kernels.launch import Launcher, follow, launcher, power_of_two
+from simplellm.model.kernels.gated import gate_activation, multiply_gated
+from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
 from simplellm.model.kernels.norm import add_norm as add_rms_norm
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.quantized import project
@@ -191,19 +191,19 @@ def activation_kernel(
     FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for BLOCK numbers of a token: out = curve(gate) * up.
+    """One program for BLOCK numbers of a token: out = gate_activation(gate) * up.
 
     first [T, S, 2I] are parts whose sums are all of gate, then all of up; "gelu" has
     gate alone. With scales, out in DTYPE is `store_rounded`.
     """
-    follow(PDL)
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER
     WIDTH: tl.constexpr = INNER if ACTIVATION == "gelu" else 2 * INNER
     parts = first_ptr + token * (PARTS * WIDTH) + columns
     gate = sum_parts(0.0, parts, inside, WIDTH, PARTS, tl.float32)
-    y = curve(gate, ACTIVATION)
+    y = gate_activation(gate, ACTIVATION)
     if ACTIVATION != "gelu":
         y *= sum_parts(0.0, parts + INNER, inside, WIDTH, PARTS, tl.float32)
     y = y.to(DTYPE)

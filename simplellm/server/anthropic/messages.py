@@ -16,12 +16,13 @@ import orjson
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.server.anthropic.messages_body import RAW, CountBody, MessageBody
+from simplellm.server.anthropic.messages_lenient import lenient_conversation
 from simplellm.server.http import answers
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError, anthropic_form
 from simplellm.server.openai.responses_output import item_kind
+from simplellm.server.openai.tools import ClientTools
 from simplellm.text.harmony import Delta
-from simplellm.text.harmony.openai import function_name
 
 PING = {"type": "ping"}
 # Nothing is signed, but some clients drop thoughts whose signature is empty.
@@ -57,8 +58,8 @@ class Blocks:
     it doesn't matter how they are cut.
     """
 
-    def __init__(self, key: str) -> None:
-        self.key = key
+    def __init__(self, key: str, tools: ClientTools | None = None) -> None:
+        self.key, self.tools = key, tools or ClientTools()
         self.done: list[dict[str, Any]] = []
         # The block being written: its kind, what it begins with, and its text.
         self.kind: tuple[str, int] | None = None
@@ -85,7 +86,7 @@ class Blocks:
         self.kind, self.texts = kind, []
         type, number = kind
         if type == "function_call":
-            name = function_name((part.recipient or "").removeprefix("functions."))
+            name = self.tools.called(part.recipient).name
             id = f"toolu_{self.key}_{number}"
             self.block = {"type": "tool_use", "id": id, "name": name, "input": {}}
         elif type == "reasoning":
@@ -144,24 +145,31 @@ class AnthropicMessage(Generation):
         self.model = call.service.check_model(body.model)
         choice = body.tool_choice
         input_processor = call.service.llm.input_processor
+        dialect = input_processor.dialect
         asked = input_processor.process_chat(
-            **body.shown(input_processor.dialect),
+            **body.shown(dialect),
             tool_choice=None if choice is None else choice.as_openai,
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
             response_format=replace(body.format, text=""),  # that is shown
-            max_tokens=body.max_tokens,
+            max_tokens=max(1, body.max_tokens),
             stop=body.stop_sequences or (),
             priority=body.priority,
             **body.sampling,
         )
+        if body.begins_answer and asked.grammar is None and dialect.reopened:
+            tokenizer = input_processor.need_tokenizer()
+            asked.tokens = dialect.reopened(tokenizer, asked.tokens)
         super().__init__([asked], chat=True, stream=body.stream)
+        # Whether nothing is to be answered; what the model then writes is nobody's.
+        self.silent = body.max_tokens == 0
         # Whether the context ends before as many tokens as may come.
         self.short = asked.max_tokens < body.max_tokens
         self.key = uuid.uuid4().hex
-        self.blocks = Blocks(self.key)
+        self.tools = body.client_tools()
+        self.blocks = Blocks(self.key, self.tools)
 
     def begin(self, replies: Replies) -> None:
-        self.blocks = Blocks(self.key)
+        self.blocks = Blocks(self.key, self.tools)
 
     def object(
         self, content: list[dict[str, Any]], end: dict[str, Any], usage: Usage
@@ -174,15 +182,21 @@ class AnthropicMessage(Generation):
             "model": self.model,
             "content": content,
             **end,
-            "usage": told_usage(usage),
+            "usage": self.usage(usage),
         }
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        if self.silent:
+            usage = replace(usage, completion_tokens=0, reasoning_tokens=0)
+        return told_usage(usage)
 
     def end_of(self, choice: ChatChoice) -> dict[str, Any]:
         """Why the turn ended."""
-        if isinstance(choice.stop_reason, str):
+        if isinstance(choice.stop_reason, str) and not self.silent:
             return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
         cut = "model_context_window_exceeded" if self.short else "max_tokens"
-        reason = STOP_REASONS.get(choice.finish_reason or "", cut)
+        ended = "" if self.silent else choice.finish_reason or ""
+        reason = STOP_REASONS.get(ended, cut)
         return {"stop_reason": reason, "stop_sequence": None}
 
     def first(self) -> list[dict[str, Any]]:
@@ -192,10 +206,10 @@ class AnthropicMessage(Generation):
         return [{"type": "message_start", "message": message}, PING]
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
-        return self.blocks.push(part)
+        return [] if self.silent else self.blocks.push(part)
 
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
-        delta, told = self.end_of(outputs[0]), told_usage(usage)
+        delta, told = self.end_of(outputs[0]), self.usage(usage)
         return [
             *self.blocks.close(),
             {"type": "message_delta", "delta": delta, "usage": told},
@@ -228,6 +242,7 @@ MESSAGES = [
         answer=AnthropicMessage,
         body=MessageBody,
         result=answers.ANTHROPIC_MESSAGE,
+        rewriting=lenient_conversation,
         form=anthropic_form,
         summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
@@ -235,6 +250,7 @@ MESSAGES = [
         path="/v1/messages/count_tokens",
         answer=count_message_tokens,
         result=answers.INPUT_TOKENS,
+        rewriting=lenient_conversation,
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

@@ -19,10 +19,11 @@ from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
     SampledBody,
     Unsupported,
+    refuse,
 )
+from simplellm.server.openai.tools import ClientTools, shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool, result_message
-from simplellm.text.harmony.message import HEADER_WORD
 from simplellm.text.harmony.openai import call_message
 from simplellm.text.harmony.schema import as_tools
 
@@ -53,13 +54,68 @@ SOME_MESSAGE: dict[str, Any] = {
 }
 CUSTOM_TOOL: dict[str, Any] = {
     "type": "object",
-    "required": ["name", "input_schema"],
+    "required": ["name"],
     "properties": {
         "name": {"type": "string"},
         "input_schema": {"type": "object"},
         "strict": {"type": ["boolean", "null"]},
     },
 }
+
+
+def of_texts(*needed: str, **others: str) -> dict[str, Any]:
+    """The input_schema of a tool, whose properties are texts but for ``others``."""
+    types = dict.fromkeys(needed, "string") | others
+    properties = {name: {"type": kind} for name, kind in types.items()}
+    return {"type": "object", "properties": properties, "required": [*needed]}
+
+
+# Tools of Anthropic's that a client runs, by how their types begin.
+BUILT_IN_TOOLS: dict[str, dict[str, Any]] = {
+    "bash_": {
+        "description": "Runs a command in a shell that stays open.",
+        "input_schema": of_texts("command", restart="boolean"),
+    },
+    "text_editor_": {
+        "description": "Views and edits files. The commands are view, create "
+        "(file_text), str_replace (old_str, new_str) and insert (insert_line, "
+        "insert_text).",
+        "input_schema": of_texts(
+            "command",
+            "path",
+            file_text="string",
+            old_str="string",
+            new_str="string",
+            insert_line="integer",
+            insert_text="string",
+            view_range="array",
+        ),
+    },
+    "memory_": {
+        "description": "Keeps notes as files under /memories. The commands are view, "
+        "create, str_replace, insert, delete and rename.",
+        "input_schema": of_texts(
+            "command",
+            path="string",
+            file_text="string",
+            old_str="string",
+            new_str="string",
+            insert_line="integer",
+            insert_text="string",
+            old_path="string",
+            new_path="string",
+        ),
+    },
+}
+
+
+def built_in(kind: str) -> dict[str, Any] | None:
+    """What the model is told of a tool of Anthropic's, if a client runs it."""
+    return next(
+        (t for name, t in BUILT_IN_TOOLS.items() if kind.startswith(name)), None
+    )
+
+
 OUTPUT_FORMAT: dict[str, Any] = {
     "type": "object",
     "required": ["type", "schema"],
@@ -116,7 +172,7 @@ class ToolChoice:
     def as_openai(self) -> str | dict[str, Any]:
         """The same in the words of OpenAI."""
         if self.type == "tool":
-            return {"type": "function", "name": self.name}
+            return {"type": "function", "name": shown_name(self.name or "")}
         return "required" if self.type == "any" else self.type
 
 
@@ -153,20 +209,41 @@ class CountBody:
             return "low" if self.thinking.type == "disabled" else "medium"
         return (self.output_config or OutputConfig()).effort
 
-    def offered(self) -> list[Tool]:
-        """The tools that the model is told of. Raises TypeError or ValueError."""
+    def client_tools(self) -> ClientTools:
+        """The tools, in the client's words too. Raises TypeError or ValueError."""
         functions = []
         for number, tool in enumerate(self.tools or ()):
             where = f"tools[{number}]"
             expect_type(where, tool, Mapping, "an object")
-            one_of(f"{where}.type", tool.get("type"), (None, "custom"))
-            schema = tool.get("input_schema")
+            kind = tool.get("type") or "custom"
+            known = built_in(kind) if isinstance(kind, str) else None
+            if kind != "custom" and known is None:
+                why = f"no {kind!r} runs here; offer what it does as a tool"
+                refuse(f"{where}.type", kind, Unsupported(why))
+            schema = (known or tool).get("input_schema")
             expect_type(f"{where}.name", tool.get("name"), str, "a string")
             expect_type(f"{where}.input_schema", schema, dict, "an object")
-            functions.append({"function": {**tool, "parameters": schema}})
-        found = as_tools(functions)
+            given = {**(known or {}), **tool, "type": "function", "parameters": schema}
+            functions.append(given)
+        return ClientTools(functions)
+
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of. Raises TypeError or ValueError."""
+        found = as_tools(self.client_tools().functions)
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return [] if hidden else found
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the last message is the beginning of an answer, to be gone on with.
+
+        As Anthropic has it, it is text.
+        """
+        last = self.messages[-1] if self.messages else {}
+        content = last.get("content")
+        ends = content[-1:] if isinstance(content, list) else [{"type": "text"}]
+        is_text = any(block.get("type") == "text" for block in ends)
+        return last.get("role") == "assistant" and is_text
 
     def shown(self, dialect: Dialect) -> dict[str, Any]:
         """The conversation as `render` takes it. Raises TypeError or ValueError."""
@@ -182,8 +259,6 @@ class CountBody:
             found += shown_messages(message, where, called, dialect)
         count, most = len(found), MOST_MESSAGES
         expect(count <= most, "the number of messages", count, f"at most {most}")
-        wanted = "another one at the end: no answer is continued"
-        expect(message["role"] != "assistant", f"{where}.role", "assistant", wanted)
         if text := self.format.text:
             found = [*dialect.with_format(found, tools, text)]
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
@@ -207,7 +282,8 @@ class MessageBody(CountBody, SampledBody):
         "user": Unsupported("use metadata", hint=True),
     }
 
-    max_tokens: int = declared()  # thinking included
+    # Thinking included. 0 only reads the conversation, so that the next one is quick.
+    max_tokens: int = declared(low=0)
     stop_sequences: list[str] | None = None
     metadata: dict[str, Any] | None = None  # nothing is done with it
 
@@ -274,7 +350,7 @@ def shown_messages(
                 thought = block["thinking"]
                 found.append(Message("assistant", thought, channel="analysis"))
             case "tool_use":
-                called[block["id"]] = block["name"]
+                called[block["id"]] = shown_name(block["name"])
                 found.append(shown_call(block, place))
     return found  # without what is redacted: none but its writer can read it
 
@@ -282,12 +358,10 @@ def shown_messages(
 def shown_call(block: Mapping[str, Any], where: str) -> Message:
     name: str = block["name"]
     given: Any = block.get("input")
-    ok = HEADER_WORD.fullmatch(name)
-    expect(ok, f"{where}.name", name, "a name without spaces and '<'")
     expect_type(f"{where}.input", given, Mapping, "an object")
     raw = given.get(RAW)
     arguments = raw if isinstance(raw, str) and len(given) == 1 else given
-    function = {"name": name, "arguments": arguments}
+    function = {"name": shown_name(name), "arguments": arguments}
     return call_message({"id": block["id"], "function": function}, where)
 
 
@@ -296,8 +370,9 @@ def shown_result(
 ) -> Message:
     id, content = block["tool_use_id"], block.get("content")
     wanted = f"the id of a call before it ({short(list(called))})"
-    expect(id in called, f"{where}.tool_use_id", id, wanted)
+    name = called.get(id, block.get("name"))
+    expect(isinstance(name, str), f"{where}.tool_use_id", id, wanted)
     text = "" if content is None else text_in(content, f"{where}.content")
     if block.get("is_error"):  # harmony has no place for that
         text = f"Error: {text}"
-    return result_message(called[id], text, id)
+    return result_message(str(name), text, id)

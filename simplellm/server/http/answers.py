@@ -168,9 +168,25 @@ REASONING = item_of(
     summary=EMPTY,
     content=list_of(object_of(type=one("reasoning_text"), text=TEXT)),
 )
-FUNCTION_CALL = item_of("function_call", call_id=TEXT, name=TEXT, arguments=TEXT)
+NAMESPACE = {"namespace": TEXT}
+STRINGS = list_of(TEXT)
+CALL_ITEMS = (
+    item_of("function_call", NAMESPACE, call_id=TEXT, name=TEXT, arguments=TEXT),
+    item_of("custom_tool_call", NAMESPACE, call_id=TEXT, name=TEXT, input=TEXT),
+    item_of(
+        "local_shell_call",
+        call_id=TEXT,
+        action=object_of(type=one("exec"), command=STRINGS, env={"type": "object"}),
+    ),
+    item_of("shell_call", call_id=TEXT, action=object_of(commands=STRINGS)),
+    item_of(
+        "apply_patch_call",
+        call_id=TEXT,
+        operation={"type": "object", "additionalProperties": TEXT},
+    ),
+)
 OUTPUT_ITEM = any_of(
-    item_of("message", **ASSISTANT, phase=PHASE), REASONING, FUNCTION_CALL
+    item_of("message", **ASSISTANT, phase=PHASE), REASONING, *CALL_ITEMS
 )
 KEPT_ITEM = any_of(
     item_of(
@@ -180,8 +196,23 @@ KEPT_ITEM = any_of(
     ),
     item_of("message", {"phase": PHASE}, **ASSISTANT),
     REASONING,
-    FUNCTION_CALL,
-    item_of("function_call_output", call_id=TEXT, output=TEXT),
+    *CALL_ITEMS,
+    *(
+        item_of(
+            f"{kind}_output", {"name": TEXT, **NAMESPACE}, call_id=TEXT, output=TEXT
+        )
+        for kind in (
+            "function_call",
+            "custom_tool_call",
+            "local_shell_call",
+            "shell_call",
+            "apply_patch_call",
+        )
+    ),
+    *(
+        item_of(kind, tools={"type": "array"})
+        for kind in ("additional_tools", "tool_search_output")
+    ),
 )
 INPUT_ITEMS = object_of(
     object=one("list"),
@@ -203,16 +234,17 @@ FORMAT = any_of(
         strict=FLAG,
     ),
 )
-TOOL_CHOICE = any_of(
-    one("auto", "none", "required"), object_of(type=one("function"), name=TEXT)
-)
+TYPED: Schema = {"type": "object", "required": ["type"], "properties": {"type": TEXT}}
+TOOL_CHOICE = any_of(one("auto", "none", "required"), TYPED)
 RESPONSE = object_of(
     id=TEXT,
     object=one("response"),
     created_at=COUNT,
     completed_at=or_null(COUNT),
     status=STATUS,
-    error=or_null(object_of(code=one("server_error"), message=TEXT)),
+    error=or_null(
+        object_of(code=one("server_error", "context_length_exceeded"), message=TEXT)
+    ),
     incomplete_details=or_null(object_of(reason=one("max_output_tokens"))),
     model=TEXT,
     output=list_of(OUTPUT_ITEM),
@@ -231,7 +263,7 @@ RESPONSE = object_of(
     previous_response_id=TEXT_OR_NULL,
     store=FLAG,
     background=one(False),
-    tools=list_of(FUNCTION),
+    tools=list_of(any_of(FUNCTION, TYPED)),
     tool_choice=TOOL_CHOICE,
     parallel_tool_calls=FLAG,
     max_tool_calls=or_null(COUNT),

@@ -99,6 +99,11 @@ class SampledBody:
         return "structured_outputs" in self.sampling
 
     @property
+    def recalls(self) -> bool:
+        """Whether the prompt may be longer than the body, which takes time to make."""
+        return False
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage

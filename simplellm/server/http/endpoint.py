@@ -100,7 +100,9 @@ class Service:
 
     def lenience(self) -> Lenience:
         """What the rewriting of one body needs to know."""
-        return Lenience(template=self.llm.input_processor.dialect is not HARMONY)
+        return Lenience(
+            self.names, template=self.llm.input_processor.dialect is not HARMONY
+        )
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log names that nothing is done with, each once: every request may have it."""
@@ -231,7 +233,7 @@ class Endpoint:
             if getattr(call.body, "compiles", False):
                 limiter = service.compiling
                 answer = await to_thread.run_sync(self.answer, call, limiter=limiter)
-            elif len(raw) > LARGE_BODY:
+            elif len(raw) > LARGE_BODY or getattr(call.body, "recalls", False):
                 answer = await run_in_threadpool(self.answer, call)
             else:
                 answer = self.answer(call)

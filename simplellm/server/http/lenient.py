@@ -9,7 +9,7 @@ Data in, data out: whatever isn't as expected goes through for `read_body` to ju
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, get_args
@@ -50,6 +50,7 @@ TEXT_ONLY = "this model reads text only"
 class Lenience:
     """What a rewriting needs to know, and what it has left out."""
 
+    models: Sequence[str] = ()  # what the model goes by
     template: bool = False  # whether the model's chats are written by a template
     ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
 

@@ -1,16 +1,12 @@
-"""The OpenAPI document, made from what the bodies declare, and /docs, made from that.
+"""The OpenAPI document, made from what the bodies declare; /docs shows it as a page.
 
 So neither can promise what `read_body` refuses.
 """
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
-
-import orjson
-from starlette.responses import HTMLResponse
 
 from simplellm import __version__
 from simplellm.server.http.answers import TEXT, object_of, one
@@ -308,9 +304,6 @@ def document_endpoints(
     def get_document(call: Call) -> dict[str, Any]:
         return document
 
-    def get_page(call: Call) -> HTMLResponse:
-        return HTMLResponse(docs_page(document))
-
     return [
         Endpoint(
             method="GET",
@@ -319,55 +312,4 @@ def document_endpoints(
             open=True,
             summary="This document.",
         ),
-        Endpoint(
-            method="GET",
-            path="/docs",
-            answer=get_page,
-            open=True,
-            media="text/html",
-            summary="It as a page.",
-        ),
     ]
-
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-       padding: 0 1rem; }
-code { font-family: ui-monospace, monospace; }
-td, th { text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; }
-@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } }
-"""
-
-
-def docs_page(document: Mapping[str, Any]) -> str:
-    """The document as a page that needs no script and no network."""
-    sections = []
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            title = f"<code>{method.upper()} {html.escape(path)}</code>"
-            text = html.escape(operation["summary"])
-            rows = rows_of(operation, document["components"]["schemas"])
-            sections.append(f"<h2>{title}</h2>\n<p>{text}</p>\n{rows}")
-    body = "\n".join(sections)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<title>SimpleLLM</title>\n<style>{STYLE}</style></head>\n"
-        '<body>\n<h1>SimpleLLM</h1>\n<p>Made from <a href="openapi.json">'
-        f"the OpenAPI document</a>.</p>\n{body}\n</body>\n</html>\n"
-    )
-
-
-def rows_of(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    """The table of a body's parameters."""
-    if "requestBody" not in operation:
-        return ""
-    content = operation["requestBody"]["content"]["application/json"]
-    schema = schemas[content["schema"]["$ref"].rpartition("/")[2]]
-    rows = []
-    for name, about in schema["properties"].items():
-        needed = "required" if name in schema["required"] else ""
-        shown = about.get("description") or orjson.dumps(about).decode()
-        cells = f"<td><code>{name}</code></td><td>{needed}</td>"
-        rows.append(f"<tr>{cells}<td>{html.escape(shown)}</td></tr>")
-    return "<table>\n" + "\n".join(rows) + "\n</table>"

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import orjson
+
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.base.config import declared, expect
@@ -17,10 +19,15 @@ from simplellm.server.openai.responses_body import (
     NO_BACKGROUND,
     ResponseBody,
 )
-from simplellm.server.openai.responses_items import ItemReader, to_harmony
+from simplellm.server.openai.responses_items import (
+    ItemReader,
+    to_harmony,
+    tools_in,
+)
 from simplellm.server.openai.responses_lenient import lenient_response
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import Kept, ResponseStore, Stored
+from simplellm.server.openai.tools import ClientTools, flat
 from simplellm.text.harmony import Delta
 from simplellm.text.harmony.schema import as_tools
 
@@ -59,10 +66,14 @@ class Response(Generation):
         self.key = uuid.uuid4().hex
         self.id, self.created = f"resp_{self.key}", int(time.time())
         before = items_before(self.store, body.previous_response_id)
-        given = ItemReader(self.key).read(body.input)
+        given = ItemReader(self.key, self.store).read(body.input)
         self.asked = before + given
+        self.asked_bytes = len(orjson.dumps(self.asked))
         expect(self.asked, "input", body.input, "at least one item")
-        tools = as_tools(body.offered)
+        self.tools = ClientTools(body.tools or ())
+        self.tools.add_missing(tools_in(self.asked))
+        offered = [] if body.tool_choice == "none" else self.tools.functions
+        tools = as_tools(offered)
         params = {"max_tokens": input_processor.max_model_len, **body.sampling}
         if body.max_output_tokens is not None:
             params["max_tokens"] = body.max_output_tokens
@@ -73,7 +84,7 @@ class Response(Generation):
                 before, given, body.instructions, tools, input_processor.dialect.lead
             ),
             tools=tools,
-            tool_choice=body.tool_choice,
+            tool_choice=self.tools.choice(body.tool_choice),
             parallel_tool_calls=body.parallel_tool_calls,
             response_format=body.format,
             reasoning_effort=body.effort,
@@ -82,7 +93,7 @@ class Response(Generation):
         )
         super().__init__([asked], chat=True, stream=body.stream)
         self.body = body
-        self.output = Output(self.key, input_processor.need_tokenizer())
+        self.output = Output(self.key, input_processor.need_tokenizer(), self.tools)
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
 
@@ -134,7 +145,7 @@ class Response(Generation):
 
     def begin(self, replies: Replies) -> None:
         self.replies = replies
-        self.output = Output(self.key, self.output.tokenizer)
+        self.output = Output(self.key, self.output.tokenizer, self.tools)
         if self.body.store:
             self.store.begin(self.id, self)
 
@@ -149,7 +160,7 @@ class Response(Generation):
     def settle(self, response: dict[str, Any]) -> dict[str, Any]:
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
-        self.store.end(self.id, Kept(response, self.asked))
+        self.store.end(self.id, Kept(response, self.asked, self.asked_bytes))
         return response
 
     def now(self) -> dict[str, Any]:
@@ -197,10 +208,12 @@ class Response(Generation):
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as the response tells it."""
-    names = ("type", "name", "description", "parameters")
-    return {name: tool.get(name) for name in names} | {
-        "strict": bool(tool.get("strict"))
-    }
+    tool = flat(tool)
+    if tool.get("type", "function") != "function":
+        return tool
+    names = ("name", "description", "parameters")
+    told = {"type": "function", **{name: tool.get(name) for name in names}}
+    return told | {"strict": bool(tool.get("strict"))}
 
 
 def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:

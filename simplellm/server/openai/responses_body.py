@@ -13,7 +13,8 @@ from simplellm.server.http.bodies import (
     SampledBody,
     Unsupported,
 )
-from simplellm.server.openai.responses_items import refuse_kind
+from simplellm.server.openai.responses_items import PREFIXES
+from simplellm.server.openai.tools import KINDS, flat
 
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
@@ -24,9 +25,7 @@ INPUT_TEXT: dict[str, Any] = {"type": ["string", "array"], "items": {"type": "ob
 INPUT_ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "type": {
-            "enum": ["message", "reasoning", "function_call", "function_call_output"]
-        },
+        "type": {"enum": [*PREFIXES, "item_reference"]},
         "role": {"enum": ["user", "assistant", "system", "developer"]},
         "content": INPUT_TEXT,
         "call_id": {"type": "string"},
@@ -38,9 +37,9 @@ INPUT_ITEM: dict[str, Any] = {
 INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": INPUT_ITEM}]}
 TOOL: dict[str, Any] = {
     "type": "object",
-    "required": ["type", "name"],
+    "required": ["type"],
     "properties": {
-        "type": {"enum": ["function"]},
+        "type": {"enum": [*KINDS]},
         "name": {"type": "string"},
         "description": {"type": ["string", "null"]},
         "parameters": {"type": ["object", "null"]},
@@ -155,17 +154,21 @@ class ResponseBody(SampledBody):
         alone = self.logprobs or not self.top_logprobs
         wanted = f"0 without {LOGPROBS!r} in include"
         expect(alone, "top_logprobs", self.top_logprobs, wanted)
-        for number, tool in enumerate(self.tools or ()):
-            where = f"tools[{number}]"
-            expect_type(where, tool, Mapping, "an object")
-            if tool.get("type") != "function":
-                refuse_kind(f"{where}.type", tool.get("type"))
-            expect_type(f"{where}.name", tool.get("name"), str, "a string")
         check_labels(self.metadata or {})
 
     @property
     def compiles(self) -> bool:
         return super().compiles or bool(self.text or self.tools)
+
+    @property
+    def recalls(self) -> bool:
+        """Whether items are meant that the body doesn't hold, however short it is."""
+        items = self.input if isinstance(self.input, list) else []
+        refers = any(
+            isinstance(item, dict) and item.get("type") == "item_reference"
+            for item in items
+        )
+        return refers or self.previous_response_id is not None
 
     @property
     def format(self) -> Format:
@@ -187,9 +190,7 @@ class ResponseBody(SampledBody):
         """The choice as the response tells it, also one that is spelled as in chats."""
         if isinstance(self.tool_choice, str):
             return self.tool_choice
-        name = self.tool_choice.get("function", self.tool_choice)
-        name = name["name"] if isinstance(name, dict) else name
-        return {"type": "function", "name": name}
+        return flat(self.tool_choice)
 
     @property
     def logprobs(self) -> bool:
@@ -199,13 +200,6 @@ class ResponseBody(SampledBody):
     @property
     def effort(self) -> str:
         return (self.reasoning or Reasoning()).effort
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, as chats have them."""
-        if self.tool_choice == "none":
-            return []
-        return [{"type": "function", "function": tool} for tool in self.tools or ()]
 
 
 def check_include(include: Any) -> None:

@@ -10,13 +10,14 @@ from simplellm.api.outputs import is_reasoning
 from simplellm.base.request import TokenLogprobs
 from simplellm.server.openai.logprobs import chat_logprobs
 from simplellm.server.openai.responses_items import (
+    CALL_OF_KIND,
     PREFIXES,
     Item,
     reasoning_part,
     text_part,
 )
+from simplellm.server.openai.tools import ClientTools, call_fields
 from simplellm.text.harmony import Delta
-from simplellm.text.harmony.openai import function_name
 from simplellm.text.tokenizer import Tokenizer
 
 
@@ -40,13 +41,17 @@ class Output:
     is in a message. Each event has the next ``sequence_number``.
     """
 
-    def __init__(self, key: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, key: str, tokenizer: Tokenizer, tools: ClientTools | None = None
+    ) -> None:
         self.key, self.tokenizer = key, tokenizer
+        self.tools = tools or ClientTools()
         self.told = 0  # events
         self.done: list[Item] = []
         # The item being written: its kind, what it is without its text, and the text.
         self.kind: tuple[str, int] | None = None
         self.item: Item = {}
+        self.tool = "function"  # the type of the tool that it calls, if it does
         self.texts: list[str] = []
         self.logprobs: list[dict[str, Any]] = []
         # Those of tokens whose text is to come, and the kind of item that it begins.
@@ -81,17 +86,23 @@ class Output:
         self.held = None, []
         events = [*self.close(), *self.open(kind, part)] if begins else []
         if part.text or entries:
-            events.append(self.add(part.text, entries))
+            events += self.add(part.text, entries)
         return events
 
     def open(self, kind: tuple[str, int], part: Delta) -> list[dict[str, Any]]:
         """Begin an item."""
         type, number = self.kind = kind
-        id = f"{PREFIXES[type]}_{self.key}_{len(self.done)}"
-        self.item = {"id": id, "type": type}
+        tool = self.tools.called(part.recipient)
+        self.tool = tool.kind
+        name = CALL_OF_KIND[tool.kind] if type == "function_call" else type
+        id = f"{PREFIXES[name]}_{self.key}_{len(self.done)}"
+        self.item = {"id": id, "type": name}
         if type == "function_call":
-            name = function_name((part.recipient or "").removeprefix("functions."))
-            self.item |= {"call_id": f"call_{self.key}_{number}", "name": name}
+            self.item["call_id"] = f"call_{self.key}_{number}"
+            if tool.kind in ("function", "custom"):
+                self.item["name"] = tool.name
+            if tool.namespace is not None:
+                self.item["namespace"] = tool.namespace
         elif type == "message":
             phase = "commentary" if number else "final_answer"
             self.item |= {"role": "assistant", "phase": phase}
@@ -109,27 +120,32 @@ class Output:
             events.append(self.of_item("content_part.added", part=parts[0]))
         return events
 
-    def add(self, text: str, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """More text for the item that is open."""
+    def add(self, text: str, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """More text for the item that is open.
+
+        What a tool that is no function is given, is told at its end: it is in JSON.
+        """
         assert self.kind is not None
         self.texts.append(text)
         if self.kind[0] == "function_call":
-            return self.of_item("function_call_arguments.delta", delta=text)
+            if self.tool != "function":
+                return []
+            return [self.of_item("function_call_arguments.delta", delta=text)]
         if self.kind[0] == "reasoning":
-            return self.of_item("reasoning_text.delta", delta=text)
+            return [self.of_item("reasoning_text.delta", delta=text)]
         told = chat_logprobs(entries, self.tokenizer)
         logprobs = [] if told is None else told["content"]
         self.logprobs += logprobs
-        return self.of_item("output_text.delta", delta=text, logprobs=logprobs)
+        return [self.of_item("output_text.delta", delta=text, logprobs=logprobs)]
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
         """End the item that is open, if one is."""
         if self.kind is None:
             return []
         item, type = self.snapshot(status), self.kind[0]
+        events = []
         if type == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self.of_item("function_call_arguments.done", **told)]
+            events += self.call_events(item)
         elif type == "reasoning":
             (part,) = item["content"]
             events = [self.of_item("reasoning_text.done", text=part["text"])]
@@ -147,12 +163,24 @@ class Output:
         self.kind = None
         return events
 
+    def call_events(self, item: Item) -> list[dict[str, Any]]:
+        """Those that end a call; the items of shells and patches say all themselves."""
+        if self.tool == "function":
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            return [self.of_item("function_call_arguments.done", **told)]
+        if self.tool != "custom":
+            return []
+        name, text = "custom_tool_call_input", item["input"]
+        deltas = [self.of_item(f"{name}.delta", delta=text)] if text else []
+        return [*deltas, self.of_item(f"{name}.done", input=text)]
+
     def snapshot(self, status: str = "in_progress") -> Item:
         """The item that is open, as it stands."""
         assert self.kind is not None
         found, text = self.item | {"status": status}, "".join(self.texts)
         if self.kind[0] == "function_call":
-            return found | {"arguments": text}
+            begins = self.tool != "function" and status == "in_progress"
+            return found | call_fields(self.tool, "" if begins else text)
         if self.kind[0] == "reasoning":
             return found | {"content": [reasoning_part(text)]}
         return found | {"content": [text_part(text, logprobs=self.logprobs)]}

@@ -33,6 +33,13 @@ class Kept:
 
     response: dict[str, Any]
     asked: list[dict[str, Any]]
+    # Of ``asked`` as JSON: they are many, and an event loop shouldn't count them.
+    asked_bytes: int = 0
+
+    def own_items(self, id: str) -> list[dict[str, Any]]:
+        """Those whose ids are made of the response's ``id``: nobody can guess them."""
+        items = [*self.response["output"], *self.asked]
+        return [item for item in items if id.removeprefix("resp_") in item["id"]]
 
     def now(self) -> dict[str, Any]:
         return self.response
@@ -62,6 +69,8 @@ class ResponseStore:
         self._running: dict[str, Stored] = {}
         # With the time at which it is forgotten, and its bytes; the oldest one first.
         self._kept: dict[str, tuple[Kept, float, int]] = {}
+        # The items of kept responses that have ids of ours, with their responses' ids.
+        self._items: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def begin(self, id: str, response: Stored) -> None:
         """A response is being written, and can be asked for."""
@@ -70,11 +79,12 @@ class ResponseStore:
 
     def end(self, id: str, kept: Kept) -> None:
         """``kept`` is to be found under this id from now on, if anything was."""
-        size = len(orjson.dumps([kept.response, kept.asked]))
+        size = len(orjson.dumps(kept.response)) + kept.asked_bytes
         with self.lock:
             if id not in self._running and id not in self._kept:
                 return
             self._forget(id)
+            self._items |= {item["id"]: (id, item) for item in kept.own_items(id)}
             self._kept[id] = kept, self.clock() + self.seconds, size
             self.bytes += size
             self._tidy()
@@ -90,6 +100,12 @@ class ResponseStore:
             self._tidy()
             found = self._kept.get(id)
             return self._running.get(id) if found is None else found[0]
+
+    def find_item(self, id: str) -> dict[str, Any] | None:
+        """The item of this id that a kept response was given, or has written."""
+        with self.lock:
+            self._tidy()
+            return self._items.get(id, ("", None))[1]
 
     def __len__(self) -> int:
         with self.lock:
@@ -109,3 +125,6 @@ class ResponseStore:
         self._running.pop(id, None)
         if (found := self._kept.pop(id, None)) is not None:
             self.bytes -= found[2]
+            for item in found[0].own_items(id):
+                if self._items.get(item["id"], ("",))[0] == id:
+                    del self._items[item["id"]]

@@ -87,6 +87,15 @@ class ClientTools:
         for number, tool in enumerate(tools):
             self.add(tool, f"tools[{number}]")
 
+    def add_missing(self, tools: Sequence[Any]) -> None:
+        """Those of some tools that a conversation brings whose names are new."""
+        for tool in tools:
+            one = ClientTools([tool])
+            for function in one.functions:
+                if (name := function["function"]["name"]) not in self.known:
+                    self.known[name] = one.known[name]
+                    self.functions.append(function)
+
     def add(self, tool: Any, where: str, namespace: str | None = None) -> None:
         """One more. Raises TypeError, ValueError or APIError."""
         expect_type(where, tool, Mapping, "an object")

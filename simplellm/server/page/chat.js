@@ -1,6 +1,7 @@
 // The conversation: questions, answers as they come, and what went wrong with them.
 // Whatever the model writes goes into text nodes: it can't become HTML.
 
+import { greet } from "./greeting.js";
 import { h } from "./parts.js";
 import { ask, events } from "./server.js";
 
@@ -41,12 +42,13 @@ function told(turn) {
 }
 
 /**
- * The chat in the page's elements. `changed` is called when a turn begins or ends, with
+ * The chat with `model` in the page's elements. `changed` is called when a turn begins or ends, with
  * what is known of it: its question, said (so far), finish (its reason) and usage.
  * `refused` is called when the key is no longer right.
  */
-export function chat(changed, refused) {
+export function chat(model, changed, refused) {
   const list = document.getElementById("turns");
+  const greeting = document.getElementById("greeting");
   const form = document.getElementById("composer");
   const ids = ["question", "effort", "send", "stop", "clear"];
   const [question, effort, send, stop, clear] = ids.map((id) => document.getElementById(id));
@@ -76,6 +78,7 @@ export function chat(changed, refused) {
     const calls = h("div");
     const note = h("p", { class: "note" });
     const item = h("li", { class: "answer" }, reasoning, answer, calls, note);
+    greeting.hidden = true;
     follow(() => list.append(h("li", { class: "question text" }, text), item));
     return {
       question: text,
@@ -172,8 +175,7 @@ export function chat(changed, refused) {
     question.focus();
   }
 
-  function submit() {
-    const text = question.value.trim();
+  function submit(text) {
     if (!text || running) return;
     question.value = "";
     answer(text);
@@ -181,12 +183,12 @@ export function chat(changed, refused) {
 
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    submit();
+    submit(question.value.trim());
   });
   question.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    submit();
+    submit(question.value.trim());
   });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
@@ -195,6 +197,8 @@ export function chat(changed, refused) {
   clear.addEventListener("click", () => {
     messages = [];
     list.replaceChildren();
+    greeting.hidden = false;
     question.focus();
   });
+  greet(greeting, model, submit);
 }

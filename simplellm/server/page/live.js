@@ -6,25 +6,27 @@ import { letter, owners, picture } from "./view.js";
 
 const WORDS =
   "The engine at work, as it is a few times a second. A row for each request: whether " +
-  "it waits or runs, and how many of its tokens are computed. Below the rows, or beside " +
-  "them, pages of the cache, each with the letters of the requests that hold it: the " +
-  "beginning that prompts have in common belongs to all of them. When no page is left, " +
-  "a request gives way, waits, and computes again what isn't kept.";
+  "it waits or runs, and how many of its tokens are computed. Below the rows, the pages " +
+  "of the cache that they hold, each with its owners' letters: the beginning that " +
+  "prompts have in common belongs to all of them. Pages that nobody holds are kept to " +
+  "be found again, until others need them. When no page is left, a request gives way, " +
+  "waits, and computes again what isn't kept.";
 const ENDED = 4; // rows of requests that are over
 const MOST = 240; // pages that are drawn
-const FEW = 60; // of which so many are drawn at least, be they empty
+const SPAN = 3000; // milliseconds over which a speed is measured
 const SHORTEST = 256; // tokens of a full bar, if no request has more
 const AGAIN = 2000; // milliseconds until the next try, where there is no connection
 
-/** Those pages of a large cache that are worth a look. */
-function chosen(pages) {
-  if (pages.length <= MOST) return pages;
-  const held = pages.filter((page) => page.owners.length);
-  const kept = pages.filter((page) => page.kept);
-  const some = [...held, ...kept].slice(0, MOST);
-  const left = Math.max(0, FEW - some.length);
-  const empty = pages.filter((page) => !page.owners.length && !page.kept).slice(0, left);
-  return [...some, ...empty].sort((one, other) => one.page - other.page);
+/** The speed at which a counter grows, in numbers a second, from what it was lately. */
+class Speed {
+  seen = []; // pairs of a time and a count
+
+  take(now, count) {
+    this.seen.push([now, count]);
+    while (now - this.seen[0][0] > SPAN) this.seen.shift();
+    const [then, before] = this.seen[0];
+    return now > then ? (1000 * (count - before)) / (now - then) : 0;
+  }
 }
 
 /** The requests that are or were there, by the engine's number; each has a letter. */
@@ -102,11 +104,13 @@ function summary({ totals }, rows) {
  * seen. Returns `noticed`, to be called with the chat's turns as they begin and end.
  */
 export function watch(el, panel) {
-  const view = picture();
+  const view = picture({ heldOnly: true });
+  const speed = new Speed();
   const line = frame(el, "engine", { get: () => WORDS }, [], view.element);
   line.setAttribute("aria-live", "off"); // nobody can listen so fast
   const rows = new Rows();
   let latest = null;
+  let perSecond = 0;
   let turn = null;
   let connection = null; // what ends it
 
@@ -119,7 +123,9 @@ export function watch(el, panel) {
     view.draw({
       requests,
       longest: Math.max(SHORTEST, ...tokens),
-      pages: chosen(owners({ ...pages, tables: rows.lettered(pages.tables) })),
+      pages: owners({ ...pages, tables: rows.lettered(pages.tables) })
+        .filter((page) => page.owners.length)
+        .slice(0, MOST),
       pageSize: pages.page_size,
       words:
         `${held} pages held, ${number(totals.shared)} of them by several requests; ` +
@@ -127,11 +133,12 @@ export function watch(el, panel) {
       facts: [
         ["running", number(totals.running)],
         ["waiting", number(totals.waiting)],
-        ["pages held", held],
-        ["shared", number(totals.shared)],
-        ["kept", number(totals.kept)],
-        ["prompt tokens found", number(totals.found)],
+        ["tokens a second", number(Math.round(perSecond))],
         ["tokens written", number(totals.tokens)],
+        ["pages held", held],
+        ["pages shared", number(totals.shared)],
+        ["pages kept", number(totals.kept)],
+        ["found in the cache", number(totals.found)],
         ["preemptions", number(totals.preemptions)],
       ],
     });
@@ -142,6 +149,7 @@ export function watch(el, panel) {
       try {
         for await (const told of events(await ask("live", { signal }))) {
           latest = told;
+          perSecond = speed.take(performance.now(), told.totals.tokens);
           rows.take(told, turn);
           draw();
         }

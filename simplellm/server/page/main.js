@@ -49,7 +49,7 @@ async function open() {
     begun = true;
     panel.open = !narrow();
     const noticed = watch(document.getElementById("view"), panel);
-    chat(noticed, close);
+    chat(models.data[0].id, noticed, close);
   }
   question.focus();
 }

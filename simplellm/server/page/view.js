@@ -100,8 +100,10 @@ function leaf({ page, owners, kept, group, index }, pageSize) {
  *   had), asked and said (texts), and `longest`, the tokens of a full bar;
  * - `pages` as `owners` finds them, all or some, and `pageSize`;
  * - `words` that say what the pages show, and `facts`, pairs of a name and a value.
+ *
+ * `heldOnly`: pages that nobody holds aren't drawn, and the legend doesn't explain them.
  */
-export function picture() {
+export function picture({ heldOnly = false } = {}) {
   const rows = h("ol", { class: "requests" });
   const grid = h("div", { class: "pool", role: "img" });
   const list = h("dl", { class: "facts" });
@@ -111,8 +113,12 @@ export function picture() {
     h("span", { class: "leaf", style: `--fill: ${color(4)}` }, "full layers"),
     h("span", { class: "leaf sliding", style: `--fill: ${color(4)}` }, "sliding layers"),
     h("span", { class: "leaf", style: `--fill: ${stripes([4, 5])}` }, "shared"),
-    h("span", { class: "leaf kept" }, "kept to be found"),
-    h("span", { class: "leaf" }, "empty"),
+    ...(heldOnly
+      ? []
+      : [
+          h("span", { class: "leaf kept" }, "kept to be found"),
+          h("span", { class: "leaf" }, "empty"),
+        ]),
   );
   const side = h("div", { class: "side" }, grid, legend, list);
   const fact = ([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, `${value}`));

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from simplellm.base.config import (
@@ -42,8 +43,10 @@ class Dialect:
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
     parser gets the grammar that came of it, if any. Where a turn can have
     ``several_calls``, the grammar is also told whether one has to stay alone.
-    ``ends`` are the control tokens that end a turn, as far as the tokenizer has them,
-    ``begin`` the ids in front of a text that is no chat.
+    ``reopened`` takes the end of the last message from the ids of a prompt, if that is
+    an answer: the model goes on with it. ``ends`` are the control tokens that end a
+    turn, as far as the tokenizer has them, ``begin`` the ids in front of a text that is
+    no chat.
     """
 
     lead: Lead
@@ -53,6 +56,7 @@ class Dialect:
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
+    reopened: Callable[[Tokenizer, list[int]], list[int]] | None = None
     several_calls: bool = False
 
 
@@ -69,13 +73,33 @@ def render_harmony(
     return render(messages, tokenizer, **options)
 
 
+def harmony_parser(
+    tokenizer: Tokenizer, prompt: Sequence[int], grammar: Grammar | None
+) -> HarmonyParser:
+    """A parser of what follows ``prompt``, which may have begun an answer already."""
+    parser = HarmonyParser(tokenizer)
+    start, message = (tokenizer.special[n] for n in ("<|start|>", "<|message|>"))
+    begun = [*takewhile(lambda token: token != start, reversed(prompt))][::-1]
+    if message in begun:
+        header = begun[len(tokenizer.encode("assistant")) : begun.index(message) + 1]
+        for token in header:
+            parser.push(token)
+    return parser
+
+
+def reopened(tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
+    """A prompt without `<|end|><|start|>assistant` at its end."""
+    return prompt[: -2 - len(tokenizer.encode("assistant"))]
+
+
 HARMONY = Dialect(
     lead=developer_text,
     with_format=with_format,
     render=render_harmony,
-    parser=lambda tokenizer, prompt, grammar: HarmonyParser(tokenizer),
+    parser=harmony_parser,
     grammar=lambda tokenizer, prompt, *rules, alone: turn_grammar(*rules),
     ends=("<|return|>", "<|call|>", "<|endoftext|>"),
+    reopened=reopened,
 )
 
 

@@ -208,28 +208,28 @@ def grouped(x, mlp, token=None, weight=None, put=None, **biases):
 
 
 @wrong("experts", "must not even run")
-def every_expert(x, mlp, live):
+def every_expert(x, mlp, num_tokens):
     return dense_sum(x, mlp, spread(x, mlp))
 
 
 @wrong("experts", "skip those")
-def decodes_everything(x, mlp, live):
+def decodes_everything(x, mlp, num_tokens):
     if isinstance(mlp.gate_up, MXFP4):
         mlp = replace(
             mlp,
             gate_up=mlp.gate_up.dequantize(x.dtype),
             down=mlp.down.dequantize(x.dtype),
         )
-    return ops.experts(x, mlp, live)
+    return ops.experts(x, mlp, num_tokens)
 
 
 @wrong("experts", "runs once")
-def token_by_token(x, mlp, live):
-    return torch.cat([ops.experts(row[None], mlp, live) for row in x])
+def token_by_token(x, mlp, num_tokens):
+    return torch.cat([ops.experts(row[None], mlp, num_tokens) for row in x])
 
 
 @wrong("experts", "matrix products")
-def token_by_token_decoded_once(x, mlp, live):
+def token_by_token_decoded_once(x, mlp, num_tokens):
     ids, scores = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     decoded = {}
     for e in ids.unique().tolist():
@@ -247,25 +247,25 @@ def token_by_token_decoded_once(x, mlp, live):
 
 
 @wrong("experts", "output is bfloat16")
-def sums_in_float32(x, mlp, live):
-    return ops.experts(x, mlp, live).float()
+def sums_in_float32(x, mlp, num_tokens):
+    return ops.experts(x, mlp, num_tokens).float()
 
 
 @wrong("experts", "like x")
-def sums_of_another_dtype(x, mlp, live):
+def sums_of_another_dtype(x, mlp, num_tokens):
     if x.dtype == torch.float32:
-        return ops.experts(x, mlp, live)
+        return ops.experts(x, mlp, num_tokens)
     out = torch.zeros(x.shape)
-    return out.index_add_(0, torch.arange(len(x)), ops.experts(x, mlp, live))
+    return out.index_add_(0, torch.arange(len(x)), ops.experts(x, mlp, num_tokens))
 
 
 @wrong("experts", "its number // k")
-def pair_modulo_tokens(x, mlp, live):
+def pair_modulo_tokens(x, mlp, num_tokens):
     return grouped(x, mlp, token=lambda chosen: chosen % len(x))
 
 
 @wrong("experts", "where you assign")
-def assigned_instead_of_added(x, mlp, live):
+def assigned_instead_of_added(x, mlp, num_tokens):
     def put(out, tokens, y):
         out[tokens] = y
 
@@ -273,7 +273,7 @@ def assigned_instead_of_added(x, mlp, live):
 
 
 @wrong("experts", "in the same place")
-def every_pair_the_first_weight(x, mlp, live):
+def every_pair_the_first_weight(x, mlp, num_tokens):
     return grouped(
         x,
         mlp,
@@ -284,9 +284,9 @@ def every_pair_the_first_weight(x, mlp, live):
 
 
 @wrong("experts", "before the router's weight")
-def bias_after_the_weight(x, mlp, live):
+def bias_after_the_weight(x, mlp, num_tokens):
     if mlp.down_bias is None:
-        return ops.experts(x, mlp, live)
+        return ops.experts(x, mlp, num_tokens)
     return late_bias(x, mlp)
 
 

@@ -27,41 +27,41 @@ def attended(h, attn, window):
     return linear(out.flatten(1), attn.o, attn.o_bias)
 
 
-def live(x):
+def num_tokens(x):
     return torch.tensor([len(x)], dtype=torch.int32)
 
 
 @wrong("block", "after* attention")
 def both_at_once(x, layer, window, eps):
     h = rms_norm(x, layer.attn_norm, eps)
-    said = experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    said = experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
     return x + attended(h, layer.attn, window) + said
 
 
 @wrong("block", "replaces it")
 def without_residuals(x, layer, window, eps):
     x = attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    return experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
 
 
 @wrong("block", "in place")
 def changes_the_stream(x, layer, window, eps):
     x += attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    x += experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    x += experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
     return x
 
 
 @wrong("block", "with a window of 3")
 def never_slides(x, layer, window, eps):
     x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, None)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
 
 
 @wrong("block", "normed copy")
 def adds_to_the_copy(x, layer, window, eps):
     x = rms_norm(x, layer.attn_norm, eps)
     x = x + attended(x, layer.attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
 
 
 @wrong("block", "rotated")
@@ -74,14 +74,14 @@ def forgets_to_rotate(x, layer, window, eps):
     q, k, v = h.split([queries, others, others], dim=1)
     out = attention(q, k, v, attn.sinks, window=window)
     x = x + linear(out.flatten(1), attn.o, attn.o_bias)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
 
 
 @wrong("block", "the eps that the block is given")
 def eps_of_the_heads(x, layer, window, eps):
     eps = layer.attn.eps
     x = x + attended(rms_norm(x, layer.attn_norm, eps), layer.attn, window)
-    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, live(x))
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
 
 
 @wrong("gumbel_draw", "before the noise")
@@ -134,13 +134,13 @@ class Pass(Model):
         """The stream, and the update that is still to be added."""
         x, update = self.start(batch, previous), None
         eps = self.config.rms_norm_eps
-        feed = feed or (lambda mlp, h, live: mlp.forward(self.ops, h, live))
+        feed = feed or (lambda mlp, h, num_tokens: mlp.forward(self.ops, h, num_tokens))
         for n, layer in enumerate(self.layers):
             bias = layer.attn.qkv_bias if biased else None
             x, h = self.ops.add_norm(x, update, layer.attn_norm, eps)
             update = self.attend(h, n, batch, pool, group, bias)
             x, h = self.ops.add_norm(x, update, layer.mlp_norm, eps)
-            update = feed(layer.mlp, h, batch.live)
+            update = feed(layer.mlp, h, batch.num_tokens)
         return x, update
 
     def finish(self, x, update):
@@ -217,7 +217,7 @@ class AddsByItself(Pass):
             h = rms_norm(x, layer.attn_norm, eps)
             x = x + self.attend(h, n, batch, pool).sum(1)
             h = rms_norm(x, layer.mlp_norm, eps)
-            x = x + layer.mlp.forward(self.ops, h, batch.live)
+            x = x + layer.mlp.forward(self.ops, h, batch.num_tokens)
         return rms_norm(x, self.norm, eps)
 
 
@@ -226,8 +226,8 @@ class ExpertsOfThePackage(Pass):
     """The right numbers, but a faster table never gets to see the experts."""
 
     def forward(self, batch, pool, previous):
-        def feed(mlp, h, live):
-            return mlp.forward(ops.PLAIN, h, live)
+        def feed(mlp, h, num_tokens):
+            return mlp.forward(ops.PLAIN, h, num_tokens)
 
         return self.finish(*self.run(batch, pool, previous, feed=feed))
 
@@ -237,8 +237,8 @@ class ExpertsInEveryLayer(Pass):
     """Right for gpt-oss; a layer of another family may have a plain network."""
 
     def forward(self, batch, pool, previous):
-        def feed(mlp, h, live):
-            return self.ops.experts(h, mlp, live)
+        def feed(mlp, h, num_tokens):
+            return self.ops.experts(h, mlp, num_tokens)
 
         return self.finish(*self.run(batch, pool, previous, feed=feed))
 

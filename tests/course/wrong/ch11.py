@@ -6,7 +6,12 @@ import triton.language as tl
 
 from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.norm import sum_parts
-from simplellm.model.kernels.prefill import find_rows, fold, initial, load_pair
+from simplellm.model.kernels.prefill import (
+    find_rows,
+    init_acc,
+    load_pair,
+    softmax_update,
+)
 from simplellm.model.ops import swiglu
 from wrong import wrong
 
@@ -645,7 +650,7 @@ def pages_without_gaps(
     return pages.to(tl.int64) * (PAGE * ROW) + places % PAGE * ROW
 
 
-@wrong("fold", "the last tile only")
+@wrong("softmax_update", "the last tile only")
 @triton.jit
 def forgets_the_old_total(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -655,7 +660,7 @@ def forgets_the_old_total(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "total shrinks by")
+@wrong("softmax_update", "total shrinks by")
 @triton.jit
 def total_does_not_shrink(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -665,7 +670,7 @@ def total_does_not_shrink(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "acc is not")
+@wrong("softmax_update", "acc is not")
 @triton.jit
 def acc_does_not_shrink(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -674,7 +679,7 @@ def acc_does_not_shrink(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "wants weights of the same dtype")
+@wrong("softmax_update", "wants weights of the same dtype")
 @triton.jit
 def weights_stay_float32(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -685,7 +690,7 @@ def weights_stay_float32(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "if acc stays float32")
+@wrong("softmax_update", "if acc stays float32")
 @triton.jit
 def acc_becomes_float16(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -697,7 +702,7 @@ def acc_becomes_float16(logits, v, top, total, acc, scale):
     return new_top, total, acc
 
 
-@wrong("fold", "subtract the largest logit")
+@wrong("softmax_update", "subtract the largest logit")
 @triton.jit
 def without_a_maximum(logits, v, top, total, acc, scale):
     top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -706,7 +711,7 @@ def without_a_maximum(logits, v, top, total, acc, scale):
     return top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "the largest of all logits so far")
+@wrong("softmax_update", "the largest of all logits so far")
 @triton.jit
 def maximum_of_the_tile(logits, v, top, total, acc, scale):
     new_top = tl.maximum(tl.max(logits, 1) * scale, -1e30)
@@ -717,7 +722,7 @@ def maximum_of_the_tile(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "times scale")
+@wrong("softmax_update", "times scale")
 @triton.jit
 def top_is_not_scaled(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -728,7 +733,7 @@ def top_is_not_scaled(logits, v, top, total, acc, scale):
     return new_top, total, tl.dot(weights, v, acc, input_precision="ieee")
 
 
-@wrong("fold", "take exp2")
+@wrong("softmax_update", "take exp2")
 @triton.jit
 def natural_exponentials(logits, v, top, total, acc, scale):
     new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -771,7 +776,7 @@ def split_of(
     stop = tl.minimum(start + share, length) if ENDS else length
     having = tl.where(split == 0, G, 0) if SINKS == "first" else G
     counted = group < having
-    top, total, acc = initial(sinks_ptr, heads, counted, D, SINKS != "none")
+    top, total, acc = init_acc(sinks_ptr, heads, counted, D, SINKS != "none")
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
     for first in range(start, stop, BLOCK):
         places = first + n
@@ -781,7 +786,7 @@ def split_of(
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HIDDEN:
             logits = tl.where(there[None, :], logits, float("-inf"))
-        top, total, acc = fold(logits, v, top, total, acc, scale)
+        top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     mine = (head * tl.num_programs(1) + split) * G + group
     if BASE2:
         tl.store(sums_ptr + mine, top + tl.log2(total))

@@ -9,7 +9,7 @@ from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
 from simplellm.model.kernels.experts import TILINGS
 from simplellm.model.kernels.fragments import FIRST, SECOND, rotate_left
-from simplellm.model.kernels.routing import count_live_pairs, write_blocks
+from simplellm.model.kernels.routing import count_pairs, write_blocks
 from simplellm.model.sizes import kv_bytes, weight_bytes
 from wrong import wrong
 
@@ -55,7 +55,7 @@ def without_the_fewer(pairs, experts, block):
 def counts_padding(
     ids_ptr,
     counts_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -73,17 +73,17 @@ def counts_padding(
 def masks_the_histogram_alone(
     ids_ptr,
     counts_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i), BLOCK_E, i < live)
+    count = tl.histogram(tl.load(ids_ptr + i), BLOCK_E, i < num_pairs)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
@@ -92,17 +92,17 @@ def masks_the_histogram_alone(
 def masks_the_load_alone(
     ids_ptr,
     counts_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E)
+    count = tl.histogram(tl.load(ids_ptr + i, i < num_pairs, 0), BLOCK_E)
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
 
 
@@ -111,16 +111,16 @@ def masks_the_load_alone(
 def the_first_chunk_always(
     ids_ptr,
     counts_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     TOP_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     i = tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < live, 0), BLOCK_E, i < live)
+    count = tl.histogram(tl.load(ids_ptr + i, i < num_pairs, 0), BLOCK_E, i < num_pairs)
     out = counts_ptr + tl.program_id(0) * BLOCK_E
     tl.store(out + tl.arange(0, BLOCK_E), count)
 
@@ -132,7 +132,7 @@ def compares_ids_alone(
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     num_blocks,
     E: tl.constexpr,
@@ -144,15 +144,15 @@ def compares_ids_alone(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < live, E)
+    mine = tl.load(ids_ptr + i, i < num_pairs, E)
     position = tl.zeros([ROWS], tl.int32)
     count = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)
-        count += tl.histogram(other, BLOCK_E, j < live)
+        other = tl.load(ids_ptr + j, j < num_pairs, E)
+        count += tl.histogram(other, BLOCK_E, j < num_pairs)
         position += tl.sum((other[None, :] < mine[:, None]).to(tl.int32), 1)
     tl.store(pairs_ptr + position, i, i < n)
     write_blocks(count, offsets_ptr, blocks_ptr, num_blocks, E, BLOCK, STEP)
@@ -165,7 +165,7 @@ def later_pairs_first(
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     num_blocks,
     E: tl.constexpr,
@@ -177,15 +177,15 @@ def later_pairs_first(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mine = tl.load(ids_ptr + i, i < live, E) * n + n - 1 - i
+    mine = tl.load(ids_ptr + i, i < num_pairs, E) * n + n - 1 - i
     position = tl.zeros([ROWS], tl.int32)
     count = tl.zeros([BLOCK_E], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)
-        count += tl.histogram(other, BLOCK_E, j < live)
+        other = tl.load(ids_ptr + j, j < num_pairs, E)
+        count += tl.histogram(other, BLOCK_E, j < num_pairs)
         lower = ((other * n + n - 1 - j)[None, :] < mine[:, None]) & (j < n)[None, :]
         position += tl.sum(lower.to(tl.int32), 1)
     tl.store(pairs_ptr + position, i, i < n)
@@ -199,7 +199,7 @@ def counts_its_own_alone(
     pairs_ptr,
     offsets_ptr,
     blocks_ptr,
-    live_ptr,
+    num_tokens_ptr,
     n,
     num_blocks,
     E: tl.constexpr,
@@ -211,15 +211,15 @@ def counts_its_own_alone(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    live = count_live_pairs(live_ptr, n, TOP_K)
+    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ids = tl.load(ids_ptr + i, i < live, E)
+    ids = tl.load(ids_ptr + i, i < num_pairs, E)
     mine = ids * n + i
-    count = tl.histogram(ids, BLOCK_E, i < live)
+    count = tl.histogram(ids, BLOCK_E, i < num_pairs)
     position = tl.zeros([ROWS], tl.int32)
     for first in range(0, n, CHUNK):
         j = first + tl.arange(0, CHUNK)
-        other = tl.load(ids_ptr + j, j < live, E)
+        other = tl.load(ids_ptr + j, j < num_pairs, E)
         lower = (other * n + j)[None, :] < mine[:, None]
         position += tl.sum(lower.to(tl.int32), 1)
     tl.store(pairs_ptr + position, i, i < n)
