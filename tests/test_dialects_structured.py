@@ -125,6 +125,8 @@ def test_calls_have_the_form_of_the_family(
     for choice, free in (("required", False), ("auto", True)):
         grammar = own.turn(None, [ADD, FIND, FREE], choice)
         assert own.fits(grammar, calls)
+        assert own.fits(grammar, f"{calls}\n") == (kind == "qwen")
+        assert not own.fits(grammar, f"{calls}\n\n")
         assert not own.fits(grammar, wrong)
         assert not own.fits(grammar, calls.replace("add", "ad"))
         assert not own.fits(grammar, calls[:-1])

@@ -148,6 +148,14 @@ def test_a_turn_with_tools() -> None:
         assert all(fits(start, THOUGHT + one) for one in fitting)
         assert not any(fits(start, THOUGHT + one) for one in wrong)
         assert fits(start, text) == answers
+    start = turn(None, tools, "required")
+    one = fitting[0]
+    assert all(
+        fits(start, before + one) for before in ("", PREAMBLE, THOUGHT + PREAMBLE)
+    )
+    for before in (THOUGHT * 2, PREAMBLE * 2, PREAMBLE + THOUGHT):
+        assert not fits(start, before + one), "a model at a loss would go on for ever"
+        assert fits(turn(None, tools), before + one)
     for named in (
         {"type": "function", "function": {"name": "add"}},
         {"type": "function", "name": "add"},

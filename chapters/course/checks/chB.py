@@ -457,6 +457,11 @@ def check_turn_grammar(turn_grammar):
         allowed = accepts(text, thought + whole)
         if answer is None:
             assert not allowed, "answer is None: there can be no final one"
+            call = BEFORE.format("add", "7")
+            assert not accepts(text, 2 * thought + call), (
+                "where a call has to come, a second thought may not: it would be the "
+                "same once more"
+            )
         else:
             assert allowed, "with functions there may be an answer all the same"
         for form in (BEFORE, BEHIND):

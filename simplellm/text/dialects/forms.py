@@ -56,7 +56,8 @@ class CallForm:
 
 TAG = re.compile(r"\[[A-Z_]+\]|</?\w+>|<\|\w+\|>")
 JSON_OPENING = r'"{\"name\": " JSON_NAME ", \"%s\": "'
-# The first one whose tags a tokenizer has is its model's.
+# The first one whose tags a tokenizer has is its model's. Qwen ends a line behind its
+# calls before it stops: were that forbidden, it would call for ever.
 FORMS = (
     CallForm("[TOOL_CALLS] NAME ([CALL_ID] ID)? [ARGS]", "", "call MORE", "call*"),
     CallForm(
@@ -68,7 +69,7 @@ FORMS = (
     CallForm(
         r'<tool_call> "\n" ' + JSON_OPENING % "arguments",
         r'"}\n" </tool_call>',
-        "call MORE",
+        r'call MORE "\n"?',
         r'("\n" call)*',
     ),
     CallForm(JSON_OPENING % "parameters", '"}"', "<|python_tag|> call", bare=True),

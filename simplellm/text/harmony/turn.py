@@ -53,7 +53,8 @@ def turn_grammar(answer: Rules | None, calls: Mapping[str, Rules]) -> str:
         texts[name := f"call_{number}"] = arguments
         endings.append(call_rule(function, name))
     ends = "\nend: " + "\n  | ".join(endings)
-    start = "start: (analysis | preamble)* end"
+    before = "(analysis | preamble)*" if answer is not None else "analysis? preamble?"
+    start = f"start: {before} end"
     turn = {"lark_grammar": start + ends + SHARED_RULES}
     named = [{"name": name, **rules} for name, rules in texts.items()]
     return json.dumps({"grammars": [turn, *named]})

@@ -325,6 +325,7 @@ def a_turn(
     calls,
     *,
     start="(analysis | preamble)* end",
+    forced="analysis? preamble? end",
     final=True,
     names=lambda number, function: f"call_{number}",
     wrap=lambda rule: rule,
@@ -339,6 +340,7 @@ def a_turn(
         texts[name := names(number, function)] = arguments
         endings.append(call_rule(function, name))
     ends = "\nend: " + "\n  | ".join(endings)
+    start = forced if answer is None and start.endswith("* end") else start
     turn = {"lark_grammar": f"start: {start}" + ends + SHARED_RULES}
     named = [{"name": name, **rules} for name, rules in texts.items()]
     return json.dumps({"grammars": [turn, *named]})
@@ -352,6 +354,11 @@ def no_thoughts(answer, calls):
 @wrong("turn_grammar", "any number")
 def one_message_before(answer, calls):
     return a_turn(answer, calls, start="(analysis | preamble)? end")
+
+
+@wrong("turn_grammar", "a second thought may not")
+def thinks_for_ever(answer, calls):
+    return a_turn(answer, calls, forced="(analysis | preamble)* end")
 
 
 @wrong("turn_grammar", "may begin with its answer")
