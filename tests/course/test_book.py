@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURE = Path(__file__).parent / "book_fixture"
@@ -165,6 +167,9 @@ def test_folded_code_is_called_by_what_it_defines():
     made = page.make("01-x", defining, [[]]).markdown
     assert "<summary>Code: <code>A</code>, <code>plot</code></summary>" in made
     assert "<summary>Code</summary>" in page.make("01-x", HIDDEN, [[]]).markdown
+    drawing = HIDDEN.replace("plot()", "def f(): ...\n\nsave_figure(fig, 'a')")
+    made = page.make("01-x", drawing, [[]]).markdown
+    assert "<summary>Code of the figure</summary>" in made
 
 
 def test_hidden_code_is_folded_once():
@@ -175,7 +180,7 @@ def test_hidden_code_is_folded_once():
     assert "<summary>The version we keep</summary>\n\n```python\nplot()" in made
 
 
-def test_a_blank_shows_its_stub_and_what_its_check_says():
+def test_a_blank_shows_its_stub_and_that_it_is_to_be_written():
     source = (
         "```python\n#| blank half\ndef half(x):\n    ...\n```\n\n"
         '```python tags=["raises-exception"]\ncheck("half", half)\n```\n'
@@ -184,7 +189,67 @@ def test_a_blank_shows_its_stub_and_what_its_check_says():
     error = {"output_type": "error", "ename": "NotYours", "evalue": told}
     made = page.make("01-x", source, [[], [error]]).markdown
     assert "```python\ndef half(x):" in made and 'check("half", half)' in made
-    assert f"NotYours: {told}\n```" in made
+    assert told not in made and "NotYours" not in made
+    assert "yours to write, in the workbook" in made
+
+
+ANSWERED = """\
+# T
+
+<!-- edition -->
+In chapters/.
+<!-- /edition -->
+
+```python
+#| blank half
+def half(x): ...
+```
+
+<details><summary>The version we keep</summary>
+
+```python
+#| solution half
+def half(x):
+    return x / 2
+```
+
+</details>
+
+<!-- #region -->
+<details>
+<summary>Hint</summary>
+Divide.
+</details>
+
+<details><summary>Solution</summary>
+
+```python
+#| solution 1.1
+y = 1
+```
+
+</details>
+<!-- #endregion -->
+
+The end.
+"""
+
+
+def test_pages_for_the_search_have_no_answers():
+    whole = page.make("01-x", ANSWERED, [[], []]).markdown
+    assert "x / 2" in whole and "y = 1" in whole and "Divide" in whole
+    made = page.make("01-x", ANSWERED, [[], []], answers=False).markdown
+    assert not any(part in made for part in ("x / 2", "y = 1", "Divide"))
+    assert "def half(x): ..." in made and "The end." in made
+    assert made.count("<details") == made.count("</details>")
+
+
+def test_titles_have_their_numbers_and_a_page_says_which_edition_it_is():
+    made = page.make("01-x", ANSWERED, [[], []], notebook="n.ipynb").markdown
+    assert "# 1. T\n" in made and '<a href="n.ipynb">' in made
+    assert "This is the book" in made and "In chapters/." not in made
+    assert "# A. T\n" in page.make("a-x", ANSWERED, [[], []]).markdown
+    assert "# T\n" in page.make("glossary", ANSWERED, [[], []]).markdown
 
 
 def test_a_figure_that_the_text_shows_is_not_shown_twice():
@@ -320,6 +385,35 @@ def test_built_book_brings_its_files_along(book):
     assert all((book / image).read_bytes() for image in images)
 
 
+def test_the_search_finds_no_answers(book):
+    (index,) = book.glob("searchindex-*.js")
+    text = index.read_text("utf-8")
+    assert "admonition with math" in text.lower()
+    solution = main_part(book / "01-first.html").partition("Solution</summary>")[2]
+    assert "return x / 2" in solution
+    assert "return x / 2" not in text
+
+
+def test_fonts_are_there_and_the_chapters_modules_are_not(book):
+    text = (book / "fonts/fonts.css").read_text("utf-8")
+    files = re.findall(r'url\("([^"]+)"\)', text)
+    assert len(files) == 3
+    assert all((book / "fonts" / name).stat().st_size > 10_000 for name in files)
+    names = {path.relative_to(book).parts[0] for path in book.rglob("*.py")}
+    assert names == set()
+
+
+def test_each_executed_page_is_a_notebook_with_outputs(book):
+    notebook = nbformat.read(book / "notebooks/01-first.ipynb", 4)
+    texts = [
+        o.text for c in notebook.cells for o in c.get("outputs", []) if "text" in o
+    ]
+    assert any("$5 and 4" in text for text in texts)
+    prose = "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    assert "](02-second.ipynb#a-part-with-a-name)" in prose
+    assert "notebooks/01-first.ipynb" in parse(book / "01-first.html").links
+
+
 def test_pages_beside_the_chapters_are_not_executed(book):
     assert "42 and 42,000" in main_part(book / "index.html")
     assert "not executed" in main_part(book / "glossary.html")
@@ -340,3 +434,12 @@ def test_page_that_fails_stops_the_build_and_is_named(tmp_path):
     )
     assert build.returncode == 1
     assert "01-a: ValueError: invalid literal" in build.stderr
+
+
+def test_the_workflow_publishes_what_is_built():
+    flow = yaml.safe_load((ROOT / ".github/workflows/book.yml").read_text("utf-8"))
+    build, publish = flow["jobs"]["build"]["steps"], flow["jobs"]["publish"]["steps"]
+    assert "make book" in [step.get("run") for step in build]
+    (upload,) = [s for s in build if "upload-pages-artifact" in s.get("uses", "")]
+    assert upload["with"]["path"] == "book"
+    assert "deploy-pages" in publish[-1]["uses"]

@@ -4,8 +4,10 @@ import base64
 import html
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from cells import CHAPTER, EDITION, number_of
 from latex2mathml.converter import convert
 
 from bookbuild.execute import ANSI, BookError, Outputs, code_cells, read
@@ -36,6 +38,20 @@ DETAILS = re.compile(r"<details\b")
 DEFINED = re.compile(r"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 DOLLAR = '<span class="dollar">$</span>'
 RAISED_CHARACTERS = 160
+TITLE = re.compile(r"^# (?=.)", re.MULTILINE)
+# In one cell of Markdown; those of blanks have their code in cells of its own.
+ANSWER = re.compile(
+    r"^<details>\s*<summary>(?:Solution|Hint)\b.*?^</details>$",
+    re.MULTILINE | re.DOTALL,
+)
+EDITION_NOTE = """\
+<p class="edition">This is the book, the course with all its outputs. You write the
+engine yourself in the workbook, the same pages as notebooks with empty blanks:
+<code>make lab</code> opens it.</p>
+"""
+BLANK_NOTE = """\
+<p class="output blank">This is yours to write, in the workbook.</p>"""
+DRAWS = {"save_figure(": "figure", "widget(": "widget", "table(": "table"}
 
 
 @dataclass
@@ -46,20 +62,38 @@ class Page:
     images: dict[str, bytes] = field(default_factory=dict)
 
 
-def make(name: str, source: str, outputs: Outputs) -> Page:
+def make(
+    name: str,
+    source: str,
+    outputs: Outputs,
+    *,
+    answers: bool = True,
+    notebook: str = "",
+) -> Page:
     """The page of chapter ``name``; ``outputs`` holds one list for each code cell.
+
+    Without ``answers`` it lacks our versions, solutions and hints: so the search finds
+    none. ``notebook`` is the address of the same as a notebook.
 
     Raises BookError for math that cannot be turned into MathML and for an image
     without alt text.
     """
     page = Page("")
-    notebook = read(source)
-    if len(outputs) != len(code_cells(notebook)):
+    source = EDITION.sub(EDITION_NOTE, source)
+    if not answers:
+        source = ANSWER.sub("", source)
+    if CHAPTER.fullmatch(name):
+        source = TITLE.sub(f"# {number_of(Path(name))}. ", source, count=1)
+    if notebook:
+        link = f'\n\n<p class="as-notebook"><a href="{notebook}">As a notebook</a></p>'
+        source = re.sub(r"^(# .*)$", rf"\1{link}", source, count=1, flags=re.MULTILINE)
+    read_source = read(source)
+    if len(outputs) != len(code_cells(read_source)):
         raise BookError(f"{name}: {len(outputs)} outputs for another number of cells")
     remaining = iter(outputs)
     blocks, module = [f"<!-- {MADE} -->"], ""
     depth = 0  # of the <details> that are open in the chapter itself
-    for cell in notebook.cells:
+    for cell in read_source.cells:
         if cell.cell_type != "code":
             blocks.append(prose(name, cell.source))
             depth += len(DETAILS.findall(cell.source)) - cell.source.count("</details>")
@@ -75,7 +109,9 @@ def make(name: str, source: str, outputs: Outputs) -> Page:
             if words[1:2] == ["export"]:
                 written = (words[2:] or [module])[0].replace(".", "/")
                 blocks.append(f'<div class="module">simplellm/{written}.py</div>')
-        if code := without_directives(cell.source):
+        solves = any(words[1:2] == ["solution"] for words in directives)
+        code = without_directives(cell.source)
+        if code and (answers or not solves):
             blocks.append(fenced(code, "python"))
         if fold:
             blocks.append("</details>")
@@ -91,7 +127,10 @@ def without_directives(code: str) -> str:
 
 
 def label(code: str) -> str:
-    """What a folded cell is called: by the functions and classes that it defines."""
+    """What a folded cell is called: by what it shows, or the names that it defines."""
+    for call, shown in DRAWS.items():
+        if call in code:
+            return f"Code of the {shown}"
     names = [f"<code>{name}</code>" for name in DEFINED.findall(code)]
     return f"Code: {', '.join(names)}" if names else "Code"
 
@@ -170,6 +209,8 @@ def shown(name: str, page: Page, output: dict[str, Any], alt: str) -> str:
         # Warnings and progress bars tell of this machine, not of the chapter.
         return text_output(output["text"]) if output["name"] == "stdout" else ""
     if output["output_type"] == "error":
+        if output["ename"] == "NotYours":
+            return BLANK_NOTE
         return raised(output["ename"], output["evalue"])
     data = output["data"]
     if "figure" in output.get("metadata", {}):
