@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from simplellm.api.input_processor import ContextLengthError
     from simplellm.api.llm import LLM
     from simplellm.api.load import load_model
     from simplellm.api.outputs import ChatChoice, ChatOutput, RequestOutput, Usage
@@ -23,6 +24,7 @@ _NAMES_OF = {
     "checkpoint.checkpoint": ("Checkpoint", "CheckpointError"),
     "base.config": ("ConfigError", "EngineConfig", "ModelConfig"),
     "text.harmony": ("Delta", "Message", "Tool", "ToolCall"),
+    "api.input_processor": ("ContextLengthError",),
     "api.llm": ("LLM",),
     "api.load": ("load_model",),
     "model.model": ("Model",),

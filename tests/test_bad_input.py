@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
 
-from simplellm import LLM
+from simplellm import LLM, ContextLengthError
 from simplellm.api.load import load_model
 from simplellm.base.config import ConfigError, EngineConfig
 from simplellm.checkpoint.checkpoint import INDEX, CheckpointError
@@ -279,8 +279,8 @@ PROMPTS: dict[str, tuple[Any, type[Exception], list[str]]] = {
     ),
     "too long": (
         [[1] * 131_073],
-        ValueError,
-        ["has 131073 tokens", "fewer than 131072"],
+        ContextLengthError,
+        ["context length is 131072 tokens", "too long: 131073 tokens > 131071"],
     ),
     "lone surrogate": ("a\ud800", TokenizerError, ["surrogate U+D800", "position 1"]),
 }

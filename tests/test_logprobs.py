@@ -286,9 +286,9 @@ def test_without_output_a_prompt_may_be_as_long_as_the_context() -> None:
         (output,) = llm.generate(ids, max_tokens=0, prompt_logprobs=0).result()
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 20
         assert (output.text, output.token_ids, output.logprobs) == ("", [], None)
-        with pytest.raises(ValueError, match="20 tokens; expected fewer than 20"):
+        with pytest.raises(ValueError, match="20 tokens > 19 maximum"):
             llm.generate(ids, max_tokens=1, prompt_logprobs=0)
-        with pytest.raises(ValueError, match="21 tokens; expected at most 20"):
+        with pytest.raises(ValueError, match="21 tokens > 20 maximum"):
             llm.generate([*ids, 0], max_tokens=0, prompt_logprobs=0)
         assert llm.stats().generated_tokens == 0
 

@@ -4,6 +4,7 @@ Collected from the packages and the traffic of agents, frameworks and chat progr
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -819,6 +820,38 @@ def test_what_is_refused(
     answer = served.post(path, BODIES[path] | fields)
     assert answer.status_code == 400, answer.text
     assert word in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+        (CHAT, {"messages": HELLO * 5000}, "messages"),
+        (COMPLETE, {"prompt": "x" * 5000}, "prompt"),
+        (MESSAGE, {"messages": [{"role": "user", "content": "x" * 5000}]}, None),
+    ],
+)
+def test_a_prompt_that_is_too_long(
+    served: Served, path: str, fields: dict[str, Any], param: str | None, stream: bool
+) -> None:
+    """It is said in the words that clients look for before they shorten it.
+
+    LiteLLM's are OpenAI's and vLLM's, Claude Code looks for Anthropic's.
+    """
+    answer = served.post(path, BODIES[path] | fields | {"stream": stream})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error.get("param") == param
+    assert error.get("code") == ("context_length_exceeded" if param else None)
+    assert re.search(
+        r"This model's maximum context length is \d+ tokens. However, ",
+        error["message"],
+    )
+    found = re.search(
+        r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", error["message"]
+    )
+    assert found and int(found[1]) > int(found[2])
 
 
 def test_a_strict_server_ignores_nothing(strict: Served) -> None:

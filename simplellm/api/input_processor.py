@@ -58,6 +58,21 @@ MAX_GRAMMARS = 64  # that are kept
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 
 
+class ContextLengthError(ValueError):
+    """A prompt is longer than the model's context, or than this engine's cache.
+
+    Clients know it by these phrases, which are OpenAI's, vLLM's and Anthropic's, and
+    shorten their conversations.
+    """
+
+    def __init__(self, tokens: int, most: int, limit: int, words: str) -> None:
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, the "
+            f"prompt is too long: {tokens} tokens > {most} maximum; expected {words}"
+        )
+        self.param = "prompt"
+
+
 def sample_of(asked: Request, number: int = 0) -> Request:
     """Sample ``number`` of a checked request: the same, drawn with another seed.
 
@@ -252,9 +267,7 @@ class InputProcessor:
         ok = isinstance(messages, list | tuple) and messages
         expect(ok, "messages", messages, "a list of at least one message")
         # None is less than a token: to render them all would only take time.
-        most = self.max_model_len
-        count, wanted = len(messages), f"at most {most}, the tokens there is room for"
-        expect(count <= most, "the number of messages", count, wanted)
+        self.check_length(len(messages), 0, "fewer messages")
         wanted = "an object"
         given: Any = chat_template_kwargs
         expect_type("chat_template_kwargs", given, Mapping | None, wanted)
@@ -283,6 +296,12 @@ class InputProcessor:
         constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
         return self.process(ids, sampling_params, overrides, constrain)
 
+    def check_length(self, tokens: int, needed: int, wanted: str = "fewer") -> None:
+        """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""
+        limit = self.max_model_len
+        if tokens + needed > limit:
+            raise ContextLengthError(tokens, limit - needed, limit, wanted)
+
     def process(
         self,
         prompt: object,
@@ -304,14 +323,7 @@ class InputProcessor:
         params = self._params(params, options)
         ids = self._prompt_ids(prompt)
         limit = self.max_model_len
-        if len(ids) + (params.max_tokens != 0) > limit:
-            fewer = "fewer than" if params.max_tokens != 0 else "at most"
-            wrong = (
-                f"the prompt has {len(ids)} tokens; expected {fewer} {limit}, which "
-                "is all that the model's context and this engine's cache and limits "
-                "have room for"
-            )
-            raise about(ValueError(wrong), "prompt")
+        self.check_length(len(ids), int(params.max_tokens != 0))
         self._check_ids(ids, params)
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         bad: list[tuple[int, ...]] = []

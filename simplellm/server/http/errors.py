@@ -4,6 +4,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
+from simplellm.api.input_processor import ContextLengthError
 from simplellm.base.request import EngineError, QueueFullError
 from simplellm.engine.client import UnfitError
 
@@ -11,6 +12,7 @@ from simplellm.engine.client import UnfitError
 # for what it then breaks, but that is worth a line in the log.
 UNMEANT = (LookupError, AttributeError, RecursionError)
 REFUSALS = (TypeError, ValueError, *UNMEANT)
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, at which agents compact
 RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
 
 
@@ -93,6 +95,9 @@ def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | Non
     match error:
         case APIError():
             return error
+        case ContextLengthError():
+            param = param_of(error, known)
+            return APIError(400, str(error), param=param, code=TOO_LONG)
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
         case UnfitError():

@@ -3,18 +3,20 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import orjson
+from starlette.responses import Response as EventStream
 
+from simplellm.api.input_processor import ContextLengthError
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.base.config import declared, expect
-from simplellm.server.http import answers
+from simplellm.server.http import answers, sse
 from simplellm.server.http.bodies import NOT_HERE, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
-from simplellm.server.http.errors import APIError
+from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
 from simplellm.server.openai.responses_body import (
     NO_BACKGROUND,
     ResponseBody,
@@ -201,9 +203,44 @@ class Response(Generation):
         return self.settle(self.object(status, usage, why=why)), events
 
     def failure(self, error: APIError) -> dict[str, Any]:
-        told = {"code": "server_error", "message": error.message}
+        code = TOO_LONG if error.code == TOO_LONG else "server_error"
+        told = {"code": code, "message": error.message}
         response = self.settle(self.object("failed", error=told))
         return self.output.event("response.failed", response=response)
+
+
+def answer_response(call: Call) -> Any:
+    """The response of a body.
+
+    A stream whose prompt is too long is one that fails, as OpenAI has it: Codex
+    compacts at this event, and at no status.
+    """
+    try:
+        return Response(call)
+    except ContextLengthError as error:
+        found = as_api_error(error, {"input"})
+        if found is None or not call.body.stream:
+            raise
+        call.fail(found)
+        return failed_stream(call, found)
+
+
+def failed_stream(call: Call, error: APIError) -> EventStream:
+    """The whole stream of a response that can't begin."""
+    short = replace(
+        call.body,
+        input="?",
+        previous_response_id=None,
+        instructions=None,
+        tools=None,
+        tool_choice="auto",
+        text=None,
+    )
+    made = Response(replace(call, body=short))
+    made.body = call.body
+    events = [made.first()[0], made.failure(error)]
+    data = b"".join(map(sse.event, events)) + made.ending
+    return EventStream(data, headers=sse.HEADERS)
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +350,7 @@ ONE = "/v1/responses/{response}"
 RESPONSES = [
     Endpoint(
         path="/v1/responses",
-        answer=Response,
+        answer=answer_response,
         body=ResponseBody,
         result=answers.RESPONSE,
         rewriting=lenient_response,
