@@ -147,6 +147,11 @@ CASES: dict[str, Callable[[], Case]] = {
         "Gemma3", **GEMMA_ROPE, **WINDOW, query_pre_attn_scalar=20,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "SmolLM3": lambda: case("SmolLM3", no_rope_layers=[1, 0, 1], **rope(2e6)),
+    "SmolLM3 interval": lambda: case(
+        "SmolLM3", no_rope_layer_interval=3, tie_word_embeddings=False,
+        attention_bias=True, mlp_bias=True,
+    ),
     "GPT2": lambda: case("GPT2"),
     "GPT2 untied": lambda: case("GPT2", tie_word_embeddings=False, n_inner=None),
 }  # fmt: skip
@@ -172,6 +177,10 @@ def older(data: dict[str, Any]) -> dict[str, Any]:
         data["rope_scaling"] = None if plain else kind | entry
     if "num_local_experts" in data and data["model_type"] == "qwen3_moe":
         data["num_experts"] = data.pop("num_local_experts")
+    if every := data.get("no_rope_layer_interval"):
+        count = data["num_hidden_layers"]
+        if data["no_rope_layers"] == [int((n + 1) % every > 0) for n in range(count)]:
+            del data["no_rope_layers"]
     if data.get("layer_types") and data["model_type"].startswith("qwen"):
         del data["layer_types"]
     return data

@@ -6,6 +6,7 @@ another: a mistake with any of them is seen.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from simplellm.checkpoint.checkpoint import (
 )
 from simplellm.checkpoint.families import ALL, FAMILIES, read_config
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
+from simplellm.checkpoint.families.llama import LLAMA
 from simplellm.checkpoint.names import tensor_names
 from simplellm.model import sizes
-from simplellm.model.build import placement
+from simplellm.model.build import embed_transform
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import NUMPY
 
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 TOLERANCE = 1e-4  # worst relative error of a position's logits in float32
 MAIN = {  # one of each family
     "Llama llama3", "Qwen2 YaRN", "Qwen3", "Mistral windows", "Mixtral",
-    "Qwen3-MoE unnormed", "Gemma3", "GPT2",
+    "Qwen3-MoE unnormed", "Gemma3", "SmolLM3", "GPT2",
 }  # fmt: skip
 IDS = torch.randint(101, (150,), generator=torch.Generator().manual_seed(1))
 ENGINE = EngineConfig(
@@ -154,7 +156,7 @@ def test_gemmas_scale_is_rounded_to_the_models_dtype(tmp_path: Path) -> None:
     module.weight.data = table
     config = CASES["Gemma3"]().build().config.to_dict()
     ours = FAMILIES["gemma3_text"].config({**config, "hidden_size": 1152})
-    place = placement(ours, torch.bfloat16, None)
+    place = embed_transform(ours, torch.bfloat16, None)
     positions = torch.arange(11)
     expected = module.to(torch.bfloat16)(positions)
     assert torch.equal(place(table.clone(), positions), expected)
@@ -235,6 +237,45 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     whole = family.config(json.loads(settings.to_json_string()))
     empty = family.config({"model_type": settings.model_type})
     assert {**vars(empty), "eos_token_ids": whole.eos_token_ids} == vars(whole)
+
+
+MULTIPLIERS = "embedding attention residual".split()
+GRANITE = {f"{part}_multiplier": 2.0 for part in MULTIPLIERS} | {"logits_scaling": 3.0}
+
+
+@pytest.mark.parametrize("field", GRANITE)
+def test_a_family_knows_each_field_that_it_gets(field: str) -> None:
+    """Granite as somebody adds it who takes it for a Llama: refused by its fields."""
+    granite = replace(LLAMA, name="Granite", model_types=("granite",))
+    data = {**SIZES, "model_type": "granite"}
+    assert granite.config(data).hidden_size == 48
+    message = f"{field} is {GRANITE[field]}; expected no such field: .* in a Granite is"
+    with pytest.raises(ConfigError, match=message):
+        granite.config({**data, field: GRANITE[field]})
+    assert granite.config({**data, field: None}) == granite.config(data)
+
+
+REAL = {  # what some of the hub's files have beside what transformers writes today
+    "Llama": {
+        "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True,
+        "transformers.js_config": {"dtype": {}}, "unsloth_version": "2025.1",
+        "_attn_implementation_autoset": True, "temperature": 0.6, "id2label": {},
+    },
+    "Qwen3-MoE": {"max_window_layers": 48, "router_aux_loss_coef": 0.001},
+    "Mixtral": {"router_jitter_noise": 0.0, "output_router_logits": False},
+    "Gemma3": {
+        "cache_implementation": "hybrid", "boi_token_index": 5, "eoi_token_index": 6,
+        "image_token_index": 7, "mm_tokens_per_image": 256, "vision_config": {"a": 1},
+    },
+    "GPT2": {"n_ctx": 1024, "task_specific_params": {"a": 1}, "summary_type": "x"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_changes_nothing_is_taken(name: str, theirs) -> None:
+    data = json.loads((theirs(name).folder / "config.json").read_text())
+    family = FAMILIES[data["model_type"]]
+    assert family.config(data | REAL[name]) == family.config(data)
 
 
 @pytest.mark.parametrize("gone", ["head_dim", "num_key_value_heads"])
@@ -370,6 +411,23 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
     ),
     "bidirectional": (
         "Gemma3", given(use_bidirectional_attention=True), "use_bidirectional_att",
+    ),
+    "layers without RoPE": (
+        "Llama", given(no_rope_layers=[1, 0, 1]),
+        "no_rope_layers is [1, 0, 1]; expected no such field: what it changes in a "
+        "Llama 3 is not known here",
+    ),
+    "how many rotate": (
+        "SmolLM3", given(no_rope_layers=[1, 0]),
+        "no_rope_layers is (1, 0); expected 0 or 1 for each of the 3 layers",
+    ),
+    "every so many": (
+        "SmolLM3", given(no_rope_layers=None, no_rope_layer_interval=0),
+        "no_rope_layer_interval is 0; expected 1",
+    ),
+    "a name of ours": ("Qwen3", given(norm_offset=1.0), "norm_offset is 1.0; expected"),
+    "what another family reads": (
+        "Mistral", given(attention_bias=True), "attention_bias is True; expected one",
     ),
     "activation": ("Llama", given(hidden_act="gelu"), "hidden_act is 'gelu'"),
     "another GELU": (

@@ -15,7 +15,7 @@ from test_mutations import TILED, Mutation
 
 from simplellm.api.load import load_model
 from simplellm.checkpoint import checkpoint
-from simplellm.checkpoint.families import family, qwen2
+from simplellm.checkpoint.families import family, qwen2, smollm3
 from simplellm.model import build, model, ops, rope, variants
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -35,14 +35,15 @@ NORMED_LAST = """\
     q, k = rms_norm(q, attn.q_norm, attn.eps), rms_norm(k, attn.k_norm, attn.eps)
 """
 GATHER = "logits.softmax(dim=-1).gather(-1, expert_ids)"
-BOTH = "tables[layer_type]"
-OTHER = "tables[LAYER_TYPES[1 - LAYER_TYPES.index(layer_type)]]"
+BOTH = "else kind]"
+OTHER = "else LAYER_TYPES[1 - LAYER_TYPES.index(kind)]]"
 RULE = "route if mlp.normalized else route_among_all"
 GAMMA = "(weight + config.norm_offset) * factor"
 CENTERED = "functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)"
 LENGTH = "scaling.original_max_position_embeddings"
 STRETCHED = "plain / scaling.factor * (1 - keep) + plain * keep"
-ROPE, BUILD, CACHE = rope.stretched_frequencies, build.build, ops.rope_and_cache
+ROPE, CACHE = rope.stretched_frequencies, ops.rope_and_cache
+TURNS = build.layer_rotations
 FEED, ROUTE = ops.dense, variants.route_among_all
 TYPES = '("full_attention",) * full + ("sliding_attention",) * (count - full)'
 OTHER_TYPES = '("sliding_attention",) * full + ("full_attention",) * (count - full)'
@@ -167,16 +168,18 @@ MISTAKES = {
         "1 + w times the root": Mutation(
             build.plain_norm, GAMMA, "weight + config.norm_offset"
         ),
-        "embedding not scaled": Mutation(build.placement, "else x * scale", "else x"),
-        "its scale in bfloat16": Mutation(
-            build.placement, "dtype=dtype", "dtype=torch.bfloat16"
+        "embedding not scaled": Mutation(
+            build.embed_transform, "else x * scale", "else x"
         ),
-        "local and global theta swapped": Mutation(BUILD, BOTH, OTHER),
+        "its scale in bfloat16": Mutation(
+            build.embed_transform, "dtype=dtype", "dtype=torch.bfloat16"
+        ),
+        "local and global theta swapped": Mutation(TURNS, BOTH, OTHER),
         "global theta everywhere": Mutation(
-            BUILD, "config.local_rope_theta is not None", "False"
+            TURNS, "config.local_rope_theta is not None", "False"
         ),
         "local layers stretched": Mutation(
-            BUILD,
+            TURNS,
             "config.local_rope_theta, rope_scaling=None",
             "config.local_rope_theta",
         ),
@@ -193,6 +196,17 @@ MISTAKES = {
             variants.gated, "return activation(gate)", "return functional.silu(gate)"
         ),
     },
+    "SmolLM3": {
+        "all layers rotate": Mutation(TURNS, "None if n in", "kind if n in"),
+        "the others rotate": Mutation(TURNS, "if n in", "if n not in"),
+        "the next ones rotate": Mutation(TURNS, "n in", "n - 1 in"),
+        "1 is no rotation": Mutation(smollm3.without_rope, "if not turns", "if turns"),
+    },
+    "SmolLM3 interval": {
+        "counted from 0": Mutation(
+            smollm3.without_rope, "(n + 1) % every", "n % every"
+        ),
+    },
     "GPT2": {
         "Conv1D not transposed": Mutation(
             checkpoint.assembled, "[part.mT for part in parts]", "parts"
@@ -205,9 +219,11 @@ MISTAKES = {
         "norms' bias dropped": Mutation(
             variants.layer_norm, "weight, bias, eps", "weight, None, eps"
         ),
-        "positions dropped": Mutation(build.placement, "x + table[positions]", "x"),
+        "positions dropped": Mutation(
+            build.embed_transform, "x + table[positions]", "x"
+        ),
         "positions from 2 on": Mutation(
-            build.placement, "table[positions]", "table[positions + 2]"
+            build.embed_transform, "table[positions]", "table[positions + 2]"
         ),
         "RoPE as well": Mutation(ROPE, "config.learned_positions", "False"),
         "GELU without tanh": Mutation(

@@ -318,6 +318,7 @@ class ModelConfig:
     learned_positions: bool = False  # are added to it, in place of RoPE
     # Of the sliding layers, which are not stretched then; None: as the others.
     local_rope_theta: float | None = declared(None, above=1, high=1e18)
+    nope_layers: tuple[int, ...] = ()  # do not rotate q and k
     tie_word_embeddings: bool = declared(False)
     eos_token_ids: tuple[int, ...] = ()
 

@@ -48,10 +48,10 @@ def plain_norm(weight: Tensor, name: str, config: ModelConfig) -> Tensor:
     return (weight + config.norm_offset) * factor
 
 
-def placement(
+def embed_transform(
     config: ModelConfig, dtype: torch.dtype, table: Tensor | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """What makes of embedded tokens what the first layer gets: `Model.placed`.
+    """What makes of embedded tokens what the first layer gets.
 
     ``table`` [positions, hidden] are learned positions, which are added. A scale is
     rounded to ``dtype`` first, as transformers does.
@@ -88,26 +88,39 @@ def take_mlp(take: Take, config: ModelConfig) -> Experts | Dense:
     )
 
 
+def layer_rotations(
+    config: ModelConfig, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """cos and sin for each layer, float32 [positions, D/2]; equal ones are shared."""
+    tables: dict[Any, Any] = dict.fromkeys(LAYER_TYPES, rotations(config, device))
+    if config.local_rope_theta is not None:
+        local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+        tables["sliding_attention"] = rotations(local, device)
+    if config.nope_layers:  # turn by no angle
+        cos, sin = tables["full_attention"]
+        tables[None] = torch.ones_like(cos), torch.zeros_like(sin)
+    kinds = enumerate(config.layer_types)
+    return [tables[None if n in config.nope_layers else kind] for n, kind in kinds]
+
+
 def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
     """A model of the weights that ``take`` delivers, as ``ops`` wants them."""
     names = tensor_names(config)
 
-    def found(name: str) -> Any:
+    def given(name: str) -> Any:
         return take(name) if name in names else None
 
-    embed_tokens = take("embed_tokens.weight")
-    tables = dict.fromkeys(LAYER_TYPES, rotations(config, embed_tokens.device))
-    if config.local_rope_theta is not None:
-        local = replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
-        tables["sliding_attention"] = rotations(local, embed_tokens.device)
+    embed_tokens, positions = (
+        take("embed_tokens.weight"),
+        given("embed_positions.weight"),
+    )
     post = None
     layers = []
-    for index, layer_type in enumerate(config.layer_types):
+    for index, (cos, sin) in enumerate(layer_rotations(config, embed_tokens.device)):
 
         def part(name: str, layer: str = f"layers.{index}") -> Any:
-            return found(f"{layer}.{name}")
+            return given(f"{layer}.{name}")
 
-        cos, sin = tables[layer_type]
         attn_norm = take_norm(part, "attn_norm", post)
         attn = Attention(
             qkv=part("attn.qkv.weight"),
@@ -132,7 +145,7 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
         ops,
         embed_tokens=embed_tokens,
         layers=layers,
-        norm=take_norm(found, "norm", post),
+        norm=take_norm(given, "norm", post),
         lm_head=embed_tokens if tied else take("lm_head.weight"),
-        placed=placement(config, embed_tokens.dtype, found("embed_positions.weight")),
+        embed_transform=embed_transform(config, embed_tokens.dtype, positions),
     )

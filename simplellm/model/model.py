@@ -33,7 +33,7 @@ class Model:
     norm: Norm
     lm_head: Weight  # [V, hidden]
     # What a family does with the embedded tokens [T, hidden], given their positions.
-    placed: Callable[[Tensor, Tensor], Tensor] = lambda x, positions: x
+    embed_transform: Callable[[Tensor, Tensor], Tensor] = lambda x, positions: x
 
     def __post_init__(self) -> None:
         self.device, self.dtype = self.embed_tokens.device, self.embed_tokens.dtype
@@ -46,7 +46,7 @@ class Model:
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         x = ops.embed(batch.tokens, previous, self.embed_tokens)
-        x, update = self.placed(x, batch.positions), None
+        x, update = self.embed_transform(x, batch.positions), None
         for index, layer in enumerate(self.layers):
             attn, group = layer.attn, batch.groups[pool.groups[index]]
             keys, values = pool.keys[index], pool.values[index]

@@ -6,7 +6,7 @@ and a case of an operation in `model/ops.py`; the forward pass stays as it is.
 
 `decoder.py` has the tensors that most families share. The families: `gpt_oss.py`,
 `llama.py`, `qwen2.py`, `qwen3.py`, `qwen3_moe.py`, `mistral.py`, `mixtral.py`,
-`gemma3.py`, `gpt2.py`.
+`gemma3.py`, `gpt2.py`, `smollm3.py`.
 """
 
 from dataclasses import replace
@@ -30,9 +30,13 @@ from simplellm.checkpoint.families.mixtral import MIXTRAL
 from simplellm.checkpoint.families.qwen2 import QWEN2
 from simplellm.checkpoint.families.qwen3 import QWEN3
 from simplellm.checkpoint.families.qwen3_moe import QWEN3_MOE
+from simplellm.checkpoint.families.smollm3 import SMOLLM3
 from simplellm.checkpoint.formats import format_names, formats, read_quantization
 
-ALL = GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2
+ALL = (
+    *(GPT_OSS, QWEN3, QWEN3_MOE, LLAMA, QWEN2, MISTRAL, MIXTRAL, GEMMA3, GPT2),
+    SMOLLM3,
+)
 # By what config.json calls its model_type.
 FAMILIES: dict[str, Family] = {
     model_type: family for family in ALL for model_type in family.model_types

@@ -22,16 +22,54 @@ from simplellm.checkpoint.names import Name
 
 Data = dict[str, Any]  # a parsed config.json
 
-# By its field of config.json, the values that a thing may have in every model here.
+# By its field of config.json, the values that a thing may have in every model here,
+# unless a family says otherwise.
 EVERYWHERE: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu"),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+    "use_sliding_window": (None, False),
+    "use_bidirectional_attention": (None, False),
+    "is_encoder_decoder": (None, False),
     "is_decoder": (None, True, False),
     "add_cross_attention": (None, False),
-    "use_bidirectional_attention": (None, False),
+    "tie_encoder_decoder": (None, False),
+    "pruned_heads": (None, {}),
 }
+# What every family reads, beside what it has a default for.
+SHARED = frozenset(
+    "model_type architectures text_config auto_map quantization_config "
+    "compression_config eos_token_id vocab_size hidden_size intermediate_size "
+    "num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+    "max_position_embeddings original_max_position_embeddings rope_theta rope_scaling "
+    "rope_parameters layer_types tie_word_embeddings".split()
+)
+# What changes nothing that is computed: how a model was trained, what transformers
+# returns, how it would sample, who wrote the file.
+HARMLESS = frozenset(
+    "initializer_range initializer_factor gradient_checkpointing neftune_noise_alpha "
+    "pretraining_tp router_aux_loss_coef router_jitter_noise output_router_logits "
+    "use_cache cache_implementation attn_implementation output_attentions "
+    "output_hidden_states output_scores return_dict return_dict_in_generate "
+    "torchscript torch_dtype dtype use_bfloat16 chunk_size_feed_forward "
+    "bos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id "
+    "decoder_start_token_id tokenizer_class model_max_length max_sequence_length "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty "
+    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+    "begin_suppress_tokens finetuning_task id2label label2id num_labels problem_type "
+    "task_specific_params prefix tf_legacy_loss cross_attention_hidden_size "
+    "transformers_version transformers.js_config unsloth_version unsloth_fixed "
+    "is_llama_config".split()
+)
+# Such as _name_or_path and _attn_implementation_autoset, and what only trains.
+PRIVATE = re.compile(r"^_|dropout$|_pdrop$|^summary_")
 
 
 @dataclass(frozen=True)
@@ -49,6 +87,9 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)
     # Values that a field of config.json may have.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    # Fields beside `SHARED` that it reads, and beside `HARMLESS` that change nothing.
+    reads: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
     # Patterns in tensors' names, and what we expect there; None: nobody needs it.
     spellings: tuple[tuple[str, str | None], ...] = (
         (r"\.rotary_emb\.inv_freq$", None),
@@ -62,6 +103,13 @@ class Family:
             stored = re.sub(pattern, mine or "", stored)
         tied = config.tie_word_embeddings
         return None if tied and stored == "lm_head.weight" else stored
+
+    @property
+    def _known(self) -> set[str]:
+        """The fields of config.json that are read, by their names there."""
+        theirs = {ours: key for key, ours in self.keys.items()}
+        defaults = {theirs.get(ours, ours) for ours in self.defaults}
+        return {*SHARED, *defaults, *self.keys, *self.reads}
 
     @raising(ConfigError)
     def config(self, data: Data) -> ModelConfig:
@@ -81,12 +129,25 @@ class Family:
         text = outer.get("text_config") or {}
         expect(isinstance(text, dict), "text_config", text, "an object")
         given = {**outer, **text}
-        renamed = {self.keys.get(key, key): value for key, value in given.items()}
-        data = {**self.defaults, **renamed}
+        fixed = {**EVERYWHERE, **self.fixed}
+        for key in self.reads:
+            fixed.pop(key, None)
+        known = self._known | fixed.keys()
+        for key, value in given.items():
+            harmless = key in self.ignores or key in HARMLESS or PRIVATE.search(key)
+            wanted = (
+                f"no such field: what it changes in a {self.name} is not known here"
+            )
+            expect(key in known or harmless or value is None, key, value, wanted)
+        data = self.defaults | {
+            self.keys.get(key, key): value
+            for key, value in given.items()
+            if key in known
+        }
         for name in as_texts("architectures", data.get("architectures"), 8, 800):
             one_of("an entry of architectures", name, self.architectures)
-        for key, known in {**EVERYWHERE, **self.fixed}.items():
-            one_of(key, data.get(key), known)
+        for key, values in fixed.items():
+            one_of(key, data.get(key), values)
         scaling, theta = rope(data)
         found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
         ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))

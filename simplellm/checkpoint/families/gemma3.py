@@ -1,4 +1,4 @@
-"""Gemma 3: norms around each layered, five local layers to one that sees everything.
+"""Gemma 3: norms around each part, five local layers to one that sees everything.
 
 The text part of the models that see images is the same; images are not read.
 """
@@ -72,10 +72,17 @@ GEMMA3 = Family(
     },
     activation="geglu",
     fields=gemma_fields,
-    fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",),
-        "attention_bias": (None, False),
-    },
+    fixed={"hidden_activation": ("gelu_pytorch_tanh",)},
+    reads=("sliding_window_pattern", "_sliding_window_pattern"),
+    ignores=(
+        "vision_config",
+        "mm_tokens_per_image",
+        *(
+            f"{kind}_token_{n}"
+            for kind in ("boi", "eoi", "image")
+            for n in ("index", "id")
+        ),
+    ),
     spellings=(
         (r"^(model\.)?(vision_tower|multi_modal_projector)\.", None),
         (r"^model\.language_model\.", "model."),

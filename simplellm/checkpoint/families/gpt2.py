@@ -59,8 +59,8 @@ GPT2 = Family(
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (None, True),
         "scale_attn_by_inverse_layer_idx": (None, False),
-        "add_cross_attention": (None, False),
     },
+    ignores=("n_ctx", "reorder_and_upcast_attn"),
     # The hub's own files lack the prefix, and hold the masks.
     spellings=((r"^transformer\.", ""), (r"\.attn\.(masked_)?bias$", None)),
 )

@@ -26,10 +26,10 @@ YARN = {
 def alternating(data: Data) -> dict[str, Any]:
     """Every other layer has the window, beginning with the first."""
     check_number("num_local_experts", data["num_local_experts"], int, 1, MAX_SIZE)
+    count, biases = data["num_hidden_layers"], {"mlp_bias": True}
     if data.get("layer_types"):
-        return {}
-    count = data["num_hidden_layers"]
-    return {"layer_types": tuple(LAYER_TYPES[n % 2] for n in range(count))}
+        return biases
+    return biases | {"layer_types": tuple(LAYER_TYPES[n % 2] for n in range(count))}
 
 
 GPT_OSS = Family(
@@ -54,12 +54,14 @@ GPT_OSS = Family(
         "rope_scaling": YARN,
         "max_position_embeddings": 131_072,
         "attention_bias": True,
-        "mlp_bias": True,
         "tie_word_embeddings": False,
     },
     activation="clamped_swiglu",
     fields=alternating,
     fixed={"attention_bias": (True,)},
+    reads=("swiglu_limit", "swiglu_alpha"),
+    # The same as other fields say.
+    ignores=("experts_per_token", "initial_context_length"),
 )
 
 

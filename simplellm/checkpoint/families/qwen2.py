@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen2: Llama with biases of q, k and v, and upper_windows on demand."""
+"""Qwen2.5 and Qwen2: Llama with biases of q, k and v, and windows on demand."""
 
 from typing import Any
 
