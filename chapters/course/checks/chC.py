@@ -105,17 +105,20 @@ DEFAULTS = *list(SIZES)[:7], "rms_norm_eps", "sliding_window", "tie_word_embeddi
 
 
 class Written:
-    """A small random Phi-3 with its weights in a folder, and what it should say."""
+    """A small random model with its weights in a folder, and what it should say.
 
-    def __init__(self, window: int | None) -> None:
-        from transformers import Phi3Config, Phi3ForCausalLM
+    ``kind`` is what transformers' classes begin with.
+    """
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        import transformers
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        settings = Phi3Config(
-            **SIZES, sliding_window=window, attn_implementation="eager"
+        settings = getattr(transformers, f"{kind}Config")(
+            **SIZES, **options, attn_implementation="eager"
         )
-        model = Phi3ForCausalLM(settings).eval()
+        model = getattr(transformers, f"{kind}ForCausalLM")(settings).eval()
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             parameter.requires_grad = False
@@ -131,7 +134,14 @@ class Written:
 
 @cache
 def written(window: int | None) -> Written:
-    return Written(window)
+    """A Phi-3."""
+    return Written("Phi3", sliding_window=window)
+
+
+@cache
+def smol() -> Written:
+    """A SmolLM3, of whose layers the middle one does not rotate."""
+    return Written("SmolLM3", no_rope_layers=[1, 0, 1])
 
 
 @contextmanager
@@ -148,6 +158,8 @@ def known(family: Family) -> Iterator[None]:
 
 def check_phi3(phi3):
     """Loaded by the package, it computes what transformers computes."""
+    from transformers import Phi3Config
+
     family: Any = phi3()
     assert isinstance(family, Family), f"return a Family, not {type(family)}"
     assert family.model_types == ("phi3",), (
@@ -165,26 +177,73 @@ def check_phi3(phi3):
             f"transformers' Phi-3 computes other logits, with sliding_window {window}"
         )
         close(found, reference.logits, 1e-4, said)
-    judge_defaults(family)
+    judge_defaults(family, Phi3Config(), "phi3")
 
 
-def judge_defaults(family):
+def judge_defaults(family, expected, model_type):
     """A config.json that says nothing means what transformers takes it to mean."""
-    from transformers import Phi3Config
-
     try:
-        found = family.config({"model_type": "phi3"})
+        found = family.config({"model_type": model_type})
     except (ValueError, KeyError) as error:
         raise AssertionError(
             f"a config.json that leaves everything out isn't read; what do your "
             f"defaults lack? {type(error).__name__}: {error}"
         ) from None
-    expected = Phi3Config()
     for name in DEFAULTS:
         right, yours = getattr(expected, name), getattr(found, name)
         assert yours == right, (
-            f"where config.json has no {name}, transformers takes {right} for Phi-3, "
-            f"and with your defaults it's {yours}"
+            f"where config.json has no {name}, transformers takes {right} for "
+            f"{family.name}, and with your defaults it's {yours}"
+        )
+
+
+def check_layer_tables(layer_tables):
+    """Ones and zeros where nothing rotates, and no table twice."""
+    cos, sin = random(7, 5), random(7, 5, seed=1)
+    given = cos.clone(), sin.clone()
+    found = layer_tables(cos, sin, (1, 4), 5)
+    assert found is not None and len(found) == 5, (
+        "return a list with a pair of tables for each of the 5 layers"
+    )
+    assert torch.equal(cos, given[0]) and torch.equal(sin, given[1]), (
+        "cos and sin are the other layers': don't write to them"
+    )
+    for n, pair in enumerate(found):
+        assert len(pair) == 2, f"layer {n} gets cos and sin"
+        still = torch.ones(7, 5), torch.zeros(7, 5)
+        for name, table, right in zip(
+            ("cos", "sin"), pair, still if n in (1, 4) else given, strict=True
+        ):
+            assert torch.equal(table, right), (
+                f"{name} of layer {n}: layers 1 and 4 don't rotate, which is an angle "
+                "of 0 at every position, and all others rotate as usual"
+            )
+    held = {table.data_ptr() for pair in found for table in pair}
+    assert len(held) <= 4, f"five layers need two pairs of tables; yours have {held}"
+
+
+def check_smollm3(smollm3):
+    """Loaded by the package, it computes what transformers computes."""
+    from transformers import SmolLM3Config
+
+    family: Any = smollm3()
+    assert isinstance(family, Family), f"return a Family, not {type(family)}"
+    reference = smol()
+    with known(family):
+        try:
+            model = load_model(reference.folder, device="cpu")
+        except (ValueError, KeyError) as error:
+            raise AssertionError(f"the folder isn't loaded: {error}") from None
+        found = model.logits(reference.tokens)
+    said = "transformers' SmolLM3, whose middle layer doesn't rotate, has other logits"
+    close(found, reference.logits, 1e-4, said)
+    judge_defaults(family, SmolLM3Config(), "smollm3")
+    for every, still in ((2, (1, 3)), (3, (2,))):
+        data = {"num_hidden_layers": 4, "no_rope_layer_interval": every}
+        ours = family.config({"model_type": "smollm3", **data}).nope_layers
+        assert tuple(ours) == still, (
+            f"without a list, and with an interval of {every}, the layers {still} of 4 "
+            f"don't rotate (the first is 0); yours are {ours}"
         )
 
 

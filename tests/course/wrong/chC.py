@@ -83,6 +83,99 @@ def names():
     )
 
 
+@wrong("layer_tables", "an angle of 0")
+def no_tables_at_all(cos, sin, nope_layers, count):
+    zero = torch.zeros_like(cos)
+    return [(zero, zero) if n in nope_layers else (cos, sin) for n in range(count)]
+
+
+@wrong("layer_tables", "an angle of 0")
+def the_others_stand_still(cos, sin, nope_layers, count):
+    still = torch.ones_like(cos), torch.zeros_like(sin)
+    return [(cos, sin) if n in nope_layers else still for n in range(count)]
+
+
+@wrong("layer_tables", "don't write to them")
+def writes_to_the_tables(cos, sin, nope_layers, count):
+    rotating = cos.clone(), sin.clone()
+    still = cos.fill_(1), sin.zero_()
+    return [still if n in nope_layers else rotating for n in range(count)]
+
+
+@wrong("layer_tables", "two pairs of tables")
+def tables_for_each_layer(cos, sin, nope_layers, count):
+    return [
+        (torch.ones_like(cos), torch.zeros_like(sin))
+        if n in nope_layers
+        else (cos, sin)
+        for n in range(count)
+    ]
+
+
+SMOLLM3_SIZES = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "no_rope_layer_interval": 4,
+}
+
+
+def nope(data, first=1):
+    every, count = data["no_rope_layer_interval"], data["num_hidden_layers"]
+    turns = data.get("no_rope_layers") or [(n + first) % every for n in range(count)]
+    return {"nope_layers": tuple(n for n, x in enumerate(turns) if not x)}
+
+
+def smol_family(**changes):
+    right = {
+        "name": "SmolLM3",
+        "model_types": ("smollm3",),
+        "architectures": ("SmolLM3ForCausalLM",),
+        "names": decoder(),
+        "defaults": COMMON | SMOLLM3_SIZES,
+        "fields": nope,
+        "reads": ("no_rope_layers",),
+    }
+    return Family(**{**right, **changes})
+
+
+@wrong("smollm3", "no_rope_layers is [1, 0, 1]; expected no")
+def does_not_read_the_list():
+    return smol_family(reads=())
+
+
+@wrong("smollm3", "has other logits")
+def skips_the_list():
+    return smol_family(fields=lambda data: {}, ignores=("no_rope_layers",))
+
+
+@wrong("smollm3", "has other logits")
+def takes_1_for_no_rotation():
+    return smol_family(
+        fields=lambda data: {
+            "nope_layers": tuple(
+                n for n, x in enumerate(data.get("no_rope_layers") or ()) if x
+            )
+        }
+    )
+
+
+@wrong("smollm3", "with an interval of 2")
+def counts_from_0():
+    return smol_family(fields=lambda data: nope(data, first=0))
+
+
+@wrong("smollm3", "for SmolLM3, and with your defaults")
+def has_llamas_heads():
+    return smol_family(defaults=COMMON | SMOLLM3_SIZES | {"num_key_value_heads": None})
+
+
 def family(**changes):
     right = {
         "name": "Phi-3",
