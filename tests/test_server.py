@@ -753,7 +753,7 @@ def test_the_access_log(
     served: Served, caplog: pytest.LogCaptureFixture, prompts: bool
 ) -> None:
     """A line for each request; what a client wrote is in none, unless asked for."""
-    caplog.set_level(logging.INFO, "simplellm.engine.client")
+    caplog.set_level(logging.INFO, "simplellm.access")
     with serving(served.service.llm, log_prompts=prompts) as other:
         other.post(COMPLETE, {"prompt": "a secret", "max_tokens": 2})
         until(lambda: len(caplog.messages) == 1)  # a line comes behind the answer
