@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from families_text import write_text_side
-from models import SMALL, saying
+from models import SMALL, saying, write_model
 from serving import Served, serving
 from test_dialects import CALL, QWEN_PARTS, QWEN_TURN, USER, WEATHER
 
@@ -58,6 +58,23 @@ def test_what_ends_a_turn_and_begins_a_text(served: Served) -> None:
     ids = llm.tokenizer.encode("Hi")
     answer = served.post("/tokenize", {"prompt": "Hi"}).json()
     assert answer["tokens"] == [*llm.input_processor.dialect.begin, *ids]
+
+
+def test_what_begins_a_text_comes_once(tmp_path: Path) -> None:
+    """Also in front of a chat that a template has written; or not at all."""
+    with family_llm(write_model(tmp_path / "tiny"), "llama") as llm:
+        tokenizer, processor = llm.tokenizer, llm.input_processor
+        (first,) = processor.dialect.begin
+        chat = processor.process_chat([USER]).tokens
+        text = tokenizer.decode(chat)
+        assert chat[0] == first
+        assert processor.process(text, None, {"parse_special": True}).tokens == chat
+        assert processor.encode("Hi")[0] == first
+        options = {"add_special_tokens": False}
+        ids = processor.process("Hi", None, options).tokens
+        assert ids == tokenizer.encode("Hi")
+        (found,) = llm.generate(chat, max_tokens=1, parse_special=True)
+        assert found.prompt_token_ids == chat
 
 
 def test_a_turn_in_python(llm: LLM) -> None:

@@ -363,6 +363,32 @@ def test_models(served: Served) -> None:
     assert served.post(COMPLETE, {"prompt": "x", "model": "alias"}).status_code == 200
 
 
+def test_control_tokens_in_a_text_prompt(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the body says so; else they are text, which is told once."""
+    llm, path = served.service.llm, "/tokenize"
+    chat = llm.input_processor.process_chat(HELLO).tokens
+    text = TOKENIZER.decode(chat)
+    found = served.post(path, {"prompt": text, "parse_special": True}).json()
+    assert found["tokens"] == chat
+    llm.input_processor.warned.clear()
+    for more in ({}, {}, {"parse_special": False}):
+        found = served.post(path, {"prompt": text, **more}).json()["tokens"]
+        assert found == TOKENIZER.encode(text) != chat
+    (warning,) = [one for one in caplog.messages if "parse_special" in one]
+    assert "<|start|>" in warning
+    body = {"prompt": text, "parse_special": True, "return_token_ids": True}
+    found = served.post(COMPLETE, body).json()["choices"][0]
+    assert found["prompt_token_ids"] == chat
+    (output,) = llm.generate(text, parse_special=True, max_tokens=1)
+    assert output.prompt_token_ids == chat
+    for wrong in ({"parse_special": "yes"}, {"parse_special": 1}):
+        assert served.post(COMPLETE, {"prompt": "x", **wrong}).status_code == 400
+    with pytest.raises(ValueError, match=r"parse_special .*messages hold no control"):
+        llm.chat(HELLO, parse_special=True)
+
+
 def test_tokens(served: Served) -> None:
     text = "What is 2 + 3? 😀"
     found = served.post("/tokenize", {"prompt": text, "return_token_strs": True})

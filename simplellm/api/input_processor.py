@@ -1,5 +1,6 @@
 """What users ask for is checked here, once, and becomes requests."""
 
+import logging
 import math
 import re
 import secrets
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,7 +56,10 @@ MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
 MAX_GRAMMARS = 64  # that are kept
+LOGGER = logging.getLogger("simplellm")
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
+ENCODING = ("parse_special", "add_special_tokens")  # of a prompt that is text
+LIKE_CONTROL = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")  # in a prompt's text
 
 
 class ContextLengthError(ValueError):
@@ -161,6 +165,7 @@ class InputProcessor:
     max_model_len: int  # tokens of a prompt and its output
     compiler: Callable[[str], Grammar] | None = None  # of text; None: its own
     dialect: Dialect = HARMONY  # of chats
+    warned: list[str] = field(default_factory=list)  # control tokens' names
 
     @classmethod
     def open(cls, place: Path, config: ModelConfig) -> "InputProcessor":
@@ -205,9 +210,38 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text that is no chat, with what has to stand in front."""
-        return [*self.dialect.begin, *self.need_tokenizer().encode(text)]
+    def encode(
+        self,
+        text: str,
+        parse_special: bool | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """The token ids of a text that is no chat, with what has to stand in front.
+
+        With ``parse_special`` the names of control tokens in it are these, as in the
+        text of a chat that a template has written; it is llama.cpp's word. Without,
+        they are text, and unless that is said, the first such prompt logs a warning.
+        ``add_special_tokens`` says whether what stands in front is added, if it isn't
+        there yet; it is vLLM's word.
+        """
+        if parse_special is not None:
+            check_kind("parse_special", parse_special, bool)
+        check_kind("add_special_tokens", add_special_tokens, bool)
+        tokenizer, begin = self.need_tokenizer(), [*self.dialect.begin]
+        ids = tokenizer.encode(text, special=bool(parse_special))
+        if parse_special is None and not self.warned:
+            names = (match[0] for match in LIKE_CONTROL.finditer(text))
+            found = next((name for name in names if name in tokenizer.special), None)
+            if found is not None:
+                self.warned.append(found)
+                LOGGER.warning(
+                    "a prompt has %r, a control token's name, which is taken as text; "
+                    "with parse_special=True it would be the control token",
+                    found,
+                )
+        return (
+            ids if not add_special_tokens or ids[: len(begin)] == begin else begin + ids
+        )
 
     def parser(self, asked: Request) -> TurnParser:
         """What reads the turn that a chat's request asks for."""
@@ -272,6 +306,9 @@ class InputProcessor:
         given: Any = chat_template_kwargs
         expect_type("chat_template_kwargs", given, Mapping | None, wanted)
         check_kind("parallel_tool_calls", parallel_tool_calls, bool)
+        odd = next((key for key in ENCODING if key in overrides), None)
+        wanted = "it beside a text that is no chat: messages hold no control tokens"
+        expect(odd is None, str(odd), "given", wanted)
         functions = [] if tool_choice == "none" else as_tools(tools or ())
         wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
@@ -320,8 +357,9 @@ class InputProcessor:
         if timeout is not None:
             check_number("timeout", timeout, float, 0, MAX_SECONDS)
             deadline = time.monotonic() + timeout
+        encoding = {key: options.pop(key) for key in ENCODING if key in options}
         params = self._params(params, options)
-        ids = self._prompt_ids(prompt)
+        ids = self._prompt_ids(prompt, encoding)
         limit = self.max_model_len
         self.check_length(len(ids), int(params.max_tokens != 0))
         self._check_ids(ids, params)
@@ -401,9 +439,9 @@ class InputProcessor:
             self.need_tokenizer()
         return params
 
-    def _prompt_ids(self, prompt: Any) -> list[int]:
+    def _prompt_ids(self, prompt: Any, encoding: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self.encode(prompt)
+            prompt = self.encode(prompt, **encoding)
         prompt = plain(prompt)
         expect_type("a prompt", prompt, list | tuple, "text or token ids")
         if not prompt:

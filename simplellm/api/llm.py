@@ -113,10 +113,14 @@ class LLM:
 
         It is a future of a list of `RequestOutput`, which can be awaited, and which
         waits by itself where it is used like that list. A prompt is text, taken as it
-        stands, or a list of token ids. ``sampling_params`` are one for all or one each.
-        The samples of a prompt share its computation and its pages; with a seed s they
-        draw with s, s + 1, ... Cancelling or dropping the future ends its requests.
-        ``use_tqdm`` shows a bar that counts them.
+        stands, or a list of token ids. Names of control tokens in a text are text; with
+        ``parse_special=True`` they are these tokens, as in a chat that its template has
+        written, and ``add_special_tokens=False`` puts none in front.
+
+        ``sampling_params`` are one for all or one each. The samples of a prompt share
+        its computation and its pages; with a seed s they draw with s, s + 1, ...
+        Cancelling or dropping the future ends its requests. ``use_tqdm`` shows a bar
+        that counts them.
         """
         asked = self.input_processor.process_all(prompts, sampling_params, overrides)
         samples = self._samples(asked)

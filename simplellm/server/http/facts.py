@@ -47,6 +47,8 @@ class TokenizeBody:
     tools: list[dict[str, Any]] | None = None
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
     return_token_strs: bool = False
+    add_special_tokens: bool = True
+    parse_special: bool | None = None
 
     @property
     def compiles(self) -> bool:
@@ -67,7 +69,9 @@ def tokenize(call: Call) -> dict[str, Any]:
     input_processor = call.service.llm.input_processor
     tokenizer = input_processor.need_tokenizer()
     if body.prompt is not None:
-        ids = input_processor.encode(body.prompt)
+        ids = input_processor.encode(
+            body.prompt, body.parse_special, body.add_special_tokens
+        )
     else:
         asked = input_processor.process_chat(
             body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort

@@ -13,7 +13,6 @@ from simplellm.base.config import declared, expect
 from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
-    NOT_HERE,
     SHARED_UNSUPPORTED,
     SampledBody,
     Unsupported,
@@ -38,12 +37,14 @@ class CompletionBody(SampledBody):
     unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
         "best_of": Unsupported("use n, and choose among the answers yourself", (1,)),
         "suffix": Unsupported("gpt-oss was not trained to fill in the middle", ("",)),
-        "add_special_tokens": Unsupported(NOT_HERE, (True, False)),  # there are none
     }
 
     prompt: str | list[str] | list[int] | list[list[int]]
     response_format: dict[str, Any] | None = None  # as vLLM has it
     echo: bool = False  # the prompt in front of the text
+    add_special_tokens: bool = True  # in front of a text, as vLLM has it
+    # Whether names of control tokens in a text are these, as llama.cpp has it.
+    parse_special: bool | None = None
     logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
 
     @property
@@ -61,6 +62,8 @@ class Completion(Generation):
         params = {
             "max_tokens": MAX_TOKENS,
             "priority": body.priority,
+            "add_special_tokens": body.add_special_tokens,
+            "parse_special": body.parse_special,
             "logprobs": body.logprobs,
             "prompt_logprobs": body.prompt_logprobs,
             **body.sampling,
