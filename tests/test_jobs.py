@@ -629,9 +629,12 @@ def test_lines_in_openais_form_get_openais_answers(llm, tmp_path):
         openai_line("e", chat, messages=question, stream=True),
         {"custom_id": "f", "url": text},
         openai_line("g", text, prompt="x") | {"metod": "POST"},
+        openai_line("h", "/v1/responses", input="What is 47 + 85?", temperature=0),
+        openai_line("i", "/v1/responses", input="x", previous_response_id="resp_1"),
+        openai_line("j", chat, messages=question, store=True, max_tokens=1),
     )
     target = tmp_path / "out.jsonl"
-    assert run(llm, source, target) == (3, 5, 0)
+    assert run(llm, source, target) == (5, 6, 0)
     lines = [json.loads(line) for line in target.read_bytes().splitlines()]
     assert all(raw.startswith(jobs.HEAD) for raw in target.read_bytes().splitlines())
     found = {line["custom_id"]: line for line in lines if "custom_id" in line}
@@ -645,13 +648,17 @@ def test_lines_in_openais_form_get_openais_answers(llm, tmp_path):
     assert bodies["a"]["usage"]["completion_tokens"] == turn.usage.completion_tokens
     assert [choice["index"] for choice in bodies["b"]["choices"]] == [0, 1, 2, 3]
     status = {name: line["response"]["status_code"] for name, line in found.items()}
-    assert status == {"a": 200, "b": 200} | dict.fromkeys("cdefg", 400)
-    errors = {name: bodies[name]["error"] for name in "cdefg"}
+    assert status == dict.fromkeys("abhj", 200) | dict.fromkeys("cdefgi", 400)
+    *_, said = bodies["h"]["output"]
+    assert bodies["h"]["object"] == "response" and bodies["h"]["status"] == "completed"
+    assert said["content"][0]["text"] == turn.content
+    errors = {name: bodies[name]["error"] for name in "cdefgi"}
     params = {name: error["param"] for name, error in errors.items()}
     assert params["c"] == "temperature" and params["d"] == "url"
     assert params["e"] == "stream" and "expected false in a batch" in str(errors["e"])
     assert "prompt is missing" in errors["f"]["message"]
     assert "metod" in errors["g"]["message"]
+    assert params["i"] == "previous_response_id"
 
 
 def test_runs_go_on_in_openais_form_too(llm, tmp_path):

@@ -28,6 +28,8 @@ from json_schemas import (
 from models import TOKENIZER
 from random_schemas import errors
 
+from simplellm.structured.rules import schema_rules
+
 BIG = 2**53 + 1
 # What llguidance alone would take, and the schema that it would take it for.
 TRAPS: dict[str, tuple[Any, str]] = {
@@ -149,6 +151,58 @@ def test_a_trap_is_refused(name: str) -> None:
         assert "schema" in str(error)
     else:
         assert not takes(matcher, text)
+
+
+# Schemas with keywords that say nothing where they stand, and the same without.
+STRINGS = {"type": "array", "items": {"type": "string"}}
+NOTHING = [
+    (STRINGS | {"uniqueItems": False}, STRINGS),
+    (STRINGS | {"additionalItems": False}, STRINGS),
+    ({"additionalItems": {"not": {}}}, {}),
+    ({"propertyNames": {"type": "string"}, "type": "object"}, {"type": "object"}),
+    ({"unevaluatedProperties": True, "type": "object"}, {"type": "object"}),
+    ({"dependencies": {}, "dependentRequired": {}}, {}),
+    ({"then": {"const": 1}, "minContains": 2}, {}),
+    ({"if": {"const": 1}}, {}),
+    *(
+        ({"properties": {"a": STRINGS | {key: "x:y"}}}, {"properties": {"a": STRINGS}})
+        for key in ("$id", "id", "$schema")
+    ),
+    (
+        {"anyOf": [{"$id": "a", "properties": {"id": {"const": 1}}}]},
+        {"anyOf": [{"properties": {"id": {"const": 1}}}]},
+    ),
+    (
+        {"anyOf": [{"$schema": "x:y", "$ref": "#/$defs/b"}], "$defs": {"b": {}}},
+        {"anyOf": [{"$ref": "#/$defs/b"}], "$defs": {"b": {}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "same"), NOTHING, ids=str)
+def test_what_says_nothing_is_dropped(schema: Any, same: Any) -> None:
+    assert schema_rules(schema, "schema") == schema_rules(same, "schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        STRINGS | {"uniqueItems": True},
+        {"items": [{}], "additionalItems": False},
+        {"propertyNames": {"pattern": "^a"}},
+        {"propertyNames": {"type": "integer"}},
+        {"unevaluatedProperties": False},
+        {"dependentRequired": {"a": ["b"]}},
+        {"if": {"const": 1}, "then": {"const": 2}},
+        {"contains": {"const": 1}, "minContains": 2},
+        {"not": {}},
+        {"properties": {"a": {"$id": "x:y", "items": {"$ref": "#/properties/a"}}}},
+    ],
+    ids=str,
+)
+def test_what_says_something_is_refused(schema: Any) -> None:
+    with pytest.raises(ValueError, match="schema"):
+        schema_rules(schema, "schema")
 
 
 @pytest.mark.parametrize(

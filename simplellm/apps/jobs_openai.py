@@ -4,7 +4,7 @@ They are read, checked and answered as the server would answer the same body. Ne
 extra [serve].
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,23 @@ RESULT_PREFIX = "batch_req_"  # of a result's id, before the digest of its reque
 
 
 @dataclass(frozen=True)
-class Desk:
+class OfflineService:
     """What endpoints need of a server. A body may name any model: there is but one."""
 
     llm: Any
+    responses: Any  # a store, in which nothing is found
+    strict: bool = False
 
     def check_model(self, name: str | None) -> str:
         return name or "simplellm"
+
+    def lenience(self) -> Any:
+        from simplellm.server.http.endpoint import lenience_of
+
+        return lenience_of(self.llm, ())
+
+    def warn(self, ignored: Iterable[str]) -> None:
+        """Nothing: what is ignored of a line changes no answer."""
 
 
 def result_of(digest: str, custom_id: str | int, status: int, body: Any) -> Any:
@@ -39,13 +49,16 @@ def read_request(
     Raises APIError for what it would refuse.
     """
     # Most batch files do without it, and the extra may not be installed.
-    from simplellm.server.http.bodies import known_names, read_body
+    from simplellm.server.http.bodies import known_names
     from simplellm.server.http.endpoint import Call
     from simplellm.server.http.errors import as_api_error
     from simplellm.server.openai.chat import CHATS
     from simplellm.server.openai.completions import COMPLETIONS
+    from simplellm.server.openai.responses import RESPONSES
+    from simplellm.server.openai.responses_store import ResponseStore
 
-    endpoints = {endpoint.path: endpoint for endpoint in (*COMPLETIONS, *CHATS)}
+    every = (*COMPLETIONS, *CHATS, *RESPONSES[:1])
+    endpoints = {endpoint.path: endpoint for endpoint in every}
     kind: Any = None
     try:
         for name in request:
@@ -56,8 +69,9 @@ def read_request(
         kind = endpoint.body
         expect(isinstance(given, dict), "body", given, "an object", TypeError)
         expect(not given.get("stream"), "stream", True, "false in a batch")
-        body = read_body(kind, with_defaults(given, defaults))
-        call = Call(service=Desk(llm), request=None, id="", body=body)  # type: ignore[arg-type]
+        service: Any = OfflineService(llm, ResponseStore())
+        call = Call(service=service, request=None, id="")  # type: ignore[arg-type]
+        call.body = endpoint.read_parsed(call, with_defaults(given, defaults))
         return endpoint.answer(call)
     except Exception as error:
         refused = as_api_error(error, known_names(kind) if kind else LINE_FIELDS)
@@ -77,7 +91,13 @@ async def answer_body(
     except APIError as refused:
         return refused.status, openai_form(refused)
     replies = llm.replies(made.requests, n=made.n, chat=made.chat)
-    outputs = await replies.finish()
+    made.begin(replies)
+    if made.gathers:
+        async for index, part in replies:
+            made.part(index, part)
+        outputs = replies.outputs()
+    else:
+        outputs = await replies.finish()
     return 200, made.whole(outputs, replies.usage())
 
 
@@ -86,6 +106,6 @@ def with_defaults(
 ) -> dict[str, Any]:
     """A body with the ``defaults`` for parameters that it leaves open."""
     given = {name for name, value in body.items() if value is not None}
-    if "max_completion_tokens" in given:
+    if given & {"max_completion_tokens", "max_output_tokens"}:
         given.add("max_tokens")
     return {**body, **{k: v for k, v in defaults.items() if k not in given}}

@@ -77,6 +77,8 @@ SIDES = (
     ("maximum", "exclusiveMaximum", LAST_INTEGER),
 )
 
+IDS = ("$id", "id", "$schema")  # the second one in old drafts
+
 # What a $ref may not lead to: there a schema would be a value too.
 VALUE_WITHIN = re.compile(r"(?<!properties)(?<!\$defs)(?<!definitions)/(const|enum)\b")
 
@@ -337,6 +339,52 @@ def exact_pattern(pattern: str) -> str:
     return PART.sub(exact, pattern)
 
 
+# Keywords of UNSUPPORTED with the values that say nothing of an instance.
+EMPTY_VALUES: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),  # as all names are
+    "additionalItems": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+}
+# Others of them say nothing without any of these.
+MEANT_BESIDE = {
+    "if": ("then", "else"),
+    "then": ("if",),
+    "else": ("if",),
+    "minContains": ("contains",),
+    "maxContains": ("contains",),
+}
+
+
+def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
+    """Take out of one schema what means nothing where it stands.
+
+    Generators write such keywords everywhere. An id inside the whole schema is a name
+    that nothing here goes by, unless a $ref under it is to begin there.
+    """
+    for key in [key for key in schema if key in UNSUPPORTED]:
+        empty = schema[key] in EMPTY_VALUES.get(key, ())
+        alone = key in MEANT_BESIDE and schema.keys().isdisjoint(MEANT_BESIDE[key])
+        no_list = key == "additionalItems" and not isinstance(schema.get("items"), list)
+        if empty or alone or no_list:
+            del schema[key]
+    if schema is root:
+        return
+    names = [key for key in IDS if isinstance(schema.get(key), str)]
+    if names == ["$schema"] or (names and not refers(schema)):
+        for key in names:
+            del schema[key]
+
+
+def refers(schema: dict[str, Any]) -> bool:
+    """Whether there is a $ref in a schema."""
+    return any("$ref" in one for _, one in chain(*levels_of(schema, "")))
+
+
 def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | None:
     """What one schema says itself that can't be done."""
     for key in schema:
@@ -353,7 +401,7 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     if text and form is not None and form not in STRING_FORMATS:
         known = ", ".join(STRING_FORMATS)
         return f"{path}.format is {short(form)}; expected one of {known}"
-    for key in ("$id", "id", "$schema"):  # the second one in old drafts
+    for key in IDS:
         if isinstance(schema.get(key), str) and schema is not root:
             # It would lead each $ref inside elsewhere, or unmake keywords.
             return f"{path}.{key}: expected none but that of the whole schema"
@@ -390,6 +438,7 @@ def problem_of(root: Any, where: str) -> str | None:
             floors = levels_of(target, where + unquote(pointer[1:]).replace("/", "."))
             seen[id(target)] = len(floors)
             for path, schema in chain(*floors):
+                drop_what_says_nothing(schema, root)
                 if (problem := keyword_problem(schema, path, root)) is not None:
                     return problem
                 every.append(schema)

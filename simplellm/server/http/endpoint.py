@@ -100,9 +100,7 @@ class Service:
 
     def lenience(self) -> Lenience:
         """What the rewriting of one body needs to know."""
-        return Lenience(
-            self.names, template=self.llm.input_processor.dialect is not HARMONY
-        )
+        return lenience_of(self.llm, self.names)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log names that nothing is done with, each once: every request may have it."""
@@ -117,6 +115,11 @@ class Service:
             raise unavailable("the engine died", "engine_error")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")
+
+
+def lenience_of(llm: LLM, names: Sequence[str]) -> Lenience:
+    """What the rewriting of bodies needs to know of a model and what it goes by."""
+    return Lenience(names, template=llm.input_processor.dialect is not HARMONY)
 
 
 @dataclass(eq=False)
