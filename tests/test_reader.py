@@ -317,11 +317,11 @@ def test_a_cancelled_task_ends_its_request(start: Any) -> None:
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_closing_or_dropping_a_stream_ends_its_request(
-    start: Any, first_scheduled_time: bool, how: str
+    start: Any, begun: bool, how: str
 ) -> None:
     llm = start()
     stream = llm.stream([1], **LONG)
-    if first_scheduled_time:
+    if begun:
         next(stream)
     if how == "close":
         stream.close()

@@ -193,8 +193,8 @@ def test_the_end_of_a_drain(folder: Path, again: bool) -> None:
 def test_the_engine_dies(folder: Path) -> None:
     with LLM(folder, SMALL) as llm, serving(llm) as served, slow(llm):
         client = connect(served.port, COMPLETE, LONG | {"stream": True})
-        first_scheduled_time = client.recv(20)
-        assert first_scheduled_time.startswith(b"HTTP/1.1 200")
+        begun = client.recv(20)
+        assert begun.startswith(b"HTTP/1.1 200")
 
         def broken() -> None:
             raise RuntimeError("broken on purpose")

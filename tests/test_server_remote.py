@@ -60,7 +60,7 @@ def far(folder: Path) -> Iterator[LLM]:
     with remote(folder, MANY) as llm:
         yield llm
         until(lambda: not llm._delivery.readers)
-        assert not llm.engine.open and not llm.engine.asked
+        assert not llm.engine.open and not llm.engine.answers
         assert llm.stats().cache_usage == 0
 
 

@@ -38,6 +38,7 @@ from simplellm.checkpoint.folder import (
     small_files,
     turn_ends,
 )
+from simplellm.engine.client import EngineClient
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
 from simplellm.structured.rules import WHERE, rules_text
 from simplellm.structured.vocabulary import Grammars, refusal
@@ -458,7 +459,7 @@ class InputProcessor:
 class Loaded:
     """All that an LLM is made of."""
 
-    engine: Any  # an `Engine`, or whatever has its events and methods
+    engine: EngineClient
     input_processor: InputProcessor
     how: str  # which operations compute, and why
     weights_seconds: float  # that it took to read the weights

@@ -78,7 +78,8 @@ class LLM:
         return llm
 
     def _begin(self, loaded: Loaded) -> None:
-        self.engine, self.config = loaded.engine, loaded.input_processor.config
+        self.engine: Any = loaded.engine  # an EngineClient; some look inside
+        self.config = loaded.input_processor.config
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
         self.input_processor = loaded.input_processor

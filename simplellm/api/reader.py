@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from simplellm.api.reply import Reply
 from simplellm.base.request import Event, Request
-from simplellm.engine.client import failure
+from simplellm.engine.client import EngineClient, failure
 
 LOGGER = logging.getLogger("simplellm")
 Samples = Sequence[Sequence[tuple[Request, Reply]]]  # prompt by prompt
@@ -60,12 +60,9 @@ class Reader:
 
 
 class Delivery:
-    """Brings the engine's events to their readers, in a thread of its own.
+    """Brings the engine's events to their readers, in a thread of its own."""
 
-    ``engine`` is an `Engine`, or whatever has its events and methods.
-    """
-
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self.readers: dict[int, Reader] = {}  # by the number of their request
         # Those with callbacks to come: who waits for one need not keep the future.

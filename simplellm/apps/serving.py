@@ -2,7 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,9 @@ from simplellm.server.start import (
     spawn,
     spawn_each,
 )
+
+if TYPE_CHECKING:
+    from simplellm.server.remote.client import RemoteClient
 
 MAX_REPLICAS = 64
 EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the package
@@ -156,7 +159,9 @@ def serve_model(
             )
 
 
-def begin(replicas: int | None, device: str | None, watchdog_timeout: float) -> Any:
+def begin(
+    replicas: int | None, device: str | None, watchdog_timeout: float
+) -> "RemoteClient":
     """What will be an engine, or several as one."""
     if replicas is None:
         process, link = spawn()  # it imports meanwhile

@@ -1,9 +1,13 @@
-"""Who may ask an engine, wherever it is: what an `Engine` and its stand-ins share."""
+"""What an engine is to whoever uses it, wherever it runs: an `EngineClient`."""
 
 import os
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from simplellm.base.grammar import GrammarError
-from simplellm.base.request import EngineError
+from simplellm.base.request import EngineError, Event, Request
+from simplellm.engine.stats import Stats
 
 
 class UnfitError(EngineError):
@@ -18,11 +22,74 @@ def failure(what: str, cause: BaseException) -> EngineError:
     return error
 
 
-class Access:
-    """Who may ask an engine: its own process, while it is alive and open."""
+class EventSource(Protocol):
+    """Where the events of an engine come from."""
+
+    def get(self) -> Event | None:
+        """Wait for the next event; None once no more will come."""
+
+
+class EngineClient(Protocol):
+    """An engine: in a thread of this process, in another process, or several as one.
+
+    Requests go in by `submit`, and what becomes of them comes out of ``events``, which
+    one thread reads. All methods may be called from any thread, and none waits for a
+    step.
+    """
+
+    dead: BaseException | None  # what it died of, or why nobody reads its events
+
+    @property
+    def events(self) -> EventSource:
+        """What becomes of requests; the last event of each has a finish_reason."""
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread of this process that runs the steps, if one does."""
+
+    def start(self) -> None:
+        """Begin to compute."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, each with a number of its own, and their siblings.
+
+        Raises QueueFullError or EngineError and then has taken none of them. An engine
+        in another process tells by the first event of each that its queue is full.
+        """
+
+    def abort(self, number: int, reason: str = "abort") -> None:
+        """End a request soon; nothing if it has ended. Finalizers may call it."""
+
+    def stats(self) -> Stats:
+        """How the engine is doing. Raises EngineError if it can't say."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who waits, who runs and who holds which pages, as plain data.
+
+        Raises EngineError if the engine can't say.
+        """
+
+    def health(self) -> dict[str, Any]:
+        """What there is to say of an engine that `check` finds well."""
+
+    def check(self) -> None:
+        """Raise EngineError if the engine cannot answer any more."""
+
+    def check_process(self) -> None:
+        """Raise EngineError in a fork of the process that the client belongs to."""
+
+    def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
+        """Take no more requests; finish those there are, or ``cancel`` them now.
+
+        Waits until that is done, for at most ``timeout`` seconds.
+        """
+
+
+class EngineBase:
+    """What all engines have in common: they are open, closing or dead."""
 
     def __init__(self) -> None:
-        self.dead: BaseException | None = None  # what it died of
+        self.dead: BaseException | None = None
         self.closing = self.cancelling = False
         self.pid = os.getpid()
 
@@ -46,3 +113,7 @@ class Access:
         self.check()
         if self.closing:
             raise EngineError("this LLM is closed; expected one that is open")
+
+    def health(self) -> dict[str, Any]:
+        """What there is to say of an engine that `check` finds well."""
+        return {}

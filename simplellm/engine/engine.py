@@ -19,7 +19,7 @@ import torch
 
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
-from simplellm.engine.client import Access, failure
+from simplellm.engine.client import EngineBase, failure
 from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
@@ -28,7 +28,7 @@ from simplellm.engine.stats import Meter, Stats
 LOGGER = logging.getLogger("simplellm")
 
 
-class Engine(Access):
+class Engine(EngineBase):
     """Runs many requests at once, a step at a time.
 
     With ``overlap`` a step is scheduled while the one before is still computed. Without

@@ -91,7 +91,7 @@ class DrainingServer(uvicorn.Server):
         """Whether to stop now; asked ten times a second."""
         await super().on_tick(counter)
         service = self.service
-        dead = service.llm.engine.dead is not None
+        dead = service.engine.dead is not None
         idle = service.draining and not service.running
         late = time.monotonic() >= self.deadline
         if not (dead or idle or late):
@@ -149,7 +149,7 @@ def serve(
     )
     freeze_objects()
     DrainingServer(config, service, options.grace, tell).run([bound])
-    if llm.engine.dead is not None:
-        LOGGER.error("the engine died: %r", llm.engine.dead)
+    if service.engine.dead is not None:
+        LOGGER.error("the engine died: %r", service.engine.dead)
         return 1
     return 0

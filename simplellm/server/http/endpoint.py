@@ -32,6 +32,7 @@ from simplellm.api.outputs import Usage
 from simplellm.api.reader import END
 from simplellm.api.streams import Replies
 from simplellm.base.request import EngineError, Request
+from simplellm.engine.client import EngineClient
 from simplellm.server.http import sse
 from simplellm.server.http.bodies import (
     known_names,
@@ -91,6 +92,10 @@ class Service:
     def __post_init__(self) -> None:
         self.metrics = ServerMetrics(self.llm, self.names[0])
 
+    @property
+    def engine(self) -> EngineClient:
+        return self.llm.engine
+
     def check_model(self, name: str | None) -> str:
         """What the answer calls the model that a body asks for. Raises APIError."""
         if name is None or name in self.names:
@@ -111,7 +116,7 @@ class Service:
 
     def check(self) -> None:
         """Raise APIError if the model can be asked nothing now."""
-        if self.llm.engine.dead is not None:
+        if self.engine.dead is not None:
             raise unavailable("the engine died", "engine_error")
         if self.draining:
             raise unavailable("the server is shutting down", "shutting_down")

@@ -10,7 +10,6 @@ from simplellm.base.config import expect
 from simplellm.base.request import EngineError
 from simplellm.server.http import answers
 from simplellm.server.http.endpoint import Call, Endpoint
-from simplellm.server.remote.replicas import Replicas
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -114,13 +113,13 @@ def detokenize(call: Call) -> dict[str, Any]:
 def health(call: Call) -> dict[str, Any]:
     """Whether the model can be asked: 503 if it can't, or soon no longer."""
     call.service.check()
-    engine = call.service.llm.engine
+    engine = call.service.engine
     try:
         engine.check()
     except EngineError:
         call.service.check()
         raise
-    return {"status": "ok"} | (engine.health() if isinstance(engine, Replicas) else {})
+    return {"status": "ok"} | engine.health()
 
 
 async def metrics(call: Call) -> Response:

@@ -98,7 +98,7 @@ class Lookout:
         with self.lock:
             now = time.monotonic()
             if now - self.looked >= EVERY:
-                engine = self.service.llm.engine
+                engine = self.service.engine
                 found, stats = cut(engine.snapshot()), engine.stats()
                 found["totals"] |= {
                     "tokens": stats.generated_tokens,
@@ -138,7 +138,7 @@ class View(Response):
         await send(start_of(None))
         latest: dict[str, Any] = {}
         sent = time.monotonic()
-        while not service.draining and service.llm.engine.dead is None:
+        while not service.draining and service.engine.dead is None:
             with suppress(EngineError):
                 told = await run_in_threadpool(self.told)  # the engine may be far
                 data = sse.event(told) if told != latest else b""

@@ -12,16 +12,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
 from simplellm.checkpoint.folder import open_config, place_of
-from simplellm.engine.client import Access, failure
+from simplellm.engine.client import EngineBase, EngineClient, failure
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.wire import (
     as_error,
@@ -46,8 +44,31 @@ class DistantError(Exception):
         return str(self)
 
 
-class RemoteEngine(Access):
-    """What `Delivery` and the server need of an engine; ``process``, a Popen, has it.
+class EventStream:
+    """An `EventSource` of what an iterator gives."""
+
+    def __init__(self, events: Iterator[Event]) -> None:
+        self.iterator = events
+
+    def get(self) -> Event | None:
+        return next(self.iterator, None)
+
+
+class RemoteClient(EngineClient, Protocol):
+    """An `EngineClient` whose engine loads, and compiles grammars, elsewhere."""
+
+    def load(self, options: dict[str, Any]) -> None:
+        """Let it load a model; `loaded` tells of that, two times."""
+
+    def loaded(self) -> dict[str, Any]:
+        """Wait for what is said next of loading. Raises what that has raised."""
+
+    def compile(self, text: str) -> Grammar:
+        """A grammar that the engine's process keeps. Raises GrammarError."""
+
+
+class RemoteEngine(EngineBase):
+    """An engine in another process, at the other end of ``link``.
 
     What it tells is read where its events are: whoever takes these from ``events``
     brings the answers to everybody else too. A process without progress for more than
@@ -58,19 +79,19 @@ class RemoteEngine(Access):
 
     def __init__(
         self,
-        process: Any,
+        process: subprocess.Popen[bytes],
         link: socket.socket,
         watchdog_timeout: float = WATCHDOG_TIMEOUT,
     ) -> None:
         super().__init__()
         self.process, self.link = process, link
         self.frames = frames(link)
-        self.events = SimpleNamespace(get=partial(next, self._events(), None))
+        self.events = EventStream(self._events())
         # A SimpleQueue may be put to from a finalizer, which may run in any thread.
         self.outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # guards what follows
         self.open: set[int] = set()  # requests that haven't ended
-        self.asked: dict[int, Future[Any]] = {}  # questions, until they are answered
+        self.answers: dict[int, Future[Any]] = {}  # to come, to questions
         self.numbers = itertools.count()
         self.over = False  # no events will come, nor answers
         self.watchdog_timeout = watchdog_timeout
@@ -154,7 +175,7 @@ class RemoteEngine(Access):
                 self.check_open()
             number = next(self.numbers)
             frame = as_frame(["ask", number, *question])
-            self.asked[number] = answer
+            self.answers[number] = answer
             self.outgoing.put(frame)
         try:
             return answer.result(ANSWER_SECONDS)
@@ -200,7 +221,7 @@ class RemoteEngine(Access):
                         self.open.discard(event.number)
                     yield event
                 for number, found, error in frame["told"]:
-                    answer = self.asked.pop(number)
+                    answer = self.answers.pop(number)
                     if error is None:
                         answer.set_result(found)
                     else:
@@ -217,9 +238,9 @@ class RemoteEngine(Access):
             if self.dead is None and not (orderly or self.cancelling):
                 self.dead = DistantError(f"its process {ended}")
             self.over = True
-            left, asked = sorted(self.open), [*self.asked.values()]
+            left, unanswered = sorted(self.open), [*self.answers.values()]
         self.outgoing.put(None)
-        for answer in asked:
+        for answer in unanswered:
             answer.set_exception(EngineError(f"the engine's process {ended}"))
         for number in left:
             if self.dead is None:
@@ -240,7 +261,7 @@ class RemoteEngine(Access):
 
 
 def load_remote(
-    engine: Any,
+    engine: RemoteClient,
     path: str | None = None,
     config: EngineConfig | None = None,
     *,
@@ -250,7 +271,7 @@ def load_remote(
     seed: int | None = None,
     log_level: str = "warning",
 ) -> Loaded:
-    """What an `LLM` needs, with ``engine``, a `RemoteEngine` or several of them as one.
+    """What an `LLM` needs, with ``engine``, a `RemoteEngine` or `Replicas`.
 
     Other arguments and errors are those of `LLM`. Here is what makes text and requests:
     the tokenizer, and no weights. Nothing here needs PyTorch.

@@ -10,22 +10,22 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from simplellm.base.config import expect
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
-from simplellm.engine.client import Access
+from simplellm.engine.client import EngineBase
 from simplellm.engine.stats import Stats
-from simplellm.server.remote.client import DistantError, RemoteEngine
+from simplellm.server.remote.client import DistantError, EventStream, RemoteEngine
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
+Answer = TypeVar("Answer")
 STRIDE = 16  # tokens: so finely beginnings are told apart
 MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
 # A replica is overloaded if it has more requests than this share of those of another
@@ -98,8 +98,8 @@ class PendingRequest:
         self.tried: set[ReplicaSlot] = set()  # that are full, or gone
 
 
-class Replicas(Access):
-    """What `Delivery` and the server need of an engine, of one for each of ``spawns``.
+class Replicas(EngineBase):
+    """Several engines, one for each of ``spawns``, as an `EngineClient`.
 
     Each gives a process and the link to it, as `spawn` does: at the beginning and
     whenever an engine has ended, or hung for ``watchdog_timeout`` seconds.
@@ -114,7 +114,7 @@ class Replicas(Access):
         self.watchdog_timeout = watchdog_timeout
         self.slots = [ReplicaSlot(spawn) for spawn in spawns]
         self.queue: queue.Queue[Event] = queue.Queue(MOST_EVENTS)
-        self.events = SimpleNamespace(get=self._next)
+        self.events = EventStream(self._events())
         self.phases = iter(range(2))  # of loading, as `RemoteEngine.loaded` has them
         self.pool = ThreadPoolExecutor(2 * len(spawns))  # for questions to all of them
         self.slot_of: dict[int, ReplicaSlot] = {}  # of requests that haven't ended
@@ -260,14 +260,15 @@ class Replicas(Access):
             self.slot_of.pop(number, None)
         self.queue.put(event)
 
-    def _next(self) -> Event | None:
-        """The next event; None once all engines have ended for good."""
+    def _events(self) -> Iterator[Event]:
+        """What becomes of requests, until all engines have ended for good."""
         while True:
             over = self.closing and not any(slot.ready for slot in self.slots)
-            with suppress(queue.Empty):
-                return self.queue.get(timeout=0 if over else LOOK_AGAIN)
-            if over:
-                return None
+            try:
+                yield self.queue.get(timeout=0 if over else LOOK_AGAIN)
+            except queue.Empty:
+                if over:
+                    return
 
     # Questions to all of them
 
@@ -287,14 +288,17 @@ class Replicas(Access):
         expect_one(ready or self.closing)
         return ready
 
-    def _ask_all(self, name: str, *question: Any) -> list[tuple[ReplicaSlot, Any]]:
+    def _ask_all(
+        self, question: Callable[[RemoteEngine], Answer]
+    ) -> list[tuple[ReplicaSlot, Answer]]:
         """What each of them answers, but for those that end meanwhile."""
 
         def ask(
             one: tuple[ReplicaSlot, RemoteEngine],
-        ) -> tuple[ReplicaSlot, Any] | None:
+        ) -> tuple[ReplicaSlot, Answer] | None:
+            slot, engine = one
             with suppress(EngineError):
-                return one[0], getattr(one[1], name)(*question)
+                return slot, question(engine)
             return None
 
         self.check_process()
@@ -306,7 +310,7 @@ class Replicas(Access):
 
     def stats(self) -> Stats:
         """How they are doing together; quantiles are those of the slowest one."""
-        for slot, stats in self._ask_all("stats"):
+        for slot, stats in self._ask_all(RemoteEngine.stats):
             slot.stats = stats
         every = [stats for slot in self.slots for stats in slot.past]
         latest = [slot.stats for slot in self.slots if slot.stats is not None]
@@ -320,7 +324,7 @@ class Replicas(Access):
 
     def snapshot(self) -> dict[str, Any]:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
-        snapshots = [snapshot for _, snapshot in self._ask_all("snapshot")]
+        snapshots = [snapshot for _, snapshot in self._ask_all(RemoteEngine.snapshot)]
         first = 0
         for one in snapshots:
             pages = one["pages"]
@@ -339,8 +343,7 @@ class Replicas(Access):
 
     def compile(self, text: str) -> Grammar:
         """A grammar that each engine's process keeps. Raises GrammarError."""
-        grammar: Grammar = self._ask_all("compile", text)[0][1]
-        return grammar
+        return self._ask_all(lambda engine: engine.compile(text))[0][1]
 
     def shutdown(self, cancel: bool, timeout: float | None = None) -> None:
         """Take no more requests; finish those there are, or ``cancel`` them now."""
