@@ -174,7 +174,7 @@ def run_case(
     families = [make_family(chance, numbers) for _ in range(chance.randrange(3, 8))]
     clients = [client for family in families for client in family]
     aborts = [client for client in clients if chance.random() < 0.08]
-    seen: set[Any] = set()  # names of pages: one that is gone was evicted
+    seen: set[Any] = set()  # of pages: a digest that is gone was evicted
     counts: Counter[str] = Counter(overlap=engine.depth)
     while families or engine.scheduler.requests or engine.flights:
         busy = engine.scheduler.requests or engine.flights
@@ -193,7 +193,7 @@ def run_case(
             continue
         engine.step()
         check_integrity(manager)
-        seen.update(manager.named)
+        seen.update(manager.page_of)
         counts["shared"] += max(manager.references) > 1
     by_number = {client.request.number: client for client in clients}
     for event in drain(engine):
@@ -209,7 +209,7 @@ def run_case(
     assert manager.usage == 0
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
-    counts["evictions"] += len(seen) - len(manager.named)
+    counts["evictions"] += len(seen) - len(manager.page_of)
     return counts
 
 
