@@ -65,8 +65,10 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
     runner = llm.engine.runner
     start = runner.start
 
-    def scripted(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
-        start(works, sampling)
+    def scripted(
+        scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
+    ) -> None:
+        start(scheduled, sampling)
         with torch.inference_mode():
             for row, request in enumerate(sampling):
                 number = request.tokens[0] if request.num_prompt == 1 else 0

@@ -74,7 +74,7 @@ class Runner:
         size = Batch.size(tokens, seqs + MOST_CHUNKS, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
-        self.landing = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
+        self.host_output = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
@@ -289,8 +289,8 @@ class Runner:
 
     def _fetch(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
-        landing = self.landing[self.turn][: len(requests)]
-        landing.copy_(sampled.tokens, non_blocking=True)
+        host_output = self.host_output[self.turn][: len(requests)]
+        host_output.copy_(sampled.tokens, non_blocking=True)
         logprobs = [*map(fetch, sampled.scores)]
         whole = [*map(fetch, sampled.whole)]
         scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
@@ -304,7 +304,7 @@ class Runner:
             late = arrived is not None and arrived.query()
             if arrived:
                 arrived.synchronize()
-            tokens = landing.tolist()
+            tokens = host_output.tolist()
             found = token_logprobs(wanted, tokens, logprobs, whole)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]

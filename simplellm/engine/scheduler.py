@@ -74,7 +74,7 @@ class Scheduler:
         """Whether a running request can have a part in the step."""
         return not (request.number in busy or request.complete)
 
-    def _chunk(self, request: Request, budget: int) -> int:
+    def _num_new_tokens(self, request: Request, budget: int) -> int:
         """How many tokens of ``request`` to compute in this step."""
         wanted = request.missing
         if request.siblings and wanted > 1:
@@ -90,7 +90,7 @@ class Scheduler:
             most = max(0, room)
         return most
 
-    def _work(self, request: Request, length: int) -> ScheduledChunk:
+    def _chunk(self, request: Request, length: int) -> ScheduledChunk:
         return ScheduledChunk(
             request, request.num_computed_tokens, length, length == request.missing
         )
@@ -215,7 +215,7 @@ class Scheduler:
             # Logprobs of a prompt need its computation: of it, nothing is looked up.
             known = request.tokens if request.prompt_logprobs is None else [0]
             request.num_computed_tokens = self.manager.add(request.number, known)
-            length = self._chunk(request, budget)
+            length = self._num_new_tokens(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
             end = request.num_computed_tokens + length
@@ -236,7 +236,7 @@ class Scheduler:
                     request.num_computed_tokens,
                     time.monotonic(),
                 )
-            scheduled.append(self._work(request, length))
+            scheduled.append(self._chunk(request, length))
             promised += request.missing - length
             budget -= length
             if request.missing == 1:
@@ -254,9 +254,9 @@ class Scheduler:
                 index += 1
                 if (request.missing == 1) != decodes or not self._ready(request, busy):
                     continue
-                length = self._chunk(request, budget)
+                length = self._num_new_tokens(request, budget)
                 if length and self._make_room(request, length, busy):
-                    scheduled.append(self._work(request, length))
+                    scheduled.append(self._chunk(request, length))
                     busy.add(request.number)
                     budget -= length
         if not self.running:

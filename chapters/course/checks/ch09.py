@@ -334,7 +334,7 @@ def random_crowds(kind):
                 ) from None
             found = of(scheduled)
             assert scheduled, "requests wait or run, and the step is empty"
-            assert len(found) == len(scheduled), "a request has two works in one step"
+            assert len(found) == len(scheduled), "a request has two chunks in one step"
             assert sum(found.values()) <= budget, "the step is over its budget"
             for request, begin, length, samples in scheduled:
                 assert request in scheduler.running, (
@@ -343,7 +343,7 @@ def random_crowds(kind):
                 )
                 assert length > 0, (
                     f"request {request.number} has a chunk of no tokens: when the "
-                    "budget is spent, or `_chunk` says 0, it waits"
+                    "budget is spent, or `_num_new_tokens` says 0, it waits"
                 )
                 assert (
                     begin == request.num_computed_tokens and length <= request.missing
@@ -372,7 +372,7 @@ def random_crowds(kind):
 
 
 def check_Scheduler_commit(candidate):
-    """Ends, placeholders, and works that sample nothing."""
+    """Ends, placeholders, and chunks that sample nothing."""
     kind = whole(candidate, Scheduler)
 
     def started(*sizes, **limits):
@@ -430,7 +430,7 @@ def check_Scheduler_commit(candidate):
     )
     assert two.tokens == [2, 2, 12], (
         "request 0 was aborted, and its list of tokens is there all the same: pair "
-        f"works and lists first, then skip who has ended; {two.tokens}"
+        f"chunks and lists first, then skip who has ended; {two.tokens}"
     )
     assert one.finish_reason == "abort", "a request that was aborted stays aborted"
 

@@ -137,7 +137,7 @@ def check_step_ahead(step_ahead):
     assert [request.tokens[request.num_prompt :] for request in requests] == [
         [7] * 4,
         [7] * 6,
-    ], "the tokens of each step belong to the works of the same step"
+    ], "the tokens of each step belong to the chunks of the same step"
     launched = sum(kind == "launch" for kind, _ in runner.log)
     assert launched == 6, f"the longest has 6 tokens, so 6 steps; launched {launched}"
 
@@ -357,12 +357,11 @@ def check_Runner__graph(candidate):
     assert chosen([], 1) is None, "nothing was captured, so there is no graph"
     for lengths in ((1, 1, 5), (5, 1, 1)):
         assert chosen(sizes, *lengths) is None, (
-            "one of the works is a chunk of 5 tokens, and a graph has one token a row: "
-            "None"
+            "one of the chunks has 5 tokens, and a graph has one token a row: None"
         )
     for without in ((0,), (1,)):
         assert chosen(sizes, 1, 1, without=without) is None, (
-            "one of two works does not sample: a chunk of one token of a prompt, and "
+            "one of two chunks does not sample: one token of a prompt, and "
             "no decode, so None"
         )
     assert chosen(sizes, 1, samples=False) is None, (

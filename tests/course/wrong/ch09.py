@@ -140,12 +140,12 @@ class Schedules(Scheduler):
             request = self.running[index]
             index += 1
             if wanted(request) and self._ready(request, busy):
-                length = self._chunk(request, self.budget)
+                length = self._num_new_tokens(request, self.budget)
                 if length and self._make_room(request, length, busy):
                     self.give(scheduled, busy, request, length)
 
     def give(self, scheduled, busy, request, length):
-        scheduled.append(self._work(request, length))
+        scheduled.append(self._chunk(request, length))
         busy.add(request.number)
         self.budget -= length
 
@@ -166,7 +166,7 @@ class PromptsFirst(Schedules):
 @wrong("Scheduler.schedule", "the decodes")
 class BudgetNeverSpent(Schedules):
     def give(self, scheduled, busy, request, length):
-        scheduled.append(self._work(request, length))
+        scheduled.append(self._chunk(request, length))
         busy.add(request.number)
 
 
@@ -182,7 +182,7 @@ class PlansWithoutRoom(Schedules):
     def round(self, scheduled, busy, wanted):
         for request in self.running:
             if self.budget > 0 and wanted(request) and self._ready(request, busy):
-                length = self._chunk(request, self.budget)
+                length = self._num_new_tokens(request, self.budget)
                 if length > 0:
                     self.give(scheduled, busy, request, length)
 
@@ -200,7 +200,7 @@ class WalksACopy(Schedules):
     def round(self, scheduled, busy, wanted):
         for request in list(self.running):
             if self.budget > 0 and wanted(request) and self._ready(request, busy):
-                length = self._chunk(request, self.budget)
+                length = self._num_new_tokens(request, self.budget)
                 if length and self._make_room(request, length, busy):
                     self.give(scheduled, busy, request, length)
 
@@ -283,7 +283,7 @@ class ToldAfterItsEnd(Scheduler):
         return super().commit(scheduled, tokens) + [(request, [0]) for request in ended]
 
 
-@wrong("Scheduler.commit", "pair works and lists first")
+@wrong("Scheduler.commit", "pair chunks and lists first")
 class SkipsBeforeItPairs(Scheduler):
     def commit(self, scheduled, tokens):
         live = [w for w in scheduled if w.samples and w.request.finish_reason is None]
