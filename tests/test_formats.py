@@ -69,6 +69,7 @@ def compressed(group=None, **fields):
 
 
 INT = {"type": "int"}
+STATIC = {"strategy": "tensor", "dynamic": False}
 W8A8 = compressed(scheme(INT, INT), format="int-quantized")
 W8A16 = compressed(scheme(INT, None), format="pack-quantized")
 SQUARES = {"strategy": "block", "block_structure": [128, 128]}
@@ -83,6 +84,22 @@ SUPPORTED = {
     "FP8 weights alone": (
         *(compressed(scheme((), None), format="naive-quantized"), ("", "_scale")),
         *(FLOAT8, (1, 0), False),
+    ),
+    "FP8 of one scale": (
+        *({**FP8, "weight_block_size": None}, ("", "_scale")),
+        *(FLOAT8, (1, 0), True),
+    ),
+    "static FP8": (
+        *(compressed(scheme({"strategy": "tensor"}, STATIC)), ("", "_scale")),
+        *(FLOAT8, (1, 0), True),
+    ),
+    "dynamic FP8 of one scale": (
+        *(compressed(scheme({"strategy": "tensor"}, {"strategy": "tensor"})),),
+        *(("", "_scale"), FLOAT8, (1, 0), True),
+    ),
+    "static w8a8": (
+        *(compressed(scheme(INT, INT | STATIC), format="int-quantized"),),
+        *(("", "_scale"), "int8", (1, 0), True),
     ),
     "w8a8": (W8A8, ("", "_scale"), "int8", (1, 0), True),
     "w8a16": (
@@ -200,15 +217,13 @@ GROUP = "config_groups.group_0"
 REFUSED = [
     *(({"quant_method": m}, m) for m in ("awq", "gptq", "bitsandbytes", "modelopt")),
     ({}, "quant_method is None"),
-    ({**FP8, "activation_scheme": "static"}, "activation_scheme is 'static'"),
+    ({**FP8, "activation_scheme": "fixed"}, "activation_scheme is 'fixed'"),
     ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]"),
-    ({**FP8, "weight_block_size": None}, "weight_block_size is None"),
     ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2'"),
     ({**FP8, "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
     ({**FP8, "modules_to_convert": ["x"]}, "modules_to_convert is"),
     ({**FP8, "modules_to_not_convert": ["("]}, "regular expressions"),
     ({**FP8, "modules_to_not_convert": 7}, "modules_to_not_convert is 7"),
-    (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is"),
     (compressed(sparsity_config={"format": "sparse-24"}), "sparsity_config is"),
     (compressed(config_groups={}), "config_groups is {}"),
     (compressed(config_groups={"FP8": ["Linear"]}), "config_groups.FP8 is"),
@@ -250,6 +265,19 @@ REFUSED = [
 ]
 
 
+def test_a_format_that_is_not_read_says_the_way():
+    with pytest.raises(ValueError, match=r"'mxfp4'. `simplellm quantize` writes these"):
+        read_quantization({"quant_method": "awq", "bits": 4})
+
+
+def test_a_scheme_for_keys_and_values_is_said_to_be_ignored(caplog):
+    with caplog.at_level("WARNING", logger="simplellm"):
+        quantization = read_quantization(compressed(kv_cache_scheme={"num_bits": 8}))
+    assert quantization.format_of(Q) is not None
+    (record,) = caplog.records
+    assert "kv_cache_scheme is ignored" in record.message
+
+
 @pytest.mark.parametrize(("config", "words"), REFUSED)
 def test_what_is_not_supported_is_refused_by_name(config, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -260,7 +288,8 @@ def normal(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 
-EIGHT = [name for name in SUPPORTED if name != "mxfp4"]
+WHOLE = "FP8 of one scale", "static FP8", "dynamic FP8 of one scale"
+EIGHT = [name for name in SUPPORTED if name not in ("mxfp4", *WHOLE)]
 
 
 @pytest.mark.parametrize("name", EIGHT)
@@ -280,6 +309,17 @@ def test_a_weight_is_made_of_what_is_stored(name, shape):
     assert torch.equal(got.values.view(torch.int8), weight.values.view(torch.int8))
     assert torch.equal(got.scales, weight.scales.bfloat16().float())
     assert (got.tile, got.inputs) == (weight.tile, weight.inputs)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("axes", [(), (1,), (1, 1)])
+def test_one_scale_becomes_that_of_each_row(name, axes):
+    form = read_quantization(SUPPORTED[name][0]).format_of(Q)
+    values = normal(40, 130).to(torch.float8_e4m3fn)
+    assert form.stored_shapes((40, 130)) == {"": (40, 130), "_scale": (1,)}
+    found = decoded(form, [values, torch.tensor(0.25).reshape(axes)])
+    assert torch.equal(found.dequantize(torch.float32), values.float() / 4)
+    assert form.nbytes((40, 130)) == found.nbytes == 40 * 130 + 40 * 4
 
 
 @pytest.mark.parametrize(
@@ -368,7 +408,7 @@ def test_inputs_are_rounded_nearly_as_the_library_does(name):
     """It spreads an integer's range over 127.5 steps, where engines have 127."""
     theirs, _ = of_library(SUPPORTED[name][0])
     args = theirs.input_activations
-    if args is None:  # of weights alone
+    if args is None or not args.dynamic:  # static scales are not used
         return
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp

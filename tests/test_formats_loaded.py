@@ -472,6 +472,131 @@ def in_squares(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+# One scale for a whole weight.
+
+STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def compressed(inputs: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors, FP8 with a scale a weight."""
+    group = {"targets": ["Linear"], "weights": STATIC, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        **fields,
+    }
+
+
+def old_fp8(scheme: str) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": scheme,
+        "weight_block_size": None,
+    }
+
+
+WAYS: dict[str, tuple[dict[str, Any], str, tuple[int, ...], str]] = {
+    "static": (compressed(STATIC), "_scale", (1,), "input_scale"),
+    "weights alone": (compressed(None), "_scale", (), ""),
+    "keys and values too": (
+        compressed(None, kv_cache_scheme=STATIC), "_scale", (1, 1), "output_scale",
+    ),
+    "dynamic": (compressed(STATIC | {"dynamic": True}), "_scale", (1,), ""),
+    "vLLM's static": (old_fp8("static"), "_scale", (), "input_scale"),
+    "transformers' static": (old_fp8("static"), "_scale_inv", (), "activation_scale"),
+    "transformers' dynamic": (old_fp8("dynamic"), "_scale_inv", (), ""),
+}  # fmt: skip
+
+
+def with_one_scale(
+    folder: Path, way: str, model: Any, field: str = "quantization_config"
+) -> dict[str, Tensor]:
+    """Write ``model`` with a scale for each weight; the numbers that are stored."""
+    config, suffix, shape, static = WAYS[way]
+    numbers: dict[str, Tensor] = {}
+
+    def rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        written = dict(tensors)
+        for name, tensor in tensors.items():
+            if "_proj.weight" not in name:
+                continue
+            scale = tensor.abs().max() / 448
+            written[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            written[name + suffix] = scale.reshape(shape)
+            if static:
+                at = name.replace("weight", static)
+                written[at] = torch.tensor(0.01).reshape(shape)
+            numbers[name] = written[name].float() * scale
+        return written
+
+    write(folder, model)
+    rewrite(folder, rounded)
+    change(folder, lambda data: data | {field: config})
+    return numbers
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MAIN)
+def test_one_scale_for_a_weight(name: str, way: str, tmp_path: Path) -> None:
+    """The numbers are transformers'; inputs are rounded by the token, if at all."""
+    model = CASES[name]().build()
+    numbers = with_one_scale(tmp_path, way, model)
+    dense = model(PROMPTS).logits[:, -1]
+    state = model.state_dict()
+    for stored, tensor in numbers.items():
+        put(state, stored, tensor)
+    expected = model(PROMPTS).logits[:, -1]
+    far = errors(dense, expected).median()
+    for ops in (PLAIN, NUMPY):
+        found = errors(logits(tmp_path, ops), expected)
+        if WAYS[way][0] in (compressed(None), WAYS["keys and values too"][0]):
+            assert found.max() < TOLERANCE
+        else:
+            assert TOLERANCE < found.median() < 1.5 * far
+    with LLM(tmp_path, ENGINE, device="cpu") as llm:
+        ids = PROMPTS[0].tolist()
+        assert llm.generate(ids, max_tokens=3, ignore_eos=True).result()
+    lines = [*describe(str(tmp_path))]
+    assert "format       FP8" in lines
+
+
+@torch.inference_mode()
+def test_inputs_by_the_token_are_closer_than_by_a_static_scale(tmp_path: Path) -> None:
+    """What the files' own static scales, here the best there are, make of them."""
+    model = CASES["Qwen3"]().build()
+    numbers = with_one_scale(tmp_path, "static", model)
+    for stored, tensor in numbers.items():
+        put(model.state_dict(), stored, tensor)
+    expected = model(PROMPTS).logits[:, -1]
+
+    def rounding(module: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        step = inputs[0].abs().max() / 448
+        return ((inputs[0] / step).to(torch.float8_e4m3fn).float() * step,)
+
+    for part in {stored.removesuffix(".weight") for stored in numbers}:
+        model.get_submodule(part).register_forward_pre_hook(rounding)
+    static = errors(model(PROMPTS).logits[:, -1], expected)
+    assert errors(logits(tmp_path), expected).median() < 1.05 * static.median()
+
+
+@torch.inference_mode()
+def test_scales_of_rows_without_their_last_axis(made, tmp_path: Path) -> None:
+    """In the field that compressed-tensors had before transformers knew it."""
+    one = made("Qwen3", "int8")
+    copy(one.folder, tmp_path)
+
+    def flat(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {k: v[:, 0] if k.endswith("_scale") else v for k, v in tensors.items()}
+
+    rewrite(tmp_path, lambda tensors: {k: v.clone() for k, v in flat(tensors).items()})
+    renamed = {"quantization_config": "compression_config"}
+    change(tmp_path, lambda data: {renamed.get(k, k): v for k, v in data.items()})
+    assert torch.equal(logits(tmp_path), logits(one.folder))
+
+
 # What is refused, before anything is loaded.
 
 Edit = Callable[[dict[str, Any]], dict[str, Any]]

@@ -7,7 +7,6 @@ import mmap
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -25,7 +24,13 @@ from simplellm.base.config import (
 )
 from simplellm.checkpoint.families import FAMILIES, read_config
 from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
-from simplellm.checkpoint.formats import FLOATS, MXFP4_EXPERTS, NumberFormat
+from simplellm.checkpoint.formats import (
+    FLOATS,
+    MXFP4_EXPERTS,
+    NumberFormat,
+    is_static_scale,
+    same_scales,
+)
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import (
     Name,
@@ -139,12 +144,13 @@ class Checkpoint:
         self.files, index = find_shards(self.path)
         self.config = read_config(self.path / "config.json")
         self._shards = {file: map_shard(file) for file in self.files}
-        self._spelled = partial(FAMILIES[self.config.model_type].spelled, self.config)
-        self._infos = read_headers(self._shards, self._spelled)
         with raising(CheckpointError, self.path):
             self._table = tensor_names(self.config)
             self._shapes = tensor_shapes(self.config)
             self._stored = stored_shapes(self.config)
+            self._expected = {name for part in self._stored.values() for name in part}
+        self._infos = read_headers(self._shards, self._spelled)
+        with raising(CheckpointError, self.path):
             self._check_names(index)
             self._check_headers()
 
@@ -173,10 +179,19 @@ class Checkpoint:
         packed = (self.config.formats.get(ours) == MXFP4_EXPERTS for ours in experts)
         return all(packed) and all(len(self._stored[ours]) == 2 for ours in experts)
 
+    def _spelled(self, stored: str) -> str | None:
+        """The name that we expect for a tensor ``stored`` under another; None: none."""
+        name = FAMILIES[self.config.model_type].spelled(self.config, stored)
+        if name is None or name in self._expected or not self.config.formats:
+            return name
+        for other in (f"{name}_inv", name.removesuffix("_inv")):
+            if other in self._expected:  # the same scale has two names
+                return other
+        return None if is_static_scale(name) else name
+
     def _check_names(self, index: Mapping[str, str]) -> None:
         """Raise ValueError if the files hold other tensors than they should."""
-        found = self._infos.keys()
-        expected = {name for parts in self._stored.values() for name in parts}
+        found, expected = self._infos.keys(), self._expected
         wrong = ""
         if missing := expected - found:
             here = {file.name for file in self.path.glob("*.safetensors")}
@@ -205,7 +220,9 @@ class Checkpoint:
             for number, (name, shape) in enumerate(parts.items()):
                 info = self._infos[name]
                 found, wanted = short(list(info.shape)), list(shape)
-                if info.shape != shape:
+                scales = form is not None and number % len(form.kinds) == 1
+                same = same_scales if scales else tuple.__eq__
+                if not same(info.shape, shape):
                     raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
                 kinds = form.kinds[number % len(form.kinds)] if form else FLOATS
                 known = ", ".join(kinds)

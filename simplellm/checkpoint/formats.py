@@ -5,6 +5,7 @@ vLLM, "mxfp4" of gpt-oss. What is quantized otherwise is refused by name. All of
 read without PyTorch; `checkpoint/stored.py` makes weights of what is said here.
 """
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from simplellm.checkpoint.names import (
     tensor_names,
 )
 
+LOGGER = logging.getLogger("simplellm")
 FIELD = "quantization_config"
 FLOATS = "BF16", "F16", "F32"  # ordinary numbers, as safetensors spells them
 SQUARE_TILE, ROW_TILE = (128, 128), (1, 0)  # tiles; 0 columns are all of them
@@ -32,7 +34,8 @@ class NumberFormat:
     """A way to store a weight [..., out, in]: as several tensors, named after it.
 
     ``dtype`` is what PyTorch calls that of the numbers, "uint8" for MXFP4. For the
-    others, ``tile`` and ``inputs`` are those of `simplellm.checkpoint.scaled.Scaled`.
+    others, ``tile`` and ``inputs`` are those of `simplellm.checkpoint.scaled.Scaled`;
+    with ``one_scale`` a single one is stored, which all rows get.
     """
 
     name: str
@@ -40,6 +43,7 @@ class NumberFormat:
     dtype: str
     tile: tuple[int, int] = ROW_TILE
     inputs: bool = True
+    one_scale: bool = False
 
     @property
     def is_mxfp4(self) -> bool:
@@ -50,6 +54,7 @@ class NumberFormat:
         *leading, height, width = shape
         rows, columns = self.tile[0], self.tile[1] or width
         scales: Shape = (*leading, -(-height // rows), -(-width // columns))
+        scales = (1,) if self.one_scale else scales
         parts: tuple[Shape, ...] = shape, scales
         if self.is_mxfp4:
             parts = packed_shapes(shape)
@@ -70,17 +75,21 @@ class NumberFormat:
 
     def nbytes(self, shape: Shape) -> int:
         """Bytes in memory of a weight of this ``shape``; scales become float32."""
-        first, scales, *_ = map(math.prod, self.stored_shapes(shape).values())
+        in_rows = replace(self, one_scale=False)
+        first, scales, *_ = map(math.prod, in_rows.stored_shapes(shape).values())
         return first + scales if self.is_mxfp4 else math.prod(shape) + 4 * scales
 
 
 FLOAT8 = "float8_e4m3fn"
 SQUARES = NumberFormat("FP8 in blocks", ("", "_scale_inv"), FLOAT8, SQUARE_TILE)
+ONE_SCALE = NumberFormat("FP8", ("", "_scale"), FLOAT8, one_scale=True)
 MXFP4_EXPERTS = NumberFormat("MXFP4", ("_blocks", "_scales"), "uint8", inputs=False)
 SCHEMES = {  # of compressed-tensors, by type, bits and strategy
     ("float", 8, "block"): replace(SQUARES, suffixes=("", "_scale")),
     ("float", 8, "channel"): NumberFormat("FP8", ("", "_scale"), FLOAT8),
+    ("float", 8, "tensor"): ONE_SCALE,
     ("int", 8, "channel"): NumberFormat("INT8", ("", "_scale"), "int8"),
+    ("int", 8, "tensor"): replace(ONE_SCALE, name="INT8", dtype="int8"),
     ("float", 4, "group"): replace(MXFP4_EXPERTS, suffixes=PACKED[:2]),
 }
 # What a field that is missing means; None for all others.
@@ -123,7 +132,14 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
 
     Raises TypeError or ValueError, which name what is not supported here.
     """
-    allow(FIELD, config, quant_method=tuple(DIALECTS))
+    allow(FIELD, config)
+    method, known = config.get("quant_method"), ", ".join(map(repr, DIALECTS))
+    wanted = (
+        f"one of {known}. `simplellm quantize` writes these from weights of 16 bits"
+    )
+    expect(method in DIALECTS, f"{FIELD}.quant_method", method, wanted)
+    if config.get("kv_cache_scheme") is not None:
+        LOGGER.warning("kv_cache_scheme is ignored: keys and values are not rounded")
     return DIALECTS[config["quant_method"]](config)
 
 
@@ -150,6 +166,21 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
             expect(packed or is_matrix(name), where, names[0], "ordinary numbers")
             found[ours] = forms[0]
     return found
+
+
+# What rounds keys and values, or the inputs of products, by a number that was measured
+# once: each token's own, which is closer, is found while the model runs.
+STATIC_SCALE = re.compile(r"\.(input|activation|output|[qkv])_scale$")
+
+
+def is_static_scale(stored: str) -> bool:
+    """Whether a tensor of a checkpoint with formats is a scale that nobody needs."""
+    return bool(STATIC_SCALE.search(stored))
+
+
+def same_scales(found: Shape, wanted: Shape) -> bool:
+    """Whether the shape of scales is that wanted, but for axes of 1."""
+    return [n for n in found if n != 1] == [n for n in wanted if n != 1]
 
 
 def is_matrix(name: Name) -> bool:
@@ -217,18 +248,19 @@ def named(where: str, section: Mapping[str, Any], field: str) -> Find:
 
 
 def read_fp8(config: Mapping[str, Any]) -> Quantization:
-    """The dialect "fp8": squares of 128 x 128 numbers, scales in weight_scale_inv."""
+    """The dialect "fp8": squares of 128 x 128 numbers, or one scale for a weight."""
     allow(
         FIELD,
         config,
-        activation_scheme=("dynamic",),
-        weight_block_size=([*SQUARE_TILE],),
+        activation_scheme=("dynamic", "static"),
+        weight_block_size=([*SQUARE_TILE], None),
         fmt=("e4m3",),
         scale_fmt=("float", None),
         expert_dtype=("fp8", None),
         modules_to_convert=(None, []),
     )
-    return Quantization(((SQUARES, is_linear),), skipped(config, ["lm_head"]))
+    form = SQUARES if config.get("weight_block_size") else ONE_SCALE
+    return Quantization(((form, is_linear),), skipped(config, ["lm_head"]))
 
 
 def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
@@ -242,7 +274,6 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     allow(
         FIELD,
         config,
-        kv_cache_scheme=(None,),
         sparsity_config=(None, {}, {"format": "dense"}),
         transform_config=(None, {}),
     )
@@ -290,6 +321,7 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
         actorder=(None, "static", "weight"),
     )
     square = weights["strategy"] == "block"
+    one = (inputs or {}).get("strategy") == "tensor" and not square
     allow(where, scheme, **({"input_activations": (None,)} if four else {}))
     if inputs is not None:
         allow(
@@ -298,8 +330,8 @@ def read_scheme(where: str, scheme: Any, default: Any) -> NumberFormat:
             num_bits=(8,),
             type=(kind,),
             symmetric=(True,),
-            dynamic=(True,),
-            strategy=("group",) if square else ("token",),
+            dynamic=(True, False) if one else (True,),
+            strategy=("group",) if square else ("token", "tensor"),
             group_size=(128,) if square else (None,),
         )
     packing = scheme.get("format") or default

@@ -28,6 +28,10 @@ def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     ok = str(values.dtype) == wanted
     expect(ok, "a weight", values.dtype, wanted, TypeError)
     tile = form.tile[0], form.tile[1] or values.shape[-1]
+    if form.one_scale:
+        scales = scales.reshape(1, 1).expand(values.shape[0], 1)
+    elif tile[0] == 1:
+        scales = scales.reshape(*values.shape[:-1], -1)  # some files lack the last axis
     return Scaled(values, scales.float(), tile, form.inputs)
 
 

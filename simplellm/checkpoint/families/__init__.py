@@ -64,7 +64,8 @@ def family_config(data: Data) -> ModelConfig:
     expect(not layout, "the layout", "original", wanted)
     one_of("model_type", data.get("model_type"), tuple(FAMILIES))
     config = FAMILIES[data["model_type"]].config(data)
-    if quantization := data.get("quantization_config"):
+    old = data.get("compression_config")  # compressed-tensors' own field once
+    if quantization := data.get("quantization_config") or old:
         stored = formats(config, read_quantization(quantization))
         config = replace(config, formats=stored)
     return config
