@@ -2,7 +2,8 @@
 
 Most of a decode is so small that a call costs more than its numbers, and a call of
 NumPy costs less. Experts are unpacked to float32 at load. Tensors and arrays share
-their memory; everything is float32. The functions do what those of `ops` do.
+their memory; everything is float32. The functions do what those of `ops` do, and
+promise as little about the order of sums.
 
 T tokens, H query heads, K kv heads, G = H / K heads a group, D head_dim, S positions, E
 experts, k experts a token, I intermediate size.
