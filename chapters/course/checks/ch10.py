@@ -357,12 +357,12 @@ def check_Runner__graph(candidate):
     assert chosen([], 1) is None, "nothing was captured, so there is no graph"
     for lengths in ((1, 1, 5), (5, 1, 1)):
         assert chosen(sizes, *lengths) is None, (
-            "one of the chunks has 5 tokens, and a graph has one token a row: None"
+            "one is a chunk of 5 tokens, and a graph has one token a row: None"
         )
     for without in ((0,), (1,)):
         assert chosen(sizes, 1, 1, without=without) is None, (
-            "one of two chunks does not sample: one token of a prompt, and "
-            "no decode, so None"
+            "one of two chunks does not sample: it is one token of a prompt, and no "
+            "decode, so None"
         )
     assert chosen(sizes, 1, samples=False) is None, (
         "a chunk of one token of a prompt does not sample, and is no decode: None"
