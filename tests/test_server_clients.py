@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from models import PATIENCE, SMALL
 from serving import NAME, Process, serving
@@ -49,7 +50,7 @@ ENDLESS |= {"extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
-    found = Process("--api-key", "k")
+    found = Process("--api-key", "k", "--allowed-origins", "https://example.org")
     yield found
     found.process.terminate()
     assert found.finish() == 0
@@ -226,6 +227,13 @@ def test_refusals(
     assert error.param.startswith(param) and error.request_id
     assert error.type == "invalid_request_error"
     assert param in str(error)
+
+
+def test_pages_may_ask(process: Process) -> None:
+    url = f"http://127.0.0.1:{process.port}/v1/models"
+    headers = {"origin": "https://example.org", "authorization": "Bearer k"}
+    answer = httpx.get(url, headers=headers, timeout=PATIENCE)
+    assert answer.headers["access-control-allow-origin"] == headers["origin"]
 
 
 def test_keys(process: Process) -> None:

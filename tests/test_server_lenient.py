@@ -803,7 +803,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "tool_choice.type",
     ),
     (MESSAGE, {"messages": [asked(PHOTO)]}, "reads text only"),
-    (MESSAGE, {"thread": {"type": "continue"}}, "send the whole conversation"),
     (MESSAGE, {"mcp_servers": [{}]}, "offer what they can do as tools"),
     (MESSAGE, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "as a tool"),
     (MESSAGE, {"tools": [{"type": "code_execution_20260120"}]}, "as a tool"),

@@ -502,6 +502,30 @@ def test_tools_of_the_client(
     assert "<|start|>functions.add to=assistant" in text
 
 
+def test_the_clients_own_loop(client: anthropic.Anthropic, served: Served) -> None:
+    """Its runner of tools creates a thread, and sends the whole conversation."""
+
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Adds.
+
+        Args:
+            a: A number.
+        """
+        return str(a + 131)
+
+    runner = client.beta.messages.tool_runner(
+        model=NAME, max_tokens=60, tools=[add], messages=[*HELLO_BODY["messages"]]
+    )
+    with said(served, f'{CALLING}{{"a": 1}}<|call|>'), noted(served.service.llm):
+        assert next(runner).stop_reason == "tool_use"
+    with said(served, ANSWER), noted(served.service.llm) as prompts:
+        last = next(runner).content[-1]
+    assert last.type == "text" and last.text == "132"
+    result = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>132"
+    assert result in TOKENIZER.decode(prompts[0])
+
+
 def test_errors_of_the_client(client: anthropic.Anthropic, served: Served) -> None:
     asked: dict[str, Any] = {"model": NAME, **HELLO_BODY}
 

@@ -21,6 +21,7 @@ from simplellm.server.http.bodies import (
     Unsupported,
     refuse,
 )
+from simplellm.server.http.errors import APIError
 from simplellm.server.openai.tools import ClientTools, shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool, result_message
@@ -126,8 +127,6 @@ CONVERSATION_UNSUPPORTED = {
     "context_management": Unsupported(NOT_HERE, ({"edits": []},), hint=True),
     "mcp_servers": Unsupported("offer what they can do as tools", ([],)),
     "speed": Unsupported(NOT_HERE, ("standard",), hint=True),
-    # Every conversation is sent whole, so that creating one asks for nothing.
-    "thread": Unsupported("send the whole conversation", ({"type": "create"},)),
 }
 
 
@@ -177,6 +176,24 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thread:
+    """A conversation that Anthropic keeps. Here each request has all of it.
+
+    So to create one asks for nothing. To continue one is refused with the code at which
+    the client sends the whole.
+    """
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "continue":
+            message = "no thread is kept here; expected the whole conversation"
+            details = {"error_code": "thread_not_found"}
+            raise APIError(404, message, param="thread", details=details)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CountBody:
     """What /v1/messages/count_tokens takes: a conversation."""
 
@@ -192,6 +209,7 @@ class CountBody:
     )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    thread: Thread | None = None
     output_config: OutputConfig | None = None
     # Equal beginnings are always found again, so that nothing is done with it.
     cache_control: dict[str, Any] | None = None

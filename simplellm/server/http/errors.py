@@ -19,7 +19,8 @@ RETRY = {"retry-after": "1"}  # seconds; a place in the queue is free again soon
 class APIError(Exception):
     """A request that ends with an HTTP ``status`` other than 200.
 
-    ``param`` is the body's parameter that is to blame, ``code`` a word for programs.
+    ``param`` is the body's parameter that is to blame, ``code`` a word for programs;
+    ``details`` are what Anthropic's clients look for beside the message.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
         self.param, self.code = param, code
         self.headers = dict(headers or {})
+        self.details = details
 
     @property
     def type(self) -> str:
@@ -70,7 +73,10 @@ def anthropic_form(error: APIError) -> dict[str, Any]:
     """The body of an error in Anthropic's form, which is that of a stream's event."""
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    found: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.details is not None:
+        found["details"] = error.details
+    return {"type": "error", "error": found}
 
 
 def unavailable(message: str, code: str) -> APIError:

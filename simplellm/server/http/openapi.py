@@ -113,7 +113,8 @@ SHARED = {
         },
     },
     "AnthropicError": object_of(
-        type=one("error"), error=object_of(type=TEXT, message=TEXT)
+        type=one("error"),
+        error=object_of({"details": {"type": "object"}}, type=TEXT, message=TEXT),
     ),
     "Message": {
         "anyOf": [
