@@ -21,7 +21,7 @@ JOBS := 2
 
 help:
 	@echo "make demo      ask the embedded model what 47 + 85 is"
-	@echo "make chat      talk to it"
+	@echo "make chat      talk to a small real model, SmolLM2; MODEL= is the embedded one"
 	@echo "make test      run every test and every chapter"
 	@echo "make test-engine, make test-course   run half of these"
 	@echo "make test-all  run also the variants that make test leaves out"
@@ -42,8 +42,9 @@ help:
 demo: $(STAMP)
 	@$(VENV)/bin/simplellm "What is 47 + 85?" --reasoning-effort high
 
+MODEL := smollm2
 chat: $(STAMP)
-	@$(VENV)/bin/simplellm chat
+	@$(VENV)/bin/simplellm chat $(MODEL)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)

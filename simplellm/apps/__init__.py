@@ -1,7 +1,8 @@
 """What runs on top of the engine: the command line, batch files, measurements.
 
 `cli.py` is the command `simplellm`; `options.py` has what its commands share and
-`screen.py` shows answers on a terminal, for which `calculator.py` is a tool to call.
+`screen.py` shows answers on a terminal, for which `calculator.py` is a tool to call;
+`install.py` brings models that come as packages.
 `serving.py` is the command `serve`, `info.py` describes a checkpoint and `quantize.py`
 rewrites one. `jobs.py` answers files of requests, in `jobs_openai.py` those in OpenAI's
 form. `bench.py` measures a model and `bench_formats.py` its number formats, beside the

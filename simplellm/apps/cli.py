@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from simplellm import __version__
 from simplellm.apps import options
 from simplellm.apps.calculator import CALCULATOR
+from simplellm.apps.install import bring
 from simplellm.apps.screen import (
     Screen,
     converse,
@@ -83,17 +83,32 @@ app = typer.Typer(
 )
 
 
-def load_llm(model: str | None, device: str | None, screen: Screen) -> "LLM":
+def load_llm(
+    model: str | None, device: str | None, screen: Screen, yes: bool = False
+) -> "LLM":
     """The engine with its model loaded."""
+    bring(model, yes, screen)
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
     return LLM(model, device=device)
 
 
-@app.command("chat", help=CHAT_HELP)
-@app.command("ask", help='Answer one question. The word "ask" may be left out.')
-def talk(
+def options_of(ctx: typer.Context) -> dict[str, Any]:
+    """What a chat is asked with, by the options that `ask` and `chat` share."""
+    given = ctx.params
+    tools = [CALCULATOR] if given["calculator"] else None
+    effort = given["reasoning_effort"]
+    return options.sampling(ctx) | {"reasoning_effort": effort, "tools": tools}
+
+
+def begun(developer: str | None) -> list[dict[str, Any]]:
+    """The messages that a conversation begins with."""
+    return [{"role": "developer", "content": developer}] if developer else []
+
+
+@app.command()
+def ask(
     ctx: typer.Context,
     prompt: Annotated[
         str,
@@ -104,48 +119,62 @@ def talk(
         ),
     ] = "",
     model: options.ModelFolder = None,
-    reasoning_effort: Annotated[
-        Literal["low", "medium", "high"], typer.Option(help="How long to think.")
-    ] = "medium",
-    developer: Annotated[
-        str | None, typer.Option(help="Instructions for the model.")
-    ] = None,
-    calculator: Annotated[
-        bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
-    ] = False,
+    reasoning_effort: options.Effort = "medium",
+    developer: options.Developer = None,
+    calculator: options.Calculator = False,
     temperature: options.Temperature = None,
     max_tokens: options.MaxTokens = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     stop: options.Stop = None,
-    seed: Annotated[int | None, typer.Option(help="Repeats a random answer.")] = None,
+    seed: options.ReplySeed = None,
     device: options.Where = None,
+    yes: options.Yes = False,
 ) -> None:
-    """Answer the prompt; of a chat, every line that is typed."""
-    screen, chatting = Screen(), ctx.command.name == "chat"
-    if sys.stdin is None and (chatting or prompt == "-"):
-        raise ValueError("standard input is closed; expected a terminal or a file")
+    """Answer one question. The word "ask" may be left out."""
+    screen = Screen()
     if prompt == "-":
+        if sys.stdin is None:
+            raise ValueError("standard input is closed; expected a terminal or a file")
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
-    if not chatting and not prompt.strip():
+    if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    asked = options.sampling(ctx)
-    asked["reasoning_effort"] = reasoning_effort
-    asked["tools"] = [CALCULATOR] if calculator else None
-    first = [{"role": "developer", "content": developer}] if developer else []
-    with load_llm(model, device, screen) as llm:
+    asked = options_of(ctx)
+    with load_llm(model, device, screen, yes) as llm:
+        messages = [*begun(developer), {"role": "user", "content": prompt}]
+        respond(llm.stream_chat, messages, screen, **asked)
+
+
+@app.command(help=CHAT_HELP)
+def chat(
+    ctx: typer.Context,
+    model: options.ChatModel = None,
+    reasoning_effort: options.Effort = "medium",
+    developer: options.Developer = None,
+    calculator: options.Calculator = False,
+    temperature: options.Temperature = None,
+    max_tokens: options.MaxTokens = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    stop: options.Stop = None,
+    seed: options.ReplySeed = None,
+    device: options.Where = None,
+    yes: options.Yes = False,
+) -> None:
+    """Answer every line that is typed."""
+    screen = Screen()
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; expected a terminal or a file")
+    asked = options_of(ctx)
+    with load_llm(model, device, screen, yes) as llm:
 
         def answer(messages: list[dict[str, Any]]) -> None:
             respond(llm.stream_chat, messages, screen, **asked)
 
-        if chatting:
-            help = greeting(model)
-            if sys.stdin.isatty() and not prompt:
-                screen.write(help, aside=True)
-            lines = chain([prompt], read_lines(screen))
-            converse(answer, first, lines, screen, help)
-        else:
-            answer([*first, {"role": "user", "content": prompt}])
+        help = greeting(model)
+        if sys.stdin.isatty():
+            screen.write(help, aside=True)
+        converse(answer, begun(developer), read_lines(screen), screen, help)
 
 
 @app.command()
@@ -345,6 +374,7 @@ def simplellm(
     \b
     simplellm "What is 47 + 85?"
     simplellm chat --calculator
+    simplellm chat smollm2
     simplellm batch questions.jsonl answers.jsonl
     simplellm info gpt-oss-120b
     simplellm bench --batch 1,4

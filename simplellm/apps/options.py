@@ -9,18 +9,35 @@ import typer
 from simplellm.apps.workloads import WORKLOADS
 from simplellm.base.sampling_params import SamplingParams
 
+MODELS_KNOWN = "A checkpoint's folder, a .gguf file, or smollm2"
 ModelFolder = Annotated[
+    str | None, typer.Option(metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]")
+]
+ChatModel = Annotated[
     str | None,
-    typer.Option(metavar="PATH", help="Folder of a gpt-oss checkpoint.  [embedded]"),
+    typer.Argument(
+        metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]", show_default=False
+    ),
 ]
 ModelName = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A checkpoint folder, gpt-oss-20b or gpt-oss-120b.  [embedded]",
+        help=f"{MODELS_KNOWN}, gpt-oss-20b or gpt-oss-120b.  [embedded]",
         show_default=False,
     ),
 ]
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Install a model's package without asking.")
+]
+Effort = Annotated[
+    Literal["low", "medium", "high"], typer.Option(help="How long to think.")
+]
+Developer = Annotated[str | None, typer.Option(help="Instructions for the model.")]
+Calculator = Annotated[
+    bool, typer.Option("--calculator", help="Offer the model a calculator to call.")
+]
+ReplySeed = Annotated[int | None, typer.Option(help="Repeats a random answer.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 is greedy.  [the checkpoint's]")
 ]

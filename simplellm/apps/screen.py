@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from simplellm.apps.calculator import call_tool
+from simplellm.checkpoint.packages import packaged
 from simplellm.text.harmony import Delta
 
 if TYPE_CHECKING:  # importing torch takes seconds
@@ -149,9 +150,11 @@ reversing letters, sorting, comparing, and terms of the course. Try: What is
 
 
 def greeting(model: str | None) -> str:
-    """What a conversation begins with; ``model`` is a folder, or None: the embedded."""
+    """What a conversation with a ``model`` begins with; None is the embedded one."""
     if model is None:
         return GREETING.format(model="The embedded model", about=EMBEDDED_ABOUT)
+    if found := packaged(model):
+        model = f"{found.title} (license {found.license})"
     return GREETING.format(model=model, about="")
 
 

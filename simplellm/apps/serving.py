@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from simplellm.apps.options import Where
+from simplellm.apps.install import bring
+from simplellm.apps.options import MODELS_KNOWN, Where, Yes
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import (
@@ -26,7 +27,7 @@ EMBEDDED_NAME = "simplellm"  # what clients call the model that comes with the p
 ServedModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="MODEL", help="A checkpoint folder.  [embedded]", show_default=False
+        metavar="MODEL", help=f"{MODELS_KNOWN}.  [embedded]", show_default=False
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -97,7 +98,10 @@ Origins = Annotated[
 
 def served_name(model: str | None) -> str:
     """What clients call a checkpoint unless they are told otherwise."""
-    return EMBEDDED_NAME if model is None else Path(model).resolve().name
+    if model is None:
+        return EMBEDDED_NAME
+    place = Path(model).resolve()
+    return place.stem if place.suffix == ".gguf" else place.name
 
 
 def serve_model(
@@ -116,6 +120,7 @@ def serve_model(
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
     allowed_origins: Origins = None,
+    yes: Yes = False,
 ) -> int:
     """Answer OpenAI's clients over HTTP.
 
@@ -138,6 +143,7 @@ def serve_model(
         strict=strict,
         allowed_origins=allowed_origins or (),
     )
+    bring(model, yes, screen)
     with closing(bind(host, port)) as bound:
         try:
             with screen.waiting("Starting PyTorch"):

