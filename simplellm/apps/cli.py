@@ -95,7 +95,7 @@ def load_llm(
 
 
 def options_of(ctx: typer.Context) -> dict[str, Any]:
-    """What a chat is asked with, by the options that `ask` and `chat` share."""
+    """What a chat is asked with, by the options that both commands have."""
     given = ctx.params
     tools = [CALCULATOR] if given["calculator"] else None
     effort = given["reasoning_effort"]
@@ -107,8 +107,8 @@ def begun(developer: str | None) -> list[dict[str, Any]]:
     return [{"role": "developer", "content": developer}] if developer else []
 
 
-@app.command()
-def ask(
+@app.command("ask")
+def answer_question(
     ctx: typer.Context,
     prompt: Annotated[
         str,
@@ -145,8 +145,8 @@ def ask(
         respond(llm.stream_chat, messages, screen, **asked)
 
 
-@app.command(help=CHAT_HELP)
-def chat(
+@app.command("chat", help=CHAT_HELP)
+def hold_chat(
     ctx: typer.Context,
     model: options.ChatModel = None,
     reasoning_effort: options.Effort = "medium",
