@@ -77,7 +77,7 @@ LAB = JUPYTER_CONFIG_PATH="$(CURDIR)/.jupyter" $(PY) -m jupyter lab \
 	--LabApp.extra_labextensions_path="$(CURDIR)/.jupyter/labextensions" $(OPTIONS)
 
 lab: $(STAMP)
-	@test -e workbook || $(PY) tools/workbook.py make
+	@test -e workbook/test_blanks.py || $(PY) tools/workbook.py make
 	$(LAB) --ServerApp.root_dir="$(CURDIR)/workbook" \
 		--LabApp.default_url=/lab/tree/index.md
 
