@@ -106,7 +106,8 @@ class DrainingServer(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         name = self.service.names[0]
-        self.tell(f"{name} is served at http://{shown}:{port}")
+        address = f"http://{shown}:{port}"
+        self.tell(f"{name} is served at {address} (a chat; {address}/docs: the API)")
 
 
 def write_access_log() -> None:
