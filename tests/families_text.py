@@ -179,6 +179,7 @@ def sentencepiece(kind: str) -> Tokenizer:
 KINDS = {
     "qwen": qwen,
     "llama": llama,
+    "coder": qwen,
     "gpt2": gpt2,
     "smollm": smollm,
     "mistral": lambda: sentencepiece("mistral"),
@@ -486,6 +487,44 @@ SMOLLM_TEMPLATE = """{% for message in messages %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
+# Qwen3-Coder, whose calls are XML.
+CODER_TEMPLATE = """
+{%- if messages[0]["role"] == "system" %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- if tools %}
+    {{- "<|im_start|>system\\n# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" + (tool | tojson) }}
+    {%- endfor %}
+    {{- "\\n</tools>\\n<tool_call>\\n<function=example_function_name>\\n"
+        ~ "<parameter=example_parameter_1>\\nvalue_1\\n</parameter>\\n</function>\\n"
+        ~ "</tool_call><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages if message.role != "system" %}
+    {%- if message.role == "tool" %}
+        {{- "<|im_start|>user\\n<tool_response>\\n" + message.content }}
+        {{- "\\n</tool_response>\\n<|im_end|>\\n" }}
+    {%- else %}
+        {{- "<|im_start|>" + message.role + "\\n" + (message.content or "") }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- set tool_call = tool_call.function %}
+            {{- "\\n<tool_call>\\n<function=" + tool_call.name + ">\\n" }}
+            {%- for name, value in tool_call.arguments | items %}
+                {{- "<parameter=" + name + ">\\n" }}
+                {{- value | string if value is string else value | tojson | safe }}
+                {{- "\\n</parameter>\\n" }}
+            {%- endfor %}
+            {{- "</function>\\n</tool_call>" }}
+        {%- endfor %}
+        {{- "<|im_end|>\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+{%- endif %}
+"""
+
 TEMPLATES = {
     "qwen": QWEN_TEMPLATE,
     "llama": LLAMA_TEMPLATE,
@@ -493,9 +532,11 @@ TEMPLATES = {
     "tekken": TEKKEN_TEMPLATE,
     "gemma": GEMMA_TEMPLATE,
     "smollm": SMOLLM_TEMPLATE,
+    "coder": CODER_TEMPLATE,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen": {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>"},
+    "coder": {"add_bos_token": False, "bos_token": None, "eos_token": "<|im_end|>"},
     "llama": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "gpt2": {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     "smollm": {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},

@@ -34,7 +34,7 @@ from simplellm.base.files import Folder
 from simplellm.text.dialects.dialect import Dialect, open_text
 from simplellm.text.dialects.sandbox import compiled, parsed, rendered
 from simplellm.text.dialects.template import concealed
-from simplellm.text.harmony import Message, ToolCall, from_openai, tool_calls
+from simplellm.text.harmony import Message, Tool, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
 from simplellm.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
 
@@ -149,7 +149,7 @@ def test_text_begins_as_transformers_begins_it(opened: Opened, kind: str) -> Non
         first = theirs.bos_token_id
         expected = [first, *(id for id in expected if id != first)]
     assert [*dialect.begin, *tokenizer.encode("The dog <3")] == expected
-    assert len(dialect.begin) == (kind not in ("qwen", "gpt2", "smollm"))
+    assert len(dialect.begin) == (kind not in ("qwen", "coder", "gpt2", "smollm"))
 
 
 @pytest.mark.parametrize(
@@ -771,6 +771,66 @@ TURNS: dict[str, tuple[str, str, tuple[str, str, list[ToolCall]]]] = {
         r'{"name": "a\"\\b", "parameters": {}}<|eot_id|>',
         ("", "", [ToolCall(r'a"\b', "{}")]),
     ),
+    "arguments first": (
+        "qwen",
+        '<tool_call>\n{"arguments": {"x": [1, "}"]}, "name": "a"}\n</tool_call>'
+        '<tool_call>{"arguments": "{}", "name": "b"}</tool_call>',
+        ("", "", [ToolCall("a", '{"x": [1, "}"]}'), ToolCall("b", "{}")]),
+    ),
+    "arguments first, and Llama": (
+        "llama",
+        '{"parameters": {"x": 1}, "name": "a"}<|eot_id|>',
+        ("", "", [ToolCall("a", '{"x": 1}')]),
+    ),
+    "arguments first in a list": (
+        "mistral",
+        '[TOOL_CALLS] [{"arguments": {}, "name": "a"}, {"arguments": {}, "name": "b"}]',
+        ("", "", [ToolCall("a", "{}"), ToolCall("b", "{}")]),
+    ),
+    "arguments of nothing": (
+        "qwen",
+        '<tool_call>{"arguments": {"x": 1}}</tool_call>ok',
+        ("", '{"arguments": {"x": 1}}ok', []),
+    ),
+    "arguments first without an end": (
+        "qwen",
+        '<tool_call>{"arguments": {"x": 1',
+        ("", '{"arguments": {"x": 1', []),
+    ),
+    "XML": (
+        "coder",
+        "I'll look.\n<tool_call>\n<function=a>\n<parameter=x>\n1\n</parameter>\n"
+        "<parameter=code>\nif x:\n    </function>\n\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=b>\n</function>\n</tool_call><|im_end|>",
+        (
+            "",
+            "I'll look.",
+            [
+                ToolCall("a", r'{"x": 1, "code": "if x:\n    </function>\n"}'),
+                ToolCall("b", "{}"),
+            ],
+        ),
+    ),
+    "XML from a model whose template writes JSON": (
+        "qwen",
+        "<tool_call><function=a><parameter=x>yes</parameter></function></tool_call>",
+        ("", "", [ToolCall("a", '{"x": "yes"}')]),
+    ),
+    "XML that nothing closes": (
+        "coder",
+        "<tool_call>\n<function=a>\n<parameter=x>\n1\n</parameter>\n</tool_call> ok",
+        ("", "ok", [ToolCall("a", '{"x": 1}')]),
+    ),
+    "XML that is cut off": (
+        "coder",
+        "<tool_call>\n<function=a>\n<parameter=x>\n1\n</parameter>\n<parameter=y>\nab",
+        ("", "", [ToolCall("a", '{"x": 1')]),
+    ),
+    "a tag like XML": (
+        "coder",
+        "<tool_call>\n<function a>\n</tool_call>",
+        ("", "<function a>", []),
+    ),
     "code": (
         "llama",
         "<|python_tag|>search(x)<|eom_id|>",
@@ -817,6 +877,39 @@ def test_turns_are_taken_apart(opened: Opened, name: str, record_property: Any) 
         own = tokenizer.tokens.get(id)
         cut += [id] if own is None else [singles[bytes([byte])] for byte in own]
     assert turn_of(dialect, tokenizer, cut) == expected
+
+
+def test_schemas_say_what_xml_means(opened: Opened) -> None:
+    """1 may be a number or a text; a text that is no number stays one."""
+    tokenizer, dialect, _, _ = opened["coder"]
+    either = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties: dict[str, Any] = {
+        "zip": {"type": "string"},
+        "days": {"type": "integer"},
+        "sure": {"type": "boolean"},
+        "list": {"type": "array"},
+        "note": either,
+        "none": either,
+        "odd": {"type": "integer"},
+        "free": {},
+    }
+    tool = Tool("f", "", {"type": "object", "properties": properties})
+    given = {
+        "zip": "1", "days": " 1", "sure": "True", "list": '["a"]', "note": "1",
+        "none": "null", "odd": "one", "free": "[1]", "other": "x",
+    }  # fmt: skip
+    written = "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items()
+    )
+    text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
+    parser = dialect.parser(tokenizer, [], None, [tool])
+    for id in tokenizer.encode(text, special=True):
+        parser.push(id)
+    (call,) = tool_calls([*parser.messages])
+    assert json.loads(call.arguments) == {
+        "zip": "1", "days": 1, "sure": True, "list": ["a"], "note": "1",
+        "none": None, "odd": "one", "free": [1], "other": "x",
+    }  # fmt: skip
 
 
 def test_thoughts_may_begin_in_the_prompt(opened: Opened) -> None:

@@ -31,7 +31,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 CLOSERS = {b'"', b"}", b"]", b",", b'"}', b'":', b"1", b"true"}
-NAMED = ["qwen", "llama", "mistral", "tekken"]  # whose calls have a form
+NAMED = ["qwen", "coder", "llama", "mistral", "tekken"]  # whose calls have a form
 
 
 class Opened:
@@ -100,6 +100,8 @@ ADDED, FOUND = '{"result": 5}', '{"city":"Rome"}'
 # How each family writes a call, and two of them (Llama one).
 ONE = {
     "qwen": f'<tool_call>\n{{"name": "add", "arguments": {ADDED}}}\n</tool_call>',
+    "coder": "<tool_call>\n<function=add>\n<parameter=result>\n5\n</parameter>\n"
+    "</function>\n</tool_call>",
     "llama": f'{{"name": "add", "parameters": {ADDED}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "add", "arguments": {ADDED}}}]',
     "tekken": f"[TOOL_CALLS]add[ARGS]{ADDED}",
@@ -107,6 +109,9 @@ ONE = {
 WRITTEN = {
     "qwen": ONE["qwen"]
     + f'\n<tool_call>\n{{"name": "find", "arguments": {FOUND}}}\n</tool_call>',
+    "coder": ONE["coder"]
+    + "\n<tool_call>\n<function=find>\n<parameter=city>\nRome\n</parameter>\n"
+    "</function>\n</tool_call>",
     "llama": ONE["llama"],
     "mistral": ONE["mistral"][:-1]
     + f', {{"name": "find", "arguments": {FOUND}, "id": "a1b2c3d4e"}}]',
@@ -120,12 +125,12 @@ def test_calls_have_the_form_of_the_family(
     opened: dict[str, Opened], kind: str
 ) -> None:
     own, calls = opened[kind], WRITTEN[kind]
-    wrong = calls.replace('"result": 5', '"result": "five"')
+    wrong = calls.replace("5", '"five"', 1)
     one = own.turn(None, [ADD, FIND, FREE], {"type": "function", "name": "find"})
     for choice, free in (("required", False), ("auto", True)):
         grammar = own.turn(None, [ADD, FIND, FREE], choice)
         assert own.fits(grammar, calls)
-        assert own.fits(grammar, f"{calls}\n") == (kind == "qwen")
+        assert own.fits(grammar, f"{calls}\n") == (kind in ("qwen", "coder"))
         assert not own.fits(grammar, f"{calls}\n\n")
         assert not own.fits(grammar, wrong)
         assert not own.fits(grammar, calls.replace("add", "ad"))
@@ -137,6 +142,8 @@ def test_calls_have_the_form_of_the_family(
     assert not own.fits(one, calls), "only the one that is named"
     ids = own.encode(calls)
     expected = MADE[: 1 if kind == "llama" else 2]
+    if kind == "coder":  # where arguments are no JSON that the parser repeats
+        expected = [MADE[0], ToolCall("find", json.dumps(json.loads(FOUND)))]
     assert turn_of(own.dialect, own.tokenizer, ids) == ("", "", expected)
 
 
@@ -267,6 +274,46 @@ def test_forced_tokens_spell_their_text(opened: dict[str, Opened], text: str) ->
             walk.advance(new)
             ids += new
         assert own.tokenizer.decode(ids).startswith(text)
+
+
+def test_arguments_in_xml_fit_their_schema(opened: dict[str, Opened]) -> None:
+    own = opened["coder"]
+    properties: dict[str, Any] = {
+        "text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "days": {"$ref": "#/$defs/day", "type": "integer"},
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["text", "days"],
+        "additionalProperties": False,
+        "$defs": {"day": {"type": "integer", "maximum": 7}},
+    }
+    grammar = own.turn(None, [Tool("f", "", schema, strict=True)], "required")
+
+    def call(**given: str) -> str:
+        some = (f"<parameter={key}>\n{given[key]}\n</parameter>\n" for key in given)
+        return f"<tool_call>\n<function=f>\n{''.join(some)}</function>\n</tool_call>"
+
+    assert own.fits(grammar, call(text="a\n\n</b>", days="7"))
+    assert own.fits(grammar, call(text="", unit="F", days="7"))
+    for wrong in (
+        call(text="a", days="8"),
+        call(text="a", days="one"),
+        call(text="a", unit="K", days="7"),
+        call(text="a"),
+        call(text="a", days="7", more="b"),
+    ):
+        assert not own.fits(grammar, wrong)
+    free = own.turn(None, [Tool("f", "", schema)], "required")
+    assert own.fits(free, call(more="b")) and own.fits(free, call())
+    assert not own.fits(free, call().replace("=f", "=g"))
+    properties["text"] = {"type": "string", "pattern": "a+"}
+    with pytest.raises(
+        ValueError, match="pattern of the parameter text is 'given'; ex"
+    ):
+        own.turn(None, [Tool("f", "", schema, strict=True)], "required")
 
 
 def test_what_no_token_spells_fits_no_answer(opened: dict[str, Opened]) -> None:

@@ -246,7 +246,8 @@ class InputProcessor:
 
     def parser(self, asked: Request) -> TurnParser:
         """What reads the turn that a chat's request asks for."""
-        return self.dialect.parser(self.need_tokenizer(), asked.tokens, asked.grammar)
+        known = self.need_tokenizer(), asked.tokens, asked.grammar
+        return self.dialect.parser(*known, asked.tools)
 
     def process_all(
         self,
@@ -332,7 +333,9 @@ class InputProcessor:
         grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
         asked = wanted_format, functions, tool_choice
         constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
-        return self.process(ids, sampling_params, overrides, constrain)
+        request = self.process(ids, sampling_params, overrides, constrain)
+        request.tools = functions
+        return request
 
     def check_length(self, tokens: int, needed: int, wanted: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""

@@ -59,6 +59,7 @@ class Request:
     grammar: Grammar | None = None  # that its output must follow
     arrival_time: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
+    tools: Sequence[Any] = ()  # that a chat offers; what reads its turn asks
     index: int = 0  # among the samples of its prompt
     number: int = -1  # its name, given by who submits it
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -41,8 +42,8 @@ class Dialect:
     format, and ``render`` makes the token ids of a prompt. ``parser`` and ``grammar``
     get the tokenizer and the prompt's ids: they are for what the model writes then. The
     grammar also gets what an answer and calls have to fit, as `turn_grammar` does; the
-    parser gets the grammar that came of it, if any. Where a turn can have
-    ``several_calls``, the grammar is also told whether one has to stay alone.
+    parser gets the grammar that came of it, if any, and the chat's tools. Where a turn
+    can have ``several_calls``, the grammar is also told whether one has to stay alone.
     ``reopened`` takes the end of the last message from the ids of a prompt, if that is
     an answer: the model goes on with it. ``ends`` are the control tokens that end a
     turn, as far as the tokenizer has them, ``begin`` the ids in front of a text that is
@@ -52,7 +53,7 @@ class Dialect:
     lead: Lead
     with_format: Callable[[Sequence[Message], Sequence[Tool], str], Sequence[Message]]
     render: Callable[..., list[int]]
-    parser: Callable[[Tokenizer, Sequence[int], Grammar | None], TurnParser]
+    parser: Callable[..., TurnParser]
     grammar: Callable[..., str]
     ends: tuple[str, ...]
     begin: tuple[int, ...] = ()
@@ -74,7 +75,10 @@ def render_harmony(
 
 
 def harmony_parser(
-    tokenizer: Tokenizer, prompt: Sequence[int], grammar: Grammar | None
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    grammar: Grammar | None,
+    tools: Sequence[Tool] = (),
 ) -> HarmonyParser:
     """A parser of what follows ``prompt``, which may have begun an answer already."""
     parser = HarmonyParser(tokenizer)
@@ -164,15 +168,16 @@ def open_family(
     if (adds := settings.get("add_bos_token")) is not None:
         begin = (first,) if adds and first is not None else ()
     template = ChatTemplate.of(source, named, encoder) if source else None
+    form = CallForm.of(tokenizer, source.texts() if source else ())
     dialect = Dialect(
         lead=lambda instructions, tools: instructions or "",
         with_format=lambda messages, tools, text: messages,
         render=template.render if template else no_template,
         parser=TagParser,
-        grammar=tags_grammar,
+        grammar=partial(tags_grammar, form=form),
         ends=(named.get("eos_token", ""), END_OF_TURN),
         begin=begin,
-        several_calls=CallForm.of(tokenizer) is not None,
+        several_calls=form is not None,
     )
     return tokenizer, dialect
 

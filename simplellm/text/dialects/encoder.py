@@ -20,7 +20,7 @@ from simplellm.text.tokenizer import Tokenizer, TokenizerError, printed_bytes
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 STAND_INS = 0xD800  # surrogates: halves of characters, which no text holds
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of byte fallback
-TAG = re.compile(r"[^\w\s].*\w.*[^\w\s]")  # may be looked for in a template's text
+TAG_FORM = re.compile(r"[^\w\s].*\w.*[^\w\s]")  # may be looked for in a template's text
 
 
 class Encoder:
@@ -148,7 +148,7 @@ def is_sign(char: str) -> bool:
 
 def is_named(name: str, naming: Sequence[str]) -> bool:
     """Whether an added token is a tag that stands in one of the texts ``naming`` it."""
-    return TAG.fullmatch(name) is not None and any(name in text for text in naming)
+    return TAG_FORM.fullmatch(name) is not None and any(name in text for text in naming)
 
 
 def merges_of(

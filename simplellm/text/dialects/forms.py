@@ -8,11 +8,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from simplellm.base.config import expect
 from simplellm.base.grammar import Grammar
+from simplellm.text.dialects.whole_calls import XML, all_kinds
 from simplellm.text.harmony.turn import FREE, Rules
 from simplellm.text.tokenizer import Tokenizer
+
+
+def quoted(text: str) -> str:
+    """``text`` as a string of Lark."""
+    return json.dumps(text).replace("\x7f", r"\u007f")
+
 
 THINK_START, THINK_END = "<think>", "</think>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"  # Qwen
@@ -22,6 +30,9 @@ TAGS = (
     *(THINK_START, THINK_END, CALL_START, CALL_END, PYTHON),
     *(CALLS, ID_START, ARGUMENTS),
 )
+# What a schema may ask of a text, beside an enum; and what one inside it may need.
+HELD = "pattern format minLength maxLength const enum allOf oneOf $ref".split()
+AROUND = ("$schema", "$defs", "definitions", "x-guidance")
 FINAL = "final"  # the grammar of an answer that has to fit
 # How such an answer stands in a turn: alone, or behind white space that is none of it.
 ANSWER, GAP_ANSWER = f"@{FINAL}", f"GAP @{FINAL}"
@@ -34,7 +45,7 @@ class CallForm:
     ``opening`` and ``ending`` stand around the arguments of a `call`, and ``calls`` are
     those of a turn, where MORE are the ones behind the first. In the opening, NAME is
     the function's name, and JSON_NAME that as JSON has it. A ``bare`` call may also
-    make up a turn without any tag.
+    make up a turn without any tag. Arguments are JSON, unless they are ``xml``.
     """
 
     opening: str
@@ -42,16 +53,19 @@ class CallForm:
     calls: str
     more: str = ""
     bare: bool = False
+    xml: bool = False
 
     def tags(self) -> list[str]:
         """The control tokens that it is written with."""
         return TAG.findall(" ".join([self.opening, self.ending, self.calls]))
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "CallForm | None":
-        """The one that a tokenizer's model knows, by its tags."""
+    def of(cls, tokenizer: Tokenizer, written: Sequence[str]) -> "CallForm | None":
+        """The one that a model knows, by its tags and its template's texts."""
         special = {*tokenizer.special}
-        return next((form for form in FORMS if {*form.tags()} <= special), None)
+        xml = any(XML in text for text in written)
+        some = [form for form in FORMS if form.xml == xml]
+        return next((form for form in some if {*form.tags()} <= special), None)
 
 
 TAG = re.compile(r"\[[A-Z_]+\]|</?\w+>|<\|\w+\|>")
@@ -73,6 +87,13 @@ FORMS = (
         r'("\n" call)*',
     ),
     CallForm(JSON_OPENING % "parameters", '"}"', "<|python_tag|> call", bare=True),
+    CallForm(
+        r'<tool_call> "\n<function=" NAME ">\n"',
+        r'"\u003c/function>\n" </tool_call>',
+        r'call MORE "\n"?',
+        r'("\n" call)*',
+        xml=True,
+    ),
 )
 # UNLIKE is text that does not begin as a bare call. GAP is what stands before an
 # answer: line breaks behind thoughts, and the space that SentencePiece begins with.
@@ -84,6 +105,13 @@ UNLIKE: /(\s*[^{\s](?s:.*))?/
 GAP: /[ \n]{0,2}/
 ID: /[a-zA-Z0-9]{9}/
 """
+# Arguments in XML, where nothing is asked of them, and what ends a parameter's value.
+PARAMETERS = r"""
+parameters: ("<parameter=" PARAMETER ">\n" value)*
+PARAMETER: /[^>\n]+/
+value[lazy]: /(?s:.*)\n<\/parameter>\n/
+"""
+VALUE_END = quoted("\n</parameter>\n")
 
 # An expression, and a choice whose texts don't begin with white space, as rules.py
 # writes them. The parts of an expression that match none, and what else may match some.
@@ -91,6 +119,37 @@ EXPRESSION = re.compile(r"start: /(.*)/\n", re.DOTALL)
 CHOICE = re.compile(r'start: CHOICE\nCHOICE:(?: (?:\| )?"(?! |\\n)(?:\\.|[^"\\])*")+\n')
 PRINTED = re.compile(r"\\[dwS!-/:-@\[-^`{-~]")
 BLANK = re.compile(r"[\x00- .\\]|\[[:^]")
+
+
+def xml_parameters(
+    schema: Mapping[str, Any], name: str
+) -> tuple[str, dict[str, Rules]]:
+    """Lark of the parameters in XML that fit a tool's ``schema``, and what it names.
+
+    They come in the schema's order. Texts are free, or one of an enum. Raises
+    ValueError for a text that has to fit something else.
+    """
+    around = {key: schema[key] for key in AROUND if key in schema}
+    needed, found = schema.get("required") or (), list[str]()
+    texts = dict[str, Rules]()
+    for number, (key, one) in enumerate((schema.get("properties") or {}).items()):
+        one = one if isinstance(one, dict) else {}
+        kinds, listing = all_kinds(one), one.get("enum")
+        words = listing if isinstance(listing, list) else []
+        if words and all(isinstance(word, str) for word in words):
+            value = f"({' | '.join(map(quoted, words))}) {VALUE_END}"
+        elif kinds and "string" not in kinds:
+            texts[own := f"{name}_{number}"] = {"json_schema": one | around}
+            value = f"@{own} {VALUE_END}"
+        else:
+            every = [one, *(one.get("anyOf") or ())]
+            odd = next((key for key in HELD for part in every if key in part), None)
+            wanted = "none where arguments are XML, which bounds no text"
+            expect(odd is None, f"{odd} of the parameter {key}", "given", wanted)
+            value = "value"
+        opening = quoted(f"<parameter={key}>\n")
+        found.append(f"{opening} {value}" if key in needed else f"({opening} {value})?")
+    return " ".join(found), texts
 
 
 def may_begin_blank(answer: Rules) -> bool:
@@ -112,11 +171,6 @@ def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
     return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", found, lark)
 
 
-def quoted(text: str) -> str:
-    """``text`` as a string of Lark."""
-    return json.dumps(text).replace("\x7f", r"\u007f")
-
-
 def is_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether a turn behind ``prompt`` begins within thoughts."""
     control = (id for id in reversed(prompt) if tokenizer.is_special(id))
@@ -129,24 +183,35 @@ def tags_grammar(
     answer: Rules | None,
     calls: Mapping[str, Rules],
     alone: bool = False,
+    form: CallForm | None = None,
 ) -> str:
     """The grammar of a turn behind ``prompt``, as `turn_grammar` for harmony.
 
-    Thoughts are free; a call is ``alone`` where there may be no other. Raises
-    ValueError where it is unknown how calls are written.
+    Thoughts are free; calls have the ``form``, and one is ``alone`` where there may be
+    no other. Raises ValueError where it is unknown how calls are written.
     """
-    special, form = tokenizer.special, CallForm.of(tokenizer)
+    special = tokenizer.special
     wanted = "none where something has to fit: this model's calls have no tags"
     expect(form or not calls, "tools", list(calls), wanted)
     odd = next((name for name in calls if not name.isprintable()), None)
     expect(odd is None, "a name in tools", odd, "characters that need no escape")
-    texts = {f"call_{number}": rules for number, rules in enumerate(calls.values())}
-    free, turns, rules = answer == FREE, [], []
-    if form and calls:
-        some = [
-            filled(f"{form.opening} @{text} {form.ending}", special, function)
-            for text, function in zip(texts, calls, strict=True)
+    texts, some = dict[str, Rules](), list[str]()
+    free, turns, rules = answer == FREE, list[str](), list[str]()
+    for number, (function, arguments) in enumerate(calls.items()):
+        assert form is not None
+        written = f"@call_{number}"
+        if not form.xml:
+            texts[f"call_{number}"] = arguments
+        elif "properties" in (schema := arguments["json_schema"]):
+            written, own = xml_parameters(schema, f"call_{number}")
+            texts |= own
+        else:
+            written = "parameters"
+        parts = [
+            filled(part, special, function) for part in (form.opening, form.ending)
         ]
+        some.append(f"{parts[0]} {written} {parts[1]}")
+    if form and calls:
         several = form.calls.replace("MORE", "" if alone else form.more)
         rules = [f"calls: {filled(several, special)}", f"call: {' | '.join(some)}"]
         text = "UNLIKE" if form.bare else "TEXT"
@@ -164,7 +229,8 @@ def tags_grammar(
     elif THINK_END in special:
         thoughts = filled(f"({THINK_START} TEXT {THINK_END} {gap})?", special)
     start = f"start: {thoughts} ({' | '.join(turns)})"
-    turn = {"lark_grammar": "\n".join([start, *rules, SHARED_TEXTS])}
+    shared = SHARED_TEXTS + PARAMETERS * bool(form and form.xml)
+    turn = {"lark_grammar": "\n".join([start, *rules, shared])}
     named = [{"name": name, **given} for name, given in texts.items()]
     return json.dumps({"grammars": [turn, *named]})
 

@@ -23,7 +23,14 @@ from simplellm.text.dialects.forms import (
     is_thinking,
     turn_rule,
 )
-from simplellm.text.harmony import Delta, Message
+from simplellm.text.dialects.whole_calls import (
+    ARGUMENTS_FIRST,
+    XML,
+    Call,
+    json_call,
+    xml_call,
+)
+from simplellm.text.harmony import Delta, Message, Tool
 from simplellm.text.tokenizer import StreamDecoder, Tokenizer
 
 MOST_HELD = 256  # characters of what may be the beginning of a call
@@ -52,9 +59,9 @@ def either(patterns: list[str]) -> re.Pattern[str]:
 OPENING = either(["".join(pieces) for pieces in OPENINGS])
 ENDING = either(["".join(in_pieces(ID))])
 # Text that ends before it can be told.
-BEGINNING = either(
-    ["".join(rf"(?:{p}|\Z)" for p in pieces) for pieces in [*OPENINGS, in_pieces(ID)]]
-)
+LATER = [in_pieces(f'[~{{~"{key}"~:') for key in ("arguments", "parameters")]
+BEGINNINGS = [*OPENINGS, in_pieces(ID), *LATER, in_pieces(XML)]
+BEGINNING = either(["".join(rf"(?:{p}|\Z)" for p in pieces) for pieces in BEGINNINGS])
 BEFORE_TAG = re.compile(r"(\S+)(?:\n\S*)?")  # a function's name, and a call's id
 
 
@@ -65,7 +72,8 @@ class TagParser:
     channel, calls in commentary and all else in the final one. Whatever the ids are,
     nothing is raised, and all text is in some message but what stands around tags:
     line breaks, and a call's JSON around its arguments. What is no call in the end is
-    part of the answer. ``grammar`` is the one that the turn follows.
+    part of the answer. ``grammar`` is the one that the turn follows, and ``tools`` are
+    those it may call: in XML their schemas tell a number from a text.
     """
 
     def __init__(
@@ -73,7 +81,9 @@ class TagParser:
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         grammar: Grammar | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
+        self._tools = tools
         self.messages: list[Message] = []
         self.message: Message | None = None
         self.num_calls = 0
@@ -108,10 +118,13 @@ class TagParser:
         self.message = message if channel else None
         self._texts, self._held = [], ""
 
-    def _close(self) -> list[Delta]:
-        """End what is under way."""
+    def _close(self, cut: bool = False) -> list[Delta]:
+        """End what is under way, which was ``cut`` off where no tag ends it."""
         deltas: list[Delta] = []
-        if held := self._held if self.message is None else "":
+        held = self._held if self.message is None else ""
+        if self._tag == CALL_START and (call := xml_call(held, self._tools, not cut)):
+            self._take_whole(call, deltas)
+        elif held:
             self._open("final")
             self._text(held, deltas)
         if self.message and (self._texts or self.message.recipient):
@@ -124,7 +137,7 @@ class TagParser:
         deltas = self._take(self._decoder.flush())
         if self.message is not None:
             self._say(self._held, deltas)
-        deltas += self._close()
+        deltas += self._close(cut=True)
         self._open(self._answer)
         return deltas
 
@@ -200,17 +213,32 @@ class TagParser:
             self._held = ""
             return held[end.end() :]
         listed = held.startswith("[") and not self._tag
+        xml = self._tag == CALL_START and held.startswith(XML)
         if (found := OPENING.match(held)) and not listed:
             name = next(group for group in found.groups() if group)
             deltas.append(self._call(re.sub(r'\\(["\\])', r"\1", name)))
             return held[found.end() :]
+        whole = not listed and (xml or ARGUMENTS_FIRST.match(held))
+        if whole and (">" if xml else "}") in text:
+            call = xml_call(held, self._tools, None) if xml else json_call(held)
+            if call is not None:
+                return self._take_whole(call, deltas)
         may = not listed and BEGINNING.fullmatch(held)
         named = self._tag == CALLS and BEFORE_TAG.fullmatch(held)
-        if not held or ((may or named) and len(held) <= MOST_HELD):
+        if not held or whole or ((may or named) and len(held) <= MOST_HELD):
             self._held = held
             return ""
         self._open("final")
         return held
+
+    def _take_whole(self, call: Call, deltas: list[Delta]) -> str:
+        """Take a call that was read as a whole; what is left behind it."""
+        name, arguments, rest = call
+        deltas.append(self._call(name))
+        self._say(arguments, deltas)
+        self._close()
+        self._open(None)
+        return rest
 
     def _arguments(self, text: str, deltas: list[Delta]) -> str:
         """Take arguments up to their end; what is left behind it."""
