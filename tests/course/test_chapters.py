@@ -476,3 +476,18 @@ def test_the_notebook_run_judges_stubs_and_solutions(tmp_path: Path) -> None:
         "01-right.md::figures",
     }
     assert re.search(r"^chapters/04-slow.md +2\.\d s$", result.stdout, re.MULTILINE)
+
+
+def test_names_beside_those_of_other_engines_are_in_the_package() -> None:
+    glossary = (ROOT / "chapters/glossary.md").read_text(encoding="utf-8")
+    table = glossary[glossary.index("## Names in the code") :]
+    cells_of_ours = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    ours = [name for cell in cells_of_ours for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(ours) > 20
+    unknown = []
+    for name in ours:
+        owner, _, member = name.partition(".")
+        known = PACKAGE_CLASSES.get(owner, set()) if member else PACKAGE_NAMES
+        if (member or owner) not in known:
+            unknown.append(name)
+    assert unknown == []
