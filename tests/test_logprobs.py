@@ -195,6 +195,7 @@ def test_a_prompt_that_begins_again_is_scored_once(model: Model, overlap: bool) 
     assert_scored(first.prompt_logprobs, model.logits(ids), ids, 1)
 
 
+@pytest.mark.bits
 def test_at_most_so_many_rows_at_once(model: Model) -> None:
     """However large the step, and however many requests may run."""
     hidden = torch.randn(300, TINY.hidden_size)
@@ -209,7 +210,9 @@ def test_at_most_so_many_rows_at_once(model: Model) -> None:
     chosen, ranks, ids, values = score_rows(hidden, tokens, 4, head, buffer)
     assert seen == {ROWS: 2, 300 - 2 * ROWS: 1} and not buffer.any()
     logits = torch.empty(300, VOCAB)
-    model.head(hidden, logits)
+    # A rank is exact, and among other rows a processor may round a row otherwise.
+    for part, out in zip(hidden.split(ROWS), logits.split(ROWS), strict=True):
+        model.head(part, out)
     wanted = logits.log_softmax(-1)
     torch.testing.assert_close(chosen, wanted.gather(1, tokens[:, None])[:, 0])
     better = (wanted > chosen[:, None]).sum(-1)
