@@ -25,6 +25,7 @@ from simplellm.api.reader import future_of
 from simplellm.api.results import outputs
 from simplellm.base.grammar import BitmaskFiller, Grammar, GrammarError, llguidance
 from simplellm.base.request import EngineError, Request
+from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.scheduler import ScheduledChunk
 from simplellm.structured.rules import rules_text, schema_rules
 from simplellm.structured.vocabulary import MOST_FORCED, QUICK, Grammars
@@ -55,7 +56,7 @@ def grammars(llm: LLM) -> Grammars:
     return Grammars(llm.tokenizer, llm.config.vocab_size, llm.eos_token_ids)
 
 
-def run(llm: LLM, asked: Sequence[Request]) -> list[RequestOutput]:
+def run(llm: LLM, asked: Sequence[RequestSpec]) -> list[RequestOutput]:
     """The outputs of requests of the door, all at once."""
     samples = llm._samples(asked)
     found: list[RequestOutput] = future_of(llm, llm._delivery, samples, outputs).result(
@@ -64,7 +65,7 @@ def run(llm: LLM, asked: Sequence[Request]) -> list[RequestOutput]:
     return found
 
 
-def ask(llm: LLM, grammar: Any, prompt: str = "Hello", **options: Any) -> Request:
+def ask(llm: LLM, grammar: Any, prompt: str = "Hello", **options: Any) -> RequestSpec:
     params = {"max_tokens": 40, "temperature": 0, **options}
     return replace(llm.input_processor.process(prompt, None, params), grammar=grammar)
 

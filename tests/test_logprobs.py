@@ -135,11 +135,16 @@ def test_any_schedule_gives_the_same_scores(
         count = chance.choice([None, 0, 3])
         most = 0 if count == 0 else chance.randrange(1, 9)
         family = [
-            ask(ids, number + n, count, max_tokens=most, priority=chance.randrange(2))
+            ask(
+                ids,
+                number + n,
+                count,
+                max_tokens=most,
+                priority=chance.randrange(2),
+                index=n,
+            )
             for n in range(chance.choice([1, 1, 3]))
         ]
-        for sibling in family[1:]:
-            sibling.prompt_logprobs = None  # as `sample_of` does
         family[0].siblings = family[1:]
         requests.append(family[0])
         asked |= {r.number: (ids, count if r is family[0] else None) for r in family}

@@ -35,6 +35,7 @@ from simplellm import (
 )
 from simplellm.api import streams
 from simplellm.base.request import Request
+from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.engine import Engine
 from simplellm.engine.scheduler import ScheduledChunk
 
@@ -361,7 +362,7 @@ def test_a_stream_that_is_left_early_ends_in_silence(
 # Many replies in one coroutine
 
 
-def asked(llm: LLM, prompt: Sequence[int], **options: Any) -> Request:
+def asked(llm: LLM, prompt: Sequence[int], **options: Any) -> RequestSpec:
     return llm.input_processor.process(
         prompt, None, {"max_tokens": 12, **GREEDY, **options}
     )

@@ -30,9 +30,9 @@ from simplellm import (
     QueueFullError,
     SamplingParams,
 )
-from simplellm.api.input_processor import sample_of
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import Event, Request, TokenLogprobs
+from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.client import UnfitError
 from simplellm.server.remote import client as remote_module
 from simplellm.server.remote import wire
@@ -83,6 +83,9 @@ def crossed(content: Any) -> Any:
     return found
 
 
+SAME = "number index seed stop_ids prompt_logprobs restricted".split()
+
+
 def test_a_request_arrives_as_it_was() -> None:
     params = SamplingParams(
         n=3,
@@ -100,7 +103,7 @@ def test_a_request_arrives_as_it_was() -> None:
         prompt_logprobs=2,
         logit_bias={3: -1.5, 0: 1e-9},
     )
-    first = Request(
+    spec = RequestSpec(
         [5, 0, 1099],
         7,
         params,
@@ -109,16 +112,15 @@ def test_a_request_arrives_as_it_was() -> None:
         priority=-4,
         deadline=12.000000001,
         grammar=Grammar("start: /é+/", None),
-        number=12,
     )
-    first.siblings = [sample_of(first, index) for index in (1, 2)]
-    for number, sample in enumerate(first.siblings, start=40):
+    first, *first.siblings = (spec.sample(index) for index in range(3))
+    for number, sample in enumerate([first, *first.siblings], start=40):
         sample.number = number
     found = wire.request_of(crossed(wire.as_samples(first)), lambda t: Grammar(t, "c"))
     for ours, theirs in zip(
         [first, *first.siblings], [found, *found.siblings], strict=True
     ):
-        for name in (*wire.SENT, "stop_ids", "index", "prompt_logprobs", "restricted"):
+        for name in (*wire.SENT, *SAME):
             mine, other = getattr(ours, name), getattr(theirs, name)
             assert other == ([*map(list, mine)] if name == "bad_sequences" else mine)
         unsent = {"stop": (), "structured_outputs": None}

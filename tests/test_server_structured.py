@@ -361,14 +361,14 @@ def test_compiling_holds_up_nobody(
     """One grammar takes as long as it likes; another request is answered meanwhile."""
     begun, go_on = threading.Event(), threading.Event()
     input_processor = served.service.llm.input_processor
-    compile = input_processor.compile
+    compile = input_processor.grammars.compile
 
     def slowly(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(60)
         return compile(*arguments)
 
-    monkeypatch.setitem(input_processor.__dict__, "compile", slowly)
+    monkeypatch.setitem(input_processor.grammars.__dict__, "compile", slowly)
     answers = []
     body = PATHS.get(path, {}) | body
     ask = threading.Thread(target=lambda: answers.append(served.post(path, body)))

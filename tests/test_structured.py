@@ -410,7 +410,7 @@ def test_a_model_without_end_tokens_has_no_grammars(
 ) -> None:
     """All else works: its texts end where max_tokens or a stop string says."""
     bare = replace(input_processor, eos_token_ids=frozenset())
-    bare.prepare()
+    bare.grammars.prepare()
     assert bare.process_chat(HELLO).stop_ids == frozenset()
     with pytest.raises(ValueError, match="this model has no token that ends") as caught:
         bare.process_chat(HELLO, **options)
@@ -624,7 +624,7 @@ def test_a_grammar_comes_with_the_request(input_processor: InputProcessor) -> No
     asked = input_processor.process_chat(
         HELLO, response_format=FORMAT, max_tokens=4, n=2
     )
-    assert asked.grammar is not None and asked.needs_last_token
+    assert asked.grammar is not None and asked.sample().needs_last_token
     again = input_processor.process_chat(HELLO, response_format=FORMAT, max_tokens=9)
     assert again.grammar is asked.grammar, "it is compiled once"
     assert input_processor.process_chat(HELLO, max_tokens=4).grammar is None

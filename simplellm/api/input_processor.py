@@ -5,33 +5,39 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache, partial
-from importlib.util import find_spec
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from simplellm.api.chat_options import (
-    Constraint,
     Format,
     as_format,
     text_constraint,
     turn_constraint,
 )
+from simplellm.api.checks import (
+    ContextLengthError,
+    Prompt,
+    as_prompts,
+    blaming,
+    check_token_ids,
+    is_several,
+    token_ids,
+)
+from simplellm.api.grammars import Constrain, GrammarCompiler, once_for_each
 from simplellm.base.config import (
     ModelConfig,
-    about,
     check_kind,
     check_names,
     check_number,
     expect,
     expect_type,
 )
-from simplellm.base.grammar import Grammar, GrammarError
-from simplellm.base.request import Request
+from simplellm.base.grammar import Grammar
+from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams, StructuredOutputs
 from simplellm.checkpoint.folder import (
     read_generation_config,
@@ -40,123 +46,29 @@ from simplellm.checkpoint.folder import (
 )
 from simplellm.engine.client import EngineClient
 from simplellm.sampling.allowed_tokens import AllowedTokens, bad_sequences
-from simplellm.structured.rules import WHERE, rules_text
-from simplellm.structured.vocabulary import Grammars, refusal
 from simplellm.text.dialects.dialect import HARMONY, Dialect, open_text
 from simplellm.text.harmony import Message, Tool, from_openai
 from simplellm.text.harmony.schema import as_tools
 from simplellm.text.parser import TurnParser
 from simplellm.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any] | Message]
-Constrain = Callable[[StructuredOutputs | None], Constraint | None]
-
 CHAT_MAX_TOKENS = 1024  # reasoning included
 MAX_SAMPLES = 1024
 MAX_PRIORITY = 1000
 MAX_SECONDS = 10.0**9
-MAX_GRAMMARS = 64  # that are kept
 LOGGER = logging.getLogger("simplellm")
 OVERRIDES = (*(spec.name for spec in fields(SamplingParams)), "priority", "timeout")
 ENCODING = ("parse_special", "add_special_tokens")  # of a prompt that is text
 LIKE_CONTROL = re.compile(r"<[^<>\s]{1,64}>|\[[^\[\]\s]{1,64}\]")  # in a prompt's text
 
 
-class ContextLengthError(ValueError):
-    """A prompt is longer than the model's context, or than this engine's cache.
-
-    Clients know it by these phrases, which are OpenAI's, vLLM's and Anthropic's, and
-    shorten their conversations.
-    """
-
-    def __init__(self, tokens: int, most: int, limit: int, words: str) -> None:
-        super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, the "
-            f"prompt is too long: {tokens} tokens > {most} maximum; expected {words}"
-        )
-        self.param = "prompt"
-
-
-def sample_of(asked: Request, number: int = 0) -> Request:
-    """Sample ``number`` of a checked request: the same, drawn with another seed.
-
-    The first one finds the prompt's logprobs for all of them.
-    """
-    seed = asked.params.seed
-    assert seed is not None
-    # Not by `replace`, which would check once more, for each of a thousand samples.
-    params = copy(asked.params)
-    object.__setattr__(params, "seed", (seed + number) % 2**64)
-    sample = replace(
-        asked, tokens=list(asked.tokens), params=params, siblings=[], index=number
-    )
-    if number > 0:
-        sample.prompt_logprobs = None
-    return sample
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list. Raises TypeError or ValueError."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = plain(prompts)
-    wanted = "text, a list of token ids, or a list of these"
-    expect_type("prompts", prompts, list | tuple, wanted)
-    expect(prompts, "the list of prompts", prompts, "at least one prompt")
-    one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
-    return [list(prompts)] if one else list(prompts)
-
-
-def is_several(messages: Any) -> bool:
-    """Whether these are conversations, and not the messages of one."""
-    listed = isinstance(messages, list | tuple) and len(messages) > 0
-    return listed and isinstance(messages[0], list | tuple)
-
-
-def once_for_each(constrain: Constrain) -> Constrain:
-    """``constrain``, which then isn't asked again for what it has been asked before."""
-    known: list[tuple[StructuredOutputs | None, Constraint | None]] = []
-
-    def found(outputs: StructuredOutputs | None) -> Constraint | None:
-        for one, constraint in known:
-            if one is outputs:
-                return constraint
-        known.append((outputs, constrain(outputs)))
-        return known[-1][1]
-
-    return found
-
-
-@contextmanager
-def blaming(name: str, index: int, all_of_it: bool = False) -> Iterator[None]:
-    """Has an error name its prompt or, with ``all_of_it``, what came with that."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if all_of_it or getattr(error, "param", "").startswith(("prompt", "messages")):
-            error.args = (f"{name}[{index}]: {error}",)
-        raise
-
-
-def plain(value: Any) -> Any:
-    """A NumPy or PyTorch array as a list; all else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:
-    """A logit_bias by token ids, where it comes from JSON, whose keys are text."""
-    number = re.compile("[0-9]{1,10}")  # int() takes the digits of every script
-    return {int(key) if number.fullmatch(key) else key: bias[key] for key in bias}
-
-
 @dataclass(frozen=True)
 class InputProcessor:
     """What a model and its engine accept. Whatever is refused loses nothing.
 
-    A checked call becomes a request that never runs; `sample_of` makes those that do.
-    All of it raises TypeError or ValueError for what cannot run. A call of several
-    prompts is taken whole or not at all; the error names the first one to blame.
+    Each prompt of a checked call becomes a `RequestSpec`. All of it raises TypeError or
+    ValueError for what cannot run. A call of several prompts is taken whole or not at
+    all; the error names the first one to blame.
     """
 
     config: ModelConfig
@@ -179,28 +91,10 @@ class InputProcessor:
         return cls(config, tokenizer, params, ends, limit, dialect=dialect)
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """What compiles them."""
-        tokenizer, size = self.need_tokenizer(), self.config.vocab_size
-        return Grammars(tokenizer, size, self.eos_token_ids)
-
-    def prepare(self) -> None:
-        """Make what all grammars need now, if there can be any, and not for the first.
-
-        All requests that run would wait for it. What fails will be told by the first.
-        """
-        if self.tokenizer is not None and find_spec("llguidance"):
-            with suppress(Exception):
-                self.grammars.vocabulary  # noqa: B018  (it is kept)
-
-    @cached_property
-    def compile(self) -> Callable[[str], Grammar]:
-        """Text to a grammar. Agents send the same schema again and again."""
-        return lru_cache(MAX_GRAMMARS)(self._compile)
-
-    def _compile(self, text: str) -> Grammar:
-        """The same, of which nothing is kept."""
-        return (self.compiler or self.grammars.compile)(text)
+    def grammars(self) -> GrammarCompiler:
+        """What compiles what outputs must fit."""
+        size, ends = self.config.vocab_size, self.eos_token_ids
+        return GrammarCompiler(self.tokenizer, size, ends, self.compiler)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -244,10 +138,10 @@ class InputProcessor:
             ids if not add_special_tokens or ids[: len(begin)] == begin else begin + ids
         )
 
-    def parser(self, asked: Request) -> TurnParser:
-        """What reads the turn that a chat's request asks for."""
-        known = self.need_tokenizer(), asked.tokens, asked.grammar
-        return self.dialect.parser(*known, asked.tools)
+    def parser(self, spec: RequestSpec) -> TurnParser:
+        """What reads the turn that a chat asks for."""
+        known = self.need_tokenizer(), spec.tokens, spec.grammar
+        return self.dialect.parser(*known, spec.tools)
 
     def process_all(
         self,
@@ -255,7 +149,7 @@ class InputProcessor:
         sampling_params: SamplingParams | Sequence[SamplingParams | None] | None,
         overrides: Mapping[str, Any],
         constrain: Constrain = text_constraint,
-    ) -> list[Request]:
+    ) -> list[RequestSpec]:
         """One prompt or several, with parameters for all or for each."""
         every = as_prompts(prompts)
         each = isinstance(sampling_params, list | tuple)
@@ -269,22 +163,24 @@ class InputProcessor:
         if (outputs := overrides.get("structured_outputs")) is not None:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
-        constrain, asked = once_for_each(constrain), []
+        constrain, specs = once_for_each(constrain), []
         for index, prompt in enumerate(every):
             with blaming("prompts", index, each) if len(every) > 1 else nullcontext():
                 params = sampling_params[index]
-                asked.append(self.process(prompt, params, overrides, constrain))
-        return asked
+                specs.append(self.process(prompt, params, overrides, constrain))
+        return specs
 
-    def process_chats(self, messages: Any, options: Mapping[str, Any]) -> list[Request]:
+    def process_chats(
+        self, messages: Any, options: Mapping[str, Any]
+    ) -> list[RequestSpec]:
         """One conversation or several, with the same options."""
         if not is_several(messages):
             return [self.process_chat(messages, **options)]
-        asked = []
+        specs = []
         for index, one in enumerate(messages):
             with blaming("messages", index):
-                asked.append(self.process_chat(one, **options))
-        return asked
+                specs.append(self.process_chat(one, **options))
+        return specs
 
     def process_chat(
         self,
@@ -299,10 +195,11 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         sampling_params: SamplingParams | None = None,
         **overrides: Any,
-    ) -> Request:
+    ) -> RequestSpec:
+        """A conversation, rendered; arguments are those of `LLM.chat`."""
         ok = isinstance(messages, list | tuple) and messages
         expect(ok, "messages", messages, "a list of at least one message")
-        # None is less than a token: to render them all would only take time.
+        # A message is a token at least: to render more of them would only take time.
         self.check_length(len(messages), 0, "fewer messages")
         wanted = "an object"
         given: Any = chat_template_kwargs
@@ -333,9 +230,8 @@ class InputProcessor:
         grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
         asked = wanted_format, functions, tool_choice
         constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
-        request = self.process(ids, sampling_params, overrides, constrain)
-        request.tools = functions
-        return request
+        spec = self.process(ids, sampling_params, overrides, constrain)
+        return replace(spec, tools=functions)
 
     def check_length(self, tokens: int, needed: int, wanted: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""
@@ -349,7 +245,7 @@ class InputProcessor:
         params: SamplingParams | None,
         overrides: Mapping[str, Any],
         constrain: Constrain = text_constraint,
-    ) -> Request:
+    ) -> RequestSpec:
         """A prompt, and what its samples have in common.
 
         ``constrain`` says what they must fit, given the structured_outputs.
@@ -366,7 +262,7 @@ class InputProcessor:
         ids = self._prompt_ids(prompt, encoding)
         limit = self.max_model_len
         self.check_length(len(ids), int(params.max_tokens != 0))
-        self._check_ids(ids, params)
+        check_token_ids(ids, params, self.config.vocab_size)
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         bad: list[tuple[int, ...]] = []
         if params.bad_words:
@@ -375,9 +271,9 @@ class InputProcessor:
         if (constraint := constrain(params.structured_outputs)) is not None:
             wanted = "False where the text has to fit something: it ends then"
             expect(not params.ignore_eos, "ignore_eos", True, wanted)
-            grammar = self._grammar(constraint)
+            grammar = self.grammars.compile_constraint(constraint)
         room, most_tokens = limit - len(ids), params.max_tokens
-        request = Request(
+        spec = RequestSpec(
             tokens=ids,
             text=prompt if isinstance(prompt, str) else None,
             max_tokens=room if most_tokens is None else min(most_tokens, room),
@@ -389,45 +285,11 @@ class InputProcessor:
             deadline=deadline,
         )
         if params.restricts:
-            choices = AllowedTokens(request, self.config.vocab_size)
+            choices = AllowedTokens(spec.sample(), self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
             restricting = "allowed_token_ids, bad_words and min_tokens"
             expect(left, f"the tokens that {restricting} leave", 0, "at least one")
-        return request
-
-    def _grammar(self, constraint: Constraint) -> Grammar:
-        """The compiled grammar. Raises ValueError that names the part to blame."""
-        parts = constraint.parts
-        name = " and ".join(parts) or "tool_choice"
-        lacks = "token that ends a text" if self.tokenizer else "tokenizer.json"
-        ok = self.tokenizer and self.eos_token_ids
-        expect(ok, name, "given", f"none: this model has no {lacks}")
-        try:
-            found = self.compile(constraint.text)
-            if "lark_grammar" in (outputs := parts.get(WHERE, {})):
-                # Behind free thoughts that no text fits it would come out too late.
-                self.compile(rules_text(outputs))
-            return found
-        except GrammarError as error:
-            wrong = f"{name}: {error}"
-        for part, rules in parts.items():
-            if (reason := refusal(rules, self._compile)) is not None:
-                name, wrong = part, f"{part}: {reason}"
-                break
-        raise about(ValueError(wrong), name)
-
-    def _check_ids(self, ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise ValueError for a token id that the model doesn't have."""
-        named = {
-            "the prompt": ids,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
-        }
-        most = self.config.vocab_size - 1
-        for name, tokens in named.items():
-            odd = next((token for token in tokens if not 0 <= token <= most), None)
-            expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
+        return spec
 
     def _params(
         self, params: SamplingParams | None, options: Mapping[str, Any]
@@ -446,16 +308,7 @@ class InputProcessor:
     def _prompt_ids(self, prompt: Any, encoding: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.encode(prompt, **encoding)
-        prompt = plain(prompt)
-        expect_type("a prompt", prompt, list | tuple, "text or token ids")
-        if not prompt:
-            wrong = "a prompt is empty; expected at least one token"
-            raise about(ValueError(wrong), "prompt")
-        # NumPy and PyTorch have integers of their own.
-        ids = [token if type(token) is int else plain(token) for token in prompt]
-        odd = next((token for token in ids if type(token) is not int), 0)
-        expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
-        return ids
+        return token_ids(prompt)
 
 
 @dataclass(frozen=True)

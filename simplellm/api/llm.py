@@ -5,14 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from simplellm.api.input_processor import (
-    MAX_SAMPLES,
-    Loaded,
-    Messages,
-    Prompt,
-    is_several,
-    sample_of,
-)
+from simplellm.api.checks import Messages, Prompt, is_several
+from simplellm.api.input_processor import MAX_SAMPLES, Loaded
 from simplellm.api.outputs import ChatOutput, RequestOutput
 from simplellm.api.reader import Delivery, RequestFuture, Samples, future_of
 from simplellm.api.reply import ChatReply, Reply, TextReply
@@ -20,6 +14,7 @@ from simplellm.api.results import outputs, turn, turns
 from simplellm.api.streams import AsyncStream, Replies, Stream
 from simplellm.base.config import EngineConfig, check_number, expect
 from simplellm.base.request import Request
+from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.engine.stats import Stats
 from simplellm.text.harmony import Delta
@@ -209,20 +204,20 @@ class LLM:
 
     def replies(
         self,
-        asked: Request | Sequence[Request],
+        specs: RequestSpec | Sequence[RequestSpec],
         n: int | None = None,
         chat: bool = False,
     ) -> Replies:
-        """All samples of one or more requests of `input_processor`, for a coroutine.
+        """All samples of what `input_processor` has checked, for a coroutine.
 
         They start at once, ``n`` of each or what its parameters say. ``async for``
         gives pairs of an index (prompt by prompt) and a part: a RequestOutput or, in a
         ``chat``, a Delta.
         """
-        asked = [asked] if isinstance(asked, Request) else asked
-        found = Replies(self, self._delivery, self._samples(asked, n, chat))
-        found.submit()
-        return found
+        specs = [specs] if isinstance(specs, RequestSpec) else specs
+        replies = Replies(self, self._delivery, self._samples(specs, n, chat))
+        replies.submit()
+        return replies
 
     def stats(self) -> Stats:
         """Queue, speed, cache and latencies of the engine."""
@@ -242,24 +237,26 @@ class LLM:
     # Requests
 
     def _samples(
-        self, asked: Sequence[Request], n: int | None = None, chat: bool = False
+        self, specs: Sequence[RequestSpec], n: int | None = None, chat: bool = False
     ) -> Samples:
-        """Each request's samples, which run, and the replies that they will fill."""
+        """The requests of each spec, and the replies that they will fill."""
         if n is not None:
             check_number("n", n, int, 1, MAX_SAMPLES)
 
-        def reply_to(one: Request) -> Reply:
+        def sample(spec: RequestSpec, index: int) -> tuple[Request, Reply]:
+            request = spec.sample(index)
             if chat:
-                return ChatReply(one, self.tokenizer, self.input_processor.parser(one))
-            return TextReply(one, self.input_processor.tokenizer)
+                parser = self.input_processor.parser(spec)
+                return request, ChatReply(request, self.tokenizer, parser)
+            return request, TextReply(request, self.input_processor.tokenizer)
 
-        samples = (
-            [sample_of(one, k) for k in range(n or one.params.n)] for one in asked
-        )
-        return [[(one, reply_to(one)) for one in some] for some in samples]
+        return [
+            [sample(spec, index) for index in range(n or spec.params.n)]
+            for spec in specs
+        ]
 
-    def _one_sample(self, asked: Request, chat: bool = False) -> Samples:
-        """`_samples` for a stream: the only sample of one request."""
-        n = asked.params.n
+    def _one_sample(self, spec: RequestSpec, chat: bool = False) -> Samples:
+        """`_samples` for a stream: the only one."""
+        n = spec.params.n
         expect(n == 1, "n", n, "1 for a stream; `replies` reads several")
-        return self._samples([asked], chat=chat)
+        return self._samples([spec], chat=chat)

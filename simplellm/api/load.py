@@ -60,11 +60,11 @@ def load(
     source = open_weights(path, dtype, device, random_weights, seed)
     input_processor = InputProcessor.open(place_of(path), source.config)
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
-        beside.submit(input_processor.prepare)
+        beside.submit(input_processor.grammars.prepare)
         engine, how, seconds = load_engine(source, config, dtype, device)
     limit = engine.max_model_len
     input_processor = replace(
-        input_processor, max_model_len=limit, compiler=input_processor.compile
+        input_processor, max_model_len=limit, compiler=input_processor.grammars.compile
     )
     return Loaded(engine, input_processor, how, seconds)
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from simplellm.api.input_processor import with_integer_keys
+from simplellm.api.checks import with_integer_keys
 from simplellm.api.outputs import ChatChoice, RequestOutput
 from simplellm.apps import jobs_openai
 from simplellm.base.request import QueueFullError

@@ -59,7 +59,6 @@ class Request:
     grammar: Grammar | None = None  # that its output must follow
     arrival_time: float = field(default_factory=time.monotonic)
     text: str | None = None  # of the prompt, if it was given as text
-    tools: Sequence[Any] = ()  # that a chat offers; what reads its turn asks
     index: int = 0  # among the samples of its prompt
     number: int = -1  # its name, given by who submits it
 
@@ -77,10 +76,15 @@ class Request:
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)
         # Those of the prompt's tokens so far, if they are asked for, and until an event
-        # has them. Nothing comes before the first one.
-        asked = self.params.prompt_logprobs is not None
+        # has them. Nothing comes before the first one. All samples take the first's.
+        asked = self.params.prompt_logprobs is not None and self.index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None
         self.prompt_logprobs = [None] if asked else None
+
+    @property
+    def seed(self) -> int:
+        """Of the noise that its tokens are drawn with, 0 to 2^64 - 1."""
+        return ((self.params.seed or 0) + self.index) % 2**64
 
     @cached_property
     def restricted(self) -> bool:

@@ -279,7 +279,9 @@ class Runner:
         if self._columns is None or self._columns[0] != numbers:
             params = [request.params for request in requests]
             vocab_size = self.model.config.vocab_size
-            self._columns = numbers, SamplingTensors.of(params, vocab_size, self.device)
+            seeds = [request.seed for request in requests]
+            tensors = SamplingTensors.of(params, vocab_size, self.device, seeds)
+            self._columns = numbers, tensors
         return self._columns[1]
 
     def forget(self) -> None:

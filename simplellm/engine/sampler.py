@@ -37,11 +37,17 @@ class SamplingTensors:
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+        cls,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        device: torch.device,
+        seeds: Sequence[int] | None = None,  # those of params
     ) -> "SamplingTensors":
-        """The columns of ``params``, in which every row that draws has a seed."""
+        """The columns of ``params``; every row that draws has a seed."""
+        if seeds is None:
+            seeds = [p.seed or 0 for p in params]
         # Python's seeds run to 2^64 - 1; the same 64 bits as a signed integer.
-        seeds = [((p.seed or 0) + 2**63) % 2**64 - 2**63 for p in params]
+        seeds = [(seed + 2**63) % 2**64 - 2**63 for seed in seeds]
         biases = [
             (row, token, value)
             for row, p in enumerate(params)

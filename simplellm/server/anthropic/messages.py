@@ -158,7 +158,8 @@ class AnthropicMessage(Generation):
         )
         if body.begins_answer and asked.grammar is None and dialect.reopened:
             tokenizer = input_processor.need_tokenizer()
-            asked.tokens = dialect.reopened(tokenizer, asked.tokens)
+            tokens = dialect.reopened(tokenizer, asked.tokens)
+            asked = replace(asked, tokens=tokens)
         super().__init__([asked], chat=True, stream=body.stream)
         # Whether nothing is to be answered; what the model then writes is nobody's.
         self.silent = body.max_tokens == 0

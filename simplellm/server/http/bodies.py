@@ -13,7 +13,8 @@ from typing import Any, ClassVar, TypeVar, get_args, get_origin
 
 import orjson
 
-from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES, with_integer_keys
+from simplellm.api.checks import with_integer_keys
+from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
 from simplellm.base.config import (
     about,
     check_value,
@@ -21,7 +22,7 @@ from simplellm.base.config import (
     expect,
     expect_type,
 )
-from simplellm.base.request import Request
+from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.http.errors import APIError
 
@@ -251,7 +252,7 @@ def parse_json(raw: bytes) -> Any:
         raise APIError(400, message, code="invalid_json") from None
 
 
-def checked_samples(requests: list[Request], n: int) -> list[Request]:
+def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:
     """The prompts of a call, if their samples are not too many.
 
     Each sample has a copy of its prompt, so that long prompts allow fewer.

@@ -31,7 +31,8 @@ from simplellm.api.llm import LLM
 from simplellm.api.outputs import Usage
 from simplellm.api.reader import END
 from simplellm.api.streams import Replies
-from simplellm.base.request import EngineError, Request
+from simplellm.base.request import EngineError
+from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.client import EngineClient
 from simplellm.server.http import sse
 from simplellm.server.http.bodies import (
@@ -163,7 +164,7 @@ class Generation:
     gathers: ClassVar[bool] = False
 
     def __init__(
-        self, requests: list[Request], *, n: int = 1, chat: bool, stream: bool
+        self, requests: list[RequestSpec], *, n: int = 1, chat: bool, stream: bool
     ) -> None:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream

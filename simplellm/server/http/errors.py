@@ -4,7 +4,7 @@ import re
 from collections.abc import Container, Mapping
 from typing import Any
 
-from simplellm.api.input_processor import ContextLengthError
+from simplellm.api.checks import ContextLengthError
 from simplellm.base.request import EngineError, QueueFullError
 from simplellm.engine.client import UnfitError
 

@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from simplellm.api.llm import LLM
 from simplellm.api.outputs import ChatChoice, RequestOutput, Times, Usage
-from simplellm.base.request import EngineError, Request
+from simplellm.base.request import EngineError
+from simplellm.base.request_spec import RequestSpec
 
 PREFIX = "simplellm:"
 LABELS = ("model_name", "engine")
@@ -104,7 +105,7 @@ class ServerMetrics:
         }
         self.registry.register(self)
 
-    def watch(self, requests: Sequence[Request], n: int) -> Watch:
+    def watch(self, requests: Sequence[RequestSpec], n: int) -> Watch:
         """Begin to take the times of an HTTP request that asks for ``requests``."""
         for request in requests:
             self.times["request_params_max_tokens"].observe(request.max_tokens)

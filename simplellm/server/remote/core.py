@@ -64,7 +64,7 @@ class Core:
         self.place = place_of(path)
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
-        prepared = self.pool.submit(lambda: self.input_processor.prepare())
+        prepared = self.pool.submit(lambda: self.input_processor.grammars.prepare())
         self.engine, how, seconds = load_engine(source, resolved, dtype, device)
         self.engine.events = self.outgoing
         prepared.result()
@@ -85,10 +85,9 @@ class Core:
 
     def submit(self, prompts: list[dict[str, Any]]) -> None:
         """Queue requests; that they are refused is an event of each."""
-        every = [first["number"] for first in prompts]
-        every += [number for first in prompts for _, number in first["siblings"]]
+        every = [number for spec in prompts for _, number in spec["samples"]]
         try:
-            self.engine.submit([request_of(first, self.compile) for first in prompts])
+            self.engine.submit([request_of(spec, self.compile) for spec in prompts])
         except Exception as error:
             for number in every:
                 event = Event(number, finish_reason="error", error=error)
@@ -122,7 +121,7 @@ class Core:
 
     def compile(self, text: str) -> Grammar:
         """A grammar. Raises GrammarError."""
-        return self.input_processor.compile(text)
+        return self.input_processor.grammars.compile(text)
 
     @cached_property
     def input_processor(self) -> InputProcessor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import orjson
 
-from simplellm.api.input_processor import sample_of
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.request import (
     EngineError,
@@ -25,13 +24,14 @@ from simplellm.base.request import (
     Request,
     TokenLogprobs,
 )
+from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.engine.client import UnfitError
 
 LENGTH = struct.Struct("!I")
 READ_BYTES = 2**18  # bytes that are read at a time
 # Fields of a request as they cross, and parameters that only the server reads.
-SENT = "tokens max_tokens bad_sequences priority deadline arrival_time number".split()
+SENT = "tokens max_tokens bad_sequences priority deadline arrival_time".split()
 UNSENT = ("stop", "structured_outputs")
 # Errors that stay what they are, by their names and their bases' names; PyTorch's own
 # becomes Python's, since the server lacks it.
@@ -78,33 +78,33 @@ def as_error(told: Sequence[str]) -> Exception:
 
 
 def as_samples(first: Request) -> dict[str, Any]:
-    """A prompt's first sample; of the others, which are drawn alike, their numbers."""
+    """What a prompt's samples have in common; of each, its index and number."""
     params = vars(first.params).items()
     return {
         **{name: getattr(first, name) for name in SENT},
         "params": {name: value for name, value in params if name not in UNSENT},
         "stop_ids": first.stop_ids,
         "grammar": None if first.grammar is None else first.grammar.text,
-        "siblings": [(one.index, one.number) for one in first.siblings],
+        "samples": [(one.index, one.number) for one in (first, *first.siblings)],
     }
 
 
 def request_of(told: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
     """The request that `as_samples` was given, with its siblings."""
-    params, siblings = told.pop("params"), told.pop("siblings")
+    params, samples = told.pop("params"), told.pop("samples")
     grammar, deadline = told.pop("grammar"), told.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
         params["logit_bias"] = {int(token): added for token, added in bias.items()}
-    first = Request(
+    spec = RequestSpec(
         **told | {"stop_ids": frozenset(told["stop_ids"])},
         params=SamplingParams(**params),
         grammar=None if grammar is None else compile(grammar),
         deadline=math.inf if deadline is None else deadline,
     )
-    for index, number in siblings:
-        sample = sample_of(first, index)
-        sample.number = number
-        first.siblings.append(sample)
+    first, *others = (spec.sample(index) for index, _ in samples)
+    for request, (_, number) in zip([first, *others], samples, strict=True):
+        request.number = number
+    first.siblings = others
     return first
 
 
