@@ -175,6 +175,12 @@ def test_what_stays_small_are_matrices_of_layers(tmp_path: Path) -> None:
     names = "attn.qkv attn.o mlp.gate_up mlp.down"
     assert kept == {f"{name}.weight" for name in names.split()}
     assert source["embed_tokens.weight"].dtype == torch.bfloat16
+    on_gpu = GGUFCheckpoint(tmp_path / "a.gguf", torch.bfloat16, "cuda")
+    assert on_gpu.config.formats == {}  # no kernel reads such scales
+    for ours in source.config.formats:
+        weight = source[ours]
+        assert isinstance(weight, Scaled)
+        assert torch.equal(on_gpu[ours], weight.dequantize(torch.bfloat16))
     mixed = {"blk.1.attn_k.weight": "Q4_0"}
     write_gguf(
         tmp_path / "b.gguf", tmp_path, lambda name, tensor: mixed.get(name, "Q8_0")

@@ -54,8 +54,10 @@ def at_load(source: Source) -> Iterator[str]:
         if ours not in source.config.formats
         for info in source.stored(ours)
     }
-    if made := sorted(types - {*FLOATS}):
+    kept = {form.name for form in source.config.formats.values()} & {"Q8_0"}
+    if made := sorted(types - {*FLOATS} - kept):
         text = f"{', '.join(made)} become bfloat16 on a GPU, float32 on a CPU"
+        text += "; Q8_0 becomes bfloat16 on a GPU" * len(kept)
         for number, line in enumerate(wrap(text, 67)):
             yield f"{'' if number else 'at load':<12} {line}"
 

@@ -439,5 +439,5 @@ def open_weights(
     if is_gguf(place):
         from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 
-        return GGUFCheckpoint(place, dtype)
+        return GGUFCheckpoint(place, dtype, device)
     return Checkpoint(place)

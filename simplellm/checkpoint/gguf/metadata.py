@@ -102,30 +102,41 @@ LLAMA3_ROPE = {
 # number, and no field says so: llama.cpp knows it by its 62 layers.
 GEMMA_PATTERN, GEMMA_LARGEST = 6, 62
 
-# Types that keep their bits, as weights of layers: a product reads them as they are.
+# Types that keep their bits, as weights of layers: products on a CPU read them as they
+# are. On a GPU, kernels have no scales for so few columns as Q8_0's.
 KEPT = {
     "Q8_0": NumberFormat("Q8_0", ("", "_scale"), "int8", (1, 32), inputs=False),
     "MXFP4": MXFP4_EXPERTS,
 }
 
 
-def read_gguf_config(container: Container) -> ModelConfig:
-    """The config of a GGUF file. Raises ConfigError, which names it."""
+KEPT_ON_GPU = {"MXFP4": KEPT["MXFP4"]}
+
+
+def read_gguf_config(
+    container: Container, kept: Mapping[str, NumberFormat] = KEPT
+) -> ModelConfig:
+    """The config of a GGUF file, of which some types are ``kept``.
+
+    Raises ConfigError, which names it.
+    """
     data = config_data(container)
     with raising(ConfigError, container.path):
         config = family_config(data)
         # llama.cpp's norms have what the family adds to their weights, added.
         config = replace(config, norm_offset=0.0)
-        return replace(config, formats=formats_of(config, container))
+        return replace(config, formats=formats_of(config, container, kept))
 
 
-def formats_of(config: ModelConfig, container: Container) -> dict[str, NumberFormat]:
+def formats_of(
+    config: ModelConfig, container: Container, kept: Mapping[str, NumberFormat]
+) -> dict[str, NumberFormat]:
     """By our name, the formats of weights that aren't made ordinary numbers."""
     found = {}
     for ours, name in tensor_names(config).items():
         stored = stored_as(ours, config.model_type)
         types = {container.tensors[n].type for n in stored if n in container.tensors}
-        form = KEPT.get(min(types)) if len(types) == 1 else None
+        form = kept.get(min(types)) if len(types) == 1 else None
         experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
         if form and ours.startswith("layers.") and (is_matrix(name) or experts):
             found[ours] = form

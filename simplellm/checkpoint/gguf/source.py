@@ -8,7 +8,12 @@ import torch
 
 from simplellm.base.config import CheckpointError, ModelConfig, expect, raising
 from simplellm.checkpoint.gguf.container import Container, GGUFTensor, open_container
-from simplellm.checkpoint.gguf.metadata import ROPE_FACTORS, read_gguf_config
+from simplellm.checkpoint.gguf.metadata import (
+    KEPT,
+    KEPT_ON_GPU,
+    ROPE_FACTORS,
+    read_gguf_config,
+)
 from simplellm.checkpoint.gguf.names import stored_as
 from simplellm.checkpoint.gguf.tensors import (
     ORDINARY,
@@ -32,13 +37,21 @@ class GGUFCheckpoint:
 
     Opening reads the headers and checks all that they can tell; numbers stay in the
     file until a tensor is touched. Those of other types than ordinary ones and `KEPT`
-    become ``dtype`` then. Raises CheckpointError or ConfigError.
+    (or `KEPT_ON_GPU`, by ``device``) become ``dtype`` then. Raises CheckpointError or
+    ConfigError.
     """
 
-    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.container: Container = open_container(path)
         self.path, self.dtype = self.container.path, dtype
-        self.config: ModelConfig = read_gguf_config(self.container)
+        gpu = torch.device(device).type == "cuda"
+        kept = KEPT_ON_GPU if gpu else KEPT
+        self.config: ModelConfig = read_gguf_config(self.container, kept)
         with raising(CheckpointError, self.path):
             self._names = {
                 ours: stored_as(ours, self.config.model_type)
