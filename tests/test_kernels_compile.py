@@ -44,8 +44,7 @@ EARLY = {
     "prefill_kernel": "queries_ptr lengths_ptr offsets_ptr tables_ptr sinks_ptr",
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
-    "add_norm_kernel": "weight_ptr",
-    "other_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
+    "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
     "gated_gemv_kernel": "weight_ptr",
 }
 GPT_OSS = (8, 8, 64)  # kv heads, heads a group, head_dim
@@ -122,8 +121,8 @@ def filter_cases(weights, first):
     ]
 
 
-def other_norm_case(size, parts, sandwich):
-    start = variants.other_norm_launcher(size, parts, None)
+def norm_case(size, parts, sandwich):
+    start = norm.add_norm_launcher(size, parts)
     if parts == 0:  # GPT-2's first
         types, without = "*bf16 *fp32 *fp32 *bf16", "update_ptr update_weight_ptr"
     else:
@@ -155,7 +154,11 @@ CASES = [
     join_case(64, splits=4),
     join_case(9, splits=7),
     rope_case(64, has_norms=False),
-    case_of(norm.add_norm_launcher(2880, 4), "*bf16 *bf16 *fp32 *bf16 fp32"),
+    case_of(
+        norm.add_norm_launcher(2880, 4),
+        "*bf16 *bf16 *fp32 *bf16 i32 fp32",
+        "update_weight_ptr bias_ptr scales_ptr",
+    ),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i64 i32", "deepest_ptr floors_ptr"),
     case_of(DRAW, "*fp32 *i32 *fp32 *i64 *i64 *i32 *fp32 *i64 i32"),
     *filter_cases(weights=False, first=True),
@@ -173,9 +176,9 @@ CASES = [
     rope_case(128, has_norms=True),
     rope_case(256, has_norms=True),
     # What is around their attention: Gemma's, GPT-2's, Qwen's
-    other_norm_case(2560, 4, sandwich=True),
-    other_norm_case(768, 8, sandwich=False),
-    other_norm_case(768, 0, sandwich=False),
+    norm_case(2560, 4, sandwich=True),
+    norm_case(768, 8, sandwich=False),
+    norm_case(768, 0, sandwich=False),
     activation_case(12288, 1, "swiglu"),
     activation_case(10240, 2, "geglu"),
     activation_case(3072, 5, "gelu"),

@@ -18,7 +18,7 @@ from kernels_compiler import (
 )
 
 from simplellm.checkpoint.scaled import E4M3, LARGEST
-from simplellm.model.kernels import quantized, rounding, variants
+from simplellm.model.kernels import norm, quantized, rounding, variants
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8 in blocks": ((128, 128), E4M3, True),
@@ -33,7 +33,7 @@ QKV, DOWN = (6144, 4096), (4096, 12288)
 TOKENS = 1, 2, 4, 64, 2048
 EARLY = {
     "scaled_gemv_kernel": "weight_ptr scales_ptr bias_ptr",
-    "other_norm_kernel": "weight_ptr",
+    "add_norm_kernel": "weight_ptr",
 }
 
 
@@ -69,7 +69,7 @@ def norm_case(kind, size, parts):
     """Of an RMSNorm that rounds."""
     (_, columns), dtype, _ = FORMATS[kind]
     how = rounding.Rounding(columns or size, dtype)
-    start = variants.other_norm_launcher(size, parts, how)
+    start = norm.add_norm_launcher(size, parts, how)
     update, without = ("*fp32", "") if parts else ("", "update_ptr ")
     types = f"*bf16 {update} *fp32 {NAMES[dtype]} *fp32 i32 fp32"
     return case_of(start, types, f"{without}update_weight_ptr bias_ptr")

@@ -71,12 +71,11 @@ OWN = {
     "Qwen3": {"activation_kernel"},
     "Qwen3 in FP8": {
         "activation_kernel",
-        "other_norm_kernel",
         "round_kernel",
         "scaled_dot_kernel",
     },
-    "Gemma 3": {"activation_kernel", "other_norm_kernel"},
-    "GPT-2": {"activation_kernel", "other_norm_kernel"},
+    "Gemma 3": {"activation_kernel"},
+    "GPT-2": {"activation_kernel"},
 }
 
 

@@ -16,10 +16,10 @@ from test_kernels_variants import make_dense
 
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import ops
-from simplellm.model.kernels import norm as norms
 from simplellm.model.kernels import rounding
 from simplellm.model.kernels.launch import power_of_two
 from simplellm.model.kernels.linear import Gemv
+from simplellm.model.kernels.norm import add_norm
 from simplellm.model.kernels.quantized import choose_scaled, multiply_scaled, project
 from simplellm.model.kernels.rounding import (
     Rounded,
@@ -31,7 +31,6 @@ from simplellm.model.kernels.rounding import (
 )
 from simplellm.model.kernels.variants import (
     activate_parts,
-    add_norm,
     dense,
     plainly,
     rounded_norm,
@@ -92,7 +91,7 @@ def test_a_norm_rounds(kernel_device, large, kind, tokens, size, parts):
         if update is not None:
             update[1] = 0
         residual[2, 7] = torch.nan
-        sums, expected = norms.add_norm(residual.clone(), update, weight, EPS)
+        sums, expected = add_norm(residual.clone(), update, weight, EPS)
         norm = rounded_norm(weight, matrix)
         assert isinstance(norm, RoundedNorm)
         total, got = add_norm(residual, update, norm, EPS)

@@ -174,7 +174,7 @@ def check_transpose_kernel(kernel):
 # Residual and norm
 
 
-def check_add_norm_kernel(kernel):
+def check_add_rms_norm_kernel(kernel):
     """Rows that fill no tile, updates in no, one and three parts."""
     assert_kernel(kernel)
     rows, size, block, eps = 3, 48, 64, 0.5

@@ -10,11 +10,11 @@ from simplellm.model.kernels.decode import Scratch
 from simplellm.model.kernels.draw import draw
 from simplellm.model.kernels.experts import experts as packed_experts
 from simplellm.model.kernels.grouped import experts
-from simplellm.model.kernels.norm import embed
+from simplellm.model.kernels.norm import add_norm, embed
 from simplellm.model.kernels.penalties import penalize
 from simplellm.model.kernels.quantized import head, project
 from simplellm.model.kernels.rope import rope_and_cache
-from simplellm.model.kernels.variants import add_norm, dense, prepare
+from simplellm.model.kernels.variants import dense, prepare
 from simplellm.model.ops import Ops
 
 

@@ -4,13 +4,22 @@ T tokens, N hidden size, V vocabulary, S parts of an update.
 """
 
 from functools import cache
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.rounding import (
+    RoundedNorm,
+    Rounding,
+    empty_input,
+    input_arguments,
+    rounding_constants,
+    store_rounded,
+)
+from simplellm.model.layers import LayerNorm, Norm, SandwichNorm
 
 
 @triton.jit
@@ -25,64 +34,113 @@ def sum_parts(
 
 
 @triton.jit
+def norm_row(row_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """N numbers as float32 [BLOCK], zeros behind them; zeros alone for None."""
+    columns = tl.arange(0, BLOCK)
+    if row_ptr is None:
+        return tl.zeros([BLOCK], tl.float32)
+    else:
+        return tl.load(row_ptr + columns, columns < N, 0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["room"])
 def add_norm_kernel(
     residual_ptr,
     update_ptr,
+    update_weight_ptr,
     weight_ptr,
+    bias_ptr,
     normed_ptr,
+    scales_ptr,
+    room,
     eps,
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row: residual += sum of the parts; normed = its RMSNorm.
+    """One program a row: residual += sum of the parts; normed = a norm of it.
 
-    scale = 1 / sqrt(mean(residual^2) + eps); normed = residual * scale * weight
+    RMSNorm is residual / sqrt(mean(residual^2) + eps) * weight. With bias, a LayerNorm:
+    (residual - mean) / sqrt(variance + eps) * weight + bias. With update_weight, the
+    parts' RMSNorm is added in place of their sum. With scales, normed has 8 bits, as
+    `store_rounded` makes them.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
-    weight = tl.load(weight_ptr + columns, inside, 0).to(tl.float32)
+    update_weight = norm_row(update_weight_ptr, N, BLOCK)
+    weight = norm_row(weight_ptr, N, BLOCK)
+    bias = norm_row(bias_ptr, N, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = tl.load(residual_ptr + row * N + columns, inside, 0).to(tl.float32)
+    x = norm_row(residual_ptr + row * N, N, BLOCK)
     if PARTS > 0:
         update = update_ptr + row * (PARTS * N) + columns
         dtype = residual_ptr.dtype.element_ty
-        x = sum_parts(x, update, inside, N, PARTS, dtype)
+        if update_weight_ptr is None:
+            x = sum_parts(x, update, inside, N, PARTS, dtype)
+        else:
+            total = sum_parts(0.0, update, inside, N, PARTS, tl.float32)
+            scale = tl.rsqrt(tl.sum(total * total, 0) / N + eps)
+            x = (x + total * (scale * update_weight)).to(dtype).to(tl.float32)
         tl.store(residual_ptr + row * N + columns, x.to(dtype), inside)
+    if bias_ptr is not None:
+        x = tl.where(inside, x - tl.sum(x, 0) / N, 0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
     y = x * scale * weight
-    tl.store(normed_ptr + row * N + columns, y.to(normed_ptr.dtype.element_ty), inside)
+    if bias_ptr is not None:
+        y += bias
+    if scales_ptr is None:
+        y = y.to(normed_ptr.dtype.element_ty)
+        tl.store(normed_ptr + row * N + columns, y, inside)
+    else:
+        y = y.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        store_rounded(
+            *(y, row, 0, normed_ptr, scales_ptr, room, N, COLUMNS, MOST, FLOOR)
+        )
 
 
 @cache
-def add_norm_launcher(size: int, parts: int) -> Launcher:
-    """For rows of ``size`` numbers, and updates in so many parts."""
+def add_norm_launcher(
+    size: int, parts: int, rounding: Rounding | None = None
+) -> Launcher:
+    """For rows of ``size`` numbers, and updates in so many parts.
+
+    With ``rounding``, the norm is rounded.
+    """
     block = power_of_two(size)
-    return launcher(add_norm_kernel, N=size, PARTS=parts, BLOCK=block, num_warps=8)
+    options = rounding_constants(block, size, rounding) | {"N": size, "PARTS": parts}
+    return launcher(add_norm_kernel, BLOCK=block, num_warps=8, **options)
 
 
 def add_norm(
-    residual: Tensor, update: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add ``update`` to ``residual`` in place; return it and its RMSNorm, [T, N] both.
+    residual: Tensor, update: Tensor | None, norm: Norm | RoundedNorm, eps: float
+) -> tuple[Tensor, Any]:
+    """Add ``update`` to ``residual`` in place; return it and its norm, [T, N] both.
 
     residual [T, N]; update [T, N] or, in S parts that are first summed in float32 and
-    in order, [T, S, N], any float dtype; weight [N]. All are contiguous. The sum is
-    rounded to residual's dtype before it is normalized.
+    in order, [T, S, N], any float dtype. All are contiguous. The sum is rounded to
+    residual's dtype, once, before it is normed. A `RoundedNorm` makes a `Rounded`, of
+    which tables of operations know nothing.
     """
-    tokens, size = residual.shape
-    normed = torch.empty_like(residual)
-    if update is None:
-        update, parts = residual, 0
-    else:
+    size = residual.shape[1]
+    weight = norm if isinstance(norm, Tensor) else norm.weight
+    inner = norm.update if isinstance(norm, SandwichNorm) else None
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    rounding = norm.rounding if isinstance(norm, RoundedNorm) else None
+    normed = empty_input(residual, size, residual.dtype, rounding)
+    parts = 0
+    if update is not None:
         parts = 1 if update.ndim == 2 else update.shape[1]
-    start = add_norm_launcher(size, parts)
-    start((tokens, 1, 1), residual, update, weight, normed, eps)
+    start = add_norm_launcher(size, parts, rounding)
+    args = residual, update, inner, weight, bias, *input_arguments(normed), eps
+    start((len(residual), 1, 1), *args)
     return residual, normed
 
 

@@ -107,7 +107,7 @@ def rows_of_out_as_long_as_those_of_x(x_ptr, out_ptr, M, N, stride, TILE: tl.con
     tl.store(out_ptr + n * N + m, tl.load(x_ptr + m * stride + n, inside), inside)
 
 
-@wrong("add_norm_kernel", "is NaN")
+@wrong("add_rms_norm_kernel", "is NaN")
 @triton.jit
 def loads_without_masks(
     residual_ptr,
@@ -131,7 +131,7 @@ def loads_without_masks(
     tl.store(normed_ptr + row * N + columns, y, inside)
 
 
-@wrong("add_norm_kernel", "a store went beyond")
+@wrong("add_rms_norm_kernel", "a store went beyond")
 @triton.jit
 def stores_without_a_mask(
     residual_ptr,
@@ -156,7 +156,7 @@ def stores_without_a_mask(
     tl.store(normed_ptr + row * N + columns, y)
 
 
-@wrong("add_norm_kernel", "the mean is over N")
+@wrong("add_rms_norm_kernel", "the mean is over N")
 @triton.jit
 def mean_over_the_block(
     residual_ptr,
@@ -181,7 +181,7 @@ def mean_over_the_block(
     tl.store(normed_ptr + row * N + columns, y, inside)
 
 
-@wrong("add_norm_kernel", "the residual has to hold the sum")
+@wrong("add_rms_norm_kernel", "the residual has to hold the sum")
 @triton.jit
 def forgets_the_residual(
     residual_ptr,
@@ -205,7 +205,7 @@ def forgets_the_residual(
     tl.store(normed_ptr + row * N + columns, y, inside)
 
 
-@wrong("add_norm_kernel", "begin at t * PARTS * N")
+@wrong("add_rms_norm_kernel", "begin at t * PARTS * N")
 @triton.jit
 def parts_of_the_wrong_row(
     residual_ptr,
@@ -230,7 +230,7 @@ def parts_of_the_wrong_row(
     tl.store(normed_ptr + row * N + columns, y, inside)
 
 
-@wrong("add_norm_kernel", "rounded to it before")
+@wrong("add_rms_norm_kernel", "rounded to it before")
 @triton.jit
 def norms_before_rounding(
     residual_ptr,
