@@ -22,7 +22,6 @@ from simplellm.model.kernels import (
     decode,
     draw,
     filters,
-    gated,
     linear,
     norm,
     penalties,
@@ -45,7 +44,7 @@ EARLY = {
     "rope_kernel": "bias_ptr q_norm_ptr k_norm_ptr positions_ptr cos_ptr sin_ptr "
     "slots_ptr",
     "add_norm_kernel": "update_weight_ptr weight_ptr bias_ptr",
-    "gated_gemv_kernel": "weight_ptr",
+    "gemv_kernel": "weight_ptr",
 }
 GPT_OSS = (8, 8, 64)  # kv heads, heads a group, head_dim
 OTHER_HEADS = (8, 4, 128), (4, 2, 256)  # as Qwen3 and Gemma have them
@@ -140,9 +139,10 @@ def activation_case(size, parts, activation):
 
 def gated_case(tokens, shape, activation="swiglu"):
     config = linear.choose(tokens, *shape)
-    start, _ = gated.gated_launcher(config, tokens, shape, activation)
-    types = "*bf16 *bf16 *bf16 i32" + " i32" * isinstance(config, linear.Dot)
-    return case_of(start, types, aligned=("stride_x",))
+    start, _ = linear.product_launcher(config, tokens, *shape, activation=activation)
+    types = "*bf16 *bf16 *bf16 i32 i32" + " i32" * isinstance(config, linear.Dot)
+    without = "x_scales_ptr scales_ptr bias_ptr best_ptr"
+    return case_of(start, types, without, aligned=("stride_x",))
 
 
 PENALIZE = launcher(

@@ -48,11 +48,12 @@ def ways(table, every=False):
 
 def product_case(config, tokens, size_out, size_in, has_bias=False, best=False):
     start, _ = linear.product_launcher(config, tokens, size_out, size_in)
-    without = "bias_ptr " * (not has_bias) + "best_ptr" * (not best)
+    without = "x_scales_ptr scales_ptr " + "bias_ptr " * (not has_bias)
+    without += "best_ptr" * (not best)
     bias = "*bf16" if has_bias else ""
     is_dot = isinstance(config, linear.Dot)
     y = "*fp32 *i64" if best else "*fp32" if is_dot else "*bf16"
-    types = f"*bf16 *bf16 {bias} {y} i32 {'i32' * is_dot}"
+    types = f"*bf16 *bf16 {bias} {y} i32 i32 {'i32' * is_dot}"
     return case_of(start, types, without, aligned=("stride_x",))
 
 

@@ -17,8 +17,8 @@ from kernels_compiler import (
     stack_bytes,
 )
 
-from simplellm.checkpoint.scaled import E4M3, LARGEST
-from simplellm.model.kernels import norm, quantized, rounding, variants
+from simplellm.checkpoint.scaled import E4M3, Scaled
+from simplellm.model.kernels import linear, norm, quantized, rounding, variants
 
 FORMATS = {  # tile, dtype and whether inputs are rounded
     "FP8 in blocks": ((128, 128), E4M3, True),
@@ -32,7 +32,7 @@ NAMES = {E4M3: "*fp8e4nv", torch.int8: "*i8"}
 QKV, DOWN = (6144, 4096), (4096, 12288)
 TOKENS = 1, 2, 4, 64, 2048
 EARLY = {
-    "scaled_gemv_kernel": "weight_ptr scales_ptr bias_ptr",
+    "gemv_kernel": "weight_ptr scales_ptr bias_ptr",
     "add_norm_kernel": "weight_ptr",
 }
 
@@ -46,14 +46,18 @@ def product_case(kind, shape, tokens, invariant=False, rounded=False, wide="*bf1
     if invariant:
         config = quantized.choose_scaled_invariant(out, size, tile, True)
     few = isinstance(config, quantized.Gemv)
-    most = int(LARGEST[dtype]) if inputs and not (rounded and few) else 0
-    start, _ = quantized.scaled_launcher(config, tokens, shape, tile, most)
-    weight = f"{NAMES[dtype]} *fp32"
+    scales = torch.empty(-(-out // tile[0]), -(-size // tile[1]), device="meta")
+    weight = Scaled(
+        torch.empty(shape, dtype=dtype, device="meta"), scales, tile, inputs
+    )
+    scaling = quantized.scaling_of(weight, inputs and few and not rounded, config)
+    start, _ = linear.product_launcher(config, tokens, *shape, scaling)
+    numbers = f"{NAMES[dtype]} *fp32"
     y = "*bf16" if config.parts == 1 else "*fp32"
-    x, without = f"{NAMES[dtype]} *fp32", "bias_ptr"
+    x, without = f"{NAMES[dtype]} *fp32", "bias_ptr best_ptr"
     if not inputs or (few and not rounded):
-        x, without = wide, "x_scales_ptr bias_ptr"
-    types = f"{x} {weight} {y} i32 i32{'' if few else ' i32'}"
+        x, without = wide, "x_scales_ptr bias_ptr best_ptr"
+    types = f"{x} {numbers} {y} i32 i32{'' if few else ' i32'}"
     return case_of(start, types, without, aligned=("stride_x",))
 
 
@@ -161,12 +165,12 @@ def test_16_bytes_of_the_weight_come_at_once_for_what_is_rounded(kind, shape):
     early, _ = compiled.asm["ptx"].split("griddepcontrol.wait", 1)
     config = quantized.choose_scaled(1, *shape, shape[::-1], True, True)
     loads = re.findall(r"ld\.global\S*\.v4\.b32", early)
-    held = sum(quantized.split_columns(shape[1])) * config.rows
+    held = sum(linear.split_columns(shape[1])) * config.rows
     assert len(loads) >= held / (16 * 32 * config.warps)
     assert stack_bytes(compiled) == 0
 
 
-DOTS = [case for case in CASES if kernel_name(case) == "scaled_dot_kernel"]
+DOTS = [case for case in CASES if kernel_name(case) == "dot_kernel"]
 
 
 @pytest.mark.parametrize("case", DOTS, ids=lambda case: case.types)

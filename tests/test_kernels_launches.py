@@ -72,7 +72,6 @@ OWN = {
     "Qwen3 in FP8": {
         "activation_kernel",
         "round_kernel",
-        "scaled_dot_kernel",
     },
     "Gemma 3": {"activation_kernel"},
     "GPT-2": {"activation_kernel"},

@@ -22,80 +22,13 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model.kernels.gated import (
-    gate_activation,
-    gate_and_up_rows,
-    split_gate_and_up,
-)
+from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.grouped_few import are_few, experts_few
 from simplellm.model.kernels.launch import Launcher, launcher
-from simplellm.model.kernels.quantized import load_scales
+from simplellm.model.kernels.linear import dot_tile
 from simplellm.model.kernels.rounding import round_rows
 from simplellm.model.kernels.routing import Dispatch, dispatch, route_tokens
 from simplellm.model.layers import Experts
-
-
-@triton.jit
-def grouped_sums(
-    x_ptr,
-    x_scales_ptr,
-    x_rows,
-    valid,
-    x_count,
-    weight_ptr,
-    scales_ptr,
-    rows,
-    inside,
-    expert,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """float32 [rows, x_rows]: rows of the expert's weight times rows of x.
-
-    Scales are as in `scaled_dot_kernel`: of x [C, x_count], None if it is not rounded,
-    and of the weight, None if it is not scaled. COLUMNS share a scale; if it is 0, all
-    do, and their sum is scaled.
-    """
-    expert = expert.to(tl.int64)
-    WIDE: tl.constexpr = tl.cdiv(K, COLUMNS) if COLUMNS > 0 else 1
-    has_row = inside[:, None]
-    if scales_ptr is not None:
-        tiles = expert * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS
-        scales_ptrs = scales_ptr + (tiles * WIDE)[:, None]
-    if COLUMNS > 0:
-        scales, x_scales = load_scales(
-            scales_ptrs, x_scales_ptr, 0, x_rows, x_count, has_row, K, COLUMNS
-        )
-    weight_rows = weight_ptr + (expert * N + rows)[:, None] * K
-    x_starts = x_ptr + x_rows[:, None].to(tl.int64) * K
-    INTEGER: tl.constexpr = x_ptr.dtype.element_ty == tl.int8
-    SUMS: tl.constexpr = tl.int32 if INTEGER else tl.float32
-    total = tl.zeros([rows.shape[0], x_rows.shape[0]], SUMS)
-    for k in range(0, K, DEPTH):
-        at = (k + tl.arange(0, DEPTH))[None, :]
-        here, there = inside[:, None], valid[:, None]
-        if K % DEPTH != 0:
-            here, there = here & (at < K), there & (at < K)
-        w = tl.load(weight_rows + at, here, 0.0)
-        x = tl.trans(tl.load(x_starts + at, there, 0.0))
-        part = tl.dot(w.to(x.dtype), x, input_precision="ieee", out_dtype=SUMS)
-        if COLUMNS > 0:
-            part *= scales * x_scales
-            # Those of the next step are on their way while this one is multiplied.
-            scales, x_scales = load_scales(
-                *(scales_ptrs, x_scales_ptr, k + DEPTH, x_rows, x_count, has_row),
-                *(K, COLUMNS),
-            )
-        total += part
-    out = total.to(tl.float32)
-    if scales_ptr is not None and COLUMNS == 0:
-        out *= tl.load(scales_ptrs, has_row, 0)
-        if x_scales_ptr is not None:
-            out *= tl.load(x_scales_ptr + x_rows, valid, 0)[None, :]
-    return out
 
 
 @triton.jit(do_not_specialize=["x_count"])
@@ -154,18 +87,15 @@ def grouped_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
     if end > first:
-        out = grouped_sums(
+        expert = expert.to(tl.int64)
+        out = dot_tile(
             *(x_ptr, x_scales_ptr, pairs // TOP_K if GATED else positions, valid),
-            *(x_count, weight_ptr, scales_ptr, rows, inside, expert),
-            *(N, K, DEPTH, TILE_ROWS, COLUMNS),
+            *(K, x_count, weight_ptr, scales_ptr, expert * N + rows),
+            *(expert * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS, inside, 0, K),
+            *(K, DEPTH, COLUMNS, PDL),
         )
-        if PDL:
-            # Earlier, kernels behind would take processors that programs of this one
-            # have not been given yet.
-            tl.extra.cuda.gdc_launch_dependents()
         if GATED:
-            gate, up = split_gate_and_up(out)
-            out = gate_activation(gate, "swiglu") * up
+            out = apply_gate(out, "swiglu")
             here = units < N // 2
             where = positions.to(tl.int64)[None, :] * (N // 2) + units[:, None]
         else:

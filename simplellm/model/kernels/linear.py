@@ -1,13 +1,14 @@
 """Products of few tokens with a weight, bounded by the time it takes to read it.
 
-T tokens, N out, K in, S parts along K.
+T tokens, N out, K in, S parts along K, C scales of a token.
 
 Two kernels. `gemv_kernel` multiplies on the ordinary cores: a program holds whole rows
 of the weight in registers, loaded before it waits for its input. `dot_kernel`
 multiplies on the tensor cores, with the weight as the tall operand and the tokens as
 the narrow one. Which one runs, and how, is looked up in `PROJECTIONS`; more tokens go
 to PyTorch's matmul. Both can end by finding the largest result of each tile, which is
-all that is left of a row of logits for `head`.
+all that is left of a row of logits for `head`, or with the activation of a gated
+network, see `gated`. And both take weights of 8 bits, see `scales` and `quantized`.
 """
 
 from functools import lru_cache
@@ -19,8 +20,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from simplellm.checkpoint.scaled import LEAST_TILE
+from simplellm.model.kernels.gated import apply_gate, gate_and_up_rows
 from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.scales import (
+    gemv_scales,
+    load_scales,
+    scaled_gemv_times,
+)
 
 
 class Gemv(NamedTuple):
@@ -58,10 +66,18 @@ Product = Gemv | Dot
 
 
 @triton.jit
-def gemv_weight(weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr):
-    """``columns`` of ``rows`` of the weight, zeros where it has none."""
+def gemv_weight(
+    weight_ptr, rows, columns, N: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr
+):
+    """``columns`` of ``rows`` of the weight, zeros where it has none.
+
+    A thread has WIDE in a row, as it has of x, where they have different sizes:
+    otherwise all of the weight would go through shared memory, to be where x is.
+    """
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     where = rows[:, None].to(tl.int64) * K + columns[None, :]
+    if WIDE > 0:
+        where = tl.max_contiguous(where, [1, WIDE])
     return tl.load(weight_ptr + where, inside, 0.0)
 
 
@@ -73,12 +89,13 @@ def gemv_hold(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """``rows`` of the weight in registers, as BLOCK columns and, if any, REST more."""
-    first = gemv_weight(weight_ptr, rows, tl.arange(0, BLOCK), N, K)
+    first = gemv_weight(weight_ptr, rows, tl.arange(0, BLOCK), N, K, WIDE)
     rest = first
     if REST > 0:
-        rest = gemv_weight(weight_ptr, rows, BLOCK + tl.arange(0, REST), N, K)
+        rest = gemv_weight(weight_ptr, rows, BLOCK + tl.arange(0, REST), N, K, WIDE)
     return first, rest
 
 
@@ -98,45 +115,75 @@ def gemv_times(held, x_ptr, K: tl.constexpr, BLOCK: tl.constexpr, REST: tl.const
         return tl.sum(first.to(tl.float32) * x[None, :], 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room"])
 def gemv_kernel(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     y_ptr,
     best_ptr,
     stride_x,
+    room,
     N: tl.constexpr,
     K: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MOST: tl.constexpr,
+    FLOOR: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows and all tokens: y[t, row] = x[t] . weight[row] + bias.
 
-    best[t, program] is the key of the largest. bias and best may be None. The weight is
-    on its way before the program waits for x.
+    best[t, program] is the key of the largest. With an ACTIVATION the rows are gates
+    and ups: y[t, unit] = activation(gate) * up. With scales the weight has 8 bits, and
+    x as `scaled_gemv_times` wants it. All pointers but those of x, weight and y may be
+    None. The weight and its scales are on their way before the program waits for x.
     """
     if PDL and best_ptr is not None:
         # The kernel behind has no weight to load that would come in this one's way.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    rows = program * ROWS + tl.arange(0, ROWS)
-    held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST)
-    bias = tl.zeros([ROWS], tl.float32)
+    if ACTIVATION is None:
+        rows = program * ROWS + tl.arange(0, ROWS)
+    else:
+        units, rows = gate_and_up_rows(N, ROWS)
+    # 16 bytes of x, if the weight has numbers of another size.
+    WIDE: tl.constexpr = 0 if scales_ptr is None else 8 if x_scales_ptr is None else 16
+    held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST, WIDE)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
+    if scales_ptr is not None:
+        held_scales = gemv_scales(
+            scales_ptr, rows, N, K, BLOCK, REST, TILE_ROWS, COLUMNS
+        )
     if PDL:
         if best_ptr is None:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for token in tl.static_range(TOKENS):
-        y = gemv_times(held, x_ptr + token * stride_x, K, BLOCK, REST)
+        x_row = x_ptr + token * stride_x
+        if scales_ptr is None:
+            y = gemv_times(held, x_row, K, BLOCK, REST)
+        else:
+            y = scaled_gemv_times(
+                *(held, held_scales, x_row, x_scales_ptr, token, room),
+                *(K, BLOCK, REST, COLUMNS, MOST, FLOOR),
+            )
         if bias_ptr is not None:
             y += bias
-        tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), rows < N)
+        if ACTIVATION is None:
+            tl.store(y_ptr + token * N + rows, y.to(y_ptr.dtype.element_ty), rows < N)
+        else:
+            y = apply_gate(y[:, None], ACTIVATION).to(y_ptr.dtype.element_ty)
+            y_ptrs = y_ptr + token * (N // 2) + units[:, None]
+            tl.store(y_ptrs, y, (units < N // 2)[:, None])
         if best_ptr is not None:
             keys = tl.where(rows < N, ordered(y, rows), LOWEST)
             tl.store(best_ptr + token * tl.num_programs(0) + program, tl.max(keys, 0))
@@ -165,67 +212,112 @@ def prefetch(pointers, sizes):
 
 
 @triton.jit
-def dot_tile(
-    x_ptr,
+def prefetch_rows(
     weight_ptr,
-    stride_x,
-    tokens,
     rows,
-    columns_t,
     start,
     stop,
     N: tl.constexpr,
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     AHEAD: tl.constexpr,
+):
+    """AHEAD steps of DEPTH columns of the weight are on their way to the L2 cache.
+
+    More of them than the cache can hold beside those of the other programs would be
+    read twice.
+    """
+    weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
+    BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    for step in tl.static_range(AHEAD):
+        soon = start + step * DEPTH
+        left = tl.minimum(tl.maximum(stop - soon, 0), DEPTH) * BYTES
+        prefetch(weight_rows + soon, tl.where((rows < N)[:, None], left, 0))
+
+
+@triton.jit
+def dot_tile(
+    x_ptr,
+    x_scales_ptr,
+    x_rows,
+    has_token,
+    stride_x,
+    room,
+    weight_ptr,
+    scales_ptr,
+    rows,
+    strips,
+    has_row,
+    start,
+    stop,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """float32 [rows, tokens]: weight[rows, start:stop] . x[tokens, start:stop]^T.
+    """float32 [rows, x_rows]: weight[rows, start:stop] . x[x_rows, start:stop]^T.
 
-    With PDL, AHEAD steps of the weight are on their way to the L2 cache before the
-    wait for x. More of them than the cache can hold beside those of the other programs
-    would be read twice.
+    ``has_row`` and ``has_token`` say which of them there are. Scales may be None: those
+    of x [C, room], and of the weight, which has ``strips`` of rows that share them.
+    COLUMNS share one, a multiple of DEPTH or K; if it is 0, all do, and the sum is
+    scaled.
 
     The next kernel may start behind the loop, when all programs of this one have long
     had a place: those of kernels to come would take theirs, and they crowd on the rest.
     """
-    depth = tl.arange(0, DEPTH)
     weight_rows = weight_ptr + rows[:, None].to(tl.int64) * K
-    if PDL:
-        BYTES: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-        for step in tl.static_range(AHEAD):
-            soon = start + step * DEPTH
-            left = tl.minimum(tl.maximum(stop - soon, 0), DEPTH) * BYTES
-            prefetch(weight_rows + soon, tl.where((rows < N)[:, None], left, 0))
-        tl.extra.cuda.gdc_wait()
-    x_rows = x_ptr + columns_t[:, None].to(tl.int64) * stride_x
-    total = tl.zeros([rows.shape[0], columns_t.shape[0]], tl.float32)
+    x_starts = x_ptr + x_rows[:, None].to(tl.int64) * stride_x
+    if scales_ptr is not None:
+        SCALES: tl.constexpr = tl.cdiv(K, COLUMNS) if COLUMNS > 0 else 1
+        scales_ptrs = scales_ptr + (strips * SCALES)[:, None]
+    if COLUMNS > 0:
+        scales, x_scales = load_scales(
+            scales_ptrs, x_scales_ptr, start, x_rows, room, has_row[:, None], K, COLUMNS
+        )
+    SUMS: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros([rows.shape[0], x_rows.shape[0]], SUMS)
     for k in range(start, stop, DEPTH):
-        at = k + depth
+        at = (k + tl.arange(0, DEPTH))[None, :]
         if K % DEPTH == 0:
-            w = tl.load(weight_rows + at[None, :], (rows < N)[:, None], 0)
-            x = tl.load(x_rows + at[None, :], (columns_t < tokens)[:, None], 0)
+            w = tl.load(weight_rows + at, has_row[:, None], 0.0)
+            x = tl.load(x_starts + at, has_token[:, None], 0.0)
         else:
-            inside = at[None, :] < K
-            w = tl.load(weight_rows + at[None, :], (rows < N)[:, None] & inside, 0)
-            x = tl.load(x_rows + at[None, :], (columns_t < tokens)[:, None] & inside, 0)
-        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+            w = tl.load(weight_rows + at, has_row[:, None] & (at < K), 0.0)
+            x = tl.load(x_starts + at, has_token[:, None] & (at < K), 0.0)
+        x = tl.trans(x)
+        part = tl.dot(w.to(x.dtype), x, input_precision="ieee", out_dtype=SUMS)
+        if COLUMNS > 0:
+            part *= scales * x_scales
+            # Those of the next step are on their way while this one is multiplied.
+            scales, x_scales = load_scales(
+                *(scales_ptrs, x_scales_ptr, k + DEPTH, x_rows, room),
+                *(has_row[:, None], K, COLUMNS),
+            )
+        total += part
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    return total
+    y = total.to(tl.float32)
+    if scales_ptr is not None and COLUMNS == 0:
+        y *= tl.load(scales_ptrs, has_row[:, None], 0)
+        if x_scales_ptr is not None:
+            y *= tl.load(x_scales_ptr + x_rows, has_token, 0)[None, :]
+    return y
 
 
 # Triton would compile a kernel again for numbers of tokens that 16 divides, and for 1,
 # in the middle of somebody's answer.
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["room", "tokens"])
 def dot_kernel(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
+    scales_ptr,
     bias_ptr,
     y_ptr,
     best_ptr,
     stride_x,
     tokens,
+    room,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -233,16 +325,24 @@ def dot_kernel(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     AHEAD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program for ROWS rows, TOKENS tokens and one of PARTS parts of K.
 
     y[t, part, row] = x[t, part of K] . weight[row, part of K], and in part 0 + bias;
-    best[t, program] is the key of the largest, where there is one part. bias and best
-    may be None.
+    where there is one part, best[t, program] is the key of the largest. With an
+    ACTIVATION the rows are gates and ups: y[t, unit] = activation(gate) * up. With
+    scales the weight has 8 bits, see `dot_tile`. All pointers but those of x, weight
+    and y may be None.
     """
     program = tl.program_id(0)
-    rows = program * ROWS + tl.arange(0, ROWS)
+    if ACTIVATION is None:
+        rows = program * ROWS + tl.arange(0, ROWS)
+    else:
+        units, rows = gate_and_up_rows(N, ROWS)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     part, start, stop = 0, 0, K
     if PARTS > 1:
@@ -250,15 +350,22 @@ def dot_kernel(
         part = tl.program_id(1)
         start = part * LENGTH
         stop = tl.minimum(start + LENGTH, K)
+    if PDL:
+        prefetch_rows(weight_ptr, rows, start, stop, N, K, DEPTH, AHEAD)
+        tl.extra.cuda.gdc_wait()
     total = dot_tile(
-        *(x_ptr, weight_ptr, stride_x, tokens, rows, t, start, stop),
-        *(N, K, DEPTH, AHEAD, PDL),
+        *(x_ptr, x_scales_ptr, t, t < tokens, stride_x, room),
+        *(weight_ptr, scales_ptr, rows, rows // TILE_ROWS, rows < N, start, stop),
+        *(K, DEPTH, COLUMNS, PDL),
     )
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
         total += tl.where(part == 0, bias, 0.0)[:, None]
-    where = (t[None, :].to(tl.int64) * PARTS + part) * N + rows[:, None]
-    inside = (rows < N)[:, None] & (t < tokens)[None, :]
+    WIDTH: tl.constexpr = N if ACTIVATION is None else N // 2
+    if ACTIVATION is not None:
+        total, rows = apply_gate(total, ACTIVATION), units
+    where = (t[None, :].to(tl.int64) * PARTS + part) * WIDTH + rows[:, None]
+    inside = (rows < WIDTH)[:, None] & (t < tokens)[None, :]
     tl.store(y_ptr + where, total.to(y_ptr.dtype.element_ty), inside)
     if best_ptr is not None:
         keys = tl.where((rows < N)[:, None], ordered(total, rows[:, None]), LOWEST)
@@ -331,6 +438,21 @@ def choose_invariant(size_out: int) -> Product:
     return INVARIANT if size_out <= 8192 else INVARIANT._replace(parts=1)
 
 
+class Scaling(NamedTuple):
+    """How kernels scale: so many rows and columns of a weight share a scale.
+
+    Of 0 ``columns`` all do, and the sums are scaled; of 0 rows there are no scales.
+    ``most`` is what `gemv_kernel` rounds inputs to, or 0.
+    """
+
+    rows: int = 0
+    columns: int = 0
+    most: int = 0
+
+
+UNSCALED = Scaling()
+
+
 def split_columns(size: int) -> tuple[int, int]:
     """Two powers of two that hold ``size`` numbers with less padding than one; or 0."""
     block = 1 << (size.bit_length() - 1)
@@ -338,31 +460,33 @@ def split_columns(size: int) -> tuple[int, int]:
     return block, power_of_two(rest) if rest else 0
 
 
-def product_options(
-    config: Product, tokens: int, size_out: int, size_in: int
-) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Constexprs and so on of the kernel for so many tokens; and the grid."""
+@lru_cache(8192)
+def product_launcher(
+    config: Product,
+    tokens: int,
+    size_out: int,
+    size_in: int,
+    scaling: Scaling = UNSCALED,
+    activation: str | None = None,
+) -> tuple[Launcher, tuple[int, int, int]]:
+    """For so many tokens; and the grid."""
     programs = -(-size_out // config.rows)
     options: dict[str, Any] = {"N": size_out, "K": size_in, "ROWS": config.rows}
+    options |= {"TILE_ROWS": max(scaling.rows, 1), "COLUMNS": scaling.columns}
+    options |= {"ACTIVATION": activation}
     options |= {"pdl": config.pdl, "num_warps": config.warps}
     if isinstance(config, Gemv):
         block, rest = split_columns(size_in)
+        if scaling.rows > 0:  # tiles have 128 columns
+            block, rest = max(block, 128), rest and max(rest, 128)
         options |= {"TOKENS": tokens, "BLOCK": block, "REST": rest}
-        return options, (programs, 1, 1)
+        options |= {"MOST": scaling.most, "FLOOR": LEAST_TILE}
+        return launcher(gemv_kernel, **options), (programs, 1, 1)
     width = config.width or min(max(16, power_of_two(tokens)), 128)
     options |= {"TOKENS": width, "DEPTH": config.depth, "PARTS": config.parts}
     options |= {"AHEAD": config.ahead, "num_stages": config.stages}
-    return options, (programs, config.parts, -(-tokens // width))
-
-
-@lru_cache(8192)
-def product_launcher(
-    config: Product, tokens: int, size_out: int, size_in: int
-) -> tuple[Launcher, tuple[int, int, int]]:
-    """For so many tokens; and the grid."""
-    options, grid = product_options(config, tokens, size_out, size_in)
-    kernel = gemv_kernel if isinstance(config, Gemv) else dot_kernel
-    return launcher(kernel, **options), grid
+    grid = programs, config.parts, -(-tokens // width)
+    return launcher(dot_kernel, **options), grid
 
 
 def multiply_into(
@@ -372,20 +496,21 @@ def multiply_into(
     bias: Tensor | None,
     config: Product,
     best: Tensor | None = None,
+    activation: str | None = None,
 ) -> None:
     """Fill y [T, N], or the parts [T, S, N] of ``config``: x ``weight``^T + ``bias``.
 
     Products are summed in float32. x [T, K] has contiguous rows; ``weight`` [N, K],
     ``bias`` [N] and y are contiguous. ``best`` int64 [T, N / config.rows, rounded up]
     gets each tile's largest number and its row as a key of `keys.ordered`, if config
-    has one part.
+    has one part. With an ``activation`` y is [T, N / 2], of one part.
     """
     tokens, (size_out, size_in) = x.shape[0], weight.shape
-    start, grid = product_launcher(config, tokens, size_out, size_in)
-    if type(config) is Gemv:
-        start(grid, x, weight, bias, y, best, x.stride(0))
-    else:
-        start(grid, x, weight, bias, y, best, x.stride(0), tokens)
+    start, grid = product_launcher(
+        config, tokens, size_out, size_in, activation=activation
+    )
+    count = () if isinstance(config, Gemv) else (tokens,)
+    start(grid, x, None, weight, None, bias, y, best, x.stride(0), *count, 0)
 
 
 def project(

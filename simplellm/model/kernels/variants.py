@@ -17,8 +17,14 @@ from torch import Tensor
 
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.model.kernels.fragments import prepare as prepare_weights
-from simplellm.model.kernels.gated import gate_activation, multiply_gated
+from simplellm.model.kernels.gated import gate_activation
 from simplellm.model.kernels.launch import Launcher, launcher, pdl_wait, power_of_two
+from simplellm.model.kernels.linear import (
+    Product,
+    choose,
+    choose_invariant,
+    multiply_into,
+)
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.quantized import project
 from simplellm.model.kernels.rounding import (
@@ -144,6 +150,32 @@ def activate_parts(first: Tensor, mlp: Dense, dtype: torch.dtype) -> Tensor | Ro
     options = size, parts, mlp.activation, dtype, rounding
     start, programs = activation_launcher(*options)
     start((len(first), programs, 1), first, *input_arguments(out))
+    return out
+
+
+def multiply_gated(
+    x: Tensor | Rounded, mlp: Dense, batch_invariant: bool
+) -> Tensor | None:
+    """[T, I] in x's dtype of x [T, K]; None where the product has no such ending.
+
+    That is one whose weight is of 8 bits or has biases, or that is summed in parts or
+    by PyTorch. With ``batch_invariant`` no token's result depends on the others.
+    """
+    weight = mlp.gate_up
+    if isinstance(x, Rounded) or not isinstance(weight, Tensor):
+        return None
+    if mlp.gate_up_bias is not None:
+        return None
+    if mlp.activation == "gelu":  # it has no gate
+        return None
+    tokens, (size_out, size_in) = len(x), weight.shape
+    config: Product | None = choose_invariant(size_out)
+    if not batch_invariant:
+        config = choose(tokens, size_out, size_in)
+    if config is None or config.parts > 1:
+        return None
+    out = x.new_empty(tokens, size_out // 2)
+    multiply_into(out, x, weight, None, config, activation=mlp.activation)
     return out
 
 
