@@ -87,11 +87,11 @@ def grouped_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
     if end > first:
-        expert = expert.to(tl.int64)
+        number = expert.to(tl.int64)
         out = dot_tile(
             *(x_ptr, x_scales_ptr, pairs // TOP_K if GATED else positions, valid),
-            *(K, x_count, weight_ptr, scales_ptr, expert * N + rows),
-            *(expert * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS, inside, 0, K),
+            *(K, x_count, weight_ptr, scales_ptr, number * N + rows),
+            *(number * tl.cdiv(N, TILE_ROWS) + rows // TILE_ROWS, inside, 0, K),
             *(K, DEPTH, COLUMNS, PDL),
         )
         if GATED:
