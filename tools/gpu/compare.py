@@ -8,6 +8,8 @@ each model, with random weights, and uses of the package only what both have: LL
 config, generate, stats and the engine's meter. A checkout has a kernel cache of its own
 that is empty at its first turn: that start is the cold one.
 
+A model is gpt-oss's or one of speeds.py's, such as Qwen3-8B-FP8.
+
 Loads are mixed: the lengths of prompts and answers are log-normal, requests come all at
 once or at random times. --models, --cases and --turns make it shorter.
 """
@@ -70,6 +72,10 @@ def opened(model: str, **options: Any) -> Iterator[Any]:
 
     import simplellm
 
+    if not model.startswith("gpt-oss"):
+        from speeds import write_config
+
+        model = str(write_config(model, Path(tempfile.mkdtemp())).parent)
     kind = getattr(simplellm, "GPUConfig", None) or simplellm.EngineConfig
     config = kind(
         max_num_seqs=max(BATCHES),
@@ -303,6 +309,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"{'':44}{'old':>10}{'new':>10}{'new/old':>9}{'bar':>7}"
     for model in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == model]
+        short = model.removeprefix("gpt-oss-")[-8:]
         for name in dict.fromkeys(name for row in mine for name in row["found"]):
             having = [row for row in mine if name in row["found"]]
             old, new = (
@@ -316,7 +323,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
             worse = 1 / ratio if name.endswith("tokens/s") else ratio
             verdict = "  slower" if worse > 1 + bar else ""
             yield (
-                f"{model[8:]:5}{name:39}{mean(old):10.2f}{mean(new):10.2f}"
+                f"{short:9}{name:35}{mean(old):10.2f}{mean(new):10.2f}"
                 f"{ratio:9.3f}{bar:7.1%}{verdict}"
             )
 
