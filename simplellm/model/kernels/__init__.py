@@ -7,11 +7,11 @@ puts them together in a table of operations.
 - `fused.py` the table, `launch.py` starting kernels, `compiling.py` compiling them side
   by side at load, `keys.py` numbers with their indices as one int64.
 - `norm.py`, `rope.py`, `linear.py`, `head.py`: the small parts of a layer and the head;
-  `variants.py` and `gated.py` what other families need beside them.
+  `variants.py` and `gated.py` what other families need besides.
 - `attention.py` chooses between `prefill.py` and `decode.py`; `flash.py` is flash-attn.
 - `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in MXFP4;
   `grouped.py` and `grouped_few.py` those of other formats.
-- `quantized.py` and `rounding.py`: weights of 8 bits, and inputs.
+- `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
 - `read.py` measures how fast memory is read.
 """
