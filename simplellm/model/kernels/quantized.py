@@ -49,7 +49,8 @@ MANY_ROWS = 128 * 132
 
 
 # `dot_kernel` scales the sums of a step behind the loads of the next one. With inputs
-# wider than the weight, 64 tokens then took 8 % longer on an H100, and 512 up to 6 %.
+# wider than the weight, 64 tokens then took 8 % longer on an H100, and 512 up to 6 %:
+# figures/11-one-product.json.
 @triton.jit(do_not_specialize=["tokens"])
 def wide_dot_kernel(
     x_ptr,
