@@ -41,6 +41,13 @@ GPT2_SIZES = {
 }
 # With these lengths one pair of dimensions is on the ramp from fast to slow.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}
+LONGROPE = {  # five pairs; a text of more than 100 tokens has the second list
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0],
+    "factor": 4.0,
+    "original_max_position_embeddings": 100,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -124,10 +131,23 @@ CASES: dict[str, Callable[[], Case]] = {
     "Llama": lambda: case("Llama", **rope(5e5)),
     "Llama llama3": lambda: case("Llama", **rope(5e5, **LLAMA3)),
     "Llama linear": lambda: case("Llama", **rope(1e4, rope_type="linear", factor=4.0)),
+    "Llama dynamic": lambda: case(
+        "Llama", **rope(1e4, rope_type="dynamic", factor=2.0)
+    ),
+    "Llama longrope": lambda: case("Llama", **rope(1e4, **LONGROPE)),
+    "Llama longrope short": lambda: case(
+        "Llama", **rope(1e4, **LONGROPE | {"original_max_position_embeddings": 256})
+    ),
     "Llama tied": lambda: case("Llama", tie_word_embeddings=True, **rope(5e5)),
     "Llama biases": lambda: case("Llama", attention_bias=True, mlp_bias=True),
     "Qwen2": lambda: case("Qwen2", **rope(1e6)),
     "Qwen2 YaRN": lambda: case("Qwen2", **rope(1e6, **YARN)),
+    "Qwen2 YaRN attention": lambda: case(
+        "Qwen2", **rope(1e6, **YARN, attention_factor=1.3)
+    ),
+    "Qwen2 YaRN mscale": lambda: case(
+        "Qwen2", **rope(1e6, **YARN, mscale=1.2, mscale_all_dim=0.7)
+    ),
     "Qwen2 windows": lambda: case(
         "Qwen2", use_sliding_window=True, max_window_layers=1, **WINDOW
     ),

@@ -181,8 +181,8 @@ def test_window_alternates() -> None:
         ({"swiglu_limit": -7.0}, "swiglu_limit is -7.0; expected more than 0"),
         ({"rope_scaling": []}, "rope_scaling is []; expected an object"),
         (
-            {"rope_scaling": {"rope_type": "longrope"}},
-            "expected one of 'default', 'linear', 'llama3', 'yarn'",
+            {"rope_scaling": {"rope_type": "proportional"}},
+            "expected one of 'default', 'linear', 'llama3', 'yarn', 'longrope', 'dyn",
         ),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
@@ -211,8 +211,9 @@ def test_one_message_for_each_mistake(changes: dict[str, Any], message: str) -> 
         ({"factor": 0.0}, "factor is 0.0; expected more than 0"),
         ({"beta_fast": 1.0}, "beta_fast is 1.0; expected more than beta_slow, 1.0"),
         ({"truncate": "no"}, "truncate is 'no'; expected True or False"),
-        ({"attention_factor": 1.2}, "attention_factor is 1.2; expected none in a"),
-        ({"mscale": 1.0}, "mscale is 1.0; expected none in a YaRN entry"),
+        ({"attention_factor": 0}, "attention_factor is 0; expected more than 0"),
+        ({"mscale": "x", "mscale_all_dim": 1}, "mscale is 'x'; expected a number"),
+        ({"alpha": 7}, "alpha is 7; expected no such field in an entry of RoPE"),
     ],
 )
 def test_yarn_mistakes(changes: dict[str, Any], message: str) -> None:

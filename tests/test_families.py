@@ -215,15 +215,49 @@ def test_angles_that_old_files_hold(theirs, tmp_path: Path) -> None:
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
 
 
-def test_a_head_that_is_stored_though_tied(theirs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_head_that_is_stored_though_tied(shards: int, theirs, tmp_path: Path) -> None:
+    """As transformers does: another one counts, the same one is the embedding."""
+    oracle = theirs("Llama tied")
+    head = torch.randn(101, 48)
+
+    def stored(head: Tensor) -> Tensor:
+        write(tmp_path, oracle.model)
+        rewrite(tmp_path, lambda tensors: {**tensors, "lm_head.weight": head})
+        if shards == 3:
+            again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+            (tmp_path / "model.safetensors").unlink()
+            again.save_pretrained(tmp_path, max_shard_size="60KB")
+        return logits(tmp_path)
+
+    assert worst(stored(oracle.model.lm_head.weight.clone()), oracle.logits) < TOLERANCE
+    assert Checkpoint(tmp_path).config.tie_word_embeddings
+    found = stored(head)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = reference(IDS[None]).logits[0]
+    assert worst(found, expected) < TOLERANCE < worst(expected, oracle.logits)
+
+
+def test_a_head_alone_is_the_embedding_too(theirs, tmp_path: Path) -> None:
     oracle = theirs("Llama tied")
     write(tmp_path, oracle.model)
-
-    def twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {**tensors, "lm_head.weight": torch.zeros(101, 48)}
-
-    rewrite(tmp_path, twice)
+    name = "model.embed_tokens.weight"
+    rewrite(tmp_path, lambda t: {k if k != name else "lm_head.weight": t[k] for k in t})
     assert worst(logits(tmp_path), oracle.logits) < TOLERANCE
+
+
+@torch.inference_mode()
+def test_longrope_of_short_texts(theirs) -> None:
+    """An engine whose texts don't get longer than the original length divides so."""
+    oracle = theirs("Llama longrope")
+    config = replace(ENGINE, max_model_len=100)
+    with LLM(oracle.folder, config, device="cpu") as llm:
+        found = llm.engine.runner.model.logits(IDS[:90])
+    expected = oracle.model(IDS[None, :90]).logits[0]
+    assert (
+        worst(found, expected) < TOLERANCE < worst(logits(oracle.folder)[:90], expected)
+    )
 
 
 # What config.json leaves out.
@@ -438,8 +472,37 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
         "scale_attn_by_inverse_layer_idx is True",
     ),
     "rope": (
-        "Llama", given(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "rope_type is 'longrope'",
+        "Llama", given(rope_parameters={"rope_type": "mrope", "rope_theta": 1e4}),
+        "rope_type is 'mrope'",
+    ),
+    "rope's fields": (
+        "Llama", given(rope_parameters={"rope_type": "default", "mrope_section": [1]}),
+        "mrope_section is [1]; expected no such field in an entry of RoPE",
+    ),
+    "two ropes": (
+        "Llama", given(rope_scaling={"type": "linear", "factor": 4.0}),
+        "rope_scaling is {'factor': 4.0, 'type': 'linear'}; expected what rope_paramet",
+    ),
+    "no factors": (
+        "Llama longrope",
+        lambda data: data | {
+            "rope_parameters": {**data["rope_parameters"], "long_factor": None}
+        },
+        "long_factor is None; expected a list of numbers",
+    ),
+    "too few factors": (
+        "Llama longrope",
+        lambda data: data | {
+            "rope_parameters": {**data["rope_parameters"], "long_factor": [1, 2]}
+        },
+        "the length of long_factor is 2; expected 5, one for each pair",
+    ),
+    "a factor below 0": (
+        "Llama longrope",
+        lambda data: data | {
+            "rope_parameters": {**data["rope_parameters"], "short_factor": [-1] * 5}
+        },
+        "an entry of short_factor is -1; expected more than 0",
     ),
     "rope's kind": ("Llama", given(rope_parameters=[1]), "rope_parameters is [1]"),
     "rope's layers": (

@@ -59,7 +59,7 @@ MISTAKES = {
             "(x.float()[..., 0::2], x.float()[..., 1::2])",
         ),
         "theta of the defaults": Mutation(
-            family.rope, 'entry.get("rope_theta")', "1e4"
+            family.rope_entry, 'entry.get("rope_theta")', "1e4"
         ),
         "head_dim is hidden / heads in the scores' scale": Mutation(
             ops.attention, "q.shape[2] ** -0.5", "(48 // 6) ** -0.5"

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from simplellm.api.input_processor import InputProcessor, Loaded
-from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
 from simplellm.checkpoint.folder import place_of
@@ -88,7 +88,7 @@ def load_engine(
         else:
             ops = NUMPY if operations == "numpy" else PLAIN
         start = time.perf_counter()
-        model = read_weights(source, dtype, device, ops)
+        model = read_weights(source, dtype, device, ops, config.max_model_len)
         weights_seconds = time.perf_counter() - start
         engine = build_engine(model, config)
         if config.cuda_graphs and operations == "fused":
@@ -124,10 +124,20 @@ def load_model(
 
 
 def read_weights(
-    source: Source, dtype: torch.dtype, device: torch.device, ops: Ops
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    longest: int | None = None,
 ) -> Model:
-    """The model, with its weights on ``device`` in the layout that ``ops`` read."""
+    """The model, with its weights on ``device`` in the layout that ``ops`` read.
+
+    ``longest``: the tokens of the longest text, by which LongRoPE chooses its factors.
+    """
     config = source.config
+    longest = min(longest or MAX_SIZE, config.max_position_embeddings)
+    if config.rope_scaling and config.rope_scaling.rope_type == "longrope":
+        config = replace(config, max_position_embeddings=longest)
     total = len(source.names()) - config.tie_word_embeddings  # no head to load
     small = count_parameters(config).total < BIG
     gpu = device.type == "cuda"

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from functools import partial
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,7 +65,7 @@ def chosen(
     Embeddings, heads and routers decide too much for the little that they weigh.
     """
     config = source.config
-    spelled = partial(FAMILIES[config.model_type].spelled, config)
+    spelled = FAMILIES[config.model_type].spelled
     found = {spelled(name): info for name, info in infos.items()}
     forms: dict[str, NumberFormat | None] = dict.fromkeys(infos)
     for ours, name in tensor_names(config).items():

@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 BLOCK = 32  # elements of an MXFP4 weight that share a scale; packed, they are 16 bytes
 MAX_LAYERS = 1024
 MAX_SIZE = 2**31 - 1
@@ -229,6 +230,38 @@ def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
+# What an entry of config.json may have beside the fields of `RopeScaling`.
+ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", "finetuned"}
+ROPE_KEYS |= {"mscale", "mscale_all_dim", "max_position_embeddings"}
+
+
+def stretch(data: Mapping[str, Any]) -> Any:
+    """The factor of an entry, or that between its lengths, as transformers takes it."""
+    longest: Any = data.get("max_position_embeddings")
+    length: Any = data.get("original_max_position_embeddings")
+    known = all(isinstance(n, int) and n > 0 for n in (longest, length))
+    if data.get("factor") is None and known and longest != length:
+        return longest / length
+    return data.get("factor")
+
+
+def attention_factor(kind: str, data: Mapping[str, Any]) -> float | None:
+    """What multiplies cos and sin where an entry doesn't say; None: YaRN's own."""
+    factor = data["factor"]
+    if kind == "yarn" and data.get("mscale") and data.get("mscale_all_dim"):
+        for name in ("mscale", "mscale_all_dim"):
+            check_number(name, data[name], float, 0, 1e9)
+        check_number("factor", factor, float, 0, 1e9, 0)
+        log = 0.1 * math.log(max(factor, 1))
+        return (log * data["mscale"] + 1) / (log * data["mscale_all_dim"] + 1)
+    if kind == "longrope":
+        length: Any = data.get("original_max_position_embeddings")
+        check_number("original_max_position_embeddings", length, int, 2, MAX_SIZE)
+        check_number("factor", factor, float, 0, 1e9, 0)
+        return (1 + math.log(max(factor, 1)) / math.log(length)) ** 0.5
+    return None
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How RoPE is stretched; lengths in tokens, betas in rotations.
@@ -242,9 +275,14 @@ class RopeScaling:
     beta_fast: float = declared(32.0, above=0, high=1e9)
     beta_slow: float = declared(1.0, above=0, high=1e9)
     truncate: bool = declared(True)
-    rope_type: Literal["yarn", "llama3", "linear"] = "yarn"
+    rope_type: Literal["yarn", "llama3", "linear", "longrope"] = "yarn"
     low_freq_factor: float = declared(1.0, above=0, high=1e9)
     high_freq_factor: float = declared(4.0, above=0, high=1e9)
+    # On cos and sin, instead of YaRN's own.
+    attention_factor: float | None = declared(None, above=0, high=1e9)
+    # What LongRoPE (arXiv:2402.13753) divides each pair's frequency by.
+    short_factor: tuple[float, ...] = ()  # up to the original length
+    long_factor: tuple[float, ...] = ()
 
     @raising(ConfigError)
     def __post_init__(self) -> None:
@@ -263,14 +301,27 @@ class RopeScaling:
         """
         kind: Any = data.get("rope_type") or data.get("type")
         one_of("rope_type", kind, ROPE_TYPES)
-        if kind == "default":
+        known = {spec.name for spec in fields(cls)} | ROPE_KEYS
+        for name in data.keys() - known:
+            wanted = "no such field in an entry of RoPE"
+            expect(data[name] is None, name, data[name], wanted)
+        # Dynamic RoPE is plain up to max_position_embeddings, and no text is longer.
+        if kind in ("default", "dynamic"):
             return None
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            value = data.get(name)
-            expect(value is None, name, value, "none in a YaRN entry")
-        if data.get("truncate", True) is None:
-            data = {**data, "truncate": False}
-        return cls(**read(cls, data), rope_type=kind)
+        data = {**data, "factor": stretch(data), "truncate": data.get("truncate", True)}
+        if data["truncate"] is None:
+            data["truncate"] = False
+        if data.get("attention_factor") is None:
+            data["attention_factor"] = attention_factor(kind, data)
+        lists: dict[str, Any] = {}
+        if kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                factors = data.get(name)
+                expect(isinstance(factors, list), name, factors, "a list of numbers")
+                for factor in factors or ():
+                    check_number(f"an entry of {name}", factor, float, 0, 1e9, 0)
+                lists[name] = tuple(map(float, factors or ()))
+        return cls(**read(cls, data), rope_type=kind, **lists)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +383,12 @@ class ModelConfig:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         wanted = f"a multiple of num_key_value_heads, {groups}"
         expect(heads % groups == 0, "num_attention_heads", heads, wanted)
+        scaling = self.rope_scaling
+        if scaling and scaling.rope_type == "longrope":
+            for name in ("short_factor", "long_factor"):
+                count, pairs = len(getattr(scaling, name)), self.head_dim // 2
+                wanted = f"{pairs}, one for each pair of head_dim"
+                expect(count == pairs, f"the length of {name}", count, wanted)
         odd = self.head_dim % 2
         expect(not odd, "head_dim", self.head_dim, "an even number, for RoPE")
         count, layers = len(self.layer_types), self.num_hidden_layers

@@ -7,6 +7,7 @@ import mmap
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -145,12 +146,10 @@ class Checkpoint:
         self.config = read_config(self.path / "config.json")
         self._shards = {file: map_shard(file) for file in self.files}
         with raising(CheckpointError, self.path):
-            self._table = tensor_names(self.config)
-            self._shapes = tensor_shapes(self.config)
-            self._stored = stored_shapes(self.config)
-            self._expected = {name for part in self._stored.values() for name in part}
+            self._expect(self.config)
         self._infos = read_headers(self._shards, self._spelled)
         with raising(CheckpointError, self.path):
+            self._find_head()
             self._check_names(index)
             self._check_headers()
 
@@ -179,9 +178,33 @@ class Checkpoint:
         packed = (self.config.formats.get(ours) == MXFP4_EXPERTS for ours in experts)
         return all(packed) and all(len(self._stored[ours]) == 2 for ours in experts)
 
+    def _expect(self, config: ModelConfig) -> None:
+        """Note what a checkpoint of this config holds. Raises ValueError."""
+        self.config, self._table = config, tensor_names(config)
+        self._shapes, self._stored = tensor_shapes(config), stored_shapes(config)
+        self._expected = {name for part in self._stored.values() for name in part}
+
+    def _find_head(self) -> None:
+        """Settle whether the head is the embedding, as transformers does.
+
+        If they are tied, one of them alone is both; a head that differs is not tied.
+        """
+        head = self._infos.get("lm_head.weight")
+        if head is None or not self.config.tie_word_embeddings:
+            return
+        name = self._table["embed_tokens.weight"].stored
+        embedding = self._infos.setdefault(name, replace(head, name=name))
+        first, second = (
+            tensor_view(self._shards[i.file], i) for i in (embedding, head)
+        )
+        if first.dtype == second.dtype and torch.equal(first, second):
+            del self._infos["lm_head.weight"]
+        else:
+            self._expect(replace(self.config, tie_word_embeddings=False))
+
     def _spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another; None: none."""
-        name = FAMILIES[self.config.model_type].spelled(self.config, stored)
+        name = FAMILIES[self.config.model_type].spelled(stored)
         if name is None or name in self._expected or not self.config.formats:
             return name
         for other in (f"{name}_inv", name.removesuffix("_inv")):
@@ -197,6 +220,8 @@ class Checkpoint:
             here = {file.name for file in self.path.glob("*.safetensors")}
             unlisted = here - {file.name for file in self._shards}
             hint = f" ({some(unlisted)} is not in {INDEX})" if unlisted else ""
+            if missing == {"lm_head.weight"}:
+                hint = " (a model whose head is its embedding has tie_word_embeddings)"
             wrong = f"lacks {some(missing)}{hint}"
         elif extra := found - expected:
             wrong = f"holds {some(extra)} too"
@@ -207,7 +232,10 @@ class Checkpoint:
             )
         for stored, file in index.items():
             name = self._spelled(stored)
-            if name and (name not in found or self._infos[name].file.name != file):
+            tied = name == "lm_head.weight" and self.config.tie_word_embeddings
+            if not name or tied:
+                continue
+            if name not in found or self._infos[name].file.name != file:
                 raise ValueError(
                     f"{INDEX} places {stored!r} in {file!r}, which lacks it; expected "
                     "the file that holds it"

@@ -48,8 +48,15 @@ def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if config.learned_positions:
         return torch.zeros(dim // 2), 1.0
     if scaling is None or scaling.rope_type == "yarn":
-        return yarn_frequencies(config)
+        frequencies, factor = yarn_frequencies(config)
+        given = scaling and scaling.attention_factor
+        return frequencies, given or factor
     plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
+    if scaling.rope_type == "longrope":
+        length = scaling.original_max_position_embeddings
+        longer = config.max_position_embeddings > length
+        factors = scaling.long_factor if longer else scaling.short_factor
+        return plain / torch.tensor(factors), scaling.attention_factor or 1.0
     keep = torch.zeros_like(plain)  # as in `yarn_frequencies`
     if scaling.rope_type == "llama3":
         turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)

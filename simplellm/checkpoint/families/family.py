@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simplellm.base.config import (
+    LAYER_TYPES,
     MAX_SIZE,
     ConfigError,
     ModelConfig,
@@ -95,14 +96,13 @@ class Family:
         (r"\.rotary_emb\.inv_freq$", None),
     )
 
-    def spelled(self, config: ModelConfig, stored: str) -> str | None:
+    def spelled(self, stored: str) -> str | None:
         """The name that we expect for a tensor ``stored`` under another."""
         for pattern, mine in self.spellings:
             if mine is None and re.search(pattern, stored):
                 return None
             stored = re.sub(pattern, mine or "", stored)
-        tied = config.tie_word_embeddings
-        return None if tied and stored == "lm_head.weight" else stored
+        return stored
 
     @property
     def _known(self) -> set[str]:
@@ -139,7 +139,10 @@ class Family:
                 f"no such field: what it changes in a {self.name} is not known here"
             )
             expect(key in known or harmless or value is None, key, value, wanted)
-        data = self.defaults | {
+        defaults = dict(self.defaults)
+        if given.get("rope_parameters") or given.get("rope_scaling"):
+            defaults.pop("rope_scaling", None)
+        data = defaults | {
             self.keys.get(key, key): value
             for key, value in given.items()
             if key in known
@@ -201,14 +204,27 @@ def rope(data: Data) -> tuple[RopeScaling | None, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         value = data.get(name)
         expect(isinstance(value, dict | None), name, value, "an object")
-    entry: Any = data.get("rope_parameters") or data.get("rope_scaling") or {}
-    name = "rope_parameters (rope_scaling in older files)"
-    entry = entry.get("full_attention", entry)
+    names = [name for name in ("rope_parameters", "rope_scaling") if data.get(name)]
+    found = [rope_entry(name, data) for name in names] or [(None, None)]
+    if len(found) == 2:  # transformers takes the older one, which others don't
+        (first, _), (second, _) = found
+        wanted = "what rope_parameters says, or none beside it"
+        expect(first == second, "rope_scaling", data["rope_scaling"], wanted)
+    thetas = [theta for _, theta in found if theta is not None]
+    return found[0][0], thetas[0] if thetas else data.get("rope_theta")
+
+
+def rope_entry(name: str, data: Data) -> tuple[RopeScaling | None, Any]:
+    """The scaling and the theta, if any, that one field of config.json has."""
+    nested = data[name].keys() & set(LAYER_TYPES)
+    entry = data[name].get("full_attention", {}) if nested else data[name]
     expect(isinstance(entry, dict), f"full_attention of {name}", entry, "an object")
     one_of("partial_rotary_factor", entry.get("partial_rotary_factor"), (None, 1, 1.0))
-    theta = entry.get("rope_theta")
-    theta = data.get("rope_theta") if theta is None else theta
     if not entry.get("rope_type") and not entry.get("type"):
         entry = {**entry, "rope_type": "default"}
-    length = {"original_max_position_embeddings": data.get("max_position_embeddings")}
-    return RopeScaling.from_dict({**length, **entry}), theta
+    longest = data.get("max_position_embeddings")
+    length = "original_max_position_embeddings"
+    entry = {length: longest, "max_position_embeddings": longest, **entry}
+    if data.get(length):  # as transformers has it, which Phi-3 needs
+        entry[length] = data[length]
+    return RopeScaling.from_dict(entry), entry.get("rope_theta")
