@@ -40,7 +40,7 @@ OTHER = "else LAYER_TYPES[1 - LAYER_TYPES.index(kind)]]"
 RULE = "route if mlp.normalized else route_among_all"
 GAMMA = "(weight + config.norm_offset) * factor"
 CENTERED = "functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)"
-LENGTH = "scaling.original_max_position_embeddings"
+LENGTH = "turns = scaling.original_max_position_embeddings"
 STRETCHED = "plain / scaling.factor * (1 - keep) + plain * keep"
 ROPE, CACHE = rope.stretched_frequencies, ops.rope_and_cache
 TURNS = build.layer_rotations
@@ -58,9 +58,7 @@ MISTAKES = {
             "x.float().chunk(2, dim=-1)",
             "(x.float()[..., 0::2], x.float()[..., 1::2])",
         ),
-        "theta of the defaults": Mutation(
-            family.rope_entry, 'entry.get("rope_theta")', "1e4"
-        ),
+        "theta of the defaults": Mutation(family.rope, 'data.get("rope_theta")', "1e4"),
         "head_dim is hidden / heads in the scores' scale": Mutation(
             ops.attention, "q.shape[2] ** -0.5", "(48 // 6) ** -0.5"
         ),
@@ -91,7 +89,9 @@ MISTAKES = {
             "scaling.high_freq_factor, scaling.low_freq_factor",
         ),
         "radians for turns": Mutation(ROPE, " / (2 * math.pi)", ""),
-        "of the new length": Mutation(ROPE, LENGTH, "config.max_position_embeddings"),
+        "of the new length": Mutation(
+            ROPE, LENGTH, "turns = config.max_position_embeddings"
+        ),
         "all stretched": Mutation(ROPE, 'scaling.rope_type == "llama3"', "False"),
         "none stretched": Mutation(ROPE, STRETCHED, "plain"),
         "the fast stretched": Mutation(ROPE, "clamp(0, 1)", "clamp(0, 1).neg().add(1)"),
