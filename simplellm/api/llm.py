@@ -29,12 +29,12 @@ if TYPE_CHECKING:  # an engine may be in another process, and PyTorch there alon
 class LLM:
     """A model that answers any number of threads, all their requests at once.
 
-    ``model`` is a checkpoint folder; without it, the model that comes
-    with the package. ``config`` has the engine's sizes and switches, and other keywords
-    (``max_model_len=4096``) replace fields of it. ``dtype``, ``device``,
-    ``random_weights`` and ``seed`` are those of `load_model`. On an NVIDIA
-    GPU with bfloat16 the Triton kernels compute, in CUDA graphs, elsewhere PyTorch;
-    ``how`` and one line of the log "simplellm" say which, and why. Without a
+    ``model`` is a checkpoint folder, a GGUF file or "smollm2", if that is installed;
+    without it, the model that comes with the package. ``config`` has the engine's sizes
+    and switches, and other keywords (``max_model_len=4096``) replace fields of it.
+    ``dtype``, ``device``, ``random_weights`` and ``seed`` are those of `load_model`. On
+    an NVIDIA GPU with bfloat16 the Triton kernels compute, in CUDA graphs, elsewhere
+    PyTorch; ``how`` and one line of the log "simplellm" say which, and why. Without a
     tokenizer.json prompts are token ids. Raises ConfigError, CheckpointError,
     TokenizerError, TypeError or ValueError, and MemoryError or torch.OutOfMemoryError
     before anything is loaded that cannot fit.
