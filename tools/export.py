@@ -29,6 +29,7 @@ from cells import chapter_files
 from joining import Cell, ExportError, joined
 
 PACKAGE = "simplellm"
+ADVICE = "chapters/course/blanks.toml"
 TABLE = "chapters/modules.toml"
 TABLE_HEAD = """\
 # The chapters that write each module; `make export` keeps this list. A module that is
@@ -85,6 +86,20 @@ def collect(root: Path) -> dict[str, list[Cell]]:
         for cell in exported_cells(root, chapter):
             modules.setdefault(cell.module, []).append(cell)
     return modules
+
+
+def check_advice(root: Path) -> None:
+    """Raise ExportError unless each blank, and nothing else, has minutes and a hint."""
+    path = root / ADVICE
+    if not path.exists():
+        return
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))
+    texts = (p.read_text(encoding="utf-8") for p in chapter_files(root / "chapters"))
+    found = (cell.directives() for text in texts for cell in all_cells(text))
+    named = {words["blank"] for words in found if "blank" in words}
+    for name in sorted(named ^ listed.keys()):
+        expected = "an entry" if name in named else "none, for there is no such blank"
+        raise ExportError(f"{ADVICE}: [{name}]: expected {expected}")
 
 
 def writers(cells: list[Cell]) -> list[str]:
@@ -189,6 +204,7 @@ def export(root: Path, files: list[Path], check: bool) -> int:
     chosen = {Path(os.path.relpath(file.resolve(), root)).as_posix() for file in files}
     cells = collect(root)
     check_owners(root, cells)
+    check_advice(root)
     chapters = {path: writers(cells[path]) for path in sorted(cells)}
     if nothing := sorted(chosen.difference(*chapters.values())):
         raise ExportError(f"{nothing[0]}: exports nothing; expected `#| export` cells")

@@ -106,8 +106,8 @@ class DrainingServer(uvicorn.Server):
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         name = self.service.names[0]
-        address = f"http://{shown}:{port}"
-        self.tell(f"{name} is served at {address} (a chat; {address}/docs: the API)")
+        # The address comes last, where a terminal makes a link of it.
+        self.tell(f"{name}, a chat and /docs: served at http://{shown}:{port}")
 
 
 def write_access_log() -> None:

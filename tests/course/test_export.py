@@ -493,3 +493,16 @@ def test_a_chapter_that_exports_nothing(repository: Path) -> None:
 def test_the_package_matches_its_chapters() -> None:
     status, output, errors = run(ROOT, "--check")
     assert status == 0, output + errors
+
+
+def test_each_blank_has_its_hint(repository: Path) -> None:
+    add(repository, "09-x.md", "```python\n#| blank f\ndef f(): ...\n```\n")
+    assert run(repository)[0] == 0  # nothing lists them
+    advice = repository / "chapters/course/blanks.toml"
+    advice.parent.mkdir()
+    advice.write_text("[f]\n")
+    assert run(repository)[0] == 0
+    advice.write_text("")
+    fails(repository, "blanks.toml: [f]: expected an entry")
+    advice.write_text("[f]\n[g]\n")
+    fails(repository, "blanks.toml: [g]: expected none")
