@@ -603,19 +603,23 @@ def told_c() -> list[str]:
     ]
 
 
-def told_readme() -> list[str]:
+def told_speed() -> list[str]:
+    even = [round(r["tokens_per_second"]) for r in recorded("12-steady")["rows"]]
+    return [
+        f"writes {even[0]:,} tokens a second with 1,000 tokens in and 1,000 out, "
+        f"{even[1]:,} with 1,024 and 8,192, and {even[2]:,} with 8,192 and 1,024",
+    ]
+
+
+def told_manual() -> list[str]:
     record = recorded("12-invariance")
     changed = sorted(run["differ"] for run in record["contrast"] if run["differ"])
     slower = sorted(run["ratio"] for run in record["cost"].values())
-    even = [round(r["tokens_per_second"]) for r in recorded("12-steady")["rows"]]
     one, two = (max(row["rates"]) for row in recorded("a-replicas")["rows"])
     return [
-        f"Two engines on two H100s write {two / one:.2f} times as much as one, "
-        f"{two:,.0f} tokens",
+        f"H100s write {two / one:.2f} times as much as one: {two:,.0f} tokens",
         f"Without it, {changed[0]} to {changed[-1]} of 64 greedy answers changed",
         f"take {slower[0]:.2f} to {slower[-1]:.2f} times as long with it",
-        f"writes {even[0]:,} tokens a second with 1,000 tokens in and 1,000 out, "
-        f"{even[1]:,} with 1,024 and 8,192, and {even[2]:,} with 8,192 and 1,024",
     ]
 
 
@@ -634,12 +638,13 @@ TOLD: dict[str, Callable[[], list[str]]] = {
     "a": told_a,
     "b": told_b,
     "c": told_c,
-    "README.md": told_readme,
+    "chapters/speed.md": told_speed,
+    "chapters/manual.md": told_manual,
 }
 
 
 def text_of(chapter: str) -> str:
-    """The text of a chapter by its number, or of a page beside the README."""
+    """The text of a chapter by its number, or of another page by its path."""
     (path,) = [*ROOT.glob(f"chapters/{chapter}-*.md"), *ROOT.glob(chapter)]
     return path.read_text(encoding="utf-8")
 
