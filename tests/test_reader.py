@@ -476,7 +476,7 @@ def test_whoever_leaves_replies_ends_them(start: Any, how: str) -> None:
 
     asyncio.run(main())
     until(lambda: llm.stats().finished.get("abort") == (4 if how == "error" else 3))
-    until(lambda: gc.collect() >= 0 and not llm._delivery.bells)
+    until(lambda: gc.collect() >= 0 and not llm._delivery.wakers)
     assert not llm._delivery.readers
 
 

@@ -68,8 +68,8 @@ class Delivery:
         # Those with callbacks to come: who waits for one need not keep the future.
         self.awaited: set[RequestFuture] = set()
         # What wakes each event loop, for as long as somebody reads in it.
-        self.bells: weakref.WeakValueDictionary[Any, Any]
-        self.bells = weakref.WeakValueDictionary()
+        self.wakers: weakref.WeakValueDictionary[Any, Any]
+        self.wakers = weakref.WeakValueDictionary()
         self.numbers = itertools.count()
         self.thread = threading.Thread(
             target=self._run, name="simplellm-text", daemon=True

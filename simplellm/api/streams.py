@@ -61,29 +61,29 @@ class Inbox:
         return taken
 
 
-class Bell:
-    """Wakes an event loop from another thread, once for all that rings meanwhile."""
+class LoopWaker:
+    """Wakes an event loop from another thread, once for all events set meanwhile."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.rung: dict[asyncio.Event, None] = {}
-        self.pending = False  # a call of `answer`, which will see to all in `rung`
+        self.waiting: dict[asyncio.Event, None] = {}
+        self.pending = False  # a call of `set_all`, which will see to all that wait
         self.lock = threading.Lock()
 
-    def ring(self, event: asyncio.Event) -> None:
+    def set(self, event: asyncio.Event) -> None:
         """Set ``event``, soon, in the loop. RuntimeError if that is closed."""
         with self.lock:
-            self.rung[event] = None
+            self.waiting[event] = None
             if self.pending and not self.loop.is_closed():
                 return
             self.pending = True
-        self.loop.call_soon_threadsafe(self.answer)
+        self.loop.call_soon_threadsafe(self.set_all)
 
-    def answer(self) -> None:
-        """In the loop: set what was rung."""
+    def set_all(self) -> None:
+        """In the loop: set the events that wait for it."""
         with self.lock:
-            rung, self.rung, self.pending = self.rung, {}, False
-        for event in rung:
+            waiting, self.waiting, self.pending = self.waiting, {}, False
+        for event in waiting:
             event.set()
 
 
@@ -178,8 +178,8 @@ class AsyncParts(Parts):
     def submit(self) -> None:
         """Begin, in the event loop that will read. Raises as `Delivery.submit`."""
         loop = asyncio.get_running_loop()
-        bell = self.delivery.bells.setdefault(loop, Bell(loop))
-        self.inbox.wake = partial(bell.ring, self.arrived)
+        waker = self.delivery.wakers.setdefault(loop, LoopWaker(loop))
+        self.inbox.wake = partial(waker.set, self.arrived)
         self.delivery.submit(self.samples)
 
     async def read(self) -> tuple[int, Any]:

@@ -22,8 +22,8 @@ from simplellm.sampling.penalties import TokenCounts
 
 # Lengths of prompts that need other kernels than those that graphs are captured of.
 PROMPTS = (8192, 2048)
-# Requests whose tokens need other kernels. One with all of it would have these compiled
-# one after another.
+# Requests whose tokens need other kernels. They are apart so that their kernels compile
+# at the same time; those of one request compile one after another.
 DRAWS = (
     SamplingParams(top_p=0.5),
     SamplingParams(top_k=1),

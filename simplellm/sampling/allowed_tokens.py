@@ -48,11 +48,12 @@ class AllowedTokens:
         ids = request.params.allowed_token_ids
         allowed = np.full(vocab_size, ids is None)
         allowed[[*(ids or ())]] = True
-        # Bad words by their last token but one: what is before the last one, and that.
-        self.endings: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        # Bad words of several tokens, by the last token but one: all tokens before the
+        # last one, and the last one.
+        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for *beginning, last in request.bad_sequences:
             if beginning:
-                self.endings[beginning[-1]].append((beginning, last))
+                self.bad_words[beginning[-1]].append((beginning, last))
             else:
                 allowed[last] = False
         self.narrow = not allowed.all()
@@ -67,14 +68,13 @@ class AllowedTokens:
         # A forced token is not sampled: it has no logprob, and no penalty counts it.
         sampled = params.logprobs is not None or params.penalizes or params.restricts
         self.forces = not sampled
-        self.coming: list[
-            int
-        ] = []  # forced tokens that the request has not been given yet
+        # Tokens that the grammar forces next, and the request has not been given yet.
+        self.coming: list[int] = []
 
     def completed(self, request: Request) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
         tokens, longest = request.tokens, request.num_output
-        if (begun := self.endings.get(tokens[-1])) is None:
+        if (begun := self.bad_words.get(tokens[-1])) is None:
             return frozenset()
         return frozenset(
             last
@@ -93,16 +93,15 @@ class AllowedTokens:
         return left if left.any() else bits
 
     def advance(self, request: Request, several: bool) -> list[int]:
-        """Walk on with the request's new tokens; those that have to come next.
+        """Tell the grammar the request's new tokens. Returns those that it forces next.
 
-        Without ``several`` there is one at most, and the others wait, so that the text
-        is cut into the same tokens.
+        Without ``several`` it returns one at most, and the next call another one, so
+        that the text is cut into the same tokens either way. Called again without new
+        tokens it returns the same: a step that fails is tried again.
         """
         assert self.walk is not None
         new = request.tokens[request.num_prompt + self.walk.length :]
         self.walk.advance(new)
-        # A step that fails is tried again, and gets the same ones: only what the
-        # request has been given is no longer to come.
         self.coming = self.coming[len(new) :]
         if self.forces and not self.coming:
             self.coming = self.walk.forced()
@@ -115,7 +114,10 @@ class AllowedTokens:
         return early, self.completed(request)
 
     def limit(self, bits: Bits, request: Request) -> None:
-        """Take away from ``bits``, which its grammar left, unless none would remain."""
+        """Clear in ``bits``, the grammar's, what else the request may not get.
+
+        Unless that would leave no token.
+        """
         early, completed = self.now(request)
         if early or completed or self.narrow:
             left = bits & self.bits(early, completed)

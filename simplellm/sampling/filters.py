@@ -14,7 +14,7 @@ from simplellm.base.sampling_params import SamplingParams
 from simplellm.base.transfer import upload
 
 # Scores are compared by how many of these steps they lie below the best one: those in
-# the same step tie. Nothing at the last one, 64 below, is ever drawn.
+# the same step tie. The last step is 64 below: a token there has no chance to be drawn.
 STEPS = 2.0**18
 LAST = 2**24 - 1
 WEIGHT = 2.0**40  # of the best token: what is e^-28 times as likely weighs nothing

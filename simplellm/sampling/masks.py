@@ -24,13 +24,13 @@ from simplellm.sampling.filters import Mask
 FORCING = 128
 
 
-def on_device(choices: AllowedTokens, request: Request, device: torch.device) -> Tensor:
+def on_device(allowed: AllowedTokens, request: Request, device: torch.device) -> Tensor:
     """The bits for the next token, int32 [W]: the same tensor while they stay."""
-    state = choices.now(request)
-    if choices.row is None or choices.state != state:
-        bits = choices.bits(*state).view(np.int32)
-        choices.row, choices.state = upload(bits, torch.int32, device), state
-    row: Tensor = choices.row
+    state = allowed.now(request)
+    if allowed.row is None or allowed.state != state:
+        bits = allowed.bits(*state).view(np.int32)
+        allowed.row, allowed.state = upload(bits, torch.int32, device), state
+    row: Tensor = allowed.row
     return row
 
 
@@ -42,7 +42,7 @@ class Masks:
 
     def __init__(self, vocab_size: int, most: int, device: torch.device) -> None:
         self.vocab_size, self.most, self.device = vocab_size, most, device
-        # A request may sit out for a step, and then goes on with what it had.
+        # Kept even while a request sits out a step.
         self.known: WeakKeyDictionary[Request, AllowedTokens] = WeakKeyDictionary()
         self.rows: dict[int, Tensor] = {}  # of a mask that may serve again
         self.mask: Mask | None = None
@@ -50,10 +50,10 @@ class Masks:
 
     @cached_property
     def staging(self) -> Tensor:
-        """Where bits of grammars wait for the device.
+        """Where the host writes bits of grammars, int32 [most, W]; the device reads it.
 
-        Once is enough: who writes there knows all tokens so far, and when these came,
-        the device had read what was there before.
+        One such buffer is enough. A grammar's bits are written once all tokens of the
+        step before are known, and by then the device has read that step's bits.
         """
         words = -(-self.vocab_size // 32)
         return pinned([self.most, words], torch.int32, self.device)
@@ -61,31 +61,31 @@ class Masks:
     def arrange(self, requests: Sequence[Request]) -> Mask | None:
         """The mask of a step's rows; None if each of them may get every token.
 
-        The tokens so far are known of each request that `needs_last_token`. Where its
-        grammar leaves it no choice, what has to come becomes its ``forced``.
+        All tokens so far of each request that `needs_last_token` must be known. A
+        request whose grammar leaves it no choice gets what has to come as ``forced``.
         """
         rows: dict[int, Tensor] = {}
         walking: dict[int, Request] = {}
         several = len(requests) <= FORCING
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
                 continue
-            if (choices := self.known.get(request)) is None:
-                choices = self.known[request] = AllowedTokens(request, self.vocab_size)
-            if choices.walk is None:
-                rows[place] = on_device(choices, request, self.device)
+            if (allowed := self.known.get(request)) is None:
+                allowed = self.known[request] = AllowedTokens(request, self.vocab_size)
+            if allowed.walk is None:
+                rows[index] = on_device(allowed, request, self.device)
                 continue
-            request.forced = choices.advance(request, several)
+            request.forced = allowed.advance(request, several)
             if not request.forced:
-                walking[place] = request
+                walking[index] = request
         if not (rows or walking):
             return None
-        known = [(place, id(row)) for place, row in self.rows.items()]
-        if walking or [(place, id(row)) for place, row in rows.items()] != known:
+        before = [(index, id(row)) for index, row in self.rows.items()]
+        if walking or [(index, id(row)) for index, row in rows.items()] != before:
             parts = [torch.stack([*rows.values()])] if rows else []
             parts += [self._fill([*walking.values()])] if walking else []
-            places = upload([*rows, *walking], torch.int64, self.device)
-            self.mask = Mask(places, torch.cat(parts))
+            indices = upload([*rows, *walking], torch.int64, self.device)
+            self.mask = Mask(indices, torch.cat(parts))
             self.rows = {} if walking else rows
         return self.mask
 
@@ -93,9 +93,9 @@ class Masks:
         """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
-        every = [self.known[request] for request in walking]
-        self.filler.fill([choices.walk for choices in every if choices.walk], bits)
-        for row, request, choices in zip(bits, walking, every, strict=True):
+        allowed = [self.known[request] for request in walking]
+        self.filler.fill([one.walk for one in allowed if one.walk], bits)
+        for row, request, one in zip(bits, walking, allowed, strict=True):
             if request.params.restricts:
-                choices.limit(row, request)
+                one.limit(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)
