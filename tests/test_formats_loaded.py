@@ -56,6 +56,7 @@ CASES = {
     ),
     "Mixtral": lambda: sparse("Mixtral", **SIZES | rope(1e6)),
     "Qwen2": lambda: case("Qwen2", **SIZES | rope(1e6)),
+    "SmolLM3": lambda: case("SmolLM3", **SIZES, no_rope_layers=[0, 1]),
     "Mistral": lambda: case("Mistral", **SIZES, sliding_window=None),
     "Gemma3": lambda: case("Gemma3", **SIZES, **GEMMA_ROPE, sliding_window=19),
 }
