@@ -40,7 +40,12 @@ def test_the_device_is_the_gpu_if_there_is_one(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_device("cpu") == find_device(torch.device("cpu")) == torch.device("cpu")
+    for name in ("meta", "xla", "mps", "cuda:9"):
+        wanted = r"one of ('cpu', 'cuda'|the 2 GPUs: up to cuda:1)|no GPU"
+        with pytest.raises(ValueError, match=wanted):
+            find_device(name)
     if gpu:
         assert find_device(None) == find_device("cuda") == torch.device("cuda:1")
         assert find_device("cuda:0") == torch.device("cuda:0")

@@ -262,6 +262,29 @@ def test_what_engines_join_has_one_format(tmp_path, format, columns):
     assert model.logits([1, 2, 3]).isfinite().all()
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o027])
+def test_files_get_the_mode_that_is_asked_for(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        write_checkpoint(tmp_path / "dense", TINY, quantized=False)
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "out", "mxfp4")
+    finally:
+        os.umask(before)
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & ~umask}
+
+
+def test_tiles_that_fit_nowhere_are_named(tmp_path):
+    """SmolLM2's hidden size is 4.5 times 128."""
+    write_family(
+        tmp_path / "dense",
+        case("Llama", hidden_size=576, intermediate_size=192).build(),
+    )
+    message = r"of whole tiles, 128 x 128, where hidden_size is 576 \(int8's are 1 x 16"
+    with pytest.raises(ValueError, match=message):
+        quantize_checkpoint(tmp_path / "dense", tmp_path / "out", "fp8")
+
+
 def test_other_formats_are_not_for_gpt_oss(tmp_path):
     source = tmp_path / "dense"
     write_checkpoint(source, TINY, quantized=False)

@@ -1,5 +1,7 @@
 """Sizes against the model card, transformers, real tensors; too little memory."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from simplellm.checkpoint.families.gpt_oss import (
     MODELS,
 )
 from simplellm.checkpoint.names import NAMES, kind, tensor_names, tensor_shapes
+from simplellm.model import sizes
 from simplellm.model.sizes import (
     Counts,
     Need,
@@ -166,7 +169,6 @@ def test_pages_are_those_asked_for_or_fill_their_room() -> None:
     each = page_bytes(TINY, 8, 4)
     assert pages(num_pages=7) == 7
     assert pages(cache_bytes=5 * each + 1) == 5
-    assert pages() == 2**28 // each
     with pytest.raises(ValueError, match=f"is 9; expected .* page of {each} by"):
         pages(cache_bytes=9)
 
@@ -200,6 +202,57 @@ def test_what_pytorch_keeps_is_free_too(card: SimpleNamespace) -> None:
 def test_the_cpu_has_some_memory_free() -> None:
     free, total = free_bytes(CPU)
     assert 2**20 < free <= total
+
+
+V2 = "memory.max", "memory.current", "memory.stat", "inactive_file"
+V1 = (
+    *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    *("memory/memory.stat", "total_inactive_file"),
+)
+
+
+@pytest.mark.parametrize("files", [V1, V2], ids=["v1", "v2"])
+def test_a_container_s_limit_counts(
+    files: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less what it has, but for pages of files that can be given back."""
+    monkeypatch.setattr(sizes, "CGROUP", tmp_path)
+    limit, used, stat, idle = files
+    (tmp_path / "memory").mkdir()
+    (tmp_path / limit).write_text("3000000\n")
+    (tmp_path / used).write_text("2500000\n")
+    (tmp_path / stat).write_text(f"anon 7\n{idle} 400000\nfile 9\n")
+    assert free_bytes(CPU)[0] == 900_000
+    with pytest.raises(MemoryError, match="the CPU has not enough memory"):
+        check_room(CPU, 10**6, "weights")
+    (tmp_path / limit).write_text("max\n")
+    assert free_bytes(CPU)[0] > 2**20
+
+
+def test_ulimit_counts() -> None:
+    code = (
+        "import resource, torch; from simplellm.model.sizes import free_bytes;"
+        "pages = int(open('/proc/self/statm').read().split()[0]);"
+        "most = pages * resource.getpagesize() + 5 * 10**7;"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most));"
+        "print(free_bytes(torch.device('cpu'))[0])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert 0 < int(done.stdout) <= 5 * 10**7
+
+
+def test_a_cpu_s_cache_follows_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of what is free; at least 256 MiB, at most what texts can take."""
+    config = EngineConfig().resolved("cpu")
+    each = page_bytes(GPT_OSS_20B, 16, 4)
+    for free, room in ((2 * 10**9, 5 * 10**8), (10**8, 2**28), (10**11, 25 * 10**9)):
+        monkeypatch.setattr(sizes, "free_bytes", lambda device, n=free: (n, 2 * n))
+        assert num_pages(GPT_OSS_20B, config, 4, CPU) == room // each
+    few = replace(config, max_num_seqs=2, max_model_len=50_000)
+    room = 2 * kv_bytes(GPT_OSS_20B, 50_000, itemsize=4)
+    assert num_pages(GPT_OSS_20B, few, 4, CPU) == room // each
 
 
 def test_pages_of_a_gpu_are_a_share_of_what_is_free(card: SimpleNamespace) -> None:

@@ -225,8 +225,13 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         share=config.share_prefixes,
         max_chunk=min(chunk or budget, budget),
     )
-    limits = [model.config.max_position_embeddings, manager.max_tokens]
+    limits = [model.config.max_position_embeddings]
     limits += [config.max_model_len] if config.max_model_len else []
+    if manager.max_tokens < min(limits):
+        level = logging.WARNING if config.max_model_len else logging.INFO
+        text = "the cache has room for texts of %d tokens, not of %d: give cache_bytes"
+        LOGGER.log(level, text, manager.max_tokens, min(limits))
+    limits.append(manager.max_tokens)
     limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
     wanted = "2 or more, its answer included: more num_pages or cache_bytes, a larger "
     wanted += "page_size or max_model_len"

@@ -170,8 +170,14 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     infos = read_headers(shards)
     forms = chosen(checkpoint, infos, form)
     before = sum(info.nbytes for info in infos.values())
-    some = any(forms.values())
-    expect(some, "IN", str(source), f"a checkpoint with weights that {format} is for")
+    if not any(forms.values()):
+        high, wide = form.tile[0], BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
+        wanted = (
+            f"a checkpoint with weights that {format} is for: of whole tiles, {high} x "
+            f"{wide}, where hidden_size is {checkpoint.config.hidden_size}"
+        )
+        wanted += " (int8's are 1 x 16)" if format == "fp8" else ""
+        expect(False, "IN", str(source), wanted)
     left = [
         name.removesuffix(".weight")
         for name, info in infos.items()
@@ -180,6 +186,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     config["quantization_config"] = described(form, sorted({*left, "lm_head"}))
     weight_map: dict[str, str] = {}
     after = 0
+    os.umask(umask := os.umask(0o077))
     options: dict[str, Any] = {"total": before, "unit": "B", "unit_scale": True}
     parent = target.absolute().parent
     with (
@@ -192,6 +199,7 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
             here = [info for info in infos.values() if info.file == file]
             parts = all_rounded(here, data, forms, progress)
             save_file(parts, folder / file.name, metadata={"format": "pt"})
+            os.chmod(folder / file.name, 0o666 & ~umask)  # which safetensors ignores
             weight_map |= dict.fromkeys(parts, file.name)
             after += sum(part.nbytes for part in parts.values())
         written: dict[str, Any] = {"config.json": config}

@@ -22,8 +22,13 @@ def find_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(
             f"device is {device!r}; expected a device's name, such as cpu or cuda"
         ) from None
+    one_of("the kind of device", found.type, ("cpu", "cuda"))
     ok = gpu or found.type != "cuda"
     expect(ok, "device", str(found), "cpu: PyTorch finds no GPU")
+    if found.type == "cuda" and found.index is not None:
+        count = torch.cuda.device_count()
+        wanted = f"one of the {count} GPUs: up to cuda:{count - 1}"
+        expect(found.index < count, "device", str(found), wanted)
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

@@ -6,19 +6,21 @@ Each formula stands here once. All sizes are in bytes unless they say otherwise;
 
 import math
 import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from simplellm.base.config import EngineConfig, ModelConfig, expect
+from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.names import Shape, kind, tensor_shapes
 
-CPU_CACHE_BYTES = 2**28
+CPU_CACHE_BYTES = 2**28  # at least
+CPU_CACHE_SHARE = 0.25  # of the memory that is free once the model is loaded
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
 
 
@@ -113,7 +115,35 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
     except OSError:  # not Linux
         return total, total
     found = dict(line.split(":") for line in lines)
-    return int(found["MemAvailable"].split()[0]) * 1024, total
+    return limited(int(found["MemAvailable"].split()[0]) * 1024), total
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def limited(free: int) -> int:
+    """``free`` bytes of memory, or less if this process may not take as many.
+
+    That is by ulimit -v, or by the limit of its container (a cgroup of either version),
+    to which pages of files count that the system gives back when they are needed.
+    """
+    rooms = [free]
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        rooms.append(most - pages * resource.getpagesize())
+    for limit, used, stat, idle in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+            *("memory/memory.stat", "total_inactive_file"),
+        ),
+    ):
+        with suppress(OSError, ValueError):  # no such version, or "max"
+            room = int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+            lines = (line.split() for line in (CGROUP / stat).read_text().splitlines())
+            rooms.append(room + sum(int(n) for name, n in lines if name == idle))
+    return max(0, min(rooms))
 
 
 def num_pages(
@@ -121,8 +151,9 @@ def num_pages(
 ) -> int:
     """Pages for keys and values: as many as asked for, or as there is room for.
 
-    ``config`` is resolved. On a GPU the room is a share of what is free now. Raises
-    ValueError if it is less than a page.
+    ``config`` is resolved. The room is a share of what is free now; on a CPU no more
+    than the longest texts of all requests at once take. Raises ValueError if it is less
+    than a page.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -132,7 +163,11 @@ def num_pages(
         room = int(free * GPU_CACHE_SHARE)
         if (share := config.gpu_memory_utilization) is not None:
             room = int(free - (1 - share) * total)
-    room = CPU_CACHE_BYTES if room is None else room
+    if room is None:
+        longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
+        every = config.max_num_seqs * kv_bytes(model, longest, itemsize=itemsize)
+        share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
+        room = max(CPU_CACHE_BYTES, min(share, every))
     each = page_bytes(model, config.page_size, itemsize)
     wanted = f"at least one page of {each} bytes"
     expect(room >= each, "the room for pages, in bytes,", room, wanted)
