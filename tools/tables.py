@@ -311,7 +311,8 @@ def real(figures: Path) -> str:
     """What ran with its published weights, from the record `REAL`, if there is one.
 
     `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "format":
-    ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits within ..."}]}`
+    ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits within ..."}]}`,
+    with null for the speed on a machine that was busy.
     """
     if not (figures / f"{REAL}.json").exists():
         return "No model has run here with its published weights yet."
@@ -322,7 +323,7 @@ def real(figures: Path) -> str:
             row["license"],
             row["format"],
             row["where"],
-            f"{row['tokens_per_second']:,.0f}",
+            f"{speed:,.0f}" if (speed := row["tokens_per_second"]) else "not measured",
             row["compared"],
         )
         for row in record["rows"]
