@@ -254,7 +254,6 @@ CHATS = {
 FAMILY_HEADERS = (
     "family",
     "quantized",
-    "chat",
     "tools",
     "schema",
     "checkpoints",
@@ -274,7 +273,6 @@ def families(figures: Path) -> str:
         return (
             name,
             ", ".join(found["formats"]),
-            "harmony" if harmony else "its template" if kind.get("rendered") else "",
             "yes" if harmony or kind.get("calls_read") else "",
             "yes" if harmony or kind.get("answers_that_fit") else "",
             str(found["checkpoints"]),
