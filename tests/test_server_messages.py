@@ -625,8 +625,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "tools[0].parameters",
     ),
     (
-        {"output_config": {"format": {"type": "json_schema", "schema": {"if": {}}}}},
-        "output_config.format.schema.if",
+        {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+        "output_config.format.schema.not",
     ),
     ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     ({"tool_choice": "auto"}, "tool_choice"),

@@ -247,6 +247,7 @@ def test_structured_outputs_are_for_the_final_answer() -> None:
 
 LARK = "structured_outputs.grammar"
 SCHEMA = "structured_outputs.json"
+LIST: Any = {"items": {"$ref": "#"}}
 REFUSED: list[tuple[Any, str, str]] = [
     ({}, "structured_outputs", "exactly one of"),
     ({"regex": "a", "choice": ["b"]}, "structured_outputs", "exactly one of"),
@@ -286,7 +287,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ),
     ({"json": {"not": {}}}, SCHEMA, f"{SCHEMA}.not"),
     ({"json": {"x-guidance": {"lenient": True}}}, SCHEMA, f"{SCHEMA}.x-guidance"),
-    ({"json": {"items": [{}, {"if": {}}]}}, SCHEMA, f"{SCHEMA}.items[1].if"),
+    ({"json": {"items": [{}, {"not": {}}]}}, SCHEMA, f"{SCHEMA}.items[1].not"),
     (
         {"json": {"properties": {"a": {"additionalProperties": {"contains": {}}}}}},
         SCHEMA,
@@ -301,7 +302,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"json": {"format": "phone"}}, SCHEMA, f"{SCHEMA}.format is 'phone'"),
     ({"json": {"$ref": "http://a/b"}}, SCHEMA, f"{SCHEMA}.$ref is 'http://a/b'"),
     ({"json": {"$ref": "#/$defs/a"}}, SCHEMA, f"{SCHEMA}.$ref"),
-    ({"json": {"items": {"$id": "a"}}}, SCHEMA, f"{SCHEMA}.items.$id"),
+    ({"json": {"items": {"$id": "a", **LIST}}}, SCHEMA, f"{SCHEMA}.items.$id"),
     ({"json": {"multipleOf": 99_991}}, SCHEMA, "least common multiple"),
     (
         {"json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}},
@@ -448,28 +449,7 @@ def test_a_place_is_not_looked_for_without_an_end() -> None:
 LOOP = {"$ref": "#"}
 OBJECT = {"type": "object", "required": ["a"]}
 D = {"$ref": "#/$defs/d"}
-NEVER = OBJECT | {"properties": {"a": D}}  # as d it needs itself
-LIST = {"type": "array", "prefixItems": [{"type": "null"}, D]}
 DOOR = "structured_outputs.json"
-
-
-@pytest.mark.parametrize(
-    ("schema", "place"),
-    [
-        (OBJECT | {"properties": {"a": LOOP}}, ""),
-        ({"type": "array", "items": LOOP, "minItems": 1}, ""),
-        (OBJECT | {"properties": {"a": {"allOf": [D]}}}, ".$defs.d"),
-        ({"anyOf": [D, {"oneOf": [D]}]}, ".$defs.d"),
-        (LIST | {"minItems": 2}, ".$defs.d"),
-    ],
-)
-def test_what_cannot_end_is_refused(
-    input_processor: InputProcessor, schema: Any, place: str
-) -> None:
-    asked = {"json": schema | {"$defs": {"d": NEVER}}}
-    with pytest.raises(ValueError, match=r"a way out of its \$refs") as error:
-        input_processor.process("x", None, {"structured_outputs": asked})
-    assert str(error.value).startswith(f"{DOOR}{place}: nothing that fits")
 
 
 @pytest.mark.parametrize(
@@ -494,35 +474,24 @@ def test_a_schema_that_is_only_itself_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("schema", "fitting", "other"),
+    ("schema", "begun"),
     [
-        (OBJECT | {"properties": {"a": {"anyOf": [LOOP, {}]}}}, '{"a":1}', "{}"),
-        (OBJECT | {"properties": {"b": LOOP}}, '{"a":1}', '{"b":1'),
-        ({"properties": {"a": LOOP}, "required": ["a"]}, "1", "{}"),
-        ({"type": "array", "items": LOOP}, "[[]]", "[1"),
-        ({"oneOf": [{"type": "array", "items": LOOP}, {"type": "null"}]}, "null", "{"),
-        ({"anyOf": [D, {"type": "null"}]}, "null", "{"),
-        ({"properties": {"a": D, "b": {}}}, '{"b":1}', '{"a":'),
-        ({"type": "array", "items": D}, "[]", "[{"),
-        (LIST | {"minItems": 1}, "[null]", "[null,"),
-        ({"additionalProperties": {"anyOf": [D, {"const": 1}]}}, '{"x":1}', '{"x":{'),
-        ({"patternProperties": {"^x": D}}, '{"y":1}', '{"x":'),
-        ({"oneOf": [D, {"properties": {"a": {"const": 1}}}]}, '{"a":1}', '{"a":{'),
+        (OBJECT | {"properties": {"a": LOOP}}, '{"a":' * 50),
+        ({"type": "array", "items": LOOP, "minItems": 1}, "[" * 50),
+        ({"anyOf": [D, {"oneOf": [D]}]}, '{"a":' * 50),
     ],
-    ids=str,
 )
-def test_of_what_can_end_no_part_is_endless(
-    input_processor: InputProcessor, schema: Any, fitting: str, other: str
+def test_what_never_ends_goes_on(
+    input_processor: InputProcessor, schema: Any, begun: str
 ) -> None:
-    """Inside, what can't end is a schema that nothing fits."""
-    asked = {"json": schema | {"$defs": {"d": NEVER}}}
+    """As in a grammar without an end; max_tokens bounds it, and nobody is held up."""
+    never = OBJECT | {"properties": {"a": D}}  # as d it needs itself
+    asked = {"json": schema | {"$defs": {"d": never}}}
     grammar = input_processor.process("x", None, {"structured_outputs": asked}).grammar
     assert grammar is not None and input_processor.tokenizer is not None
     walk = grammar.walk()
-    walk.advance(input_processor.tokenizer.encode(fitting))
-    assert walk.matcher.is_accepting()
-    ids = input_processor.tokenizer.encode(other)
-    assert grammar.walk().matcher.try_consume_tokens(ids) < len(ids)
+    walk.advance(input_processor.tokenizer.encode(begun))
+    assert len(walk.forced()) <= 1000 and not walk.matcher.is_accepting()
 
 
 def nested(levels: int, schema: Any, wrap: Any) -> Any:

@@ -14,8 +14,6 @@ from reprlib import repr as short
 from typing import Any
 from urllib.parse import unquote
 
-from simplellm.structured.endings import Endings, kinds_of, listed, required_of
-
 # Keywords that say what an instance must be, and that llguidance can't do, or not at
 # all places. The last one is its own, and would loosen what others say.
 UNSUPPORTED = frozenset(
@@ -113,6 +111,24 @@ MOST_IN_SCHEMA = {
 }
 
 Place = tuple[str, Any]  # a schema with its path
+
+
+def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """The list under ``key``; empty if there is none."""
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def required_of(schema: Mapping[str, Any]) -> set[str]:
+    """The names that an object must have."""
+    return {name for name in listed(schema, "required") if isinstance(name, str)}
+
+
+def kinds_of(schema: Mapping[str, Any]) -> set[str] | None:
+    """The types that a schema allows; None for all of them."""
+    kinds = schema.get("type")
+    some = [kinds] if isinstance(kinds, str) else listed(schema, "type")
+    return {kind for kind in some if isinstance(kind, str)} or None
 
 
 def nesting(value: Any) -> int:
@@ -421,7 +437,8 @@ def problem_of(root: Any, where: str) -> str | None:
 
     It is looked for where llguidance looks, through each $ref once. The levels of all
     that they lead to may stand upon each other there. A schema without a problem then
-    says the same in words that llguidance does right.
+    says the same in words that llguidance does right. One that nothing fits which ends
+    is none: a model follows it for as many tokens as it may.
     """
     if not isinstance(root, dict):
         return f"{where} is {short(root)}; expected an object"
@@ -459,15 +476,8 @@ def problem_of(root: Any, where: str) -> str | None:
     if (circle := circle_of(every, root)) is not None:
         to = f"$ref {short(circle['$ref'])} leads back to it"
         return f"{paths[id(circle)]}: {to}, never inside"
-    endings = Endings(every, pointers)
-    if not endings.has(root):
-        path = paths[endings.needing_itself(root)]
-        return f"{path}: nothing that fits it ends; expected a way out of its $refs"
     decimals = not any("multipleOf" in schema for schema in every)
     for schema in every:
-        if not endings.has(schema):  # an alternative, or what may be left out
-            schema.pop("$ref", None)
-            schema["allOf"] = [*listed(schema, "allOf"), False]
         say_exactly(schema)
         say_finitely(schema, decimals)
     return None
