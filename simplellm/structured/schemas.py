@@ -165,12 +165,12 @@ def blamed(
     while True:
         target = target_of(root, schema.get("$ref"))
         inner = chain(inner_schemas(schema, path), [(f"{path}.$ref", target)])
-        for place, one in inner:
+        for inside, one in inner:
             if not isinstance(one, dict) or id(one) in seen:
                 continue
             seen.add(id(one))
             if time.monotonic() < until and refused(around | one):
-                path, schema = place, one
+                path, schema = inside, one
                 break
         else:
             return path

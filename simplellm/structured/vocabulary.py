@@ -62,13 +62,13 @@ class Vocabulary:
             ids = self.tokenizer.encode("\n" + text)
             lines = [n for n, id in enumerate(ids, 1) if self.tokens[id] == b"\n"]
             ids = ids[lines[0] :] if lines else []
-        found, place = [], 0
+        found, start = [], 0
         for id in ids:
-            if not bytes_.startswith(self.tokens[id], place):
+            if not bytes_.startswith(self.tokens[id], start):
                 break
             found.append(id)
-            place += len(self.tokens[id])
-        for byte in bytes_[place:]:
+            start += len(self.tokens[id])
+        for byte in bytes_[start:]:
             if byte not in self.bytes:  # what no token spells fits no answer
                 break
             found.append(self.bytes[byte])
@@ -115,22 +115,22 @@ Compile = Callable[[str], Grammar]
 def refusal(rules: Mapping[str, Any], compile: Compile) -> str | None:
     """Why ``rules`` are refused, and where in their schema; None if they aren't.
 
-    llguidance names no place. So the innermost schema is looked for that it refuses
+    llguidance names no path. So the innermost schema is looked for that it refuses
     for the same kind of reason, which stands before a colon.
     """
     reason = reason_against(rules, compile)
     if reason is None or "json_schema" not in rules:
         return reason
 
-    def bucket_by_length(schema: Mapping[str, Any]) -> bool:
+    def same_reason(schema: Mapping[str, Any]) -> bool:
         other = reason_against({"json_schema": schema}, compile) or ""
         return other.partition(":")[0] == reason.partition(":")[0]
 
-    if bucket_by_length({}):  # it's no schema's fault: llguidance may be missing
+    if same_reason({}):  # it's no schema's fault: llguidance may be missing
         return reason
     until = time.monotonic() + SEARCH_SECONDS
-    place = blamed(rules["json_schema"], bucket_by_length, until)
-    return f"{reason}, in schema{place}" if place else f"{reason}, as a whole"
+    path = blamed(rules["json_schema"], same_reason, until)
+    return f"{reason}, in schema{path}" if path else f"{reason}, as a whole"
 
 
 def reason_against(rules: Mapping[str, Any], compile: Compile) -> str | None:

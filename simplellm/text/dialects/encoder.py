@@ -95,7 +95,7 @@ class Encoder:
         self._names = re.compile("|".join(p for _, p in patterns) or r"(?!)")
         edges = sorted({char for name, _ in patterns for char in name[0] + name[-1]})
         expect(len(edges) < 2048, "the control tokens' edges", len(edges), "fewer")
-        self.hidden = {ord(c): STAND_INS + place for place, c in enumerate(edges)}
+        self.hidden = {ord(c): STAND_INS + number for number, c in enumerate(edges)}
         self._shown = {stand_in: char for char, stand_in in self.hidden.items()}
 
     def __call__(self, text: str, special: bool) -> list[int]:
@@ -108,16 +108,16 @@ class Encoder:
         A part that came through ``hidden`` is text and nothing else: for in it other
         characters stand for those that a control token's name begins and ends with.
         """
-        ids, place = [], 0
+        ids, start = [], 0
         for match in self._names.finditer(text):
-            ids += self._plain(text[place : match.start()], place)
+            ids += self._plain(text[start : match.start()], start)
             ids.append(self.special[match[0].strip()])
-            place = match.end()
-        return ids + self._plain(text[place:], place)
+            start = match.end()
+        return ids + self._plain(text[start:], start)
 
-    def _plain(self, text: str, place: int) -> list[int]:
-        """The ids of ``text``, which has no control tokens, at ``place`` in another."""
-        library = self._later if place else self._first
+    def _plain(self, text: str, start: int) -> list[int]:
+        """The ids of ``text`` without control tokens, at ``start`` in another."""
+        library = self._later if start else self._first
         shown = text.translate(self._shown)
         ids: list[int] = library.encode(shown, add_special_tokens=False).ids
         return ids

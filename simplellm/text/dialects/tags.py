@@ -243,7 +243,7 @@ class TagParser:
     def _arguments(self, text: str, deltas: list[Delta]) -> str:
         """Take arguments up to their end; what is left behind it."""
         kept = ""
-        for place, char in enumerate(text):
+        for index, char in enumerate(text):
             if self._quoted:
                 self._quoted = self._escaped or char != '"'
                 self._escaped = char == "\\" and not self._escaped
@@ -251,7 +251,7 @@ class TagParser:
                 self._say(kept, deltas)
                 self._close()
                 self._open(None)
-                return text[place + (char == "}") :]
+                return text[index + (char == "}") :]
             elif self._depth == 1 and char.isspace():
                 continue
             else:

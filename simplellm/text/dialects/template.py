@@ -120,16 +120,16 @@ class ChatTemplate:
         wanted = "none: this model's chat template has no place for tools"
         named = [tool.name for tool in tools]
         expect(name in self.tools or not tools, "tools", named, wanted)
-        told: dict[str, Any] = {
+        given: dict[str, Any] = {
             **(variables or {}),
             "messages": conversation(messages),
             "tools": [function_of(tool) for tool in tools] or None,
         }
         if current_date is not None:
-            told["date_string"] = current_date  # Llama's name for it
+            given["date_string"] = current_date  # Llama's name for it
         variables = {
             **self.tokens,
-            **concealed(told, self.encoder.hidden),
+            **concealed(given, self.encoder.hidden),
             "documents": None,
             "reasoning_effort": reasoning_effort,
             "add_generation_prompt": True,

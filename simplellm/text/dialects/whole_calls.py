@@ -32,10 +32,10 @@ def xml_call(text: str, tools: Sequence[Tool], complete: bool | None) -> Call | 
     schemas = {tool.name: tool.parameters for tool in tools}
     properties = (schemas.get(name[1]) or {}).get("properties")
     properties = properties if isinstance(properties, dict) else {}
-    arguments, place = dict[str, Any](), name.end()
-    while found := PARAMETER.match(text, place):
+    arguments, start = dict[str, Any](), name.end()
+    while found := PARAMETER.match(text, start):
         arguments[found[1]] = value_of(found[2], properties.get(found[1]))
-        place = found.end()
+        start = found.end()
     written = json.dumps(arguments, ensure_ascii=False)
     if end is None and complete is False:
         written = written[:-1]
