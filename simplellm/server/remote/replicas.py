@@ -25,7 +25,7 @@ from simplellm.server.remote.client import DistantError, EventStream, RemoteEngi
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
 
 LOGGER = logging.getLogger("simplellm")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 STRIDE = 16  # tokens: so finely beginnings are told apart
 MOST_PREFIXES = 2**17  # that are remembered of a replica, about 15 MB
 # A replica is overloaded if it has more requests than this share of those of another
@@ -289,13 +289,13 @@ class Replicas(EngineBase):
         return ready
 
     def _ask_all(
-        self, question: Callable[[RemoteEngine], Answer]
-    ) -> list[tuple[ReplicaSlot, Answer]]:
+        self, question: Callable[[RemoteEngine], Result]
+    ) -> list[tuple[ReplicaSlot, Result]]:
         """What each of them answers, but for those that end meanwhile."""
 
         def ask(
             one: tuple[ReplicaSlot, RemoteEngine],
-        ) -> tuple[ReplicaSlot, Answer] | None:
+        ) -> tuple[ReplicaSlot, Result] | None:
             slot, engine = one
             with suppress(EngineError):
                 return slot, question(engine)
