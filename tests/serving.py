@@ -126,7 +126,8 @@ def serving(llm: LLM, *, grace: float = 5.0, **options: Any) -> Iterator[Served]
     thread = threading.Thread(target=server.run)
     thread.start()
     until(lambda: lines)
-    served = Served(server, lines[0].split()[-1])
+    (address,) = re.findall(r"served at (\S+)", lines[0])
+    served = Served(server, address)
     try:
         yield served
     finally:
