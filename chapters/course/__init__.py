@@ -27,8 +27,10 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.rcsetup import cycler
 
+import simplellm
 from course import checks
 
+PACKAGE = str(Path(simplellm.__file__).parent)
 PARENTS = Path(__file__).resolve().parents
 # Beside chapters/ in the repository, beside this folder in a workbook.
 FIGURES = next(f for p in PARENTS if (f := p / "figures").is_dir())
@@ -183,8 +185,7 @@ def is_own(name: str, candidate: Any) -> bool:
     _, _, member = name.partition(".")
     thing = vars(candidate).get(member) if member and candidate else candidate
     code = getattr(unwrapped(thing), "__code__", None)
-    package = str(Path(sys.modules["simplellm"].__file__ or "").parent)
-    return code is not None and not code.co_filename.startswith(("our ", package))
+    return code is not None and not code.co_filename.startswith(("our ", PACKAGE))
 
 
 def keep(name: str, candidate: Any) -> Any:
@@ -251,8 +252,7 @@ def source_files(thing: Any) -> set[str]:
     codes = [getattr(unwrapped(member), "__code__", None) for member in members]
     files = {code.co_filename for code in codes if code is not None}
     # A reader's class adds methods to the package's, whose lines are not the reader's.
-    package = str(Path(sys.modules["simplellm"].__file__ or "").parent)
-    return {file for file in files if not file.startswith(package) and is_source(file)}
+    return {file for file in files if not file.startswith(PACKAGE) and is_source(file)}
 
 
 def is_source(file: str) -> bool:
