@@ -97,7 +97,7 @@ class BlockRewriter:
         content = message.get("content")
         if content is None or isinstance(content, int | float):
             message["content"] = "" if content is None else str(content)
-        elif isinstance(content, list) and role in BLOCKS:
+        elif isinstance(content, list) and isinstance(role, str) and role in BLOCKS:
             found = self.blocks(content, role, f"{where}.content")
             message["content"] = found
             kinds = [kind_of(block) for block in content]
