@@ -179,8 +179,7 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
         start(works, sampling)
         with torch.inference_mode():
             for row, request in enumerate(sampling):
-                assert request.params.seed is not None
-                token = babble(request.params.seed, request.num_output)
+                token = babble(request.seed, request.num_output)
                 favor(runner.logits[row], token)
                 runner.output[row] = token
 
