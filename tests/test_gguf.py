@@ -420,6 +420,21 @@ def test_what_ends_a_turn_and_how_to_sample() -> None:
     assert generation_data(oss)["eos_token_id"] == [4, 2]
 
 
+def test_tokens_that_repeat_or_are_empty_are_taken() -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "", "ab", "a", "<x>", "<x>", "", "[PAD8]"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 1, 1, 3, 3, 3, 5],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    data = tokenizer_data(metadata)
+    assert data is not None
+    assert data["model"]["vocab"] == {"a": 0, "b": 1, "ab": 3, "<x>": 5}
+    assert [token["id"] for token in data["added_tokens"]] == [5]
+    assert Tokenizer.from_str(json.dumps(data)).encode("abba<x>").ids == [3, 1, 0, 5]
+
+
 # What is refused
 
 

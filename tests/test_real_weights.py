@@ -25,6 +25,7 @@ from real_weights import (
     theirs_of,
     worst,
 )
+from record_real import PERPLEXITY_TOKENS
 from serving import serving
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -105,7 +106,7 @@ def test_logits_and_texts_are_transformers(pair: Pair, record_property: Any) -> 
 
 def test_rounded_formats_cost_what_they_do(pair: Pair, record_property: Any) -> None:
     """No format is free: INT8 and FP8 cost little, MXFP4 much of so small a model."""
-    ids = pair.ids[:300]
+    ids = pair.ids[:PERPLEXITY_TOKENS]
     stored = perplexity(pair.llm.model.logits(ids), ids)
     found = perplexities(pair.model, pair.theirs, ids)
     record_property("model", pair.model.name)
@@ -228,3 +229,15 @@ def test_answers_fit_a_schema_through_the_server(smollm2: LLM) -> None:
     assert found.keys() == {"city", "population"}
     assert isinstance(found["population"], int)
     assert choice["finish_reason"] == "stop"
+
+
+def test_tools_that_its_template_cannot_write_are_refused(smollm2: LLM) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        "messages": [{"role": "user", "content": "Call f."}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    with serving(smollm2) as served:
+        answer = served.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert "chat template has no place for tools" in answer.json()["error"]["message"]

@@ -6,10 +6,11 @@ merged; the rules themselves are below, as the hub's files have them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type, one_of
+from simplellm.base.config import expect, expect_type, one_of
 from simplellm.checkpoint.gguf.container import Container
 
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
@@ -91,10 +92,14 @@ class Vocabulary(NamedTuple):
         return ((t, id) for id, (t, kind) in enumerate(pairs) if kind in kinds)
 
     def ids(self) -> dict[str, int]:
-        """The id of each token; of two that are spelled alike the first counts."""
+        """The id of each token; of two that are spelled alike the first counts.
+
+        Those that are spelled by nothing are left out: no text has them.
+        """
         found: dict[str, int] = {}
         for text, id in self.of(NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE):
-            found.setdefault(text, id)
+            if text:
+                found.setdefault(text, id)
         return found
 
 
@@ -103,7 +108,8 @@ def vocabulary_of(metadata: Mapping[str, Any]) -> Vocabulary | None:
     if metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
         return None
     tokens = metadata.get("tokenizer.ggml.tokens")
-    as_texts("tokenizer.ggml.tokens", tokens, MAX_SIZE, MAX_SIZE)
+    ok = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
+    expect(ok, "tokenizer.ggml.tokens", tokens, "a list of texts", TypeError)
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens or ()))
     expect_type("tokenizer.ggml.token_type", kinds, list, "a list")
     assert isinstance(tokens, list)
@@ -145,7 +151,7 @@ def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for special, kinds in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
-        for text, id in vocabulary.of(*kinds):
+        for text, id in filter(itemgetter(0), vocabulary.of(*kinds)):
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
             flags |= {"normalized": False, "special": special}
             found.setdefault(text, {"id": id, "content": text, **flags})
