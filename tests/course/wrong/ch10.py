@@ -356,10 +356,10 @@ def the_most_frequent(batches, count):
 @wrong("Runner._graph", "chunk of 5")
 class LooksAtTheLast(Runner):
     def _graph(self, scheduled):
-        bucket_by_length = scheduled[-1].length == 1 and scheduled[-1].samples
+        alike = scheduled[-1].length == 1 and scheduled[-1].samples
         index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
         return (
             self.captured[index]
-            if bucket_by_length and index < len(self.captured)
+            if alike and index < len(self.captured)
             else None
         )
