@@ -164,8 +164,8 @@ def same(given: str, key: str) -> bool:
     """Whether two keys are equal, in a time that tells nothing of where they differ."""
     sent = given.encode("latin-1")  # as headers come
     known = key.encode(errors="surrogateescape")  # as arguments do
-    page_hashes = [hashlib.sha256(text).digest() for text in (sent, known)]
-    return hmac.compare_digest(*page_hashes)
+    digests = [hashlib.sha256(text).digest() for text in (sent, known)]
+    return hmac.compare_digest(*digests)
 
 
 def route_of(path: str, endpoints: list[Endpoint]) -> Route:

@@ -358,8 +358,4 @@ class LooksAtTheLast(Runner):
     def _graph(self, scheduled):
         alike = scheduled[-1].length == 1 and scheduled[-1].samples
         index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
-        return (
-            self.captured[index]
-            if alike and index < len(self.captured)
-            else None
-        )
+        return self.captured[index] if alike and index < len(self.captured) else None
