@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from simplellm.checkpoint import scaled
 from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled, as_numbers, join
 from simplellm.model import ops
 
@@ -159,3 +160,20 @@ def test_experts_are_picked_by_index():
 def test_what_does_not_fit_together_is_refused(values, scales, error, words):
     with pytest.raises(error, match=words):
         Scaled(values, scales, (1, 3), True)
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize(("out", "size"), [(5, 600), (130, 2048), (257, 4097)])
+def test_sums_of_integers_are_exact(vnni, out, size, monkeypatch):
+    """With the CPU's instructions for them or without; also the largest there are."""
+    if vnni and not scaled.HAS_VNNI:
+        pytest.skip("this CPU has no VNNI")
+    monkeypatch.setattr(scaled, "HAS_VNNI", vnni)
+    generator = torch.Generator().manual_seed(1)
+    values, weight = (
+        torch.randint(-127, 128, (n, size), dtype=torch.int8, generator=generator)
+        for n in (9, out)
+    )
+    values[0], weight[0], weight[1] = 127, 127, -128
+    expected = (values.long() @ weight.long().t()).float()
+    assert torch.equal(scaled.exact_sums(values, weight), expected)

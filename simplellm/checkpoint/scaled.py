@@ -174,8 +174,27 @@ def float_product(x: Tensor, weight: Scaled) -> Tensor:
 def integer_product(x: Tensor, weight: Scaled) -> Tensor:
     """`float_product` of int8 ``weight`` and inputs, but the sums are exact."""
     values, scales = weight.round_inputs(x)
-    sums = torch._int_mm(values, weight.values.t())
-    return sums * scales * weight.scales.flatten()
+    return exact_sums(values, weight.values) * scales * weight.scales.flatten()
+
+
+HAS_VNNI = torch.cpu._is_vnni_supported()
+EXACT_COLUMNS = 1024  # whose products of int8 add up to less than 2^24
+
+
+def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
+    """int8 values [T, in] times weight [out, in], transposed, as float32 [T, out].
+
+    The sums are exact, and rounded once if they have more than 24 bits.
+    """
+    if HAS_VNNI:
+        return torch._int_mm(values, weight.t()).float()
+    chunks = values.float().split(EXACT_COLUMNS, dim=-1)
+    parts = []
+    for rows in weight.split(CACHED_ROWS):
+        pairs = zip(chunks, rows.split(EXACT_COLUMNS, dim=-1), strict=True)
+        sums = [functional.linear(x, w.float()) for x, w in pairs]
+        parts.append(torch.stack(sums).sum(0, dtype=torch.float64).float())
+    return torch.cat(parts, dim=-1)
 
 
 def join(weights: Sequence[Scaled]) -> Scaled:
