@@ -151,9 +151,10 @@ def config_data(container: Container) -> dict[str, Any]:
         one_of("general.architecture", arch, tuple(MODEL_TYPES))
         assert isinstance(arch, str)
         fields = fields_of(arch, metadata)
-        data = {ours: fields[key] for key, ours in FIELDS.items() if key in fields}
+        data = {ours: fields[key] for key, ours in FIELDS.items() if fields.get(key)}
         data |= {"model_type": model_type_of(arch, fields)}
         data |= sizes_of(arch, fields, container)
+        data |= biases_of(data["model_type"], container)
         scaling = rope_scaling(arch, fields, container)
         data |= {"rope_scaling": scaling} if scaling else {}
         data |= {"gemma3_text": gemma, "gpt_oss": gpt_oss, "qwen3_moe": experts}.get(
@@ -215,10 +216,16 @@ def sizes_of(
         "vocab_size": embedding.shape[0],
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "sliding_window": fields.get("attention.sliding_window"),
     }
+
+
+def biases_of(model_type: str, container: Container) -> dict[str, Any]:
+    """What config.json says of biases in the families in which it does."""
+    asked = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    known = {"llama": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
+    pairs = [*asked.items()][:known]
+    return {name: True for name, tensor in pairs if tensor in container.tensors}
 
 
 def rope_scaling(
