@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from models import HELLO, SMALL, TOKENIZER, saying
 from serving import Served, serving
 
 from simplellm import LLM
-from simplellm.base.request import Request
+from simplellm.base.grammar import Grammar
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -47,17 +48,15 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """The requests that the engine is given; their grammars are taken out."""
-    found: list[Request] = []
+def asked(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Grammar | None]:
+    """The grammars that are asked for; the engine gets its requests without them."""
+    found: list[Grammar | None] = []
     llm = served.service.llm
     replies = llm.replies
 
-    def remembering(requests: Any, **options: Any) -> Any:
-        for request in requests:
-            found.append(request.grammar)
-            request.grammar = None
-        return replies(requests, **options)
+    def remembering(specs: Any, **options: Any) -> Any:
+        found.extend(spec.grammar for spec in specs)
+        return replies([replace(spec, grammar=None) for spec in specs], **options)
 
     monkeypatch.setattr(llm, "replies", remembering)
     return found
@@ -376,7 +375,7 @@ def test_compiling_holds_up_nobody(
     assert begun.wait(60)
     try:
         other = served.post("/v1/completions", PATHS["/v1/completions"])
-        assert other.status_code == 200 and not answers
+        assert other.status_code == 200 and not answers, other.text
     finally:
         go_on.set()
         ask.join()
