@@ -71,6 +71,8 @@ def flat(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool, a call or a choice as responses have it; in chats its type holds it."""
     kind = tool.get("type", "function")
     inner = tool.get(kind) if isinstance(kind, str) else None
+    if isinstance(inner, str):
+        inner = {"name": inner}  # a choice, as some spell it
     return {**inner, "type": kind} if isinstance(inner, Mapping) else {**tool}
 
 
