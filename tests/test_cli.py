@@ -107,7 +107,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch):
 
     def use(*turns: str, reason: str = "stop") -> ScriptedLLM:
         llm = ScriptedLLM(*turns, reason=reason)
-        monkeypatch.setattr(cli, "load_llm", lambda *arguments: llm)
+        monkeypatch.setattr(cli, "load_llm", lambda *arguments, **choices: llm)
         return llm
 
     return use
@@ -387,7 +387,7 @@ def test_no_color_is_no_escape_sequence(monkeypatch):
     ],
 )
 def test_failures(monkeypatch, capsys, error, status, line):
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: object, **choices) -> None:
         raise error
 
     monkeypatch.setattr(cli, "load_llm", fail)
@@ -654,3 +654,14 @@ def test_control_d_leaves_a_newline():
                 os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert text.endswith(b"> \r\n")
+
+
+def test_a_dtype_and_the_room_for_the_cache(capsys, caplog):
+    """Of an engine, as a command chooses them."""
+    question = ["ask", "What is 47 + 85?", "--temperature", "0", "--max-tokens", "4"]
+    few = ["--dtype", "float32", "--cache-bytes", str(2**22)]
+    with caplog.at_level("INFO", logger="simplellm"):
+        assert cli.main([*question, *few]) == 0
+    assert "the cache has room for texts of" in caplog.text
+    assert cli.main([*question, "--dtype", "int8"]) == 2
+    assert "int8" in capsys.readouterr().err

@@ -84,14 +84,19 @@ app = typer.Typer(
 
 
 def load_llm(
-    model: str | None, device: str | None, screen: Screen, yes: bool = False
+    model: str | None,
+    device: str | None,
+    screen: Screen,
+    yes: bool = False,
+    **choices: Any,
 ) -> "LLM":
     """The engine with its model loaded."""
     bring(model, yes, screen)
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
-    return LLM(model, device=device)
+    given = {name: value for name, value in choices.items() if value is not None}
+    return LLM(model, device=device, **given)
 
 
 def options_of(ctx: typer.Context) -> dict[str, Any]:
@@ -129,6 +134,8 @@ def answer_question(
     stop: options.Stop = None,
     seed: options.ReplySeed = None,
     device: options.Where = None,
+    dtype: options.DType = None,
+    cache_bytes: options.CacheBytes = None,
     yes: options.Yes = False,
 ) -> None:
     """Answer one question. The word "ask" may be left out."""
@@ -140,7 +147,8 @@ def answer_question(
     if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
     asked = options_of(ctx)
-    with load_llm(model, device, screen, yes) as llm:
+    choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
+    with load_llm(model, device, screen, yes, **choices) as llm:
         messages = [*begun(developer), {"role": "user", "content": prompt}]
         respond(llm.stream_chat, messages, screen, **asked)
 
@@ -159,6 +167,8 @@ def hold_chat(
     stop: options.Stop = None,
     seed: options.ReplySeed = None,
     device: options.Where = None,
+    dtype: options.DType = None,
+    cache_bytes: options.CacheBytes = None,
     yes: options.Yes = False,
 ) -> None:
     """Answer every line that is typed."""
@@ -166,7 +176,8 @@ def hold_chat(
     if sys.stdin is None:
         raise ValueError("standard input is closed; expected a terminal or a file")
     asked = options_of(ctx)
-    with load_llm(model, device, screen, yes) as llm:
+    choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
+    with load_llm(model, device, screen, yes, **choices) as llm:
 
         def answer(messages: list[dict[str, Any]]) -> None:
             respond(llm.stream_chat, messages, screen, **asked)

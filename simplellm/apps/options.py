@@ -57,6 +57,15 @@ Where = Annotated[
     typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
+CacheBytes = Annotated[
+    int | None,
+    typer.Option(help="Bytes for keys and values.  [what the memory allows]"),
+]
+DType = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="What to compute with.  [float32 on a CPU, else bfloat16]"),
+]
+
 # Of the benchmark
 
 RandomWeights = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from simplellm.apps.install import bring
-from simplellm.apps.options import MODELS_KNOWN, Where, Yes
+from simplellm.apps.options import MODELS_KNOWN, CacheBytes, DType, Where, Yes
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import (
@@ -116,6 +116,8 @@ def serve_model(
     log_level: LogLevel = "warning",
     access_log: AccessLog = "off",
     device: Where = None,
+    dtype: DType = None,
+    cache_bytes: CacheBytes = None,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
@@ -128,7 +130,7 @@ def serve_model(
     ends all.
     """
     given: Any = max_num_seqs  # None: what suits the machine
-    config = EngineConfig(max_num_seqs=given)
+    config = EngineConfig(max_num_seqs=given, cache_bytes=cache_bytes)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
@@ -158,7 +160,7 @@ def serve_model(
                 f"{error.name} is not installed; expected what "
                 "pip install 'simplellm[serve]' brings"
             ) from None
-        where: Any = {"device": device, "log_level": log_level}
+        where: Any = {"device": device, "dtype": dtype, "log_level": log_level}
         with LLM.of(load_remote(engine, model, config, **where)) as llm:
             return serve(
                 llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
