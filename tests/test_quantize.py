@@ -173,7 +173,8 @@ def test_transformers_loads_it(tmp_path, format, experts):
     tensors, config = moe_tensors(), CONFIG
     if not experts:
         tensors = dense_tensors()
-        config = {key: value for key, value in CONFIG.items() if "expert" not in key}
+        of_experts = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+        config = {k: v for k, v in CONFIG.items() if k not in of_experts}
         config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     source = tmp_path / "in"
     source.mkdir()

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from simplellm.base.config import BLOCK, expect, raising, read_json
+from simplellm.base.config import BLOCK, ModelConfig, expect, raising, read_json
 from simplellm.checkpoint.checkpoint import (
     INDEX,
     Checkpoint,
@@ -146,6 +146,33 @@ def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
     }
 
 
+def find_source(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of a checkpoint's weights and its index, {} when it has none."""
+    place = check_downloaded(source)
+    wanted = "a folder of safetensors files: a GGUF file's numbers are rounded already"
+    expect(not is_gguf(place), "IN", str(source), wanted)
+    return find_shards(place)
+
+
+def unrounded_config(source: Path) -> dict[str, Any]:
+    """A checkpoint's config.json, which must not be of rounded weights already."""
+    with raising(CheckpointError, source / "config.json"):
+        config = read_json(source / "config.json")
+    known = config.get("quantization_config")
+    expect(known is None, "quantization_config", known, "none: weights as trained")
+    return config
+
+
+def wanted_tiles(form: NumberFormat, format: str, config: ModelConfig) -> str:
+    """What a checkpoint needs for some of its weights to be rounded."""
+    high, wide = form.tile[0], BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
+    wanted = (
+        f"a checkpoint with weights that {format} is for: of whole tiles, {high} x "
+        f"{wide}, where hidden_size is {config.hidden_size}"
+    )
+    return wanted + (" (int8's are 1 x 16)" if format == "fp8" else "")
+
+
 def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, int]:
     """Write the checkpoint ``source`` to the folder ``target`` in a format of TARGETS.
 
@@ -154,14 +181,8 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     there already, or if ``source`` is no checkpoint that can be rewritten.
     """
     expect(not target.exists(), "OUT", str(target), "a folder that does not exist yet")
-    place = check_downloaded(source)
-    wanted = "a folder of safetensors files: a GGUF file's numbers are rounded already"
-    expect(not is_gguf(place), "IN", str(source), wanted)
-    files, index = find_shards(place)
-    with raising(CheckpointError, source / "config.json"):
-        config = read_json(source / "config.json")
-    known = config.get("quantization_config")
-    expect(known is None, "quantization_config", known, "none: weights as trained")
+    files, index = find_source(source)
+    config = unrounded_config(source)
     checkpoint, form = Checkpoint(source), TARGETS[format]
     if checkpoint.config.activation == "clamped_swiglu":  # gpt-oss
         expect(form.is_mxfp4, "format", format, "mxfp4, that of gpt-oss's experts")
@@ -170,14 +191,8 @@ def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, i
     infos = read_headers(shards)
     forms = chosen(checkpoint, infos, form)
     before = sum(info.nbytes for info in infos.values())
-    if not any(forms.values()):
-        high, wide = form.tile[0], BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
-        wanted = (
-            f"a checkpoint with weights that {format} is for: of whole tiles, {high} x "
-            f"{wide}, where hidden_size is {checkpoint.config.hidden_size}"
-        )
-        wanted += " (int8's are 1 x 16)" if format == "fp8" else ""
-        expect(False, "IN", str(source), wanted)
+    fits = any(forms.values())
+    expect(fits, "IN", str(source), wanted_tiles(form, format, checkpoint.config))
     left = [
         name.removesuffix(".weight")
         for name, info in infos.items()
