@@ -161,6 +161,21 @@ def check_choose_scales(candidate):
     assert byte(0.0) == 0, (
         f"a block of zeros gets the smallest scale, the byte 0; yours is {byte(0.0)}"
     )
+    dense = seeded(1, 32)
+    largest = dense.abs().max().item()
+    right, found = 127 + math.frexp(largest)[1] - 3, candidate(dense).item()
+    assert found == right, (
+        f"of 32 numbers with signs the largest has the magnitude {largest:.2f}, so the "
+        f"byte is {right}; yours is {found}. The largest of the 32 counts, not their "
+        "sum"
+    )
+    for number in (1e-4, 1e-7, 1e-13, 1e-20, 1e-35):
+        right, found = 127 + math.frexp(number)[1] - 3, byte(number)
+        assert found == right, (
+            f"a largest weight of {number:g} has the byte {right}, yours is {found}: "
+            "only exact zeros make a block of zeros; a threshold would erase small "
+            "weights"
+        )
     for number in (2.0**-149, 2.0**-126, 1.5 * 2.0**-125):
         found = byte(number)
         assert found == 0, (
@@ -272,6 +287,19 @@ def check_quantize(candidate):
     assert found == expected, (
         "over 24 random blocks, some weight did not go to its block's nearest value"
     )
+    for exponent in (-14, -24, -44, -66, -116):
+        packed = candidate(torch.tensor([[*GRID, *[0.0] * 24]]) * 2.0**exponent)
+        assert packed.scales.item() == exponent + 127, (
+            f"a block whose largest weight is 6 times 2^{exponent} has the scale byte "
+            f"{exponent + 127}; yours is {packed.scales.item()}: only exact zeros make "
+            "a block of zeros"
+        )
+        found = codes_of(packed)[:8]
+        assert found == list(range(8)), (
+            f"a block of the grid's values times 2^{exponent} has the codes 0 to 7; "
+            f"yours are {found}. Divide by the scale as it is: it's never 0, and what "
+            "you add to it is larger than small scales"
+        )
     zeros = candidate(torch.zeros(2, 32))
     assert set(codes_of(zeros)) <= {0, 8}, "zeros stay zeros"
     small = 4e-8 * seeded(2, 64)  # whose scales are too small for float16

@@ -156,6 +156,40 @@ def one_for_all_blocks(values):
     return found.amax().expand_as(found)
 
 
+@wrong("choose_scales", "not their sum")
+def of_the_sum_of_magnitudes(values):
+    total = values.abs().sum(-1, keepdim=True)
+    return exponents(total).to(torch.uint8)
+
+
+@wrong("choose_scales", "not their sum")
+def of_the_magnitude_of_the_sum(values):
+    total = values.sum(-1, keepdim=True)
+    return exponents(total).to(torch.uint8)
+
+
+def small_as_zero(threshold):
+    """`choose_scales`, for which blocks below a threshold are zeros."""
+
+    def scales(values):
+        small = values.abs().amax(-1) < threshold
+        return choose_scales(values).masked_fill(small, 0)
+
+    return scales
+
+
+wrong("choose_scales", "a threshold")(small_as_zero(1e-30))
+wrong("choose_scales", "a threshold")(small_as_zero(1e-12))
+wrong("choose_scales", "a threshold")(small_as_zero(1e-6))
+
+
+@wrong("choose_scales", "a threshold")
+def zero_is_close(values):
+    largest = values.abs().amax(-1)
+    near = torch.isclose(largest, torch.zeros(()))
+    return choose_scales(values).masked_fill(near, 0)
+
+
 def round_half_to_even(size):
     low = (size * 2).round()
     high = torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
@@ -219,6 +253,23 @@ def adds_before_rounding(weight):
         return torch.where(size < 2, (size * 2).round(), high).clamp(max=7)
 
     return quantized(weight, code)
+
+
+@wrong("quantize", "only exact zeros")
+def small_blocks_as_zeros(weight):
+    small = weight.unflatten(-1, (-1, BLOCK)).abs().amax(-1) < 1e-6
+    found = quantize(weight)
+    blocks = found.blocks.masked_fill(small[..., None], 0)
+    return MXFP4(blocks, found.scales.masked_fill(small, 0))
+
+
+@wrong("quantize", "what you add to it")
+def adds_an_epsilon(weight):
+    values = weight.float().unflatten(-1, (-1, BLOCK))
+    scales = choose_scales(values)
+    size = values.abs() / (decode_scales(scales, torch.float32)[..., None] + 1e-12)
+    codes = round_half_to_even(size).to(torch.uint8)
+    return packed_codes(codes | (values.signbit().byte() << 3), scales)
 
 
 @wrong("quantize", "float32")
