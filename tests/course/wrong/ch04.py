@@ -55,6 +55,13 @@ def weights_in_float32(x, weight, bias, top_k):
     return ids, chosen.float().softmax(-1)
 
 
+@wrong("route", "subtract the largest score")
+def bare_powers(x, weight, bias, top_k):
+    chosen, ids = functional.linear(x, weight, bias).topk(top_k)
+    powers = chosen.exp()
+    return ids, powers / powers.sum(-1, keepdim=True)
+
+
 @wrong("expected_distinct", "choose some experts twice")
 def no_overlap(num_experts, top_k, batch):
     return min(num_experts, top_k * batch)
@@ -186,6 +193,73 @@ def without_the_down_bias(x, mlp):
 @wrong("naive_moe", "gate_up_bias is missing")
 def without_first_bias(x, mlp):
     return dense_sum(x, mlp, spread(x, mlp), first_bias=False)
+
+
+@wrong("naive_moe", "which is 0 for experts")
+def every_down_bias(x, mlp):
+    bare = dense_sum(x, mlp, spread(x, mlp), second_bias=False)
+    return bare + mlp.down_bias.sum(0)
+
+
+@wrong("naive_moe", "which is 0 for experts")
+def weight_before_the_second_product(x, mlp):
+    out = torch.zeros_like(x)
+    for e, share in enumerate(spread(x, mlp).T):
+        both = linear(x, mlp.gate_up[e], mlp.gate_up_bias[e])
+        hidden = share[:, None] * ops.swiglu(both, mlp.limit, mlp.alpha)
+        out += linear(hidden, mlp.down[e], mlp.down_bias[e])
+    return out
+
+
+@wrong("naive_moe", "not what it reads")
+def weight_on_the_input(x, mlp):
+    shares = spread(x, mlp).T
+    return sum(expert(share[:, None] * x, mlp, e) for e, share in enumerate(shares))
+
+
+@wrong("naive_moe", "not what it reads")
+def weight_on_the_input_of_the_chosen(x, mlp):
+    shares = spread(x, mlp).T
+    return sum(
+        (share[:, None] > 0) * expert(share[:, None] * x, mlp, e)
+        for e, share in enumerate(shares)
+    )
+
+
+@wrong("naive_moe", "the mean")
+def mean_of_the_chosen(x, mlp):
+    return dense_sum(x, mlp, (spread(x, mlp) > 0).float() / mlp.top_k)
+
+
+@wrong("naive_moe", "all have the first")
+def the_first_weight(x, mlp):
+    shares = spread(x, mlp)
+    return dense_sum(x, mlp, (shares > 0) * shares.amax(1, keepdim=True))
+
+
+@wrong("naive_moe", "sorts the weights along")
+def ids_sorted_alone(x, mlp):
+    ids, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    shares = torch.zeros(len(x), len(mlp.router))
+    return dense_sum(x, mlp, shares.scatter(1, ids.sort(1).values, weights))
+
+
+@wrong("naive_moe", "the limit and alpha are mlp's")
+def constants_of_gpt_oss(x, mlp):
+    mlp = replace(mlp, limit=7.0, alpha=1.702)
+    return dense_sum(x, mlp, spread(x, mlp))
+
+
+@wrong("naive_moe", "the limit is mlp's")
+def limit_of_gpt_oss(x, mlp):
+    mlp = replace(mlp, limit=7.0)
+    return dense_sum(x, mlp, spread(x, mlp))
+
+
+@wrong("naive_moe", "alpha is mlp's")
+def alpha_of_gpt_oss(x, mlp):
+    mlp = replace(mlp, alpha=1.702)
+    return dense_sum(x, mlp, spread(x, mlp))
 
 
 def grouped(x, mlp, token=None, weight=None, put=None, **biases):
