@@ -224,6 +224,7 @@ def run_cases(model: Model, alone: Recompute, seeds: range) -> Counter[str]:
     return counts
 
 
+@pytest.mark.bits
 def test_any_schedule_gives_the_tokens_of_a_request_alone(
     tiny: Model, alone: Recompute
 ) -> None:
@@ -307,6 +308,7 @@ def test_the_evaluation_gets_the_same_answers(embedded: Recompute) -> None:
         assert parts[-1].finish_reason == reason
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("overlap", [False, True])
 def test_seeded_samples_do_not_depend_on_the_batch(
     tiny: Model, alone: Recompute, overlap: bool

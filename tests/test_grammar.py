@@ -154,6 +154,7 @@ def test_a_long_text_that_has_to_come_comes_in_parts(
     assert alone.token_ids == output.token_ids[:20]
 
 
+@pytest.mark.bits
 def test_nobody_notices_the_others(llm: LLM, grammars: Grammars) -> None:
     """With and without grammars, alone and among company: the same tokens."""
     chance = random.Random(1)

@@ -115,6 +115,7 @@ def test_samples_are_those_of_consecutive_seeds(llm: LLM) -> None:
     assert last[1] == llm.generate([5], seed=0, **options).result(PATIENCE)[0]
 
 
+@pytest.mark.bits
 def test_a_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     params = SamplingParams(max_tokens=8, seed=3, top_p=0.9, ignore_eos=True)
     alone = llm.generate([5, 6, 7], params).result()[0]
