@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.model.batch import Batch
 from simplellm.model.kernels.fused import fused
@@ -20,7 +21,10 @@ EPS = 1e-5
 
 # What a table is made for
 SHAPE = SimpleNamespace(
-    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=DIM, names=()
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=DIM,
+    formats={"experts": MXFP4_EXPERTS},
 )
 
 
