@@ -10,6 +10,7 @@ from unittest.mock import patch
 import tiktoken
 
 from simplellm.text.harmony import Message, parse, render, result_message
+from simplellm.text.harmony.parse import is_call
 from simplellm.text.tokenizer import Tokenizer
 
 JSON = "<|constrain|>json"
@@ -145,7 +146,18 @@ def check_render_message(render_message):
         (
             Message("user", "Hi.", "anna"),
             "<|start|>user:anna<|message|>Hi.<|end|>",
-            "a user's name stands behind the role and a colon",
+            "a user's name comes after the role and a colon",
+        ),
+        (
+            Message("developer", "Be brief.", "ops"),
+            "<|start|>developer:ops<|message|>Be brief.<|end|>",
+            "every role but a tool's is followed by a colon and the name, if there's "
+            "one, not the user's alone",
+        ),
+        (
+            Message("user", " a\n"),
+            "<|start|>user<|message|> a\n<|end|>",
+            "a content stays as it was typed, spaces and line breaks at its ends too",
         ),
         (
             Message("assistant", "12", channel="final"),
@@ -156,7 +168,7 @@ def check_render_message(render_message):
             Message("tool", "12", "functions.f", **answer),
             "<|start|>functions.f to=assistant<|channel|>commentary"
             "<|message|>12<|end|>",
-            "a tool goes by its name alone, and its answer is no call",
+            "a tool's author is its name alone, and its answer is no call",
         ),
         (
             Message("assistant", "{}", **call),
@@ -193,7 +205,7 @@ def check_render_message(render_message):
             "is one id, out of `markers(tokenizer)`"
         )
         assert found == expected, f"{reason}; yours is {shown!r} ({found})"
-    for content in (ATTACK, "<|call|>", "<|start|>"):
+    for content in (ATTACK, "<|call|>", "<|start|>", "<|end|> "):
         found = list(render_message(Message("user", content), tokenizer))
         number = sum(map(tokenizer.is_special, found))
         assert number == 3, (
@@ -338,8 +350,32 @@ def check_HarmonyParser_push(HarmonyParser):
             [("final", None, "123")],
             "<|constrain|> in a content is out of place and passed over",
         ),
+        (
+            f"{call}{{<|message|>}}<|call|>",
+            [called],
+            "<|message|> in a call's content is passed over, too",
+        ),
         ("<|end|><|end|>", [], "an end in an empty header ends nothing"),
     ]
+
+    def numbered(ids, parser, deltas):
+        """Every delta of a call has its number, and calls are counted once."""
+        calls = [m.content for m in parser.messages if is_call(m)]
+        assert parser.num_calls == len(calls), (
+            f"{tokenizer.decode(ids)!r} has {len(calls)} calls and you count "
+            f"{parser.num_calls}: begin each message once"
+        )
+        told = [""] * len(calls)
+        for delta in deltas:
+            assert delta.call is None or delta.call < len(calls), (
+                f"{tokenizer.decode(ids)!r} has no call {delta.call}"
+            )
+            if delta.call is not None:
+                told[delta.call] += delta.text
+        assert told == calls, (
+            f"{tokenizer.decode(ids)!r}: the deltas' texts by the number of their call "
+            f"are {told}, not {calls}; a client would see other calls"
+        )
 
     def run(ids):
         parser = HarmonyParser(tokenizer)
@@ -370,6 +406,7 @@ def check_HarmonyParser_push(HarmonyParser):
         assert shown == contents, (
             f"{reason}: the deltas of {text!r} add up to {shown!r}"
         )
+        numbered(tokenizer.encode(text, special=True), parser, deltas)
     text = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>12<|end|>"
     found = run(tokenizer.encode(f"{last}<|end|>{text}", special=True))[0].messages[1:]
     found = [(m.role, m.name, m.recipient) for m in found]
@@ -390,6 +427,14 @@ def check_HarmonyParser_push(HarmonyParser):
     assert texts[-6:] == ["1", "2", "", "", "", "🙂"], (
         f"text is shown with the token that completes it, not later; yours {texts}"
     )
+    for marker in ("<|message|>", "<|constrain|>", "<|reserved_2|>"):
+        between = tokenizer.special.get(marker, 1087)
+        split = [*ids[:-1], between, ids[-1]]
+        found = [message.content for message in run(split)[0].messages]
+        assert found == ["12🙂"], (
+            f"a control token that's passed over changes nothing, not even within a "
+            f"character: an emoji with {marker} before its last byte gave {found}"
+        )
     _, deltas = run(
         tokenizer.encode(f"{call}<|end|><|start|>assistant{call}", special=True)
     )
@@ -409,6 +454,7 @@ def check_HarmonyParser_push(HarmonyParser):
         assert shown == contents, (
             f"{ids}: the deltas add up to {shown!r}, not {contents!r}"
         )
+        numbered(ids, parser, deltas)
 
 
 def check_1_1(forge):

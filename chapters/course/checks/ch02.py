@@ -266,7 +266,11 @@ def check_bytes_on_disk(candidate):
     for ours in checkpoint.names():
         nbytes = sum(info.nbytes for info in checkpoint.stored(ours))
         expected[kind(ours)] = expected.get(kind(ours), 0) + nbytes
-    found = dict(candidate(checkpoint.config))
+    found = candidate(checkpoint.config)
+    assert isinstance(found, Counter), (
+        "return a Counter, whose `total()` the next cell asks for; yours is "
+        f"{type(found).__name__}"
+    )
     assert set(found) == set(expected), (
         f"the kinds are {', '.join(expected)}; yours are {len(found)}, the first "
         f"{', '.join(map(str, [*found][:3]))}"
@@ -281,7 +285,7 @@ def check_bytes_on_disk(candidate):
         f"yours are {found['experts']:,}. A block has 16 bytes, a scale one, and a "
         "number of a bias two"
     )
-    large = dict(candidate(MODELS["gpt-oss-120b"]))
+    large = candidate(MODELS["gpt-oss-120b"])
     numbers, biases = 3 * 2880 * 2880, 3 * 2880
     assert large["experts"] == 36 * 128 * (numbers * 17 // 32 + 2 * biases), (
         "gpt-oss-120b's experts aren't the embedded model's: count from the config "

@@ -116,7 +116,7 @@ def always_end(message, tokenizer):
     return [*render_message(message, tokenizer)[:-1], tokenizer.special["<|end|>"]]
 
 
-@wrong("render_message", "by its name alone")
+@wrong("render_message", "its name alone")
 def tools_as_users(message, tokenizer):
     ids = render_message(message, tokenizer)
     role = tokenizer.encode("tool:") if message.role == "tool" else []
@@ -150,6 +150,19 @@ def any_recipient(message, tokenizer):
         if message.recipient is None:
             raise
         return render_message(replace(message, recipient=None), tokenizer)
+
+
+@wrong("render_message", "at its ends too")
+def stripped(message, tokenizer):
+    return render_message(replace(message, content=message.content.strip()), tokenizer)
+
+
+@wrong("render_message", "not the user's alone")
+def names_of_users_only(message, tokenizer):
+    named = message.role in ("user", "tool")
+    if not named:
+        render_message(message, tokenizer)  # which refuses bad names
+    return render_message(message if named else replace(message, name=None), tokenizer)
 
 
 @wrong("history", "current turn")
@@ -232,6 +245,26 @@ class MessageAgain(HarmonyParser):
     def push(self, token_id):
         if self.message is not None and self._markers.get(token_id) == "<|message|>":
             return self.finish() + self._begin(message_of(self._header_text()))
+        return super().push(token_id)
+
+
+@wrong("HarmonyParser.push", "begin each message once")
+class CallBeginsTwice(HarmonyParser):
+    """Of messages whose `<|message|>` comes twice: the same message, begun again."""
+
+    def push(self, token_id):
+        again = self.message is not None and self.message.recipient
+        if again and self._markers.get(token_id) == "<|message|>":
+            return self._begin(self.message)
+        return super().push(token_id)
+
+
+@wrong("HarmonyParser.push", "not even within a character")
+class FlushesAtAMarker(HarmonyParser):
+    def push(self, token_id):
+        stray = ("<|message|>", "<|constrain|>")
+        if self.message is not None and self._markers.get(token_id) in stray:
+            return self._add(self._decoder.flush())
         return super().push(token_id)
 
 

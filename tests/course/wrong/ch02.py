@@ -235,6 +235,15 @@ def four_bits_and_no_scales(config):
     return found
 
 
+@wrong("bytes_on_disk", "return a Counter")
+def a_plain_dict(config):
+    return dict(
+        weighed(
+            config, lambda ours, name: 1 if name.endswith(("blocks", "scales")) else 2
+        )
+    )
+
+
 @wrong("bytes_on_disk", "the kinds are")
 def by_our_names(config):
     found: Counter[str] = Counter()
