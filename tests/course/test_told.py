@@ -274,7 +274,7 @@ def told_10() -> list[str]:
         f"kernels replayed take {replayed['us'] / 1e3:.1f} ms",
         f"and they take {compiled['us'] / 1e3:.1f} ms",
         f"a graph take {reduced['us'] / 1e3:.1f} ms",
-        f"call: {compiled['first_s']:.0f} seconds to compile",
+        f"{reduced['first_s']:.1f} seconds, {compiled['first_s']:.1f} for",
         f"its decodes of gpt-oss-120b in {here['capture_s']:.1f} seconds",
         f"at batch 64 the host launches a step in {host[64, False, False]:.1f} ms, the "
         f"GPU needs {ms[64, True, True]:.1f} for it",

@@ -104,7 +104,7 @@ def check_softmax_kernel(kernel):
     """Rows that fill no tile, of very negative numbers and of very large ones."""
     assert_kernel(kernel)
     for rows, size, block in ((3, 10, 16), (2, 16, 16), (1, 1, 4)):
-        x = normal(rows, size, seed=size) + torch.tensor([-200.0, 200, 0])[:rows, None]
+        x = normal(rows, size, seed=size) + torch.tensor([-2000.0, 200, 0])[:rows, None]
         given, out = Guarded(x), empty(rows, size)
         with beyond(x=given.guard) as outside:
             kernel[(rows,)](given.inner, out.inner, size, BLOCK=block)
@@ -124,6 +124,10 @@ def check_softmax_kernel(kernel):
         assert block == size or not is_close(found, filled[:, :size], 1e-5), (
             told + "the mask fills in a 0, which takes part: exp(0) counts in the sum, "
             "and 0 is larger than a negative maximum. What is smaller than everything?"
+        )
+        assert block == size or found[0].any(), (
+            told + "a row of numbers of about -2,000 gets weights of 0: what the mask "
+            "fills in is larger than they are. What is smaller than everything?"
         )
         sums = found.sum(1)
         assert is_close(sums, torch.ones(rows), 1e-4), (
@@ -476,7 +480,8 @@ def check_find_rows(find):
         out = empty(16, dtype=torch.int64)
         sizes = {"ROW": row, "PAGE": page, "COUNT": 16}
         arguments = (places.to(DEVICE), out.inner, stop, stride)
-        rows_kernel[(1,)](table.inner, *arguments, **sizes, FIND=find)
+        with beyond(table=table.guard) as outside:
+            rows_kernel[(1,)](table.inner, *arguments, **sizes, FIND=find)
         found = out.inner.tolist()
         for place in range(stop):
             right = pages[place // page] * stride + place % page * row
@@ -498,6 +503,7 @@ def check_find_rows(find):
                 f"place {place} is behind the end at {stop}, so it goes to page 0; "
                 f"yours begins at {found[place]}. Mask the load of the table, with 0"
             )
+        assert_inside(f"places from {stop} on have no entry in the table: ", outside)
 
 
 @triton.jit
@@ -610,7 +616,7 @@ def check_split_kernel(kernel):
     logits = torch.einsum(
         "hgd,shd->hgs", q.double().view(heads, group, dim), k.double()
     ).mul(scale)
-    for share in (48, 16):
+    for share in (48, 24, 16):
         splits = -(-length // share)
         parts, sums = empty(heads, splits, group, dim), empty(heads, splits, group)
         tensors = [Guarded(x).inner for x in (q, keys, values)]
@@ -633,10 +639,17 @@ def check_split_kernel(kernel):
                 sinks.double().view(heads, group) * LOG2E,
                 v.double()[here],
                 split,
+                next_keys(logits, split, share),
             )
 
 
-def judge_split(told, found_sums, found_parts, logits, sinks, v, split):
+def next_keys(logits, split, share):
+    """Logits of the next split's keys that the last tile of 16 reaches."""
+    end = (split + 1) * share
+    return logits[:, :, end : split * share + -(-share // 16) * 16]
+
+
+def judge_split(told, found_sums, found_parts, logits, sinks, v, split, behind):
     """Compare what one split left; logits [K, G, s], v [s, K, D]."""
     weights = torch.exp2(logits)
     plain = weights.sum(-1)
@@ -654,6 +667,11 @@ def judge_split(told, found_sums, found_parts, logits, sinks, v, split):
         assert not is_close(found_sums, plain.log2(), 1e-4), (
             told + "the sink is not counted; it begins the first split"
         )
+    twice = (total + torch.exp2(behind).sum(-1)).log2()
+    assert not behind.numel() or not is_close(found_sums, twice, 1e-4), (
+        told + "keys of the next split are counted as well, and so twice in the end: a "
+        "split ends after its share, also where that is within a tile"
+    )
     padding = -(-logits.shape[-1] // 16) * 16 - logits.shape[-1]
     assert not padding or not is_close(found_sums, (total + padding).log2(), 1e-4), (
         told + "keys that are not there have logits of 0 and so weigh 1 each; they "

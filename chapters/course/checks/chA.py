@@ -50,7 +50,7 @@ def check_event(event):
     for data in (
         {"text": "two\nlines\r\n"},
         {"text": "é and 😀", "list": [1, None, {"b": True}]},
-        {"text": "odd \u2028 ends \u2029 of \x85 lines"},
+        {"text": 2 * "odd \u2028 ends \u2029 of \x85 lines"},
         {"type": "response.created", "n": 1},
         {},
     ):
@@ -73,7 +73,8 @@ def check_event(event):
         assert json.loads(value) == data, f"{data} comes back as {json.loads(value)}"
         assert len(body.splitlines()) == len(lines), (
             f"a client that splits lines as str.splitlines does finds "
-            f"{len(body.splitlines())} lines in {text!r}: escape what is in ESCAPES"
+            f"{len(body.splitlines())} lines in {text!r}: escape what is in ESCAPES, "
+            "each time that it comes"
         )
 
 
@@ -191,6 +192,11 @@ def check_Turn_push(candidate):
         assert isinstance(delta, dict), f"a delta is a dict, not {delta!r}"
         if not given.text and given.call is None:
             assert delta == {}, f"a part without text adds nothing: {{}}, not {delta}"
+        if not given.text and given.call is not None and given.call < len(calls):
+            assert delta == {}, (
+                f"call {given.call} has begun, and a part of it without text adds "
+                f"nothing: {{}}, not {delta}"
+            )
         for name in said:
             said[name] += delta.get(name, "")
         for call in delta.get("tool_calls", ()):
@@ -318,7 +324,8 @@ ENDLESS = BODY | {"max_tokens": 3000, "ignore_eos": True}
 class Client:
     """Asks an app, and leaves after some pieces, or stops reading before it leaves."""
 
-    def __init__(self, body, leaves_after=None, stops_reading=False):
+    def __init__(self, body, leaves_after=None, stops_reading=False, llm=None):
+        self.llm = llm or engine()
         self.messages: list[dict[str, Any]] = []
         self.leaves_after, self.stops_reading = leaves_after, stops_reading
         self.running = 0  # requests while the first piece with text came
@@ -351,7 +358,7 @@ class Client:
 
     async def ask(self, serve_chat):
         scope = {"type": "http", "path": "/v1/chat/completions", "method": "POST"}
-        await serve_chat(engine(), scope, self.receive, self.send)
+        await serve_chat(self.llm, scope, self.receive, self.send)
 
 
 async def gone(serve_chat, **leaving):
@@ -377,7 +384,8 @@ async def gone(serve_chat, **leaving):
 
 async def answered(serve_chat):
     """One client that stays: its messages, and beats of the loop meanwhile."""
-    client, beats = Client(BODY), 0
+    client, beats = Client(BODY, llm=ChangedLLM()), 0
+    before = asyncio.all_tasks()
 
     async def beat():
         nonlocal beats
@@ -390,7 +398,67 @@ async def answered(serve_chat):
         await client.ask(serve_chat)
     finally:
         beating.cancel()
-    return client, beats
+    await asyncio.sleep(0.05)
+    return client, beats, asyncio.all_tasks() - before - {beating}
+
+
+class Broken(Exception):
+    """The engine has failed in the middle of an answer."""
+
+
+class Changed:
+    """Replies with a part without text behind each, that may end with an error."""
+
+    def __init__(self, replies, breaks_after=None):
+        self.replies, self.left = replies, breaks_after
+        self.empty: list[Any] = []
+
+    def __getattr__(self, name):
+        return getattr(self.replies, name)
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self.empty:
+            return self.empty.pop()
+        if self.left == 0:
+            raise Broken
+        self.left = self.left and self.left - 1
+        number, part = await anext(self.replies)
+        self.empty.append((number, Delta(part.channel, part.recipient, "", part.call)))
+        return number, part
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.replies.aclose()
+
+
+class ChangedLLM:
+    """The engine, whose replies are `Changed`."""
+
+    def __init__(self, breaks_after=None):
+        self.breaks_after = breaks_after
+
+    def __getattr__(self, name):
+        return getattr(engine(), name)
+
+    def replies(self, *args, **options):
+        return Changed(engine().replies(*args, **options), self.breaks_after)
+
+
+async def raises(serve_chat):
+    """Whether the server hears of an engine that fails in the middle of an answer."""
+    client = Client(BODY, llm=ChangedLLM(breaks_after=2))
+    try:
+        await client.ask(serve_chat)
+    except Broken:
+        return True
+    except BaseExceptionGroup as group:
+        return group.subgroup(Broken) is not None
+    return False
 
 
 def said(pieces):
@@ -404,13 +472,17 @@ def said(pieces):
     deltas = [choice["delta"] for choice in choices]
     content = "".join(delta.get("content", "") for delta in deltas)
     thought = "".join(delta.get("reasoning", "") for delta in deltas)
+    assert all(deltas[:-1]), (
+        "an event has an empty delta and isn't the last one: a part that adds nothing "
+        "makes no event"
+    )
     return content, thought, [choice["finish_reason"] for choice in choices]
 
 
 def check_serve_chat(serve_chat):
     """A real engine, and clients that stay, that leave, and that stop reading."""
     try:
-        client, beats = run(answered(serve_chat))
+        client, beats, tasks = run(answered(serve_chat))
     finally:
         cancel_all()
     assert client.messages, "nothing was sent"
@@ -430,6 +502,10 @@ def check_serve_chat(serve_chat):
         "more_body is false in the last message and in no other"
     )
     content, thought, reasons = said(rest)
+    assert not tasks, (
+        "the client has its whole answer, and a task of yours still waits, for a "
+        "disconnect: whichever is done, end the other one"
+    )
     choice = engine().chat(**BODY).choices[0]
     whole = message_of_choice(choice)
     assert (content, thought) == (whole["content"], whole["reasoning"]), (
@@ -455,6 +531,10 @@ def check_serve_chat(serve_chat):
         assert run(gone(serve_chat, stops_reading=True)), (
             "a client stopped reading, so that send waits, and then left: nobody "
             "noticed. One task writes, and another one waits for the disconnect"
+        )
+        assert run(raises(serve_chat)), (
+            "the replies raised an error in the middle of an answer, and serve_chat "
+            "ended as if all were well: raise what went wrong in the task that writes"
         )
     finally:
         cancel_all()

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llguidance
@@ -321,6 +321,16 @@ def common(sequences: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
+def longest_first(tokens, text):
+    """The ids of ``text``, the longest token that fits first."""
+    rest, ids = text.encode(), []
+    while rest:
+        fits = [id for id, token in tokens.items() if rest.startswith(token)]
+        ids.append(max(fits, key=lambda id: len(tokens[id])))
+        rest = rest[len(tokens[ids[-1]]) :]
+    return ids
+
+
 def check_forced(forced):
     """Never more than all texts' tokens begin with; and as much as is certain."""
     tokenizer = engine().tokenizer
@@ -373,6 +383,29 @@ def check_forced(forced):
     assert found == encode('result": '), (
         "it begins in the state that it's given, not at the first one"
     )
+
+    for words, texts, why in (
+        (
+            ("a", "b", "c", "d", "abc", "bc"),
+            ("abc", "abd"),
+            "of the places where a token could begin that reaches across, the first "
+            "one counts",
+        ),
+        (
+            ("a", "é", "è", "aé"),
+            ("aé", "aè"),
+            "having gone back to the beginning of a character, the state is the one "
+            "there, too",
+        ),
+    ):
+        few = dict(enumerate(word.encode() for word in words))
+        known = common([longest_first(few, text) for text in texts])
+        automaton = Table(text.encode() for text in texts)
+        found = list(forced(automaton, 0, few, partial(longest_first, few)))
+        assert found == known[: len(found)], (
+            f"with the tokens {', '.join(words)} and the texts {' and '.join(texts)} "
+            f"you force {[words[id] for id in found]}: {why}"
+        )
 
     class Endless(Table):
         def step(self, state, number):
@@ -448,6 +481,7 @@ def check_turn_grammar(turn_grammar):
         (whole.replace("<|return|>", ""), "<|return|> ends an answer"),
         (whole.replace("<|return|>", "<|end|>"), "<|return|> ends an answer"),
         (BEFORE.format("add", "7"), "no function is offered, so none can be called"),
+        (whole + whole, "after its answer a turn is over"),
     ):
         assert not accepts(text, turn), f"{why}: {turn!r} is none, and you accept it"
     calls = {"add": DIGITS, "get-time": YES, "final": HOW}
@@ -473,6 +507,9 @@ def check_turn_grammar(turn_grammar):
                     f"{turn!r} has the arguments of another function, or none of its "
                     "own, and you accept it: each function has its own rules"
                 )
+            assert not accepts(text, 2 * form.format("add", "7")), (
+                "after its call a turn is over, and you let another one follow"
+            )
             assert not accepts(text, form.format("sub", "7")), (
                 "sub isn't offered, and you let the model call it"
             )

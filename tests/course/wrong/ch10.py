@@ -45,6 +45,15 @@ def names_that_contain_one(calls, products):
     return (*inside, calls[-1][2] - calls[0][1] - sum(inside))
 
 
+@wrong("time_by_kind", "more than once")
+def a_name_once(calls, products):
+    lengths = {name: end - start for name, start, end, _ in calls}
+    inside = [0.0, 0.0]
+    for name, length in lengths.items():
+        inside[name not in products] += length
+    return (*inside, calls[-1][2] - calls[0][1] - sum(inside))
+
+
 @wrong("step_ahead", "before `launch`")
 def books_before_it_launches(scheduler, runner, flights):
     scheduled = scheduler.schedule()
@@ -167,7 +176,7 @@ class Cut(Batch):
 
     wrap = staticmethod(lambda view: view)
     queries_more = 1
-    same_group = turned_tables = False
+    same_group = turned_tables = lengths_twice = copied_queries = False
 
     @classmethod
     def of(cls, flat, tokens, sequences, pages, decodes, windows, page_size):
@@ -189,7 +198,9 @@ class Cut(Batch):
                 tables = take(pages, sequences).T
             else:
                 tables = take(sequences, pages)
-            parts = slots, tables, take(sequences), lengths, queries
+            shared = lengths if cls.lengths_twice else queries
+            shared = shared * 1 if cls.copied_queries else shared
+            parts = slots, tables, take(sequences), lengths, shared
             groups.append(KVGroup(*parts, decodes, window, page_size))
         return cls(ids, positions, lengths, queries, samples, tuple(groups))
 
@@ -212,6 +223,16 @@ class OneGroupTwice(Cut):
 @wrong("Batch.of", "not in rows")
 class SamplingTensors(Cut):
     turned_tables = True
+
+
+@wrong("Batch.of", "each group's queries are")
+class LengthsAsQueries(Cut):
+    lengths_twice = True
+
+
+@wrong("Batch.of", "each group's queries are")
+class QueriesCopied(Cut):
+    copied_queries = True
 
 
 @wrong("Batch.pad", "Slot 0 is the first")

@@ -1,5 +1,7 @@
 """Wrong answers to chapter 11."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,17 @@ def softmax_with_zeros(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + row * N + columns, inside, 0.0)
     weights = tl.exp(x - tl.max(x, 0))
     tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+
+
+@wrong("softmax_kernel", "larger than they are")
+@triton.jit
+def softmax_with_minus_1000(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * N + columns, inside, -1000.0)
+    weights = tl.exp(x - tl.max(x, 0))
+    weights = tl.where(inside, weights, 0.0)
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights + 1e-30, 0), inside)
 
 
 @wrong("softmax_kernel", "subtract the maximum first")
@@ -622,6 +635,16 @@ def reads_behind_the_table(
     return pages.to(tl.int64) * stride_page + places % PAGE * ROW
 
 
+@wrong("find_rows", "every load needs its mask")
+@triton.jit
+def hides_what_it_read(
+    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+):
+    pages = tl.load(table_ptr + places // PAGE)
+    pages = tl.where(places < stop, pages, 0)
+    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
+
+
 @wrong("find_rows", "more than 32 bits")
 @triton.jit
 def widens_too_late(
@@ -763,6 +786,7 @@ def split_of(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     SINKS: tl.constexpr,  # "first", "all" or "none"
+    SHARED: tl.constexpr,  # whether the mask ends with the split, or the sequence
     HIDDEN: tl.constexpr,  # whether logits of keys that are not there become -inf
     ENDS: tl.constexpr,  # whether a split ends where the next one begins
     BASE2: tl.constexpr,
@@ -780,8 +804,9 @@ def split_of(
     q = tl.load(q_ptr + heads[:, None] * D + d[None, :])
     for first in range(start, stop, BLOCK):
         places = first + n
-        there = places < stop
-        rows = find_rows(table_ptr, places, stop, stride_page, K * D, PAGE) + head * D
+        end = stop if SHARED else length
+        there = places < end
+        rows = find_rows(table_ptr, places, end, stride_page, K * D, PAGE) + head * D
         k, v = load_pair(keys_ptr, values_ptr, rows, there, D, D)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HIDDEN:
@@ -801,7 +826,8 @@ class Split:
     """`split_of` as a kernel with some mistake."""
 
     def __init__(self, name, **mistake):
-        right = dict(SINKS="first", HIDDEN=True, ENDS=True, BASE2=True, DIVIDED=True)
+        right: dict[str, Any] = dict(SINKS="first", SHARED=True, HIDDEN=True)
+        right |= dict(ENDS=True, BASE2=True, DIVIDED=True)
         self.__name__ = name
         self.options = right | mistake
 
@@ -812,6 +838,7 @@ class Split:
 wrong("split_kernel", "is counted again")(Split("a_sink_in_each", SINKS="all"))
 wrong("split_kernel", "is not counted")(Split("no_sink", SINKS="none"))
 wrong("split_kernel", "weigh 1 each")(Split("counts_keys_behind", HIDDEN=False))
+wrong("split_kernel", "so twice in the end")(Split("masks_by_length", SHARED=False))
 wrong("split_kernel", "over the split's keys")(Split("goes_on_to_the_end", ENDS=False))
 wrong("split_kernel", "has base 2")(Split("natural_logarithm", BASE2=False))
 wrong("split_kernel", "divided by its own sum")(Split("not_divided", DIVIDED=False))

@@ -439,6 +439,21 @@ def bytes_of_a_plain_step(config, machine, batch, guesses, accept):
     return batch * sum(accept**n for n in range(guesses + 1)) / least
 
 
+@wrong("12.3", "the longer part is its limit")
+def bytes_alone(config, machine, batch, guesses, accept):
+    read = kept_read_bytes(config, batch * (guesses + 1)).total
+    tokens = batch * sum(accept**n for n in range(guesses + 1))
+    return tokens / (read / machine.bytes_per_second)
+
+
+@wrong("12.3", "in the head")
+def heads_of_few_tokens(config, machine, batch, guesses, accept):
+    tokens = batch * (guesses + 1)
+    read = kept_read_bytes(config, tokens).total
+    least = machine.least_seconds(read, step_flops(config, tokens, batch))
+    return batch * sum(accept**n for n in range(guesses + 1)) / least
+
+
 @wrong("12.4", "aren't used")
 def over_all_experts(ids, experts, block):
     counts = ids.flatten().long().bincount(minlength=experts)

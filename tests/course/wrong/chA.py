@@ -40,6 +40,14 @@ def odd_ends_as_they_are(data):
     return named(data) + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
+@wrong("event", "each time")
+def first_odd_end(data):
+    text = orjson.dumps(data)
+    for end, escape in ESCAPES:
+        text = text.replace(end, escape, 1)
+    return named(data) + b"data: " + text + b"\n\n"
+
+
 @wrong("event", "named by its type")
 def never_named(data):
     return b"data: " + escaped(data) + b"\n\n"
@@ -130,7 +138,7 @@ class Pushes(Turn):
     """The kept version, with what students change as switches."""
 
     indexed = reasons = begins_empty = renames = True
-    repeats = cumulative = False
+    repeats = cumulative = says_nothing = False
     text = ""
 
     def push(self, part):
@@ -153,7 +161,7 @@ class Pushes(Turn):
             name = function_name(part.recipient) if self.renames else part.recipient
             call |= {"id": new_call_id(), "type": "function"}
             call["function"] = {"name": name, "arguments": text}
-        elif not text:
+        elif not text and not self.says_nothing:
             return {}
         return {"tool_calls": [call]}
 
@@ -166,6 +174,11 @@ class AlwaysTheFirst(Pushes):
 @wrong("Turn.push", "come once")
 class NewIdsAllTheTime(Pushes):
     repeats = True
+
+
+@wrong("Turn.push", "has begun")
+class EmptyArguments(Pushes):
+    says_nothing = True
 
 
 @wrong("Turn.push", "is reasoning")
@@ -285,14 +298,16 @@ async def asked(llm, receive):
     return llm.replies(llm.input_processor.process_chat(**json.loads(body)), chat=True)
 
 
-async def write(replies, send, *, at_once=False, closes=True, ends=True, turns=True):
+async def write(
+    replies, send, *, at_once=False, closes=True, ends=True, turns=True, all_parts=False
+):
     """The kept writer, with what students change as switches."""
     turn, waiting = Turn(), []
     await send(start())
     async for _, part in replies:
         if not turns:
             turn = Turn()
-        if delta := turn.push(part):
+        if (delta := turn.push(part)) or all_parts:
             waiting.append(chunk(delta))
             if not at_once:
                 await send(piece(waiting.pop()))
@@ -301,7 +316,7 @@ async def write(replies, send, *, at_once=False, closes=True, ends=True, turns=T
     await send(piece(last, more=not closes))
 
 
-async def both(replies, receive, writing):
+async def both(replies, receive, writing, *, cancels=True, tells=True):
     async def leave():
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -309,10 +324,12 @@ async def both(replies, receive, writing):
     tasks = [asyncio.create_task(writing), asyncio.create_task(leave())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tells and tasks[0].done():
+            tasks[0].result()
     finally:
-        for task in tasks:
+        for task in tasks if cancels else tasks[:1]:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks[: 1 + cancels], return_exceptions=True)
         await replies.aclose()
 
 
@@ -326,6 +343,24 @@ async def in_one_piece(llm, scope, receive, send):
 async def left_open(llm, scope, receive, send):
     replies = await asked(llm, receive)
     await both(replies, receive, write(replies, send, closes=False))
+
+
+@wrong("serve_chat", "makes no event")
+async def events_for_nothing(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send, all_parts=True))
+
+
+@wrong("serve_chat", "end the other one")
+async def listens_for_ever(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send), cancels=False)
+
+
+@wrong("serve_chat", "raise what went wrong")
+async def swallows_errors(llm, scope, receive, send):
+    replies = await asked(llm, receive)
+    await both(replies, receive, write(replies, send), tells=False)
 
 
 @wrong("serve_chat", "DONE")

@@ -251,6 +251,8 @@ def pushed(
     any_token=False,
     bytewise=False,
     whole=True,
+    last=False,
+    goes_back=True,
 ):
     """The kept version, with what students change as switches."""
     found, states = b"", [state]
@@ -261,7 +263,9 @@ def pushed(
         found += bytes(live)
         states.append(automaton.step(states[-1], live[0]))
     text = found.decode(errors="ignore" if whole else "replace")
+    there = states[-1]
     found = text.encode() if whole else found
+    there = states[len(found)] if goes_back else there
     if bytewise:
         return [id for letter in text for id in encode(letter)]
     if not cut:
@@ -269,12 +273,12 @@ def pushed(
 
     def reaches(begun):
         after = (t[len(begun) :] for t in tokens.values() if t.startswith(begun))
-        there = states[len(found)]
         if any_token:
             return any(after)
         return any(more and automaton.run(there, more) is not None for more in after)
 
     places = range(len(found))
+    places = places[::-1] if last else places
     left = next((i for i in places if reaches(found[i:])), len(found))
     kept = []
     for id in encode(text):
@@ -313,6 +317,16 @@ def from_the_beginning(automaton, state, tokens, encode):
 @wrong("forced", "may not come")
 def half_a_character(automaton, state, tokens, encode):
     return pushed(automaton, state, tokens, encode, cut=False, whole=False)
+
+
+@wrong("forced", "the first one counts")
+def cuts_at_the_last_place(automaton, state, tokens, encode):
+    return pushed(automaton, state, tokens, encode, last=True)
+
+
+@wrong("forced", "the state is the one there")
+def state_behind_half_a_character(automaton, state, tokens, encode):
+    return pushed(automaton, state, tokens, encode, goes_back=False)
 
 
 @wrong("forced", "at most 1,000")
@@ -389,6 +403,11 @@ def arguments_of_the_last(answer, calls):
 @wrong("turn_grammar", "may begin with its answer")
 def answers_without_end(answer, calls):
     return a_turn(answer, calls, wrap=lambda rule: rule.removesuffix("<|return|>"))
+
+
+@wrong("turn_grammar", "a turn is over")
+def one_ending_after_the_other(answer, calls):
+    return a_turn(answer, calls, wrap=lambda rule: f"({rule})+")
 
 
 @wrong("turn_grammar", "ends with an answer")
