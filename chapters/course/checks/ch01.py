@@ -162,7 +162,7 @@ def check_render_message(render_message):
         (
             Message("assistant", "12", channel="final"),
             "<|start|>assistant<|channel|>final<|message|>12<|end|>",
-            "the channel stands between its own marker and the content's",
+            "the channel comes between its own marker and the content's",
         ),
         (
             Message("tool", "12", "functions.f", **answer),
@@ -326,7 +326,7 @@ def check_HarmonyParser_push(HarmonyParser):
         (
             f"{first}<|channel|>final 12<|return|>",
             [reasoned, answered],
-            "a marker's part stands behind the header's first one, empty or not; alone "
+            "a marker's part comes after the header's first one, empty or not; alone "
             "it would pass for a header without markers",
         ),
         (
