@@ -379,12 +379,14 @@ def check_masked_attention(masked_attention):
         "two queries, nine keys and a scale of 0.3: their numbers differ, and the "
         "scale is an argument"
     )
-    alone = run(200 * q, k, v, None, None)
-    expected = grouped_attention(200 * q, k, v, None)
-    assert not alone.isfinite().all() or (alone - expected).abs().max() < 1e-3, (
-        "with large scores the future is seen: a query whose scores are all below -100 "
-        "prefers a hidden key at -100; what is hidden gets -torch.inf"
-    )
+    for size, below in ((200, "-100"), (200_000, "-100,000")):
+        alone = run(size * q, k, v, None, None)
+        expected = grouped_attention(size * q, k, v, None)
+        assert not alone.isfinite().all() or (alone - expected).abs().max() < 1e-3, (
+            "with large scores the future is seen: a query whose scores are all below "
+            f"{below} prefers a hidden key that got a number like that; what is hidden "
+            "gets -torch.inf"
+        )
     for name, large_q, large_sinks in (
         ("scores", 200 * q, sinks),
         ("sinks", q, sinks.abs() + 200),

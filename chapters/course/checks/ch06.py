@@ -248,6 +248,14 @@ def check_gumbel_draw(candidate):
         "a token that leads by 300 wins in its own row, and large logits don't "
         f"overflow; expected [1, 0], yours is {found.tolist()}"
     )
+    uniform = torch.rand(4000, 3, generator=generator).clamp(1e-7, 1 - 1e-7)
+    logits = torch.tensor([[0.0, 300.0, 299.0]]).repeat(4000, 1)
+    share = (torch.as_tensor(candidate(logits, 1.0, uniform)) == 2).float().mean()
+    assert abs(share.item() - 0.269) < 0.05, (
+        "of logits 0, 300 and 299 the last is drawn 27% of the time, and by you "
+        f"{share.item():.0%}: exp(300) overflows to infinity and all differences are "
+        "gone, so add the noise to logits / temperature, without exp"
+    )
 
 
 CONFIG = ModelConfig(
@@ -275,6 +283,7 @@ class Table:
         self.called = []
         self.biased = False
         self.windows = []
+        self.counts = []
 
     def embed(self, tokens, previous, table):
         self.called.append("embed")
@@ -302,6 +311,7 @@ class Table:
 
     def experts(self, x, mlp, num_tokens):
         self.called.append("experts")
+        self.counts.append(num_tokens)
         assert isinstance(mlp, Experts), (
             "layer 1 of this model has no experts but one plain network: call "
             "layer.mlp.forward, which knows the operation that it needs"
@@ -392,6 +402,46 @@ def check_Model_forward(candidate):
         f"were {count / 2:g}"
     )
     assert torch.equal(embed, weights), "the embedding itself was changed"
+    other = replace(CONFIG, rms_norm_eps=1.0)
+    for config, factor, told in (
+        (
+            other,
+            1,
+            "with an eps of 1, large enough to show, the result differs: each add_norm "
+            "takes self.config.rms_norm_eps",
+        ),
+        (
+            CONFIG,
+            3,
+            "another family multiplies its embedding by 3, in self.embed_transform, "
+            "and yours doesn't: what `embed` returns goes through "
+            "self.embed_transform(x, batch.positions) before the first layer",
+        ),
+    ):
+        table = Table()
+        model = candidate(
+            config,
+            table,
+            embed_tokens=embed,
+            layers=layers,
+            norm=norm,
+            lm_head=embed,
+            embed_transform=lambda x, positions, factor=factor: factor * x,
+        )
+        batch = one_sequence(torch.tensor(ids[:5]), 0, 1, windows, device)
+        batch = replace(batch, queries=torch.tensor([0, 4], dtype=torch.int32))
+        found = model.forward(batch, pool, previous)[:4]
+        eps = config.rms_norm_eps
+        x = factor * embed[ids[:5]].double()
+        for n, layer in enumerate(layers):
+            x = exact_block(x, layer, config.window(n), eps=eps)
+        assert near(found, normed(x, norm, eps)[:4]), told
+        counts = [torch.as_tensor(count).tolist() for count in table.counts]
+        assert counts == [[4]] * len(counts), (
+            "5 rows, of which the last is padding: batch.num_tokens is [4], and your "
+            f"experts were told {counts[0]}. On a GPU they'd skip tokens or compute "
+            "padding; hand on batch.num_tokens"
+        )
 
 
 def kept_by_loops(logits, top_k, top_p, min_p):
@@ -596,11 +646,22 @@ def check_6_2(candidate):
     """Random streams, whose logits are known at every depth."""
     stream = seeded(1, 5, 32).cumsum(0) * 3
     norm, row = 1 + 0.3 * seeded(2, 32), seeded(3, 32)
-    terms = candidate(stream.clone(), norm, EPS, row)
+    judge_terms(candidate, stream, norm, EPS, row)
+    scale = (stream[-1].double().pow(2).mean() + 50).rsqrt()
+    total = (stream[-1].double() * scale * norm.double() * row.double()).sum()
+    found = torch.as_tensor(candidate(stream.clone(), norm, 50.0, row)).double().sum()
+    assert torch.allclose(found, total, atol=1e-3), (
+        "with an eps of 50, large enough to show, the terms don't add up to the logit: "
+        "the final norm adds eps to the mean of the squares"
+    )
+
+
+def judge_terms(candidate, stream, norm, eps, row):
+    terms = candidate(stream.clone(), norm, eps, row)
     assert terms is not None, "your function returns nothing"
     terms = torch.as_tensor(terms)
     assert terms.shape == (5,), "one term for the embedding and one for each layer"
-    scale = (stream[-1].double().pow(2).mean() + EPS).rsqrt()
+    scale = (stream[-1].double().pow(2).mean() + eps).rsqrt()
     logit = (stream[-1].double() * scale * norm.double() * row.double()).sum()
     total = terms.double().sum()
     assert torch.allclose(total, logit, atol=1e-3), (

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import random
 import sys
+from typing import ClassVar
 
 from course.integrity import check_integrity
 from simplellm.engine import page_manager as pages
@@ -55,6 +56,17 @@ def check_hash_page(hash_page):
         "belongs in the hash"
     )
     assert hash_page(b"", [1, 2]) != hash_page(b"", [2, 1]), "their order counts"
+    a, b, c = [1, 2], [3, 4], [5, 6]
+    turned = hash_page(hash_page(b"", b), a)
+    twice = hash_page(hash_page(hash_page(b"", c), a), a)
+    for found, pair in (
+        ((hash_page(hash_page(b"", a), b), turned), "pages A, B and pages B, A"),
+        ((twice, hash_page(b"", c)), "pages C, A, A and page C alone"),
+    ):
+        assert found[0] != found[1], (
+            f"{pair} have the same name: hash the parent together with the tokens; "
+            "XOR or a sum of two hashes doesn't say what came first, and cancels out"
+        )
     close = [[1, 23], [12, 3], [1, 2, 3], [123], [0, 123], [1, 23, 0]]
     close += [[257], [1], [1, 1], [200_000], [200_000 - 2**16], [200_000 % 256]]
     names = [hash_page(b"", tokens) for tokens in close]
@@ -202,6 +214,15 @@ def check_PageManager__cached_prefix(PageManager):
     compute(books, 0, [1] * 9, 9)
     found = list(books._cached_prefix([1] * 9))
     assert found == [], "a manager that does not share finds nothing"
+    books = manager(PageManager, 60, 4)
+    books.add(0, [1] * 9)
+    compute(books, 0, [1] * 9, 9)
+    books.share = False
+    found = list(books._cached_prefix([1] * 9))
+    assert found == [], (
+        "pages have names, and the manager does not share: ask self.share first, and "
+        "find nothing"
+    )
 
 
 def judge_prefix(books, prompt, tokens, page_hashes, there):
@@ -520,6 +541,18 @@ def names_after_truncate(PageManager):
         "name of what it held; `_forget_hash` it"
     )
     assert not books.take_copies(), "nobody else uses the page: there is no copy"
+    books = manager(PageManager, 4, 4)
+    books.add(0, [1] * 9)
+    compute(books, 0, [1] * 9, 8)
+    books.add(1, [2] * 8)
+    compute(books, 1, [2] * 8, 8)
+    assert books.truncate(0, 6), "the last two tokens can be taken back"
+    before = state(books)
+    assert not books.allocate(0, 9), "no page can be had, and 9 tokens need one more"
+    assert state(books) == before, (
+        "allocate said False, and yet the open page has lost its name: count the "
+        "missing pages first, and forget names once you know that there is room"
+    )
 
 
 def check_8_1(pages_held):
@@ -588,12 +621,26 @@ def check_8_3(take_turns):
                 tokens.extend(tokens[:1] * 40)
         return totals
 
+    class Watched(pages.PageManager):
+        """Notes what is computed."""
+
+        computed: ClassVar[list[list[int]]] = []
+
+        def add(self, sequence, tokens):
+            assert not self.tables, (
+                f"sequence {sequence} comes while {list(self.tables)} still hold their "
+                "pages: remove each one at the end of its own turn, not of the round"
+            )
+            self.computed.append(list(tokens))
+            return super().add(sequence, tokens)
+
     for people, length, num_pages in ((1, 50, 60), (3, 100, 60), (4, 333, 200)):
         talks = [[n, *range(100, 99 + length)] for n in range(people)]
         before = copy.deepcopy(talks)
         books = pages.PageManager(num_pages, 16, window=32)
         wanted = expected(books, before, 4)
-        books = pages.PageManager(num_pages, 16, window=32)
+        books = Watched(num_pages, 16, window=32)
+        Watched.computed.clear()
         found = list(take_turns(books, talks, 4))
         told = f"{people} x {length} tokens in {num_pages} pages"
         assert talks == before, f"{told}: the caller's lists have changed"
@@ -602,6 +649,11 @@ def check_8_3(take_turns):
             "pages from the others"
         )
         assert len(found) == 4, f"{told}: four rounds are four numbers"
+        second = Watched.computed[people : people + 1]
+        assert second == [talks[0] + talks[0][:1] * 40], (
+            f"{told}: in round 2 the first conversation is the same tokens, and 40 "
+            f"times its first one, {talks[0][0]}; yours ends in {second[0][-3:]}"
+        )
         assert found[0] == wanted[0] == 0, (
             f"{told}: in the first round nothing is cached; you found {found[0]}"
         )
@@ -642,6 +694,15 @@ def check_8_4(RadixTree):
         ends.add(ids)
         prefixes.update(begins)
     parts = {p for p in prefixes if sum((*p, t) in prefixes for t in range(3)) > 1}
+    many, tokens = RadixTree(), []
+    for _ in range(3000):
+        tokens = [rng.randint(0, 2) for _ in range(14)]
+        many.insert(tokens)
+    lines = lines_of(lambda: many.match(tokens))
+    assert lines < 1500, (
+        f"to match 14 tokens among 3,000 sequences, {lines:,} lines ran: walk down "
+        "from the root, one edge at a time, and don't compare with every sequence"
+    )
     edges = len(ends | parts)  # one edge leads to each of them
     assert tree.edges() == edges, (
         f"{edges} edges are needed, yours has {tree.edges()}: split an edge only where "

@@ -73,7 +73,13 @@ def check_next_batch(next_batch):
         for _ in range(STEPS):
             if not any(left.values()):
                 return found
-            batch = list(next_batch(dict(left), list(batch), list(waiting), places))
+            before = list(batch)
+            given = dict(left), list(batch), list(waiting)
+            batch = list(next_batch(*given, places))
+            assert given[:2] == (left, before) and given[2] == waiting, (
+                "your function changes what it is given: build a new list; the caller "
+                "goes on with its own"
+            )
             assert len(batch) == len(set(batch)), f"somebody is there twice: {batch}"
             assert len(batch) <= places, (
                 f"{len(batch)} requests in {places} places: only as many may join as "
@@ -190,6 +196,7 @@ def check_Scheduler_schedule(candidate):
     decodes_come_first(kind)
     steps_of_the_drawing(kind)
     under_way_before_new(kind)
+    prompts_in_chunks(kind)
     no_work_without_a_token_to_compute(kind)
     static_batches_end(kind)
     random_crowds(kind)
@@ -258,6 +265,29 @@ def under_way_before_new(kind):
         "a prompt of 20 tokens has begun when one of 4 arrives, and the budget is 8: "
         f"who is under way goes on before anybody is admitted; yours is {found}"
     )
+
+
+def prompts_in_chunks(kind):
+    """A prompt alone, with budget to spare; then one that three samples share."""
+    for prompt, samples, plan in (
+        (14, 1, [{0: 5}, {0: 5}, {0: 4}]),
+        (9, 3, [{0: 5}, {0: 3}, {0: 1, 1: 1, 2: 1}]),
+    ):
+        scheduler = make(kind, prefill_chunk=5)
+        first, *others = numbered(*[(prompt, 3)] * samples)
+        first.siblings = others
+        scheduler.add([first])
+        found = []
+        for _ in plan:
+            scheduled = scheduler.schedule()
+            found.append(of(scheduled))
+            book(scheduler, scheduled)
+        assert found == plan, (
+            f"a prompt of {prompt} tokens for {samples} samples, a prefill_chunk of 5 "
+            f"and a budget of 16: the steps are {plan}, yours {found}. How much of a "
+            "prompt a step computes is what `_num_new_tokens` says, not all that the "
+            "budget allows"
+        )
 
 
 def no_work_without_a_token_to_compute(kind):
@@ -471,6 +501,19 @@ def check_Scheduler_commit(candidate):
         f"lands takes the place of as many tokens as it has; {one.tokens}"
     )
 
+    scheduler, (one,) = make(kind), numbered((3, 9))
+    one.stop_ids = frozenset([12])
+    scheduler.add([one])
+    scheduled = make_works(scheduler)
+    one.forced = [11, 12, 13]
+    scheduler.begin(scheduled)
+    scheduler.commit(scheduled, [[11, 12, 13]])
+    assert one.tokens == [1, 1, 1, 11, 12], (
+        "three tokens were forced and stood in the list, and the second ends the "
+        "request: what it keeps takes the place of all three, or the third stays "
+        f"after the end; {one.tokens}"
+    )
+
 
 @cache
 def embedded():
@@ -648,6 +691,8 @@ def check_read_async(read_async):
 
 
 async def ways_out(read_async):
+    helpers = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(helpers)
     parts, line, beats = await read_all(read_async, "all")
     assert line.readers, "`delivery.submit` was never called"
     assert parts, (
@@ -673,8 +718,25 @@ async def ways_out(read_async):
         raise AssertionError(
             f"a part that is an exception is to be raised; you went on: {parts}"
         )
+    parts, *_ = await read_all(read_async, "many")
+    assert parts == [*range(1, 52)], (
+        "51 parts came faster than they were read, and you yield "
+        f"{len(parts)}: a queue with a bound drops what `call_soon_threadsafe` can't "
+        "put into it, since nobody can wait there; leave out maxsize"
+    )
     for way in ("closed", "cancelled"):
         _, line, _ = await read_all(read_async, way)
+        free = helpers.submit(bool)
+        try:
+            free.result(1)
+        except TimeoutError:
+            # Let go of the thread that waits, or this process never ends.
+            line.readers[0].push(Event(3, [9], finish_reason="length"))
+            raise AssertionError(
+                f"the reader left ({way}), and a thread still waits for its parts, for "
+                "good: `asyncio.to_thread` can't be cancelled. An asyncio.Queue waits "
+                "without a thread; fill it through `loop.call_soon_threadsafe`"
+            ) from None
         assert line.dropped and line.dropped[0] is line.readers[0], (
             f"the reader left after the first part ({way}), and the request goes on "
             "with nobody to read it: `drop` it, whichever way your generator is left"
@@ -687,7 +749,9 @@ async def read_all(read_async, way, error=None):
     if error is not None:
         last = Event(3, (), finish_reason="error", error=error)
     leaves = way in ("closed", "cancelled")
-    line = Line([Event(3, [4])] if leaves else [Event(3, [4, 5]), last])
+    many = [Event(3, [*range(1, 51)]), Event(3, [51], finish_reason="length")]
+    events = [Event(3, [4])] if leaves else [Event(3, [4, 5]), last]
+    line = Line(many if way == "many" else events)
     source = read_async(line, Request([1], 9, number=3), Echo())
     if asyncio.iscoroutine(source):
         await source  # a stub raises here
@@ -786,19 +850,23 @@ def check_9_3(first_done):
     async def run(llm):
         asked = [params(500), params(5), params(500)]
         found = await asyncio.wait_for(first_done(llm, [question] * 3, asked), 40)
-        for _ in range(200):
+        # Counted while the loop lives on, as a notebook's does: its end would cancel
+        # whatever is left.
+        for _ in range(100):
             if not llm.stats().running:
                 break
             await asyncio.sleep(0.02)
-        return found
+        return *found, llm.stats()
 
     with LLM(device="cpu") as llm:
         # In a thread of its own: a notebook has an event loop in this one.
         with ThreadPoolExecutor(1) as pool:
-            index, text = pool.submit(asyncio.run, run(llm)).result()
+            index, text, stats = pool.submit(asyncio.run, run(llm)).result()
         expected = llm.generate(question, params(5)).result()[0].text
-        stats = llm.stats()
-    assert index == 1, f"prompt 1 asks for 5 tokens, the others for 500; {index}"
+    assert index == 1, (
+        "prompt 1 asks for 5 tokens and the others for 500, so prompt 1 is done first; "
+        f"you say prompt {index}"
+    )
     assert text == expected, f"the text is {expected!r}, all of its parts; {text!r}"
     aborted = stats.finished.get("abort", 0)
     assert aborted == 2, (

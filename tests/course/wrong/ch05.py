@@ -303,6 +303,18 @@ def hidden_at_minus_100(q, k, v, mask, sinks, scale):
     return mixed(scores.softmax(-1)[..., : mask.shape[-1]], v, q)
 
 
+@wrong("masked_attention", "below -100,000")
+def hidden_at_minus_10_000(q, k, v, mask, sinks, scale):
+    group = q.shape[-2] // k.shape[-2]
+    keys = k.float().repeat_interleave(group, -2).movedim(-3, -1)
+    scores = q.float().movedim(-2, -3) @ keys * scale
+    scores = scores.masked_fill(~mask[..., None, :, :], -1e4)
+    if sinks is not None:
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    return mixed(scores.softmax(-1)[..., : mask.shape[-1]], v, q)
+
+
 @wrong("masked_attention", "has changed")
 def scales_in_place(q, k, v, mask, sinks, scale):
     queries = q.float()

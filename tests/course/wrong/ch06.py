@@ -118,7 +118,8 @@ class Pass(Model):
     """The right forward pass in pieces, of which the wrong ones change one each."""
 
     def start(self, batch, previous):
-        return self.ops.embed(batch.tokens, previous, self.embed_tokens)
+        x = self.ops.embed(batch.tokens, previous, self.embed_tokens)
+        return self.embed_transform(x, batch.positions)
 
     def attend(self, h, n, batch, pool, group=None, bias=None):
         attn = self.layers[n].attn
@@ -509,3 +510,50 @@ def trusts_the_sum(logits, top_k, top_p, min_p):
 def walks_along_the_sum(logits, temperature, uniform):
     mass = (logits / temperature).softmax(-1).cumsum(-1)
     return (mass < uniform[:, :1]).sum(-1).clamp(max=logits.shape[1] - 1)
+
+
+@wrong("gumbel_draw", "overflows")
+def race_of_exponentials(logits, temperature, uniform):
+    return (-uniform.log() / (logits / temperature).exp()).argmin(-1)
+
+
+@wrong("Model.forward", "batch.num_tokens")
+class LengthsForCounts(Pass):
+    def forward(self, batch, pool, previous):
+        def feed(mlp, h, num_tokens):
+            return mlp.forward(self.ops, h, batch.lengths)
+
+        return self.finish(*self.run(batch, pool, previous, feed=feed))
+
+
+@wrong("Model.forward", "batch.num_tokens")
+class CountsRows(Pass):
+    def forward(self, batch, pool, previous):
+        def feed(mlp, h, _):
+            return mlp.forward(self.ops, h, num_tokens(h))
+
+        return self.finish(*self.run(batch, pool, previous, feed=feed))
+
+
+@wrong("Model.forward", "self.config.rms_norm_eps")
+class EpsByHeart(Pass):
+    def forward(self, batch, pool, previous):
+        config, self.config = self.config, replace(self.config, rms_norm_eps=1e-5)
+        found = self.finish(*self.run(batch, pool, previous))
+        self.config = config
+        return found
+
+
+@wrong("Model.forward", "self.embed_transform")
+class EmbedsAsGptOss(Pass):
+    def start(self, batch, previous):
+        return self.ops.embed(batch.tokens, previous, self.embed_tokens)
+
+    def forward(self, batch, pool, previous):
+        return self.finish(*self.run(batch, pool, previous))
+
+
+@wrong("6.2", "with an eps of 50")
+def without_eps(stream, norm, eps, row):
+    added = torch.cat([stream[:1], stream.diff(dim=0)])
+    return (added * stream[-1].pow(2).mean().rsqrt() * norm) @ row

@@ -365,7 +365,7 @@ def without_sharing(prompt, samples, new, page_size):
     return samples * -(-(prompt + new) // page_size)
 
 
-@wrong("8.3", "not removed")
+@wrong("8.3", "its own turn")
 def never_removes(manager, conversations, rounds):
     found = []
     for turn in range(rounds):
@@ -474,3 +474,89 @@ def with_md5(parent, tokens):
 @wrong("hash_page", "hardly ever change")
 def pythons_hash(parent, tokens):
     return hash((parent, *tokens)).to_bytes(16, "big", signed=True)
+
+
+@wrong("hash_page", "cancels out")
+def combined_by_xor(parent, tokens):
+    own = hashed(array("q", tokens).tobytes())
+    return bytes(a ^ b for a, b in zip(own, parent or bytes(32), strict=True))
+
+
+@wrong("PageManager.allocate", "once you know that there is room")
+class ForgetsBeforeItCounts(PageManager):
+    def allocate(self, sequence, length):
+        table = self.tables[sequence]
+        index, filled = divmod(table.num_computed_tokens, self.page_size)
+        if filled and length > table.num_computed_tokens:
+            for group_pages in table.groups:
+                if self.references[group_pages[index]] == 1:
+                    self._forget_hash(group_pages[index])
+        return super().allocate(sequence, length)
+
+
+@wrong("PageManager._cached_prefix", "ask self.share first")
+class FindsWithoutSharing(PageManager):
+    def _cached_prefix(self, tokens):
+        shares, self.share = self.share, True
+        found = super()._cached_prefix(tokens)
+        self.share = shares
+        return found
+
+
+def turns(manager, conversations, rounds, *, each, which=0):
+    """Removes each sequence after its turn or all of them after the round."""
+    found = []
+    said = [list(tokens) for tokens in conversations]
+    for _ in range(rounds):
+        found.append(0)
+        for name, tokens in enumerate(said):
+            found[-1] += manager.add(name, tokens)
+            manager.allocate(name, len(tokens))
+            manager.commit(name, tokens, len(tokens))
+            if each:
+                manager.remove(name)
+            tokens += [tokens[which]] * 40
+        if not each:
+            for name in range(len(said)):
+                manager.remove(name)
+    return found
+
+
+@wrong("8.3", "its own turn")
+def removes_after_the_round(manager, conversations, rounds):
+    return turns(manager, conversations, rounds, each=False)
+
+
+@wrong("8.3", "times its first one")
+def repeats_the_last_token(manager, conversations, rounds):
+    return turns(manager, conversations, rounds, each=True, which=-1)
+
+
+@wrong("8.4", "walk down")
+class AListOfAll:
+    """No tree: every sequence is compared, and the edges are counted afterwards."""
+
+    def __init__(self):
+        self.all = set()
+
+    def insert(self, tokens):
+        self.all.add(tuple(tokens))
+
+    def match(self, tokens):
+        best = 0
+        for known in self.all:
+            length = 0
+            for one, other in zip(known, tokens, strict=False):
+                if one != other:
+                    break
+                length += 1
+            best = max(best, length)
+        return best
+
+    def edges(self):
+        after: dict[tuple[int, ...], set[int]] = {}
+        for known in self.all:
+            for end in range(len(known)):
+                after.setdefault(known[:end], set()).add(known[end])
+        parts = {p for p, tokens in after.items() if p and len(tokens) > 1}
+        return len(self.all | parts)

@@ -397,12 +397,12 @@ class GoesOn(Pushes):
     checks_end = False
 
 
-def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True):
+def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, most=0):
     """The kept version, with what students change as switches."""
 
     async def stream(delivery, request, reply):
         loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[Any] = asyncio.Queue()
+        parts: asyncio.Queue[Any] = asyncio.Queue(most)
 
         def deliver(part):
             if door:
@@ -550,3 +550,68 @@ class KeptForGood(PageManager):
         if length > held and self.free_tokens < length - held:
             return False
         return super().allocate(sequence, length)
+
+
+@wrong("next_batch", "changes what it is given")
+def takes_from_the_line(left, batch, waiting, places):
+    batch[:] = [number for number in batch if left[number]]
+    while waiting and len(batch) < places:
+        batch.append(waiting.pop(0))
+    return batch
+
+
+@wrong("Scheduler.schedule", "what `_num_new_tokens` says")
+class ChunksAsLargeAsTheBudget(Schedules):
+    def round(self, scheduled, busy, wanted):
+        index = 0
+        while index < len(self.running) and self.budget > 0:
+            request = self.running[index]
+            index += 1
+            if wanted(request) and self._ready(request, busy):
+                length = min(request.missing, self.budget)
+                if self._make_room(request, length, busy):
+                    self.give(scheduled, busy, request, length)
+
+
+@wrong("Scheduler.commit", "after the end")
+class ReplacesWhatItKeeps(Scheduler):
+    def commit(self, scheduled, tokens):
+        new = []
+        sampling = [chunk for chunk in scheduled if chunk.samples]
+        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+            if request.finish_reason is None:
+                first = start + length
+                reason, kept = self._keep(request, first, found)
+                request.tokens[first : first + len(kept)] = kept
+                new.append((request, kept))
+                if reason:
+                    self.finish(request, reason)
+        return new
+
+
+@wrong("read_async", "can't be cancelled")
+async def waits_in_a_thread(delivery, request, reply):
+    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reader = Reader(request, reply, parts.put)
+    delivery.submit([[reader]])
+    try:
+        while (part := await asyncio.to_thread(parts.get)) is not END:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+wrong("read_async", "with a bound")(streams(most=4))
+
+
+@wrong("9.3", "cancel their tasks")
+async def leaves_the_others(llm, prompts, params):
+    async def ask(index):
+        parts = llm.stream_async(prompts[index], params[index])
+        return index, "".join([piece.text async for piece in parts])
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return done.pop().result()
