@@ -171,12 +171,6 @@ def float_product(x: Tensor, weight: Scaled) -> Tensor:
     return torch.cat(products, dim=-1)
 
 
-def integer_product(x: Tensor, weight: Scaled) -> Tensor:
-    """`float_product` of int8 ``weight`` and inputs, but the sums are exact."""
-    values, scales = weight.round_inputs(x)
-    return exact_sums(values, weight.values) * scales * weight.scales.flatten()
-
-
 HAS_VNNI = torch.cpu._is_vnni_supported()
 EXACT_COLUMNS = 1024  # whose products of int8 add up to less than 2^24
 
@@ -195,6 +189,12 @@ def exact_sums(values: Tensor, weight: Tensor) -> Tensor:
         sums = [functional.linear(x, w.float()) for x, w in pairs]
         parts.append(torch.stack(sums).sum(0, dtype=torch.float64).float())
     return torch.cat(parts, dim=-1)
+
+
+def integer_product(x: Tensor, weight: Scaled) -> Tensor:
+    """`float_product` of int8 ``weight`` and inputs, but the sums are exact."""
+    values, scales = weight.round_inputs(x)
+    return exact_sums(values, weight.values) * scales * weight.scales.flatten()
 
 
 def join(weights: Sequence[Scaled]) -> Scaled:
