@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from course.checks.compiled import assert_compiles
 from course.checks.loads import beyond
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,6 +139,7 @@ def check_softmax_kernel(kernel):
             told + "out is not exp(x - max) / sum(exp(x - max)), row by row"
         )
         assert_inside(told, outside)
+    assert_compiles(kernel, "*fp32 *fp32 i32", BLOCK=16)
 
 
 def check_transpose_kernel(kernel):
@@ -173,6 +175,7 @@ def check_transpose_kernel(kernel):
             told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
         )
         assert_inside(told, outside)
+    assert_compiles(kernel, "*fp32 *fp32 i32 i32 i32", TILE=4)
 
 
 # Residual and norm
@@ -297,6 +300,7 @@ def check_matvec_kernel(kernel):
         f"512 products of float16 numbers add up to {exact:.4f}, yours to "
         f"{y.inner[0].item():.4f}: turn both factors to float32 before you multiply"
     )
+    assert_compiles(kernel, "*bf16 *bf16 *fp32 i32 i32", ROWS=4, BLOCK=256)
 
 
 def check_product_kernel(kernel):
@@ -335,6 +339,8 @@ def check_product_kernel(kernel):
         assert_inside(told, outside)
     judge_16_bits(kernel)
     judge_far_rows(kernel)
+    tiles = {"TILE_M": 16, "TILE_N": 32, "TILE_K": 16}
+    assert_compiles(kernel, "*bf16 *bf16 *fp32 i32 i32 i32", **tiles)
 
 
 def judge_16_bits(kernel):

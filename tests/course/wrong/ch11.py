@@ -76,6 +76,76 @@ def softmax_not_divided(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * N + columns, tl.exp(x - tl.max(x, 0)), inside)
 
 
+SMALLEST = float("-inf")
+
+
+@wrong("softmax_kernel", "has to be a tl.constexpr")
+@triton.jit
+def softmax_with_a_global(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < N
+    x = tl.load(x_ptr + row * N + columns, inside, SMALLEST)
+    weights = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * N + columns, weights / tl.sum(weights, 0), inside)
+
+
+@wrong("matvec_kernel", "begin with a tile")
+@triton.jit
+def begins_with_a_number(
+    x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = 0.0
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
+        inside = (rows < N)[:, None] & (k < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + k[None, :], inside, 0.0)
+        total += tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
+@wrong("matvec_kernel", "has no break")
+@triton.jit
+def breaks_off(x_ptr, weight_ptr, y_ptr, N, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, K + BLOCK, BLOCK):
+        if start >= K:
+            break
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
+        inside = (rows < N)[:, None] & (k < K)[None, :]
+        weight = tl.load(weight_ptr + rows[:, None] * K + k[None, :], inside, 0.0)
+        total += tl.sum(weight.to(tl.float32) * x[None, :], 1)
+    tl.store(y_ptr + rows, total, rows < N)
+
+
+@wrong("product_kernel", "begin with a tile")
+@triton.jit
+def product_begins_with_a_number(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    M,
+    N,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    m = (tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    total = 0
+    for start in range(0, K, TILE_K):
+        k = start + tl.arange(0, TILE_K)
+        a = tl.load(a_ptr + m * K + k[None, :], (m < M) & (k < K)[None, :], 0.0)
+        inside = (n < N)[None, :] & (k < K)[:, None]
+        b = tl.load(b_ptr + n[None, :] * K + k[:, None], inside, 0.0)
+        total += tl.dot(a, b, input_precision="ieee")
+    tl.store(c_ptr + m * N + n[None, :], total, (m < M) & (n < N)[None, :])
+
+
 @wrong("transpose_kernel", "x as it was")
 @triton.jit
 def copies(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
