@@ -1055,11 +1055,13 @@ def test_a_pause_does_not_count_for_the_speed(start: Any) -> None:
 
 
 def test_the_log_stays_quiet(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """But for the one line that says what computes."""
+    """But for the lines that say what computes, and how long texts may get."""
     caplog.set_level(logging.DEBUG, "simplellm")
     llm = start()
-    (line,) = caplog.messages
-    assert llm.how in line and "CPU" in line
+    started = caplog.messages[:]
+    how, room = started
+    assert llm.how in how and "CPU" in how
+    assert f"room for texts of {llm.engine.max_model_len} tokens" in room
     llm.generate([1], max_tokens=2).result(PATIENCE)
     llm.generate([1], **LONG).cancel()
-    assert caplog.messages == [line]
+    assert caplog.messages == started
