@@ -172,7 +172,8 @@ def check_yarn_frequencies(yarn_frequencies):
     )
     assert near(found, right), (
         "on the ramp, pairs 9 to 17, some frequency is off: pair 13 turns by "
-        f"{right[13]:.4g}, yours by {found[13]:.4g}"
+        f"{right[13]:.8g}, yours by {found[13]:.8g}. Compute the ramp's ends, 8.093 "
+        "and 17.398, rather than typing them in"
     )
     expected = 0.1 * math.log(32) + 1
     assert abs(concentration - expected) < 1e-6, (
@@ -240,6 +241,10 @@ def check_naive_attention(naive_attention):
         "given, so scale the scores, or make a new tensor"
     )
     is_tensor(found, (3, 1, 2), "the output for 3 tokens, 1 head of 2 numbers,")
+    assert not found[0, 0].abs().max() < 0.1, (
+        "a sink of -10,000 takes nothing, since e^-10,000 is 0, and yours takes all: "
+        "the sink is a score, so it is its `exp` that joins the denominator"
+    )
     assert torch.allclose(found[0, 0], v[0, 0], atol=1e-3), (
         "token 0 sees only itself, so its output is its own value, (10, 0); yours is "
         f"{[round(n, 2) for n in found[0, 0].tolist()]}"

@@ -351,7 +351,15 @@ def check_Model_forward(candidate):
     weights = embed.clone()
     for start, stop in ((0, 5), (5, 8)):
         batch = one_sequence(known[start:stop], start, 1, windows, device)
-        found = model.forward(batch, pool, previous)
+        try:
+            found = model.forward(batch, pool, previous)
+        except RuntimeError as error:
+            assert "must match the size" not in str(error), (
+                "a projection may come in parts, [T, parts, hidden], and only add_norm "
+                "knows how to put them together: hand each update to the next add_norm "
+                f"as it is, and add nothing yourself ({error})"
+            )
+            raise
         needed = "embed add_norm project rope_and_cache attend experts dense"
         missing = [name for name in needed.split() if name not in table.called]
         assert not missing, (

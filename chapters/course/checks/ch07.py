@@ -85,6 +85,10 @@ def check_kv_bytes(kv_bytes):
                 layers = (full + sliding) * tokens
                 found = kv_bytes(config, tokens, itemsize=itemsize, windowed=False)
                 told = f"{tokens} tokens of {name} in {itemsize} bytes a number"
+                other = kv_bytes(config, tokens, itemsize=8, windowed=False)
+                assert found != other, (
+                    f"{told}, and as many bytes if a number has 8: multiply by itemsize"
+                )
                 assert found != each * layers, (
                     f"{told}: there are keys and values, so each position counts twice"
                 )
@@ -238,15 +242,22 @@ def check_read_pool(read_pool):
         expected = torch.randn(end - first, 2, 3)
         for row, position in zip(expected, range(first, end), strict=True):
             pages[table[position // size], position % size] = row
-        found = read_pool(pages, table, first, end)
         told = f"positions {first} to {end - 1}, pages of {size} rows, table {table}"
+        try:
+            found = read_pool(pages, table, first, end)
+        except IndexError as error:
+            raise AssertionError(
+                f"{told}: {error}. Perhaps your list of pages is empty: the last "
+                f"position is in entry {(end - 1) // size} of the table, and a slice "
+                "leaves out its end, so round end / size up"
+            ) from None
         assert len(found) == end - first, (
             f"{told}: expected rows: {end - first}, yours: {len(found)}; what a page "
             "holds before and behind them is cut off"
         )
         assert not found.isnan().any(), (
-            f"{told}: a row that was never written was read; the first page begins at "
-            f"position {first - first % size}, not at {first}"
+            f"{told}: a row that was never written was read; the first page that you "
+            f"need begins at position {first - first % size}: count rows from there"
         )
         assert torch.equal(found, expected), (
             f"{told}: other rows than these, or in the wrong order"

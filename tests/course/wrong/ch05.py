@@ -468,3 +468,19 @@ def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
 def scales_the_callers_queries(q, k, v, sinks, window=None):
     q /= q.shape[-1] ** 0.5
     return ops.attention(q, k, v, sinks, window=window, scale=1.0)
+
+
+@wrong("naive_attention", "it is its `exp`")
+def sink_without_exp(q, k, v, sinks, window=None):
+    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[h])
+
+
+@wrong("yarn_frequencies", "rather than typing them in")
+def ends_typed_in(config):
+    if config.rope_scaling is None or config.rope_scaling.truncate:
+        return rope.yarn_frequencies(config)
+    pairs = torch.arange(config.head_dim // 2)
+    plain = config.rope_theta ** (-pairs / len(pairs))
+    ramp = ((pairs - 8.093) / (17.398 - 8.093)).clamp(0, 1)
+    found = plain * (1 - ramp) + plain / config.rope_scaling.factor * ramp
+    return found, rope.yarn_frequencies(config)[1]

@@ -557,3 +557,15 @@ class EmbedsAsGptOss(Pass):
 def without_eps(stream, norm, eps, row):
     added = torch.cat([stream[:1], stream.diff(dim=0)])
     return (added * stream[-1].pow(2).mean().rsqrt() * norm) @ row
+
+
+@wrong("Model.forward", "add nothing yourself")
+class AddsTheUpdate(Pass):
+    def forward(self, batch, pool, previous):
+        x, eps = self.start(batch, previous), self.config.rms_norm_eps
+        for n, layer in enumerate(self.layers):
+            h = self.ops.add_norm(x, None, layer.attn_norm, eps)[1]
+            x = x + self.attend(h, n, batch, pool)
+            h = self.ops.add_norm(x, None, layer.mlp_norm, eps)[1]
+            x = x + layer.mlp.forward(self.ops, h, batch.num_tokens)
+        return self.finish(x, None)

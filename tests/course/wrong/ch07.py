@@ -139,7 +139,7 @@ def whole_pages(pages, table, first, end):
     return pages[needed].flatten(0, 1)
 
 
-@wrong("read_pool", "first page begins")
+@wrong("read_pool", "begins at position")
 def from_the_first_row(pages, table, first, end):
     size = pages.shape[1]
     needed = torch.tensor(table[first // size : -(-end // size)])
@@ -297,3 +297,16 @@ def slots_in_a_list(table, positions, page_size):
 @wrong("token_slots", "whole numbers")
 def slots_as_floats(table, positions, page_size):
     return torch.tensor(slots_in_a_list(table, positions, page_size)).float()
+
+
+@wrong("kv_bytes", "multiply by itemsize")
+def always_two_bytes(config, tokens, *, itemsize=2, windowed=True):
+    return sized(config, tokens, 2, windowed)
+
+
+@wrong("read_pool", "round end / size up")
+def whole_pages_before_the_end(pages, table, first, end):
+    size = pages.shape[1]
+    needed = torch.tensor(table[first // size : end // size])
+    rows = pages[needed].flatten(0, 1)
+    return rows[first % size : first % size + end - first]

@@ -560,3 +560,28 @@ class AListOfAll:
                 after.setdefault(known[:end], set()).add(known[end])
         parts = {p for p, tokens in after.items() if p and len(tokens) > 1}
         return len(self.all | parts)
+
+
+@wrong("PageManager._take", "return the page")
+class TakesAndTellsNobody(PageManager):
+    def _take(self):
+        super()._take()
+
+
+@wrong("PageManager.allocate", "4 are needed")
+class RunsOutOfPagesForCopies(PageManager):
+    def allocate(self, sequence, length):
+        return grown(self, sequence, length, count_copies=False)
+
+
+@wrong("PageManager.allocate", "in each of 2 groups")
+class CountsOneGroup(PageManager):
+    def allocate(self, sequence, length):
+        table = self.tables[sequence]
+        count = -(-length // self.page_size)
+        if count - len(table.groups[0]) > self.free_pages:
+            return False
+        for group_pages in table.groups:
+            while len(group_pages) < count:
+                group_pages.append(self._take())
+        return True
