@@ -317,7 +317,7 @@ def test_an_answer_can_be_stopped(chromium: Browser, served: Served) -> None:
 
 def test_errors_are_told(chromium: Browser, served: Served, folder: Path) -> None:
     llm = served.service.llm
-    with serving(llm, timeout=0.4) as hasty:
+    with serving(llm, timeout=4) as hasty:
         opened(chromium, hasty)
         # One that is refused comes back, to be mended.
         ask(chromium, "x" * 300_000)
