@@ -426,6 +426,7 @@ def check_argmax_kernel(kernel):
             )
     assert_inside(f"{size} logits in blocks of {block}: ", outside)
     judge_half_logits(kernel)
+    assert_compiles(kernel, "*bf16 *i64 i32", BLOCK=1024)
 
 
 def judge_half_logits(kernel):
@@ -647,6 +648,8 @@ def check_split_kernel(kernel):
                 split,
                 next_keys(logits, split, share),
             )
+    types = "*fp32 *fp32 *fp32 *i32 *fp32 *fp32 *fp32 i32 i32 fp32 i32"
+    assert_compiles(kernel, types, K=heads, G=group, D=dim, PAGE=page, BLOCK=16)
 
 
 def next_keys(logits, split, share):

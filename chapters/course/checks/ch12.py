@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 import triton
 
+from course.checks.compiled import assert_compiles
 from course.checks.loads import beyond
 from simplellm.apps.roofline import Machine
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
@@ -323,6 +324,9 @@ def check_grouped_kernel(candidate):
 
     if close(expected):
         assert_inside(outside)
+        types = "*fp32 *u8 *u8 *fp32 *i32 *i32 *i32 i32"
+        sizes = {"K": columns, "TOP_K": top_k, "BLOCK_N": 16, "BLOCK_T": block}
+        assert_compiles(candidate, types, **sizes)
         return
     halves = numbers.unflatten(-1, (-1, 16, 2))
     swapped = halves.flip(-1).flatten(-3)
@@ -346,8 +350,9 @@ def check_grouped_kernel(candidate):
     assert not close(other), "each block of 32 columns has a scale of its own"
     worst = (found - expected).abs().max()
     raise AssertionError(
-        f"some numbers are off by up to {worst:.3g}; is a pair's token "
-        "pairs // TOP_K, and an expert's first row expert * N?"
+        f"some numbers are off by up to {worst:.3g}. A token's columns begin at "
+        "token * K, a row of codes at weight_row * (K // 2), one of scales at "
+        "weight_row * (K // 32), and a product goes to position * N + row"
     )
 
 

@@ -47,6 +47,11 @@ def check_normed_heads(normed_heads):
     assert found is not None and len(found) == 3, "return q, k and v"
     assert torch.equal(x, given), "qkv itself has to stay as it is"
     q, k, v = given.unflatten(-1, (-1, dim)).split([heads, kv, kv], dim=1)
+    exchanged = rms(k, weights[1], eps)
+    assert found[2].shape != k.shape or (found[2] - exchanged).abs().max() > 1e-3, (
+        "what comes third is k with its norm: qkv holds q, then k, then v, and so does "
+        "what you return"
+    )
     close(found[2], v.double(), 1e-6, "v has no norm")
     for name, got, part, weight in zip("qk", found, (q, k), weights, strict=False):
         whole = rms(part.flatten(1), weight.repeat(part.shape[1]), eps)

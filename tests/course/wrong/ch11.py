@@ -628,6 +628,21 @@ def bits_of_16(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
+SMALLEST_KEY = -(2**63)
+
+
+@wrong("argmax_kernel", "has to be a tl.constexpr")
+@triton.jit
+def argmax_with_a_global(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocabulary
+    logits = tl.load(logits_ptr + row * vocabulary + tokens, inside, 0.0)
+    keys = ordered(logits.to(tl.float32), tokens)
+    keys = tl.where(inside, keys, SMALLEST_KEY)
+    tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
+
+
 @wrong("argmax_kernel", "make row int64")
 @triton.jit
 def narrow_rows(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):

@@ -33,6 +33,12 @@ def swaps_the_weights(qkv, q_norm, k_norm, kv_heads, eps):
     return rms_norm(q, k_norm, eps), rms_norm(k, q_norm, eps), v
 
 
+@wrong("normed_heads", "comes third is k")
+def exchanges_keys_and_values(qkv, q_norm, k_norm, kv_heads, eps):
+    q, k, v = heads_of(qkv, kv_heads, len(q_norm))
+    return rms_norm(q, q_norm, eps), v, rms_norm(k, k_norm, eps)
+
+
 @wrong("normed_heads", "v has no norm")
 def norms_values(qkv, q_norm, k_norm, kv_heads, eps):
     q, k, v = heads_of(qkv, kv_heads, len(q_norm))
