@@ -143,6 +143,27 @@ MISTAKES = {
 }
 
 
+def changed(layer):
+    """The layer as a block sees it that leaves something out, and what that is."""
+    attn = layer.attn
+    for name, told in (
+        ("qkv_bias", "queries, keys and values have a bias, attn.qkv_bias"),
+        ("o_bias", "what attention adds has a bias, attn.o_bias"),
+    ):
+        without = replace(attn, **{name: torch.zeros_like(getattr(attn, name))})
+        yield replace(layer, attn=without), f"{told}; yours leaves it out"
+    without = replace(attn, sinks=torch.full_like(attn.sinks, -1e9))
+    yield (
+        replace(layer, attn=without),
+        "attention has sinks, attn.sinks; yours has none",
+    )
+    turned = replace(layer, attn_norm=layer.mlp_norm, mlp_norm=layer.attn_norm)
+    yield (
+        turned,
+        "attn_norm is for attention, mlp_norm for the experts; yours are swapped",
+    )
+
+
 def check_block(candidate):
     """Against float64, one head, one token and one expert at a time."""
     layer, x = make_layer(1), 3 * seeded(2, 7, HIDDEN)
@@ -169,6 +190,8 @@ def check_block(candidate):
                 "queries and keys are rotated by their positions before attention "
                 "compares them; yours aren't"
             )
+            for other, told in changed(layer):
+                assert not near(found, exact_block(exact, other, window)), told
         assert near(found, exact_block(exact, layer, window)), (
             f"with window {window} the stream isn't what a computation in float64, "
             "token by token, gives; compare your lines with the two formulas"

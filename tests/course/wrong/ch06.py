@@ -569,3 +569,31 @@ class AddsTheUpdate(Pass):
             h = self.ops.add_norm(x, None, layer.mlp_norm, eps)[1]
             x = x + layer.mlp.forward(self.ops, h, batch.num_tokens)
         return self.finish(x, None)
+
+
+@wrong("block", "attn.qkv_bias")
+def without_the_bias_of_qkv(x, layer, window, eps):
+    attn = replace(layer.attn, qkv_bias=torch.zeros_like(layer.attn.qkv_bias))
+    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
+
+
+@wrong("block", "attn.o_bias")
+def without_the_bias_of_o(x, layer, window, eps):
+    attn = replace(layer.attn, o_bias=torch.zeros_like(layer.attn.o_bias))
+    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
+
+
+@wrong("block", "attn.sinks")
+def without_sinks(x, layer, window, eps):
+    attn = replace(layer.attn, sinks=torch.full_like(layer.attn.sinks, -1e4))
+    x = x + attended(rms_norm(x, layer.attn_norm, eps), attn, window)
+    return x + experts(rms_norm(x, layer.mlp_norm, eps), layer.mlp, num_tokens(x))
+
+
+@wrong("block", "are swapped")
+def norms_swapped(x, layer, window, eps):
+    attn = layer.attn
+    x = x + attended(rms_norm(x, layer.mlp_norm, eps), attn, window)
+    return x + experts(rms_norm(x, layer.attn_norm, eps), layer.mlp, num_tokens(x))
