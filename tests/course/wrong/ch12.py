@@ -370,6 +370,12 @@ def one_tiling(tokens, experts, top_k):
     return first_row(min(pairs, experts), pairs / experts)[0]
 
 
+@wrong("tilings", "the third and the fourth")
+def gate_up_twice(tokens, experts, top_k):
+    pairs = tokens * top_k
+    return 2 * first_row(min(pairs, experts), pairs / experts)[:1]
+
+
 @wrong("read_bytes", "the whole embedding")
 def reads_the_embedding(config, tokens, context=0, *, itemsize=2):
     reads = kept_read_bytes(config, tokens, context, itemsize=itemsize)
