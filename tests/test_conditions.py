@@ -56,7 +56,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def read(source: Any, dtype: torch.dtype, device: torch.device, ops: Any) -> None:
+    def read(
+        source: Any, dtype: torch.dtype, device: torch.device, ops: Any, longest: Any
+    ) -> None:
         card.asked |= {"dtype": dtype, "ops": ops}
         raise NothingIsLoaded
 
