@@ -112,7 +112,10 @@ def test_each_has_a_gpu_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None
 ) -> None:
     """Of those that are visible, which PyTorch counts."""
-    (tmp_path / "torch.py").write_text("class cuda: device_count = lambda: 3")
+    fake = "import sys, time\nclass cuda: device_count = lambda: 3\n"
+    # An engine's process stays until its variables were read.
+    fake += "if sys.argv != ['-c']: time.sleep(60)"
+    (tmp_path / "torch.py").write_text(fake)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

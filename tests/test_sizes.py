@@ -244,14 +244,16 @@ def test_ulimit_counts() -> None:
 
 
 def test_a_cpu_s_cache_follows_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what is free; at least 256 MiB, at most what texts can take."""
+    """A quarter of what is free; at least 256 MiB, at most that and a whole text."""
     config = EngineConfig().resolved("cpu")
     each = page_bytes(GPT_OSS_20B, 16, 4)
-    for free, room in ((2 * 10**9, 5 * 10**8), (10**8, 2**28), (10**11, 25 * 10**9)):
+    whole = kv_bytes(GPT_OSS_20B, 131_072, itemsize=4) + 2**28
+    for free, room in ((2 * 10**9, 5 * 10**8), (10**8, 2**28), (10**12, whole)):
         monkeypatch.setattr(sizes, "free_bytes", lambda device, n=free: (n, 2 * n))
         assert num_pages(GPT_OSS_20B, config, 4, CPU) == room // each
-    few = replace(config, max_num_seqs=2, max_model_len=50_000)
-    room = 2 * kv_bytes(GPT_OSS_20B, 50_000, itemsize=4)
+    few = replace(config, max_model_len=5000)
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: (10**12, 10**12))
+    room = kv_bytes(GPT_OSS_20B, 5000, itemsize=4) + 2**28
     assert num_pages(GPT_OSS_20B, few, 4, CPU) == room // each
 
 

@@ -19,7 +19,7 @@ import torch
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.names import Shape, kind, tensor_shapes
 
-CPU_CACHE_BYTES = 2**28  # at least
+CPU_CACHE_BYTES = 2**28  # at least, and beside the longest text
 CPU_CACHE_SHARE = 0.25  # of the memory that is free once the model is loaded
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the model is loaded
 
@@ -152,8 +152,8 @@ def num_pages(
     """Pages for keys and values: as many as asked for, or as there is room for.
 
     ``config`` is resolved. The room is a share of what is free now; on a CPU no more
-    than the longest texts of all requests at once take. Raises ValueError if it is less
-    than a page.
+    than the longest text takes and, for the others, `CPU_CACHE_BYTES`. Raises
+    ValueError if it is less than a page.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -165,9 +165,9 @@ def num_pages(
             room = int(free - (1 - share) * total)
     if room is None:
         longest = min(model.max_position_embeddings, config.max_model_len or MAX_SIZE)
-        every = config.max_num_seqs * kv_bytes(model, longest, itemsize=itemsize)
+        wanted_room = kv_bytes(model, longest, itemsize=itemsize) + CPU_CACHE_BYTES
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
-        room = max(CPU_CACHE_BYTES, min(share, every))
+        room = max(CPU_CACHE_BYTES, min(share, wanted_room))
     each = page_bytes(model, config.page_size, itemsize)
     wanted = f"at least one page of {each} bytes"
     expect(room >= each, "the room for pages, in bytes,", room, wanted)
