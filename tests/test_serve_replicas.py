@@ -101,8 +101,10 @@ def told(client: httpx.Client, name: str) -> float:
 
 def variables_of(process: Popen[bytes]) -> dict[str, str]:
     """What a process of ours has in its environment."""
+    environment = Path(f"/proc/{process.pid}/environ")
     with process:
-        lines = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+        until(environment.read_text)  # empty until the program is there
+        lines = environment.read_text().split("\0")
         process.kill()
     return dict(line.split("=", 1) for line in lines if line)
 
