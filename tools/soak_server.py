@@ -43,7 +43,7 @@ BAD: tuple[tuple[int, str, Any], ...] = (
     (400, "/v1/completions", {"prompt": []}),
     (400, "/v1/completions", {"prompt": "x", "max_tokens": 0}),
     (400, "/v1/completions", {"prompt": "x", "temperature": "hot"}),
-    (400, "/v1/completions", {"prompt": "x", "no_such_thing": 1}),
+    (400, "/v1/completions", {"prompt": "x", "top_p": 7}),
     (400, "/v1/completions", b"{"),
     (400, "/v1/chat/completions", {"messages": [{"role": "nobody"}]}),
     (404, "/v1/completions", {"prompt": "x", "model": "another"}),
