@@ -17,22 +17,22 @@ from export import LINE_COUNT, collect, writers
 
 ROOT = Path(__file__).parents[2]
 PARTS = [
-    "The pain",
+    "Why",
     "The idea",
     "The naive version",
     "You write it",
     "The check",
-    "The ledger",
+    "Costs and limits",
     "In production",
     "Exercises",
     "What we have now",
 ]
 ROWS = ["time", "you need", "you write", "it becomes"]
-LEDGER = [
+COSTS = [
     "invariant",
     "wins",
     "loses",
-    "benchmark trap",
+    "measured wrongly",
     "measured here",
     "on an H200",
 ]
@@ -192,15 +192,15 @@ def test_every_relative_link_resolves(path: Path, text: str) -> None:
 
 
 @every_chapter
-def test_the_ledger_defines_each_technique(text: str) -> None:
+def test_the_costs_define_each_technique(text: str) -> None:
     """A name in bold, and below it a list with what there is to know of it."""
-    part = section(text, "The ledger")
+    part = section(text, "Costs and limits")
     names = re.findall(r"^\*\*([^*\n]+)\*\*$", part, re.MULTILINE)
     entries = re.split(r"^\*\*[^*\n]+\*\*$", part, flags=re.MULTILINE)[1:]
     assert names
     for name, entry in zip(names, entries, strict=True):
         items = re.findall(r"^- ([\w ]+): +\S", entry, re.MULTILINE)
-        assert items == LEDGER, name
+        assert items == COSTS, name
 
 
 @every_chapter

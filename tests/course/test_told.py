@@ -2,7 +2,7 @@
 
 Each function below writes the passages of one chapter that quote a record, with the
 record's numbers and dates in them; the chapter has to say just that. And whatever else
-a numbered chapter's ledger says of a record may hold no number.
+a numbered chapter's costs say of a record may hold no number.
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CITED = re.compile(r"`figures/[\w-]+\.json`")
-LEDGER = re.compile(r"^## The ledger$(.*?)^## ", re.MULTILINE | re.DOTALL)
+COSTS = re.compile(r"^## Costs and limits$(.*?)^## ", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^- (?:.*\n)(?:  .*\n)*", re.MULTILINE)
 # No quantities: code, dates, names such as 120b, and the chapters'.
 NAMES = re.compile(r"`[^`]*`|\d{4}-\d\d-\d\d|\b\w*[A-Za-z]\w*\b|[Cc]hapter \d+")
@@ -665,11 +665,11 @@ def test_numbers_in_the_text_are_those_of_the_records(
 
 
 def quoting() -> Iterator[tuple[str, str]]:
-    """The entries of the numbered chapters' ledgers that cite a record."""
+    """The entries of the numbered chapters' costs that cite a record."""
     for path in cells.chapter_files(ROOT / "chapters"):
         chapter = path.name.partition("-")[0]
-        (ledger,) = LEDGER.findall(cells.FENCE.sub("", text_of(chapter)))
-        for item in ITEM.findall(ledger):
+        (costs,) = COSTS.findall(cells.FENCE.sub("", text_of(chapter)))
+        for item in ITEM.findall(costs):
             if chapter.isdigit() and CITED.search(item):
                 yield chapter, one_line(item)
 
