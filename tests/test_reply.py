@@ -108,15 +108,15 @@ def test_stop_strings_do_not_depend_on_the_pieces(
     for part in parts:
         shown += side.push(part)
         so_far += part
-        if side.found:
+        if side.match:
             break
         # All but what may become a stop string is out at once.
         assert shown == so_far[: len(so_far) - longest_beginning(so_far, stops)]
-        assert shown + side.held == so_far
+        assert shown + side.pending == so_far
     else:
         shown += side.flush()
     assert shown == until_stop("".join(parts), stops)
-    assert side.held == ""
+    assert side.pending == ""
 
 
 @settings(max_examples=200, deadline=None)
@@ -163,7 +163,7 @@ def test_stop_strings_cost_a_bounded_amount_a_character(stop: str) -> None:
     text = (stop[:-1] + "c" + stop[:1000] + "a" + stop[:1000])[:6000]
     side = StopStrings([stop, stop[1:] + "z"])
     lines = lines_run(lambda: [side.push(character) for character in text])
-    assert not side.found and lines < 60 * len(text)
+    assert not side.match and lines < 60 * len(text)
 
 
 # Text

@@ -89,8 +89,8 @@ class LLM:
     @property
     def model(self) -> "Model":
         """What computes, if the engine is in this process."""
-        found: Model = self.engine.runner.model
-        return found
+        model: Model = self.engine.runner.model
+        return model
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -118,8 +118,8 @@ class LLM:
         Cancelling or dropping the future ends its requests. ``use_tqdm`` shows a bar
         that counts them.
         """
-        asked = self.input_processor.process_all(prompts, sampling_params, overrides)
-        samples = self._samples(asked)
+        requests = self.input_processor.process_all(prompts, sampling_params, overrides)
+        samples = self._samples(requests)
         return future_of(self, self._delivery, samples, outputs, show=use_tqdm)
 
     def stream(
@@ -133,8 +133,8 @@ class LLM:
         Texts are whole characters and never part of a stop string; the last output
         has the finish_reason. Closing or dropping the iterator ends the request.
         """
-        asked = self.input_processor.process(prompt, sampling_params, overrides)
-        return Stream(self, self._delivery, self._one_sample(asked))
+        request = self.input_processor.process(prompt, sampling_params, overrides)
+        return Stream(self, self._delivery, self._one_sample(request))
 
     def stream_async(
         self,
@@ -146,8 +146,8 @@ class LLM:
 
         The request starts with the iteration, its ``timeout`` with this call.
         """
-        asked = self.input_processor.process(prompt, sampling_params, overrides)
-        return AsyncStream(self, self._delivery, self._one_sample(asked))
+        request = self.input_processor.process(prompt, sampling_params, overrides)
+        return AsyncStream(self, self._delivery, self._one_sample(request))
 
     @overload
     def chat(self, messages: Messages, **options: Any) -> ChatOutput: ...
@@ -173,9 +173,9 @@ class LLM:
         self, messages: Any, *, use_tqdm: bool = False, **options: Any
     ) -> RequestFuture:
         """The future of what `chat` returns, as that of `generate`."""
-        asked = self.input_processor.process_chats(messages, options)
+        requests = self.input_processor.process_chats(messages, options)
         result = turns if is_several(messages) else turn
-        samples = self._samples(asked, chat=True)
+        samples = self._samples(requests, chat=True)
         return future_of(self, self._delivery, samples, result, show=use_tqdm)
 
     async def chat_async(self, messages: Any, **options: Any) -> Any:

@@ -180,11 +180,11 @@ def choose_operations(
         reason = f"of MXFP4 the kernels read gpt-oss alone, not {title(model)}"
     if reason is None:
         return "fused", "Triton kernels"
-    asked, wanted = config.operations, f"'auto', since {reason}"
-    expect(asked != "fused", "operations", asked, wanted)
-    wanted = "False, since PyTorch computes and promises no order of sums "
+    operations, expected = config.operations, f"'auto', since {reason}"
+    expect(operations != "fused", "operations", operations, expected)
+    expected = "False, since PyTorch computes and promises no order of sums "
     invariant = config.batch_invariant
-    expect(not invariant, "batch_invariant", invariant, f"{wanted}({reason})")
+    expect(not invariant, "batch_invariant", invariant, f"{expected}({reason})")
     few = device.type == "cpu" and dtype == torch.float32 and is_small(model)
     if few and config.operations == "auto":
         return "numpy", f"NumPy and PyTorch, since {reason}"
@@ -233,9 +233,11 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
         LOGGER.log(level, text, manager.max_tokens, min(limits))
     limits.append(manager.max_tokens)
     limits += [] if config.enable_chunked_prefill else [budget]  # one step a prompt
-    wanted = "2 or more, its answer included: more num_pages or cache_bytes, a larger "
-    wanted += "page_size or max_model_len"
-    expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), wanted)
+    expected = (
+        "2 or more, its answer included: more num_pages or cache_bytes, a larger "
+    )
+    expected += "page_size or max_model_len"
+    expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
     scheduler = Scheduler(
         manager,
         max_num_seqs=config.max_num_seqs,

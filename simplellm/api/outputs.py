@@ -108,17 +108,17 @@ class BaseReply:
     ``finish_reason`` is None until the end; what comes after it is ignored.
     """
 
-    def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer, self.params = tokenizer, asked.params
-        self.prompt_token_ids, self.prompt = list(asked.tokens), asked.text
-        self.index, self.arrival = asked.index, asked.arrival_time
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer, self.params = tokenizer, request.params
+        self.prompt_token_ids, self.prompt = list(request.tokens), request.text
+        self.index, self.arrival = request.index, request.arrival_time
         self.first_scheduled_time: float | None = None
         self.first: float | None = None
         self.finished: float | None = None
         self.cached_tokens = self.preemptions = 0
         self.reasoning_tokens = 0  # of the reasoning's text, without its markers
         self.token_ids: list[int] = []
-        scored = asked.params.logprobs is not None
+        scored = request.params.logprobs is not None
         self.logprobs: list[TokenLogprobs] | None = [] if scored else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self.finish_reason: str | None = None
@@ -134,11 +134,11 @@ class BaseReply:
         event: Event,
         count: int,
         scores: Sequence[TokenLogprobs] | None,
-        found: str | None,
+        match: str | None,
     ) -> None:
         """Take in an event, of which ``count`` tokens are part of the reply.
 
-        ``found`` is the stop string that it completed, if any.
+        ``match`` is the stop string that it completed, if any.
         """
         self.token_ids += event.tokens[:count]
         if self.logprobs is not None:
@@ -150,9 +150,9 @@ class BaseReply:
         now = event.time or time.monotonic()
         if event.tokens and self.first is None:
             self.first = now
-        self.finish_reason = event.finish_reason if found is None else "stop"
-        if found is not None:
-            self.stop_reason = found
+        self.finish_reason = event.finish_reason if match is None else "stop"
+        if match is not None:
+            self.stop_reason = match
         elif event.finish_reason == "stop" and event.tokens:
             last, ends = event.tokens[-1], self.params.stop_token_ids
             self.stop_reason = last if last in ends else None

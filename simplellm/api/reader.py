@@ -110,8 +110,8 @@ class Delivery:
         """Shut the engine down, and bring what it has told to its readers."""
         self.engine.shutdown(cancel, timeout)
         # A finalizer may run in either thread, and each of them waits for the other.
-        own = self.thread, self.engine.thread
-        if self.thread.is_alive() and threading.current_thread() not in own:
+        threads = self.thread, self.engine.thread
+        if self.thread.is_alive() and threading.current_thread() not in threads:
             self.thread.join(timeout)
 
     def _run(self) -> None:
@@ -240,8 +240,8 @@ def readers_of(
     """A reader for each sample; ``deliver`` also gets its index among all."""
     index = itertools.count()
     return [
-        [Reader(*sample, partial(deliver, next(index))) for sample in some]
-        for some in samples
+        [Reader(*sample, partial(deliver, next(index))) for sample in group]
+        for group in samples
     ]
 
 

@@ -31,20 +31,20 @@ class TextReply(BaseReply):
     there are while every thread waits.
     """
 
-    def __init__(self, asked: Request, tokenizer: Tokenizer | None) -> None:
-        super().__init__(asked, tokenizer)
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        super().__init__(request, tokenizer)
         self._texts: list[str] = []
-        self._stops = StopStrings.of(asked.params)
+        self._stops = StopStrings.of(request.params)
         self._decoder: StreamDecoder | None = None
         if tokenizer is not None:
-            skip = asked.params.skip_special_tokens
+            skip = request.params.skip_special_tokens
             self._decoder = StreamDecoder(tokenizer, skip_special=skip)
 
     def add(self, text: str, event: Event, count: int) -> RequestOutput:
         """Note that an event adds ``text`` and ``count`` of its tokens; as one part."""
         self._texts.append(text)
         scores = self.scores(event)
-        self.note(event, count, scores, self._stops.found)
+        self.note(event, count, scores, self._stops.match)
         return RequestOutput(
             text=text,
             token_ids=list(event.tokens[:count]),
@@ -67,12 +67,12 @@ class TextReply(BaseReply):
                 if hidden and number == count:
                     break  # it ends the text, and is no part of it
                 piece = self._decoder.push(token)
-                early = len(self.token_ids) + number <= self.params.min_tokens
-                text += piece if early else stops.push(piece)
-                if stops.found:
+                too_short = len(self.token_ids) + number <= self.params.min_tokens
+                text += piece if too_short else stops.push(piece)
+                if stops.match:
                     count = number
                     break
-            if event.finish_reason is not None and not stops.found:
+            if event.finish_reason is not None and not stops.match:
                 text += stops.push(self._decoder.flush()) + stops.flush()
         return [self.add(text, event, count)]
 
@@ -96,12 +96,12 @@ class ChatReply(BaseReply):
     """
 
     def __init__(
-        self, asked: Request, tokenizer: Tokenizer, parser: TurnParser | None = None
+        self, request: Request, tokenizer: Tokenizer, parser: TurnParser | None = None
     ) -> None:
-        super().__init__(asked, tokenizer)
+        super().__init__(request, tokenizer)
         self._parser = parser or HarmonyParser(tokenizer)
-        self._ended = 0  # messages
-        self._stops = StopStrings.of(asked.params)
+        self._num_messages = 0  # messages
+        self._stops = StopStrings.of(request.params)
         self._reasoning: list[str] = []
         self._content: list[str] = []
 
@@ -109,12 +109,12 @@ class ChatReply(BaseReply):
         """What ``event`` adds to the turn's messages, and where calls begin."""
         if self.finish_reason is not None:
             return []
-        shown: list[Delta] = []
+        deltas: list[Delta] = []
         scores, count = self.scores(event), len(event.tokens)
         for number, token in enumerate(event.tokens, start=1):
             message = self._parser.message
-            early = len(self.token_ids) + number <= self.params.min_tokens
-            new = self._show(self._parser.push(token), early)
+            too_short = len(self.token_ids) + number <= self.params.min_tokens
+            new = self._show(self._parser.push(token), too_short)
             if message is not self._parser.message:
                 message = None  # the token is no part of its content
             self.reasoning_tokens += message is not None and is_reasoning(message)
@@ -122,22 +122,22 @@ class ChatReply(BaseReply):
                 new = with_token(new, message, self._parser.num_calls - 1)
                 entries = (scores[number - 1],)
                 new[-1] = replace(new[-1], token_ids=(token,), logprobs=entries)
-            shown += new
-            if self._stops.found:
+            deltas += new
+            if self._stops.match:
                 count = number
                 break
-        if event.finish_reason is not None and not self._stops.found:
-            shown += self._show(self._parser.finish())
-        self.note(event, count, scores, self._stops.found)
-        if self.finish_reason == "stop" and not self._stops.found:
+        if event.finish_reason is not None and not self._stops.match:
+            deltas += self._show(self._parser.finish())
+        self.note(event, count, scores, self._stops.match)
+        if self.finish_reason == "stop" and not self._stops.match:
             calls = tool_calls(self._parser.messages)
             self.finish_reason = "tool_calls" if calls else "stop"
-        for delta in shown:
+        for delta in deltas:
             if is_reasoning(delta):
                 self._reasoning.append(delta.text)
             elif delta.call is None:
                 self._content.append(delta.text)
-        return shown
+        return deltas
 
     def output(self) -> ChatChoice:
         """All that the events so far have given."""
@@ -148,20 +148,20 @@ class ChatReply(BaseReply):
             **self.sample(),
         )
 
-    def _show(self, deltas: list[Delta], early: bool = False) -> list[Delta]:
-        """What of the parser's ``deltas`` can be shown by now; ``early``: all."""
-        shown = []
+    def _show(self, deltas: list[Delta], too_short: bool = False) -> list[Delta]:
+        """What of the parser's ``deltas`` can be shown by now; ``too_short``: all."""
+        visible = []
         for delta in deltas:
-            if delta.channel == "final" and delta.recipient is None and not early:
+            if delta.channel == "final" and delta.recipient is None and not too_short:
                 text = self._stops.push(delta.text)
                 delta = delta if text == delta.text else replace(delta, text=text)
             if delta.text or delta.call is not None:
-                shown.append(delta)
-        if len(self._parser.messages) > self._ended and not self._stops.found:
-            self._ended = len(self._parser.messages)
+                visible.append(delta)
+        if len(self._parser.messages) > self._num_messages and not self._stops.match:
+            self._num_messages = len(self._parser.messages)
             if rest := self._stops.flush():  # no stop string goes on in the next one
-                shown.append(Delta("final", None, rest))
-        return shown
+                visible.append(Delta("final", None, rest))
+        return visible
 
 
 Reply = TextReply | ChatReply

@@ -29,9 +29,9 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.stops = stops
         self.include = include  # what is found is passed on, too
-        self.found: str | None = None
-        self.held = ""
-        self._begins = [0] * len(stops)  # of each: where in `held` it may begin
+        self.match: str | None = None
+        self.pending = ""
+        self._begins = [0] * len(stops)  # of each: where in `pending` it may begin
         self._firsts = {stop[0] for stop in stops}
 
     @classmethod
@@ -41,9 +41,9 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """What of the text so far is safe to show."""
-        if not self.held and self._firsts.isdisjoint(text):
+        if not self.pending and self._firsts.isdisjoint(text):
             return text  # as almost all text is
-        text = self.held + text
+        text = self.pending + text
         begins = [
             find_beginning(text, stop, start)
             for stop, start in zip(self.stops, self._begins, strict=True)
@@ -52,16 +52,16 @@ class StopStrings:
         ends = [begin + n for begin, n in zip(begins, lengths, strict=True)]
         end, first = min(zip(ends, begins, strict=True))
         if end <= len(text):
-            self.found = text[first:end]
+            self.match = text[first:end]
             self.flush()
             return text[: end if self.include else first]
-        shown = min(begins)
-        self.held = text[shown:]
-        self._begins = [begin - shown for begin in begins]
-        return text[:shown]
+        safe = min(begins)
+        self.pending = text[safe:]
+        self._begins = [begin - safe for begin in begins]
+        return text[:safe]
 
     def flush(self) -> str:
         """What is held back, once no more text comes; then all begins anew."""
         self._begins = [0] * len(self.stops)
-        held, self.held = self.held, ""
-        return held
+        pending, self.pending = self.pending, ""
+        return pending

@@ -22,8 +22,8 @@ def distinct_experts(config: ModelConfig, tokens: int) -> float:
     A token misses an expert with probability 1 - k/E if all choices are equally
     likely, so that E * (1 - (1 - k/E) ** tokens) of them are chosen.
     """
-    experts, chosen = config.num_local_experts, config.num_experts_per_tok
-    return experts * (1 - (1 - chosen / max(1, experts)) ** tokens)
+    experts, top_k = config.num_local_experts, config.num_experts_per_tok
+    return experts * (1 - (1 - top_k / max(1, experts)) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def read_bytes(
 
     Activations and what is written are left out; both are small.
     """
-    found = weight_bytes(config, itemsize)
-    experts = found.pop("experts", 0)
-    found.pop("embedding", None)
+    parts = weight_bytes(config, itemsize)
+    experts = parts.pop("experts", 0)
+    parts.pop("embedding", None)
     rows = tokens * config.hidden_size * itemsize
     share = distinct_experts(config, tokens) / max(1, config.num_local_experts)
     return Reads(
-        dense=sum(found.values()) + rows,
+        dense=sum(parts.values()) + rows,
         experts=experts * share,
         kv=tokens * kv_bytes(config, context, itemsize=itemsize) if context else 0,
     )

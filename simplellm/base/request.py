@@ -77,9 +77,9 @@ class Request:
         self.num_prompt = len(self.tokens)
         # Those of the prompt's tokens so far, if they are asked for, and until an event
         # has them. Nothing comes before the first one. All samples take the first's.
-        asked = self.params.prompt_logprobs is not None and self.index == 0
+        scored = self.params.prompt_logprobs is not None and self.index == 0
         self.prompt_logprobs: list[TokenLogprobs | None] | None
-        self.prompt_logprobs = [None] if asked else None
+        self.prompt_logprobs = [None] if scored else None
 
     @property
     def seed(self) -> int:

@@ -247,18 +247,22 @@ class Checkpoint:
             form = self.config.formats.get(ours)
             for number, (name, shape) in enumerate(parts.items()):
                 info = self._infos[name]
-                found, wanted = short(list(info.shape)), list(shape)
+                actual, expected = short(list(info.shape)), list(shape)
                 scales = form is not None and number % len(form.kinds) == 1
                 same = same_scales if scales else tuple.__eq__
                 if not same(info.shape, shape):
-                    raise ValueError(f"{name!r} has shape {found}; expected {wanted}")
+                    raise ValueError(
+                        f"{name!r} has shape {actual}; expected {expected}"
+                    )
                 kinds = form.kinds[number % len(form.kinds)] if form else FLOATS
-                known = ", ".join(kinds)
-                expect(info.dtype in kinds, repr(name), info.dtype, known)
+                allowed = ", ".join(kinds)
+                expect(info.dtype in kinds, repr(name), info.dtype, allowed)
                 if name.endswith("_shape"):  # that of numbers packed into words
-                    said = tensor_view(self._shards[info.file], info).tolist()
+                    stored = tensor_view(self._shards[info.file], info).tolist()
                     columns = self._shapes[ours][-1]
-                    expect(said[-1] == columns, repr(name), said, f"{columns} columns")
+                    expect(
+                        stored[-1] == columns, repr(name), stored, f"{columns} columns"
+                    )
 
 
 def read_headers(
@@ -313,10 +317,10 @@ def why_no_shards(folder: Path) -> str:
         return f"is one of the {pickles}; expected a folder with *.safetensors"
     if folder.is_file():
         return "is a file; expected the folder that holds it, or a *.gguf file"
-    if held := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
-        return f"holds only {pickles} ({some(held)}); expected *.safetensors"
-    if held := [file.name for file in folder.glob("*.gguf")]:
-        return f"holds GGUF files ({some(held)}); expected the first one itself"
+    if names := [file.name for file in folder.iterdir() if file.suffix in PICKLES]:
+        return f"holds only {pickles} ({some(names)}); expected *.safetensors"
+    if names := [file.name for file in folder.glob("*.gguf")]:
+        return f"holds GGUF files ({some(names)}); expected the first one itself"
     return "is not a checkpoint; expected config.json and *.safetensors"
 
 
@@ -328,8 +332,8 @@ def indexed_shards(folder: Path) -> tuple[list[Path], dict[str, str]]:
             "has no weight_map; expected an object that maps tensor names to files"
         )
     for file in index.values():
-        named = isinstance(file, str) and Path(file).suffix == ".safetensors"
-        expect(named, "a tensor's file", file, "the name of a .safetensors file")
+        is_shard = isinstance(file, str) and Path(file).suffix == ".safetensors"
+        expect(is_shard, "a tensor's file", file, "the name of a .safetensors file")
     shards = sorted({*index.values()})
     for file in shards:
         if file != Path(file).name or not (folder / file).is_file():
@@ -358,7 +362,7 @@ class Upload:
         self.buffers = [
             torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
         ]
-        self.sent = [torch.cuda.Event() for _ in range(2)]
+        self.events = [torch.cuda.Event() for _ in range(2)]
         self.turn = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -368,12 +372,14 @@ class Upload:
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         source, target = (t.reshape(-1).view(torch.uint8) for t in (tensor, out))
         size = len(self.buffers[0])
-        for part, place in zip(source.split(size), target.split(size), strict=True):
-            buffer, sent = self.buffers[self.turn][: len(part)], self.sent[self.turn]
-            sent.synchronize()  # what the buffer held before has arrived
+        for part, destination in zip(
+            source.split(size), target.split(size), strict=True
+        ):
+            buffer, event = self.buffers[self.turn][: len(part)], self.events[self.turn]
+            event.synchronize()  # what the buffer held before has arrived
             buffer.copy_(part)
-            place.copy_(buffer, non_blocking=True)
-            sent.record(torch.cuda.current_stream(self.device))
+            destination.copy_(buffer, non_blocking=True)
+            event.record(torch.cuda.current_stream(self.device))
             self.turn ^= 1
         return out
 
@@ -461,11 +467,11 @@ def open_weights(
     if random_weights:
         config = open_config(path, random_weights)
         return RandomCheckpoint(config, dtype=dtype, device=device, seed=seed or 0)
-    wanted = "None without random_weights. The seed for drawing tokens is one of "
-    expect(seed is None, "seed", seed, wanted + "SamplingParams")
-    place = check_downloaded(path)
-    if is_gguf(place):
+    expected = "None without random_weights. The seed for drawing tokens is one of "
+    expect(seed is None, "seed", seed, expected + "SamplingParams")
+    location = check_downloaded(path)
+    if is_gguf(location):
         from simplellm.checkpoint.gguf.source import GGUFCheckpoint
 
-        return GGUFCheckpoint(place, dtype, device)
-    return Checkpoint(place)
+        return GGUFCheckpoint(location, dtype, device)
+    return Checkpoint(location)

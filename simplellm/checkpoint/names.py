@@ -130,16 +130,16 @@ def tensor_names(config: ModelConfig) -> dict[str, Name]:
         name for name in config.names if not name.needs or getattr(config, name.needs)
     ]
     names: list[Name] = []
-    for repeated, some in groupby(table, key=lambda name: "{n}" in name.ours):
-        rows = list(some)
+    for repeated, group in groupby(table, key=lambda name: "{n}" in name.ours):
+        rows = list(group)
         for n in range(config.num_hidden_layers) if repeated else [0]:
             sparse = config.num_local_experts > 0 and n not in config.dense_layers
             names += (row.at(n) for row in rows if is_in(row, sparse))
-    found = {name.ours: name for name in names}
+    by_name = {name.ours: name for name in names}
     if config.tie_word_embeddings:  # stored once, under the embedding's name
-        embedding, head = found["embed_tokens.weight"], found["lm_head.weight"]
-        found[head.ours] = embedding._replace(ours=head.ours, split=head.split)
-    return found
+        embedding, head = by_name["embed_tokens.weight"], by_name["lm_head.weight"]
+        by_name[head.ours] = embedding._replace(ours=head.ours, split=head.split)
+    return by_name
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:

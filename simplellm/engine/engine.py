@@ -80,12 +80,12 @@ class Engine(EngineBase):
                 new = self.scheduler.commit(scheduled, output.tokens)
                 self.meter.step(new, now)
             for request, first, entries in output.prompts:
-                if (known := request.prompt_logprobs) is not None:
-                    known += entries[len(known) - first :]  # some may come again
+                if (so_far := request.prompt_logprobs) is not None:
+                    so_far += entries[len(so_far) - first :]  # some may come again
             sampling = [chunk.request.number for chunk in scheduled if chunk.samples]
-            found = dict(zip(sampling, output.logprobs, strict=True))
+            logprobs = dict(zip(sampling, output.logprobs, strict=True))
             for request, kept in new:
-                self.emit(request, kept, found[request.number], now)
+                self.emit(request, kept, logprobs[request.number], now)
 
     def emit(
         self,
@@ -134,10 +134,10 @@ class Engine(EngineBase):
             for chunk in blamed:
                 why = failure("the step of this request failed", error)
                 self.end(chunk.request, "error", why)
-            for some in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
+            for group in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
                 # Some have ended, if not now, then with a flight.
-                if left := [w for w in some if w.request.finish_reason is None]:
-                    self.launch(left)
+                if remaining := [w for w in group if w.request.finish_reason is None]:
+                    self.launch(remaining)
                     self.collect(self.depth)
             return
         with self.lock:
@@ -255,9 +255,9 @@ class Engine(EngineBase):
                 for request in requests.values():
                     self.end(request, "abort")
                 return False
-            left = None if idle else self.timer.remaining(time.monotonic())
+            timeout = None if idle else self.timer.remaining(time.monotonic())
             try:
-                abort = self.inbox.get(timeout=left)
+                abort = self.inbox.get(timeout=timeout)
             except queue.Empty:
                 return True
             if abort is not None:

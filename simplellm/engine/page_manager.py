@@ -59,8 +59,8 @@ class PageManager:
     ) -> None:
         least = 1 if window is None else 2
         name = f"the number of pages of {page_size} tokens"
-        wanted = f"at least {least}: more cache_bytes or num_pages, or a smaller "
-        expect(num_pages >= least, name, num_pages, wanted + "page_size")
+        expected = f"at least {least}: more cache_bytes or num_pages, or a smaller "
+        expect(num_pages >= least, name, num_pages, expected + "page_size")
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows = (None,) if window is None else (None, window)
@@ -207,8 +207,8 @@ class PageManager:
                 break
             page_hashes.append(digest)
             for group in range(len(runs)):
-                known = (group, digest) in self.page_of
-                runs[group] = runs[group] + 1 if known else 0
+                is_cached = (group, digest) in self.page_of
+                runs[group] = runs[group] + 1 if is_cached else 0
             if all(
                 run >= len(page_hashes) - self._first_page(end, window)
                 for run, window in zip(runs, self.windows, strict=True)

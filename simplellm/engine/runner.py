@@ -121,9 +121,9 @@ class Runner:
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
         ]
-        found = capture(padding, shapes)
-        self.captured = [graph for graph in found if not graph.shape.chunks]
-        self.mixed = [graph for graph in found if graph.shape.chunks]
+        graphs = capture(padding, shapes)
+        self.captured = [graph for graph in graphs if not graph.shape.chunks]
+        self.mixed = [graph for graph in graphs if graph.shape.chunks]
 
     def _graph(self, scheduled: Sequence[ScheduledChunk]) -> Captured | None:
         """The graph for a step that is nothing but decodes, if there is one."""
@@ -171,7 +171,7 @@ class Runner:
         self._fill(self.view(staging.numpy(), *shape), scheduled, decodes)
         size = Batch.size(*shape[:3], len(self.pool.windows))
         self.inputs[:size].copy_(staging[:size], non_blocking=True)
-        self.previous = {r.number: place for place, r in enumerate(sampling)}
+        self.previous = {r.number: row for row, r in enumerate(sampling)}
         self.scores = []
         batch, hidden = self.view(self.inputs, *shape), self.hidden
         if graph is not None:
@@ -185,8 +185,8 @@ class Runner:
     def _head(self, batch: Batch, hidden: Tensor, count: int) -> None:
         """Logits and likeliest tokens of the first ``count`` samples of a step."""
         if count:
-            some = count < len(batch.tokens)
-            last = hidden[batch.samples[:count]] if some else hidden
+            fewer = count < len(batch.tokens)
+            last = hidden[batch.samples[:count]] if fewer else hidden
             self.output[:count] = self.model.head(last, self.logits[:count])
 
     def _replayed(self, batch: Batch, shape: CaptureShape) -> None:
@@ -222,8 +222,8 @@ class Runner:
                 tokens[-1] = -1 - self.previous[request.number]
             positions += range(start, start + length)
             table = self.manager.tables[request.number]
-            held = zip(batch.groups, table.groups, table.first, strict=True)
-            for group, pages, first in held:
+            tables = zip(batch.groups, table.groups, table.first, strict=True)
+            for group, pages, first in tables:
                 live = np.frombuffer(pages, dtype=np.int32)[first:]
                 group.tables[row, : len(live)] = live
                 group.offsets[row] = first * page_size
@@ -237,9 +237,9 @@ class Runner:
         batch.samples[: len(samples)] = samples
         owners = np.repeat(rows, counts)
         for group in batch.groups:
-            place = batch.positions[:count] - group.offsets[owners]
-            pages = group.tables[owners, place // page_size]
-            group.slots[:count] = pages * page_size + place % page_size
+            index = batch.positions[:count] - group.offsets[owners]
+            pages = group.tables[owners, index // page_size]
+            group.slots[:count] = pages * page_size + index % page_size
 
     def _pages(self, scheduled: Sequence[ScheduledChunk]) -> int:
         """Columns of a step's block tables."""
@@ -294,12 +294,12 @@ class Runner:
         host_output = self.host_output[self.turn][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
         logprobs = [*map(fetch, sampled.scores)]
-        whole = [*map(fetch, sampled.whole)]
+        full = [*map(fetch, sampled.full)]
         scores = [p._replace(scores=[*map(fetch, p.scores)]) for p in self.scores]
         arrived = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrived:
             arrived.record()
-        wanted = [request.params.logprobs for request in requests]
+        counts = [request.params.logprobs for request in requests]
         forced = [request.forced for request in requests]
 
         def wait() -> StepOutput:
@@ -307,9 +307,9 @@ class Runner:
             if arrived:
                 arrived.synchronize()
             tokens = host_output.tolist()
-            found = token_logprobs(wanted, tokens, logprobs, whole)
+            scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-            return StepOutput(new, found, prompts, late)
+            return StepOutput(new, scored, prompts, late)
 
         return wait

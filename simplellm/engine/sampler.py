@@ -32,8 +32,8 @@ class SamplingTensors:
     filters: Filters | None
     bias: tuple[Tensor, Tensor, Tensor] | None  # rows, token ids, values
     random: bool
-    logprobs: int | None  # the most that any row asks for, but for those of `whole`
-    whole: Tensor | None  # rows that ask for the logprobs of the vocabulary, int64
+    logprobs: int | None  # the most that any row asks for, but for those of `full_rows`
+    full_rows: Tensor | None  # rows that ask for the logprobs of the vocabulary, int64
 
     @classmethod
     def of(
@@ -61,16 +61,16 @@ class SamplingTensors:
                 upload(tokens, torch.int64, device),
                 upload(values, torch.float32, device),
             )
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
-        whole = [row for row, p in enumerate(params) if p.logprobs == -1]
+        counts = [p.logprobs for p in params if p.logprobs is not None]
+        full_rows = [row for row, p in enumerate(params) if p.logprobs == -1]
         return cls(
             seeds=upload(seeds, torch.int64, device),
             temperature=upload([p.temperature for p in params], torch.float32, device),
             filters=Filters.of(params, vocab_size, device),
             bias=bias,
             random=any(p.temperature > 0 for p in params),
-            logprobs=max(0, *wanted) if wanted else None,
-            whole=upload(whole, torch.int64, device) if whole else None,
+            logprobs=max(0, *counts) if counts else None,
+            full_rows=upload(full_rows, torch.int64, device) if full_rows else None,
         )
 
 
@@ -80,7 +80,7 @@ class Sampled:
 
     tokens: Tensor  # int32 [B]
     scores: Sequence[Tensor] = ()  # what `score` tells of the tokens
-    whole: Sequence[Tensor] = ()  # ids and logprobs [W, V] of W rows that want them all
+    full: Sequence[Tensor] = ()  # ids and logprobs [W, V] of W rows that want them all
 
 
 def change(
@@ -122,16 +122,16 @@ def sample(
     scores = change(logits, columns, ops, counts, mask)
     if scores is not logits:
         best = scores.argmax(dim=-1).int()
-    chosen = best
+    tokens = best
     if columns.random:
         how = columns.temperature, columns.seeds, steps, columns.filters
-        chosen = ops.draw(scores, best, *how)
+        tokens = ops.draw(scores, best, *how)
     if counts is not None:
-        counts.add(chosen)
+        counts.add(tokens)
     if columns.logprobs is None:
-        return Sampled(chosen)
-    scored = score(logits, chosen, columns.logprobs)
-    whole: Sequence[Tensor] = ()
-    if (rows := columns.whole) is not None:
-        whole = score(logits[rows], chosen[rows], logits.shape[1])[2:]
-    return Sampled(chosen, scored, whole)
+        return Sampled(tokens)
+    scored = score(logits, tokens, columns.logprobs)
+    full: Sequence[Tensor] = ()
+    if (rows := columns.full_rows) is not None:
+        full = score(logits[rows], tokens[rows], logits.shape[1])[2:]
+    return Sampled(tokens, scored, full)

@@ -37,10 +37,10 @@ PREFILL_BESIDE_DECODES = 704
 def discard(queue: list[Request], request: Request) -> bool:
     """Take ``request`` out of a queue sorted by rank; False if it is not in it."""
     index = bisect_left(queue, request.rank, key=by_rank)
-    found = index < len(queue) and queue[index] is request
-    if found:
+    queued = index < len(queue) and queue[index] is request
+    if queued:
         del queue[index]
-    return found
+    return queued
 
 
 @dataclass(eq=False)
@@ -76,12 +76,12 @@ class Scheduler:
 
     def _num_new_tokens(self, request: Request, budget: int) -> int:
         """How many tokens of ``request`` to compute in this step."""
-        wanted = request.missing
-        if request.siblings and wanted > 1:
-            wanted -= 1  # each sample computes the prompt's last token
+        missing = request.missing
+        if request.siblings and missing > 1:
+            missing -= 1  # each sample computes the prompt's last token
         if self.prefill_chunk is None:
-            return wanted if wanted <= budget else 0
-        most = min(wanted, self.prefill_chunk, budget)
+            return missing if missing <= budget else 0
+        most = min(missing, self.prefill_chunk, budget)
         # Decodes wait for the prompts. But the longer the line, the more of them: they
         # cost less a token.
         room = len(self.running) + PREFILL_BESIDE_DECODES * (1 + len(self.waiting) // 2)
@@ -130,8 +130,8 @@ class Scheduler:
                 request.finish_reason = "abort"
                 if self.requests.pop(request.number, None) is not None:
                     discard(self.waiting, request)
-        left = self.requests
-        self.deadlines = [entry for entry in self.deadlines if entry[1] in left]
+        remaining = self.requests
+        self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, wherever it is, and give back its room; once only."""
@@ -213,8 +213,8 @@ class Scheduler:
             if self.running and refused == request.number and spare <= room:
                 return  # as little room as the last time
             # Logprobs of a prompt need its computation: of it, nothing is looked up.
-            known = request.tokens if request.prompt_logprobs is None else [0]
-            request.num_computed_tokens = self.manager.add(request.number, known)
+            tokens = request.tokens if request.prompt_logprobs is None else [0]
+            request.num_computed_tokens = self.manager.add(request.number, tokens)
             length = self._num_new_tokens(request, budget)
             fits = promised + request.missing <= self.manager.free_tokens
             fits = fits or not self.running  # alone, it may use all there is
@@ -312,12 +312,12 @@ class Scheduler:
         """
         sampling = [chunk for chunk in scheduled if chunk.samples]
         new = []
-        for (request, start, length, _), found in zip(sampling, tokens, strict=True):
+        for (request, start, length, _), sampled in zip(sampling, tokens, strict=True):
             if request.finish_reason is not None:
                 continue
             first = start + length
-            reason, kept = self._keep(request, first, found)
-            request.tokens[first : first + len(found)] = kept
+            reason, kept = self._keep(request, first, sampled)
+            request.tokens[first : first + len(sampled)] = kept
             new.append((request, kept))
             if reason is not None:
                 self.finish(request, reason)

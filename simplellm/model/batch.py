@@ -79,13 +79,13 @@ class Batch:
         page_size: int,
     ) -> "Batch":
         """The views of ``flat``, an int32 array or tensor, that make up a step."""
-        place = 0
+        offset = 0
 
         def take(*shape: int) -> Any:
-            nonlocal place
+            nonlocal offset
             count = math.prod(shape)
-            place += count
-            return flat[place - count : place].reshape(shape)
+            offset += count
+            return flat[offset - count : offset].reshape(shape)
 
         ids, positions = take(tokens), take(tokens)
         lengths, queries = take(sequences), take(sequences + 1)

@@ -107,19 +107,19 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
     """A model of the weights that ``take`` delivers, as ``ops`` wants them."""
     names = tensor_names(config)
 
-    def given(name: str) -> Any:
+    def optional(name: str) -> Any:
         return take(name) if name in names else None
 
     embed_tokens, positions = (
         take("embed_tokens.weight"),
-        given("embed_positions.weight"),
+        optional("embed_positions.weight"),
     )
     post = None
     layers = []
     for index, (cos, sin) in enumerate(layer_rotations(config, embed_tokens.device)):
 
         def part(name: str, layer: str = f"layers.{index}") -> Any:
-            return given(f"{layer}.{name}")
+            return optional(f"{layer}.{name}")
 
         attn_norm = take_norm(part, "attn_norm", post)
         attn = Attention(
@@ -145,7 +145,7 @@ def build(config: ModelConfig, take: Take, ops: Ops) -> Model:
         ops,
         embed_tokens=embed_tokens,
         layers=layers,
-        norm=take_norm(given, "norm", post),
+        norm=take_norm(optional, "norm", post),
         lm_head=embed_tokens if tied else take("lm_head.weight"),
         embed_transform=embed_transform(config, embed_tokens.dtype, positions),
     )

@@ -50,13 +50,13 @@ def plan_gathers(
     if window is not None:
         oldest = np.maximum(ends + 1 - window, 0)
     counts = (ends + 1 - oldest)[:, 0]
-    reads = []
+    plans = []
     for rows in bucket_by_length(counts):
         positions = oldest[rows] + np.arange(counts[rows].max())
         masked = positions > ends[rows]
         # What is masked gets weight 0 and must be a number: the row's newest.
-        places = np.minimum(positions, ends[rows]) - firsts[rows]
-        pages = pages_of[rows[:, None], places // page_size]
-        slots = pages * page_size + places % page_size
-        reads.append(GatherPlan(rows, slots, masked if masked.any() else None))
-    return reads
+        indices = np.minimum(positions, ends[rows]) - firsts[rows]
+        pages = pages_of[rows[:, None], indices // page_size]
+        slots = pages * page_size + indices % page_size
+        plans.append(GatherPlan(rows, slots, masked if masked.any() else None))
+    return plans

@@ -32,12 +32,12 @@ class KVPool:
         layers = range(config.num_hidden_layers)
         self.groups = [self.windows.index(config.window(layer)) for layer in layers]
         # Of each layer, how many layers of its group come before it.
-        places = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
+        indices = [self.groups[:n].count(group) for n, group in enumerate(self.groups)]
         heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, 1 + max(places), num_pages, page_size, heads, dim)
+        shape = (2, 1 + max(indices), num_pages, page_size, heads, dim)
         self.memory = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys = [self.memory[0, place] for place in places]
-        self.values = [self.memory[1, place] for place in places]
+        self.keys = [self.memory[0, index] for index in indices]
+        self.values = [self.memory[1, index] for index in indices]
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (from, to) in this order."""

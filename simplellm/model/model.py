@@ -81,9 +81,9 @@ class Model:
         count, windows = len(tokens), self.config.windows
         pages = -(-count // PAGE)  # for each of the windows
         num_pages = pages * len(windows)
-        needed = num_pages * page_bytes(self.config, PAGE, self.dtype.itemsize)
-        needed += 4 * count * self.config.vocab_size
-        check_room(self.device, needed, f"the logits of {count} tokens")
+        nbytes = num_pages * page_bytes(self.config, PAGE, self.dtype.itemsize)
+        nbytes += 4 * count * self.config.vocab_size
+        check_room(self.device, nbytes, f"the logits of {count} tokens")
         pool = KVPool(self.config, num_pages, PAGE, self.dtype, self.device)
         logits = torch.empty(count, self.config.vocab_size, device=self.device)
         previous = torch.zeros(1, dtype=torch.int32, device=self.device)

@@ -59,8 +59,8 @@ def route(
     to 1, and what the other experts scored does not matter.
     """
     logits = functional.linear(x, weight, bias)  # [T, E]
-    chosen, expert_ids = logits.topk(top_k, dim=-1)  # [T, k]
-    return expert_ids, chosen.softmax(dim=-1)
+    top_logits, expert_ids = logits.topk(top_k, dim=-1)  # [T, k]
+    return expert_ids, top_logits.softmax(dim=-1)
 
 
 def swiglu(gate_up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -97,10 +97,10 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     # The T*k (token, choice) pairs, sorted by expert; a pair's token is pair // k.
     pairs = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount().tolist()
-    for expert, chosen in enumerate(pairs.split(counts)):
-        if len(chosen) == 0:
+    for expert, pair_ids in enumerate(pairs.split(counts)):
+        if len(pair_ids) == 0:
             continue
-        tokens = chosen // mlp.top_k  # [n], each at most once
+        tokens = pair_ids // mlp.top_k  # [n], each at most once
         first_bias, second_bias = (
             None if bias is None else bias[expert]
             for bias in (mlp.gate_up_bias, mlp.down_bias)
@@ -108,7 +108,7 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
         gate_up = linear(x[tokens], mlp.gate_up[expert], first_bias)
         hidden = activated(gate_up, mlp)  # [n, I]
         y = linear(hidden, mlp.down[expert], second_bias)
-        out.index_add_(0, tokens, y * scores.flatten()[chosen, None])
+        out.index_add_(0, tokens, y * scores.flatten()[pair_ids, None])
     return out
 
 
@@ -209,8 +209,8 @@ def embed(tokens: Tensor, previous: Tensor, table: Tensor) -> Tensor:
 
     A token -1 - i stands for ``previous[i]``, int32, which the step before has sampled.
     """
-    known = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
-    return functional.embedding(known, table)
+    ids = torch.where(tokens < 0, previous[(-1 - tokens).clamp(min=0)], tokens)
+    return functional.embedding(ids, table)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -275,8 +275,8 @@ def rope_and_cache(
 def gather(x: Tensor, pages: Tensor) -> Tensor:
     """x [num_pages, page_size, K, D], pages [..., P] -> [..., P*page_size, K, D]."""
     # index_select copies whole pages; indexing with a tensor is three times as slow.
-    found = x.index_select(0, pages.flatten())
-    return found.view(*pages.shape[:-1], -1, *x.shape[2:])
+    flat = x.index_select(0, pages.flatten())
+    return flat.view(*pages.shape[:-1], -1, *x.shape[2:])
 
 
 def attend_decodes(
@@ -295,8 +295,8 @@ def attend_decodes(
         if masked is not None:
             mask = torch.from_numpy(~masked).to(q.device)
         k, v = (x.flatten(0, 1)[where] for x in (keys, values))  # [n, S, K, D]
-        found = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
-        out[which] = found[:, 0]
+        output = masked_attention(q[which, None], k, v, mask[:, None], sinks, scale)
+        out[which] = output[:, 0]
 
 
 def attend_chunks(
@@ -321,8 +321,8 @@ def attend_chunks(
         start = lowest - int(group.offsets[row])
         first, stop = start // size, -(-(start + length - lowest) // size)
         pages = group.tables[row, first:stop]
-        wanted = slice(start - first * size, start - first * size + length - lowest)
-        k, v = (gather(x, pages)[wanted] for x in (keys, values))
+        span = slice(start - first * size, start - first * size + length - lowest)
+        k, v = (gather(x, pages)[span] for x in (keys, values))
         out[begin:end] = attention(q[begin:end], k, v, sinks, window=group.window)
 
 
@@ -367,8 +367,8 @@ def draw(
     scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
     if filters is not None:
         scores = filter_tokens(scores, filters.top_k, filters.top_p, filters.min_p)
-    drawn = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()
-    return torch.where(temperature > 0, drawn, best)
+    sampled = (scores + gumbel_noise(seeds, steps, logits.shape[1])).argmax(-1).int()
+    return torch.where(temperature > 0, sampled, best)
 
 
 @dataclass(frozen=True)

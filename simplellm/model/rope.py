@@ -49,8 +49,8 @@ def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return torch.zeros(dim // 2), 1.0
     if scaling is None or scaling.rope_type == "yarn":
         frequencies, factor = yarn_frequencies(config)
-        given = scaling and scaling.attention_factor
-        return frequencies, given or factor
+        attention_factor = scaling and scaling.attention_factor
+        return frequencies, attention_factor or factor
     plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
     if scaling.rope_type == "longrope":
         length = scaling.original_max_position_embeddings

@@ -38,7 +38,7 @@ def check_tokens(tokens: Tensor, config: ModelConfig) -> None:
     shape, limit = list(tokens.shape), config.max_position_embeddings
     right = len(shape) == 1 and 0 < shape[0] <= limit
     expect(right, "token_ids' shape", shape, f"[T], T from 1 to {limit}")
-    whole, most = tokens.dtype in (torch.int64, torch.int32), config.vocab_size - 1
-    expect(whole, "token_ids' dtype", tokens.dtype, "integers", TypeError)
+    integers, most = tokens.dtype in (torch.int64, torch.int32), config.vocab_size - 1
+    expect(integers, "token_ids' dtype", tokens.dtype, "integers", TypeError)
     low, high = (int(value) for value in tokens.aminmax())
     expect(low >= 0 and high <= most, "token_ids' range", [low, high], f"0 to {most}")

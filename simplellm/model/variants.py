@@ -30,8 +30,8 @@ def route_among_all(
 ) -> tuple[Tensor, Tensor]:
     """`model.ops.route`, but each weight is a share among all of the experts."""
     shares = functional.linear(x, weight, bias).softmax(dim=-1)  # [T, E]
-    chosen, expert_ids = shares.topk(top_k, dim=-1)  # [T, k]
-    return expert_ids, chosen
+    top_shares, expert_ids = shares.topk(top_k, dim=-1)  # [T, k]
+    return expert_ids, top_shares
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -85,9 +85,9 @@ class Mask:
 
 def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
     """Scores [B, V] with -inf for what the mask of a row does not allow."""
-    places = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
+    bit_values = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
     # By bytes: a number for each bit takes a quarter of the memory.
-    ruled_out = (mask.bits.view(torch.uint8)[:, :, None] & places) == 0
-    left = scores[mask.rows]
-    left.masked_fill_(ruled_out.flatten(1)[:, : scores.shape[1]], -torch.inf)
-    return scores.index_copy(0, mask.rows, left)
+    ruled_out = (mask.bits.view(torch.uint8)[:, :, None] & bit_values) == 0
+    masked = scores[mask.rows]
+    masked.masked_fill_(ruled_out.flatten(1)[:, : scores.shape[1]], -torch.inf)
+    return scores.index_copy(0, mask.rows, masked)

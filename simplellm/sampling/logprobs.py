@@ -80,22 +80,22 @@ def score_rows(
 
 
 def token_logprobs(
-    wanted: Sequence[int | None],
+    counts: Sequence[int | None],
     tokens: Sequence[int],
     scores: Sequence[Tensor],
-    whole: Sequence[Tensor],
+    full: Sequence[Tensor],
 ) -> list[list[TokenLogprobs] | None]:
     """Each row's log-probabilities, as many as its request asked for.
 
-    ``scores``, on the host, are those of `score`, or nothing if no row asked. ``whole``
+    ``scores``, on the host, are those of `score`, or nothing if no row asked. ``full``
     has the ids and the values of the rows that asked for the vocabulary.
     """
     found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
     if not scores:
         return found
     chosen, ranks, ids, values = (column.tolist() for column in scores)
-    rest = zip(*(column.tolist() for column in whole), strict=True)
-    for row, count in enumerate(wanted):
+    rest = zip(*(column.tolist() for column in full), strict=True)
+    for row, count in enumerate(counts):
         if count is not None:
             some = ids[row][:count], values[row][:count]
             top = tuple(zip(*(next(rest) if count < 0 else some), strict=True))

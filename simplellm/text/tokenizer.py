@@ -183,8 +183,8 @@ def printed_bytes() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable}
-    return found | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    bytes_of = {chr(byte): byte for byte in printable}
+    return bytes_of | {chr(0x100 + number): byte for number, byte in enumerate(others)}
 
 
 class StreamDecoder:
@@ -197,16 +197,16 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
         self._bytes = partial(tokenizer.token_bytes, skip_special=skip_special)
-        self._rest = b""  # up to three bytes of a character
+        self._pending = b""  # up to three bytes of a character
 
     def flush(self) -> str:
         """At the end: U+FFFD for a character whose last bytes never came, or ""."""
-        rest, self._rest = self._rest, b""
-        return rest.decode(errors="replace")
+        pending, self._pending = self._pending, b""
+        return pending.decode(errors="replace")
 
     def push(self, id: int) -> str:
         """The characters that token ``id`` completes."""
-        found = self._rest + self._bytes(id)
-        text, used = codecs.utf_8_decode(found, "replace")
-        self._rest = found[used:]
+        data = self._pending + self._bytes(id)
+        text, used = codecs.utf_8_decode(data, "replace")
+        self._pending = data[used:]
         return text

@@ -122,7 +122,7 @@ def check_StreamDecoder_push(StreamDecoder):
                 f"least {least!r}, and all of it is {whole!r}"
             )
         assert shown + rest == whole, (
-            f"flush returns what push has left in self._rest: {data!r} is {whole!r} "
+            f"flush returns what push has left in self._pending: {data!r} is {whole!r} "
             f"in all, not {shown + rest!r}"
         )
     end = tokenizer.special["<|end|>"]

@@ -28,8 +28,8 @@ def attend(
     if decodes:
         decode_attention(q, keys, values, group, sinks, out, scratch)
     if decodes < q.shape[0]:
-        rest = group.chunks if decodes else group
+        chunks = group.chunks if decodes else group
         prefill_attention(
-            q, keys, values, rest, sinks, out, batch_invariant=batch_invariant
+            q, keys, values, chunks, sinks, out, batch_invariant=batch_invariant
         )
     return out

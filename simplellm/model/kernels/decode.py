@@ -158,7 +158,7 @@ def store_result(
     out_ptr,
     parts_ptr,
     sums_ptr,
-    place,  # [ROWS, DIMS], in the output
+    offsets,  # [ROWS, DIMS], in the output
     part,  # the part's number
     group,  # [ROWS], query heads of the kv head
     cell,  # [ROWS, DIMS]
@@ -170,7 +170,7 @@ def store_result(
     # Without keys there is the sink alone, or nothing at all.
     mean = acc / tl.where(total > 0, total, 1.0)[:, None]
     if is_only:
-        tl.store(out_ptr + place, mean.to(out_ptr.dtype.element_ty), mask=cell)
+        tl.store(out_ptr + offsets, mean.to(out_ptr.dtype.element_ty), mask=cell)
     else:
         mine = part * G + group
         d = tl.arange(0, DIMS)
@@ -287,10 +287,10 @@ def decode_kernel(
     table_ptr = tables_ptr + row * stride_table
     rows = find_rows(table_ptr, start + n, stop, stride_page, K * D, PAGE)
     # The sinks are counted once, in the first split.
-    counted = group < tl.where(split == 0, G, 0)
-    top, total, acc = init_acc(sinks_ptr, heads, counted, DIMS, HAS_SINKS)
-    place = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
-    q_ptr += place
+    valid = group < tl.where(split == 0, G, 0)
+    top, total, acc = init_acc(sinks_ptr, heads, valid, DIMS, HAS_SINKS)
+    offsets = row * (K * G * D) + (heads * D)[:, None] + d[None, :]
+    q_ptr += offsets
     keys_ptr += head * D
     values_ptr += head * D
     if EARLY:
@@ -321,7 +321,7 @@ def decode_kernel(
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     store_result(
         *(acc, top, total, used == 1, out_ptr, parts_ptr, sums_ptr),
-        *(place, (row * K + head) * splits + split, group, cell, G, D, DIMS),
+        *(offsets, (row * K + head) * splits + split, group, cell, G, D, DIMS),
     )
 
 
@@ -395,14 +395,14 @@ def decode_plan(
     heads: int,
     kv_heads: int,
     dim: int,
-    places: int,
+    capacity: int,
     page_size: int,
     window: int | None,
     has_sinks: bool,
 ) -> DecodePlan:
-    """For ``batch`` sequences whose tables have room for ``places`` places."""
+    """For ``batch`` sequences whose tables have room for ``capacity`` places."""
     group, dims = heads // kv_heads, padded(dim)
-    longest = places if window is None else min(places, window)
+    longest = capacity if window is None else min(capacity, window)
     splits = min(choose_splits(batch, kv_heads), -(-longest // tiles.least))
     sizes: dict[str, Any] = {"K": kv_heads, "G": group, "D": dim, "DIMS": dims}
     sizes |= {"WINDOW": window or 0, "BLOCK": tiles.block, "EARLY": tiles.early}
@@ -416,12 +416,14 @@ def decode_plan(
         **sizes,
     )
     # A program for each head, or for each kv head if that would be too many.
-    taken = 1 if batch * heads <= 512 else power_of_two(group)
+    heads_each = 1 if batch * heads <= 512 else power_of_two(group)
     most = power_of_two(splits)
     # 4,096 numbers, 16 KB of parts, a warp
-    warps = min(32, max(1, most * taken * dims // 4096))
-    join = launcher(join_kernel, HEADS=taken, SPLITS=most, num_warps=warps, **sizes)
-    grid = kv_heads * -(-group // taken), batch, 1
+    warps = min(32, max(1, most * heads_each * dims // 4096))
+    join = launcher(
+        join_kernel, HEADS=heads_each, SPLITS=most, num_warps=warps, **sizes
+    )
+    grid = kv_heads * -(-group // heads_each), batch, 1
     return DecodePlan(splits, LOG2E.value * dim**-0.5, start, join, grid)
 
 

@@ -83,9 +83,9 @@ def draw_kernel(
         bits = mix_bits(mix_bits(tokens.to(tl.uint32) ^ first) ^ second)
         score = tl.div_rn(score, temperature + tl.zeros([BLOCK], tl.float32))
         if deepest_ptr is not None:
-            kept = depth_of(score) <= tl.load(deepest_ptr + row)
-            kept &= score >= tl.load(floors_ptr + row)
-            score = tl.where(kept, score, -float("inf"))
+            keep = depth_of(score) <= tl.load(deepest_ptr + row)
+            keep &= score >= tl.load(floors_ptr + row)
+            score = tl.where(keep, score, -float("inf"))
         score += gumbel(bits, LIBRARY)
         keys = tl.where(tokens < vocabulary, ordered(score, tokens), LOWEST)
         tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
@@ -104,9 +104,9 @@ def drawn_kernel(
     """One program a row: ids = the index in the largest key; best at temperature 0."""
     pdl_wait(PDL)
     row = tl.program_id(0)
-    drawn = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
+    sampled = index_of(largest_key(keys_ptr + row * count, count, BLOCK))
     greedy = tl.load(temperature_ptr + row) <= 0
-    tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), drawn))
+    tl.store(ids_ptr + row, tl.where(greedy, tl.load(best_ptr + row), sampled))
 
 
 @cache
@@ -133,14 +133,14 @@ def draw(
     logarithms come from the same library. All are contiguous.
     """
     rows, vocabulary = logits.shape
-    kept: tuple[Tensor | None, Tensor | None] = None, None
+    limits: tuple[Tensor | None, Tensor | None] = None, None
     if filters is not None:
-        kept = bounds(logits, best, temperature, filters)
+        limits = bounds(logits, best, temperature, filters)
     ids = torch.empty_like(best)
     blocks = -(-vocabulary // DRAW_BLOCK)
     keys = seeds.new_empty(rows, blocks)
     start, finish = draw_launchers(logits.is_cuda)
-    given = logits, best, temperature, seeds, steps, *kept
-    start((blocks, rows, 1), *given, keys, vocabulary)
+    inputs = logits, best, temperature, seeds, steps, *limits
+    start((blocks, rows, 1), *inputs, keys, vocabulary)
     finish((rows, 1, 1), keys, best, temperature, ids, blocks)
     return ids

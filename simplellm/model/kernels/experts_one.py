@@ -182,16 +182,16 @@ def load_row(
 
 
 @triton.jit
-def multiply_row(loaded, x, PTX: tl.constexpr):
+def multiply_row(tiles, x, PTX: tl.constexpr):
     """What each thread has of rows g and g + 8: two tensors float32 [THREADS]."""
     TILES: tl.constexpr = len(x) // 8
     THREADS: tl.constexpr = x[0].shape[0]
-    upper, lower = loaded[-2], loaded[-1]
+    upper, lower = tiles[-2], tiles[-1]
     for group in tl.static_range(0, TILES, 4):
         c0 = tl.zeros((THREADS,), tl.float32)
         c1, c2, c3 = c0, c0, c0
         for i in tl.static_range(group, group + 4 if group + 4 < TILES else TILES):
-            first, second = tl.split(tl.reshape(loaded[i], (THREADS, 2, 2)))
+            first, second = tl.split(tl.reshape(tiles[i], (THREADS, 2, 2)))
             upper_first, lower_first = tl.split(first)
             upper_second, lower_second = tl.split(second)
             p = registers(upper_first, upper_second)
@@ -201,7 +201,7 @@ def multiply_row(loaded, x, PTX: tl.constexpr):
                     *(p[r], q[r], p[r + 1], q[r + 1]),
                     *(x[8 * i + r], x[8 * i + r + 1], c0, c1, c2, c3, PTX),
                 )
-        s = loaded[TILES + group // 4]
+        s = tiles[TILES + group // 4]
         upper_scales, lower_scales = s & EXPONENTS, rotate_right(s, 24) & EXPONENTS
         upper_sum = c0 * low(upper_scales) + c1 * high(upper_scales)
         lower_sum = c2 * low(lower_scales) + c3 * high(lower_scales)
@@ -223,7 +223,7 @@ def add_up(upper, lower):
 def multiply_rows(
     weight,
     first,
-    loaded,
+    tiles,
     raw,
     out_ptr,
     factor,
@@ -237,16 +237,16 @@ def multiply_rows(
 ):
     """This program's rows of tiles times x; with INTERLEAVED, their activations.
 
-    The ``first`` row is ``loaded``, ``raw`` is what `load_x` gave.
+    The ``first`` row is ``tiles``, ``raw`` is what `load_x` gave.
     """
     x: tl.tuple = ()
     for r in tl.static_range(len(raw)):
         x += (enlarge(raw[r], PTX),)
     step = tl.num_programs(0)  # not compiled in: the same kernel for all its grids
     for row in tl.range(first, N // 16, step, num_stages=1):
-        upper, lower = multiply_row(loaded, x, PTX)
+        upper, lower = multiply_row(tiles, x, PTX)
         # In place of those just used: what is under way cannot change registers.
-        loaded = load_row(weight, row + step, N, K, WARPS, INTERLEAVED)
+        tiles = load_row(weight, row + step, N, K, WARPS, INTERLEAVED)
         upper, lower = add_up(upper, lower)
         if INTERLEAVED:
             hidden = activate(upper, lower, LIMIT, ALPHA)
@@ -308,13 +308,13 @@ def experts_one_kernel(
     else:
         factor = tl.load(scores_ptr + choice).to(tl.float32)
     weight = weight_of(words_ptr, scales_ptr, bias_ptr, expert, N, K)
-    loaded = load_row(weight, first, N, K, WARPS, INTERLEAVED)
+    tiles = load_row(weight, first, N, K, WARPS, INTERLEAVED)
     if not INTERLEAVED:
         if PDL:
             tl.extra.cuda.gdc_wait()
         raw = load_x(x_ptr + choice * K, K, WARPS)
     multiply_rows(
-        *(weight, first, loaded, raw, out_ptr + choice * WIDTH, factor),
+        *(weight, first, tiles, raw, out_ptr + choice * WIDTH, factor),
         *(LIMIT, ALPHA, N, K, WARPS, INTERLEAVED, PTX),
     )
 

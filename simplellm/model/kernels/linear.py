@@ -100,9 +100,11 @@ def gemv_hold(
 
 
 @triton.jit
-def gemv_times(held, x_ptr, K: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+def gemv_times(
+    weights, x_ptr, K: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):
     """The rows held, times one x: float32 [rows]."""
-    first, rest = held
+    first, rest = weights
     columns = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + columns, columns < K, 0).to(tl.float32)
     if REST > 0:
@@ -156,13 +158,11 @@ def gemv_kernel(
         units, rows = gate_and_up_rows(N, ROWS)
     # 16 bytes of x, if the weight has numbers of another size.
     WIDE: tl.constexpr = 0 if scales_ptr is None else 8 if x_scales_ptr is None else 16
-    held = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST, WIDE)
+    weights = gemv_hold(weight_ptr, rows, N, K, BLOCK, REST, WIDE)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, rows < N, 0).to(tl.float32)
     if scales_ptr is not None:
-        held_scales = gemv_scales(
-            scales_ptr, rows, N, K, BLOCK, REST, TILE_ROWS, COLUMNS
-        )
+        scales = gemv_scales(scales_ptr, rows, N, K, BLOCK, REST, TILE_ROWS, COLUMNS)
     if PDL:
         if best_ptr is None:
             tl.extra.cuda.gdc_launch_dependents()
@@ -170,10 +170,10 @@ def gemv_kernel(
     for token in tl.static_range(TOKENS):
         x_row = x_ptr + token * stride_x
         if scales_ptr is None:
-            y = gemv_times(held, x_row, K, BLOCK, REST)
+            y = gemv_times(weights, x_row, K, BLOCK, REST)
         else:
             y = scaled_gemv_times(
-                *(held, held_scales, x_row, x_scales_ptr, token, room),
+                *(weights, scales, x_row, x_scales_ptr, token, room),
                 *(K, BLOCK, REST, COLUMNS, MOST, FLOOR),
             )
         if bias_ptr is not None:

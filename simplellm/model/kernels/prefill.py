@@ -78,11 +78,11 @@ def prefill_tiles(
 
 @triton.jit
 def find_rows(
-    table_ptr, places, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
+    table_ptr, positions, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Where the rows of ``places`` begin; those from ``stop`` on in page 0."""
-    pages = tl.load(table_ptr + places // PAGE, mask=places < stop, other=0)
-    return pages.to(tl.int64) * stride_page + places % PAGE * ROW
+    """Where the rows of ``positions`` begin; those from ``stop`` on in page 0."""
+    pages = tl.load(table_ptr + positions // PAGE, mask=positions < stop, other=0)
+    return pages.to(tl.int64) * stride_page + positions % PAGE * ROW
 
 
 @triton.jit
@@ -95,14 +95,14 @@ def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.const
 
 
 @triton.jit
-def init_acc(sinks_ptr, heads, counted, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
+def init_acc(sinks_ptr, heads, valid, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
     """The state before the first tile, top, total and acc: a sink, or nothing."""
     top = tl.full(heads.shape, NO_KEY, tl.float32)
     total = tl.zeros(heads.shape, tl.float32)
     if HAS_SINKS:
-        sinks = tl.load(sinks_ptr + heads, mask=counted, other=0.0).to(tl.float32)
-        top = tl.where(counted, sinks * LOG2E, top)
-        total = tl.where(counted, 1.0, total)
+        sinks = tl.load(sinks_ptr + heads, mask=valid, other=0.0).to(tl.float32)
+        top = tl.where(valid, sinks * LOG2E, top)
+        total = tl.where(valid, 1.0, total)
     return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
 
 
@@ -137,10 +137,10 @@ def apply_mask(logits, keys, queries, first, clear, stop, WINDOW: tl.constexpr):
     if WINDOW:
         partly |= first + WINDOW < stop
     if partly:
-        seen = keys <= queries
+        visible = keys <= queries
         if WINDOW:
-            seen &= keys > queries - WINDOW
-        logits = tl.where(seen, logits, float("-inf"))
+            visible &= keys > queries - WINDOW
+        logits = tl.where(visible, logits, float("-inf"))
     return logits
 
 
@@ -233,7 +233,7 @@ def prefill_kernel(
     # From a token's number among all to its place in the sequence.
     shift = tl.load(lengths_ptr + sequence) - tl.load(offsets_ptr + sequence) - end
     table_ptr = tables_ptr + sequence * stride_table
-    first_query, place = base + shift, (token + shift)[:, None]
+    first_query, queries = base + shift, (token + shift)[:, None]
     stop = tl.minimum(base + TOKENS, end) + shift
     lowest = tl.maximum(first_query - WINDOW + 1, 0) if WINDOW else 0
     # The first query sees all keys up to here, and the others see at least these.
@@ -252,7 +252,7 @@ def prefill_kernel(
         # The next tile's rows are on their way while this one is computed with.
         rows = find_rows(table_ptr, at + BLOCK, stop, stride_page, K * D, PAGE)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        logits = apply_mask(logits, at[None, :], place, first, clear, stop, WINDOW)
+        logits = apply_mask(logits, at[None, :], queries, first, clear, stop, WINDOW)
         top, total, acc = softmax_update(logits, v, top, total, acc, scale)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=cell)

@@ -102,13 +102,13 @@ def rope_kernel(
     tl.store(out + second, b.to(q_ptr.dtype.element_ty), mask=of_q)
     # Without a slot, only the heads of q are stored.
     stored = inside & (head < tl.where(slot >= 0, H + 2 * K, H))
-    page, place = slot // PAGE, slot % PAGE
+    page, offset = slot // PAGE, slot % PAGE
     of_k = stored & (head >= H) & (head < H + K)
-    key = keys_ptr + page * stride_page_keys + place * (K * D) - H * D
+    key = keys_ptr + page * stride_page_keys + offset * (K * D) - H * D
     tl.store(key + first, a.to(keys_ptr.dtype.element_ty), mask=of_k)
     tl.store(key + second, b.to(keys_ptr.dtype.element_ty), mask=of_k)
     of_v = stored & (head >= H + K)
-    value = values_ptr + page * stride_page_values + place * (K * D) - (H + K) * D
+    value = values_ptr + page * stride_page_values + offset * (K * D) - (H + K) * D
     tl.store(value + first, a.to(values_ptr.dtype.element_ty), mask=of_v)
     tl.store(value + second, b.to(values_ptr.dtype.element_ty), mask=of_v)
 

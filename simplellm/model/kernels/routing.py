@@ -104,11 +104,11 @@ def write_blocks(
         tl.store(offsets_ptr + experts, begin, experts < E)
         tl.store(offsets_ptr + experts + 1, end, experts == E - 1)
 
-    own = (count + BLOCK - 1) // BLOCK
-    last = tl.cumsum(own, 0)  # blocks up to and with this expert's
+    blocks = (count + BLOCK - 1) // BLOCK
+    last = tl.cumsum(blocks, 0)  # blocks up to and with this expert's
     b = program * STEP + tl.arange(0, STEP)
-    nth = b[:, None] - (last - own)[None, :]  # which of this expert's
-    hit = (nth >= 0) & (nth < own[None, :])
+    nth = b[:, None] - (last - blocks)[None, :]  # which of this expert's
+    hit = (nth >= 0) & (nth < blocks[None, :])
     expert = tl.sum(tl.where(hit, experts[None, :] + 1, 0), 1) - 1
     first = tl.sum(tl.where(hit, begin[None, :] + nth * BLOCK, 0), 1)
     tl.store(blocks_ptr + b * 2, expert, b < num_blocks)
@@ -170,11 +170,11 @@ def top_k_of(logits, experts, choices, TOP_K: tl.constexpr, NORMALIZED: tl.const
     best = tl.zeros([logits.shape[0], choices.shape[1]], tl.float32) - float("inf")
     for choice in tl.static_range(TOP_K):
         key = tl.max(keys, 1, keep_dims=True)  # [rows, 1]
-        taken = keys == key
-        value = tl.sum(tl.where(taken, logits, 0.0), 1, keep_dims=True)
+        hit = keys == key
+        value = tl.sum(tl.where(hit, logits, 0.0), 1, keep_dims=True)
         ids = tl.where(choices == choice, index_of(key), ids)
         best = tl.where(choices == choice, value, best)
-        keys = tl.where(taken, LOWEST, keys)
+        keys = tl.where(hit, LOWEST, keys)
     top = tl.sum(tl.where(choices == 0, best, 0.0), 1, keep_dims=True)
     odds = tl.where(choices < TOP_K, tl.exp(best - top), 0.0)
     among = odds if NORMALIZED else tl.exp(logits - top)
@@ -214,10 +214,10 @@ def top_k_kernel(
         logits += tl.load(logits_ptr + where, inside, 0).to(tl.float32)
     logits = tl.where(experts < E, logits, -float("inf"))
     ids, scores = top_k_of(logits, experts, choices, TOP_K, NORMALIZED)
-    places = rows * TOP_K + choices
+    offsets = rows * TOP_K + choices
     real = (rows < tokens) & (choices < TOP_K)
-    tl.store(ids_ptr + places, ids, real)
-    tl.store(scores_ptr + places, scores, real)
+    tl.store(ids_ptr + offsets, ids, real)
+    tl.store(scores_ptr + offsets, scores, real)
 
 
 @triton.jit(

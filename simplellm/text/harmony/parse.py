@@ -38,9 +38,9 @@ def message_of(header: Iterable[tuple[str, str]]) -> Message:
     fields: dict[str, Any] = {"role": "assistant", "content": ""}
     for marker, text in header:
         for number, word in enumerate(text.split()):
-            found = read_word(marker, number, word)
-            fields |= found
-            if not found and marker == "<|channel|>":
+            field = read_word(marker, number, word)
+            fields |= field
+            if not field and marker == "<|channel|>":
                 fields.setdefault("content_type", word)
     return Message(**fields)
 
@@ -51,7 +51,7 @@ def split_header(
     """The header, and the text in it that is content, if it has no `<|message|>`."""
     if len(header) == 1:  # no marker at all
         return [], header[0][1]
-    kept, content = [], ""
+    parts, content = [], ""
     for marker, text in header:
         end = len(text)
         for number, match in enumerate(re.finditer(r"\S+", text)):
@@ -59,9 +59,9 @@ def split_header(
             if not expected and not read_word(marker, number, match[0]):
                 end = match.start()
                 break
-        kept.append((marker, text[:end]))
+        parts.append((marker, text[:end]))
         content += text[end:]
-    return kept, content
+    return parts, content
 
 
 @dataclass(frozen=True)

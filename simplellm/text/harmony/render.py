@@ -34,8 +34,8 @@ def system_text(
     ``current_date`` is written as given (openai-harmony: "2025-06-28"); None leaves
     its line out. Raises ValueError for an unknown effort.
     """
-    known = reasoning_effort in EFFORTS
-    expect(known, "reasoning_effort", reasoning_effort, f"one of {EFFORTS}")
+    valid = reasoning_effort in EFFORTS
+    expect(valid, "reasoning_effort", reasoning_effort, f"one of {EFFORTS}")
     date = "" if current_date is None else f"\nCurrent date: {current_date}"
     calls = f"\n{WHERE_CALLS_GO}" if tools else ""
     return (
@@ -124,8 +124,8 @@ def render(
     marker, functions = markers(tokenizer), as_tools(tools)
     messages = introduced(messages, functions, reasoning_effort, current_date)
     finished = messages[-1].channel == "final" and not add_generation_prompt
-    kept = history(messages, finished=finished)
-    ids = [id for message in kept for id in render_message(message, tokenizer)]
+    visible = history(messages, finished=finished)
+    ids = [id for message in visible for id in render_message(message, tokenizer)]
     if add_generation_prompt:
         ids += [marker["<|start|>"], *tokenizer.encode("assistant")]
     if finished:

@@ -83,20 +83,20 @@ class Ignored(StreamDecoder):
 @wrong("StreamDecoder.push", "never become")
 class WaitsForEver(StreamDecoder):
     def push(self, id):
-        self._rest += self._bytes(id)
+        self._pending += self._bytes(id)
         try:
-            text = self._rest.decode()
+            text = self._pending.decode()
         except UnicodeDecodeError:
             return ""
-        self._rest = b""
+        self._pending = b""
         return text
 
 
 @wrong("StreamDecoder.push", "doubled")
 class RestIsKept(StreamDecoder):
     def push(self, id):
-        self._rest += self._bytes(id)
-        return self._rest.decode(errors="ignore")
+        self._pending += self._bytes(id)
+        return self._pending.decode(errors="ignore")
 
 
 @wrong("render_message", "forged")
@@ -314,11 +314,11 @@ class OnlyAtTheEnd(HarmonyParser):
     def push(self, token_id):
         if self.message is None or token_id not in self._tokens:
             return super().push(token_id)
-        self._decoder._rest += self._tokens[token_id]
+        self._decoder._pending += self._tokens[token_id]
         return []
 
     def finish(self):
-        held, self._decoder._rest = self._decoder._rest, b""
+        held, self._decoder._pending = self._decoder._pending, b""
         return self._add(held.decode(errors="replace")) + super().finish()
 
 

@@ -336,14 +336,14 @@ class Pushes(TextReply):
         if self._decoder is not None:
             for number, token in enumerate(event.tokens, 1):
                 text += self._stops.push(self._decoder.push(token))
-                if self._stops.found:
+                if self._stops.match:
                     count = len(event.tokens) if self.takes_all else number
                     break
-            if event.finish_reason and self.flushes and not self._stops.found:
+            if event.finish_reason and self.flushes and not self._stops.match:
                 rest = self._decoder.flush()
                 text += rest if self.around else self._stops.push(rest)
                 text += self._stops.flush()
-        stopped = self._stops.found and not self.trusts_the_engine
+        stopped = self._stops.match and not self.trusts_the_engine
         self.finish_reason = "stop" if stopped else event.finish_reason
         tokens = list(event.tokens[:count])
         logprobs: list[Any] | None = [] if self.lists else None
