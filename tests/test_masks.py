@@ -24,8 +24,7 @@ from simplellm.sampling.allowed_tokens import (
     pack,
     without,
 )
-from simplellm.sampling.filters import Mask, apply_mask
-from simplellm.sampling.masks import Masks, on_device
+from simplellm.sampling.masks import Mask, Masks, apply_mask, on_device
 
 CPU = torch.device("cpu")
 VOCAB = TINY.vocab_size

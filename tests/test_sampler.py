@@ -27,7 +27,8 @@ from simplellm.base.sampling_params import (
 )
 from simplellm.engine.sampler import Sampled, SamplingTensors, sample
 from simplellm.model import ops
-from simplellm.sampling.filters import Mask, apply_mask, filter_tokens
+from simplellm.sampling.filters import filter_tokens
+from simplellm.sampling.masks import Mask, apply_mask
 from simplellm.sampling.penalties import TokenCounts
 
 CPU = torch.device("cpu")

@@ -14,8 +14,9 @@ from torch import Tensor
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.base.transfer import upload
 from simplellm.model.ops import Ops
-from simplellm.sampling.filters import Filters, Mask, apply_mask
+from simplellm.sampling.filters import Filters
 from simplellm.sampling.logprobs import score
+from simplellm.sampling.masks import Mask, apply_mask
 from simplellm.sampling.penalties import TokenCounts
 
 

@@ -1,10 +1,9 @@
-"""Which tokens min_p, top_k and top_p leave to be drawn, and which a mask does.
+"""Which tokens min_p, top_k and top_p leave to be drawn.
 
 B rows (one sequence each), V vocabulary. Scores are logits over a temperature.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -73,21 +72,3 @@ class Filters(NamedTuple):
         )
         columns = upload(top_k, torch.int64, device)[:, None], top_p, min_p
         return cls(*columns, some_top_k, some_top_p)
-
-
-@dataclass(frozen=True)
-class Mask:
-    """The tokens that some rows may get: bit v % 32 of word v // 32 allows token v."""
-
-    rows: Tensor  # int64 [R], of a batch's B
-    bits: Tensor  # int32 [R, ceil(V / 32)]
-
-
-def apply_mask(scores: Tensor, mask: Mask) -> Tensor:
-    """Scores [B, V] with -inf for what the mask of a row does not allow."""
-    bit_values = 1 << torch.arange(8, dtype=torch.uint8, device=scores.device)
-    # By bytes: a number for each bit takes a quarter of the memory.
-    ruled_out = (mask.bits.view(torch.uint8)[:, :, None] & bit_values) == 0
-    masked = scores[mask.rows]
-    masked.masked_fill_(ruled_out.flatten(1)[:, : scores.shape[1]], -torch.inf)
-    return scores.index_copy(0, mask.rows, masked)
