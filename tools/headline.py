@@ -270,7 +270,7 @@ def is_old(figures: Path) -> bool:
 def draw(figures: Path) -> None:
     """Draw the picture and write it."""
     sys.path.append(str(Path(__file__).resolve().parents[1] / "chapters"))
-    import course  # noqa: F401  # its style
+    import course
     import matplotlib.pyplot as plt
 
     vllm = read(figures, "vllm-h200")
@@ -288,6 +288,5 @@ def draw(figures: Path) -> None:
         ax.set(title=model, xlabel="batch size", ylim=(0, 100))
     axes[0].set_ylabel("% of the GPU's limit")
     axes[0].legend(loc="upper left", ncols=2)
-    metadata = {"Date": None, "Creator": None, "Title": described(figures)}
-    fig.savefig(figures / f"{PICTURE}.svg", metadata=metadata)
-    plt.close(fig)
+    svg = course.svg_of(fig, described(figures))
+    (figures / f"{PICTURE}.svg").write_text(svg, encoding="utf-8")

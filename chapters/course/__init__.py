@@ -8,6 +8,7 @@ import io
 import json
 import linecache
 import os
+import re
 import signal
 import statistics
 import sys
@@ -29,6 +30,7 @@ from matplotlib.rcsetup import cycler
 
 import simplellm
 from course import checks
+from course.dark import with_dark_style
 
 PACKAGE = str(Path(simplellm.__file__).parent)
 PARENTS = Path(__file__).resolve().parents
@@ -48,18 +50,25 @@ COLORS = (
     "#CC79A7",  # purple
     "#56B4E9",  # sky
     "#E69F00",  # orange
-    "#000000",
+    "#1f2933",  # ink
     "#F0E442",  # yellow
 )
+
+INK = COLORS[6]
+# Text is laid out in DejaVu, wider than what pages have, and shown in theirs.
+FONTS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+IN_DEJAVU = re.compile(r"(?<=font-family: )'DejaVu Sans',[^;\"]*")
 
 matplotlib.rcParams.update(
     {
         # Seven inches are 504 pt in the SVG: about 700 px on a page, at which the
         # smallest text stays 12 px tall.
         "figure.figsize": (7.0, 3.6),
-        "figure.facecolor": "white",
+        # A figure has the ground of its page, and INK is a color that dark.py knows.
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
         "figure.constrained_layout.use": True,
-        "savefig.facecolor": "white",
         "font.size": 10,
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
@@ -75,12 +84,18 @@ matplotlib.rcParams.update(
         "lines.linewidth": 1.8,
         "image.cmap": "viridis",
         "legend.frameon": False,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
         "legend.fontsize": 9,
         "xtick.labelsize": 9,
         "ytick.labelsize": 9,
         # The same picture gives the same bytes.
         "svg.hashsalt": "simplellm",
-        "svg.fonttype": "path",
+        # Text stays text, in the page's font: see FONTS.
+        "svg.fonttype": "none",
     }
 )
 
@@ -296,18 +311,21 @@ def save_figure(fig: Figure, name: str, alt: str | None = None) -> None:
     The same figure gives the same bytes. ``alt`` becomes the SVG's own title, for
     screen readers that open the file.
     """
-    metadata: dict[str, str | None] = {"Date": None, "Creator": None}
-    if alt is not None:
-        metadata["Title"] = alt
+    picture = svg_of(fig, alt)
+    if os.environ.get("SAVE_FIGURES"):
+        FIGURES.mkdir(exist_ok=True)
+        (FIGURES / f"{name}.svg").write_text(picture, encoding="utf-8")
+    data = {"image/svg+xml": picture, "text/html": in_place(picture, name)}
+    display(data, f"figure {name}", figure=name)
+
+
+def svg_of(fig: Figure, title: str | None = None) -> str:
+    """``fig`` as an SVG for light and dark pages, and close it."""
+    metadata = {"Date": None, "Creator": None} | ({"Title": title} if title else {})
     drawn = io.StringIO()
     fig.savefig(drawn, format="svg", metadata=metadata)
     plt.close(fig)
-    if os.environ.get("SAVE_FIGURES"):
-        FIGURES.mkdir(exist_ok=True)
-        (FIGURES / f"{name}.svg").write_text(drawn.getvalue(), encoding="utf-8")
-    picture = drawn.getvalue()
-    data = {"image/svg+xml": picture, "text/html": in_place(picture, name)}
-    display(data, f"figure {name}", figure=name)
+    return with_dark_style(IN_DEJAVU.sub(FONTS, drawn.getvalue()))
 
 
 def in_place(picture: str, name: str) -> str:

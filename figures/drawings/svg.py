@@ -12,11 +12,11 @@ from itertools import pairwise
 from typing import Literal
 
 import matplotlib
-from course import COLORS
+from course import COLORS, FONTS, INK
+from course.dark import with_dark_style
 from PIL import ImageFont
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = COLORS[:6]
-INK = "#1f2933"
 MUTED = "#52606d"
 LINE = "#7b8794"  # arrows
 EDGE = "#b4bcc6"  # of boxes that nothing singles out
@@ -25,7 +25,6 @@ WHITE = "#ffffff"
 
 WIDTH = 700
 MARGIN = 24
-SANS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 SIZE = 12.5  # of ordinary text
 SMALL = 11.5  # of notes; nothing is smaller than 11
@@ -367,13 +366,9 @@ class Drawing:
             'aria-labelledby="title desc">\n'
             f'<title id="title">{escape(self.title)}</title>\n'
             f'<desc id="desc">{escape(alt)}</desc>\n'
-            f"<style>text{{font-family:{SANS}}}.m{{font-family:{MONO}}}</style>\n"
-            # White, so that the drawing is the same on a dark page.
-            f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" '
-            f'height="{number(self.height - 1)}" rx="12" fill="{WHITE}" '
-            'stroke="#e4e7eb"/>\n'
+            f"<style>text{{font-family:{FONTS}}}.m{{font-family:{MONO}}}</style>\n"
         )
-        return head + "\n".join(self.body) + "\n</svg>\n"
+        return with_dark_style(head + "\n".join(self.body) + "\n</svg>\n")
 
 
 def toward(start: Point, end: Point, length: float) -> Point:

@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from course import checks
+from course.dark import dark
 
 from simplellm.apps.report import write_json
 from simplellm.base.sampling_params import SamplingParams
@@ -45,7 +46,10 @@ def test_a_figure_is_written_when_asked_and_has_the_same_bytes(
     first, second = (figures / f"00-{name}.svg" for name in ("one", "two"))
     assert first.read_bytes() == second.read_bytes()
     assert "<title>A line over a histogram</title>" in first.read_text()
-    assert "fill: #ffffff" in first.read_text()  # readable on a dark page too
+    # The page's ground is the figure's, and each color has another on a dark page.
+    assert "fill: #ffffff" not in first.read_text()
+    dark_style = first.read_text().partition("(prefers-color-scheme:dark)")[2]
+    assert '[style*="fill: #1f2933"]' in dark_style.partition("</style>")[0]
     assert not plt.get_fignums()
 
 
@@ -284,3 +288,27 @@ def test_a_right_answer_says_where_to_go_on(
     assert "`make lab` opens it" in capsys.readouterr().out
     course.check("4.1", lambda x: x // 2)
     assert capsys.readouterr().out == "4.1: right\n"
+
+
+def luminance(color: str) -> float:
+    """As WCAG 2 defines it, from 0 to 1."""
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (
+        c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize(
+    ("text", "ground"),
+    [("#1f2933", "#ffffff"), ("#52606d", "#f5f7f9"), ("#1f2933", "#dbebf4")]
+    + [("#ffffff", color) for color in course.COLORS[:3]],
+)
+def test_what_can_be_read_on_a_light_page_can_be_on_a_dark_one(
+    text: str, ground: str
+) -> None:
+    light, deep = sorted(
+        (luminance(dark(c)) + 0.05 for c in (text, ground)), reverse=True
+    )
+    assert light / deep > 3.5
+    assert luminance(dark("#ffffff")) < 0.02 < 0.6 < luminance(dark("#1f2933"))

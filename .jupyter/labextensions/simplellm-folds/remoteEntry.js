@@ -1,12 +1,23 @@
 // A chapter folds a kept version with <details> in the Markdown cell before its code and
 // </details> in the one behind it. GitHub and the book fold what lies between; JupyterLab
 // renders each cell by itself, so that there the toggle would hold nothing. With this
-// extension it opens and closes the code of the cells between. `make lab` loads it.
+// extension it opens and closes the code of the cells between. And figures follow the
+// theme. `make lab` loads it.
 
 // Whether a cell's Markdown leaves a fold open.
 const isOpen = (text) => text.lastIndexOf("<details") > text.lastIndexOf("</details>");
 
+// A figure has colors for dark pages. An image doesn't see JupyterLab's theme, but it
+// sees this.
+const THEMES = `
+  [data-jp-theme-light="true"] .jp-Notebook img { color-scheme: light; }
+  [data-jp-theme-light="false"] .jp-Notebook img { color-scheme: dark; }
+`;
+
 function activate(app) {
+  const style = document.createElement("style");
+  style.textContent = THEMES;
+  document.head.append(style);
   const toggled = ({ target }) => {
     const panels = [...app.shell.widgets("main")];
     const panel = panels.find((panel) => panel.node.contains(target));
