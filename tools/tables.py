@@ -332,6 +332,17 @@ def real(figures: Path) -> str:
     )
 
 
+def clients(figures: Path) -> str:
+    """Which agents ran against a server of ours, from their record."""
+    record = read(figures, "clients")
+    rows = [
+        (row["client"], ", ".join(row["packages"]), " ".join(row["paths"]))
+        for row in record["rows"]
+    ]
+    filled = table(("client", "packages", "endpoints"), rows)
+    return f"{filled}\n\nRecorded {record['date']} with `{record['command']}`."
+
+
 def filled() -> dict[Path, str]:
     """Each file with its tables computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
@@ -352,6 +363,7 @@ def filled() -> dict[Path, str]:
             "answers": answers(read(figures, "b-answers")),
             "families": families(figures),
             "real": real(figures),
+            "clients": clients(figures),
         },
         "chapters/speed.md": {"measurements": measurements(figures), **measured},
         "README.md": {"reach": reach, "real": real(figures)},

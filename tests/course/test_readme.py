@@ -13,6 +13,8 @@ import headline
 import tables
 from families import CASES
 from families_text import KINDS, TEMPLATES
+from record_clients import NPM, PYPI, name_of
+from test_agents import AGENTS, FRAMEWORKS
 from test_families_mutations import MISTAKES
 
 from simplellm.checkpoint.families import ALL
@@ -91,6 +93,17 @@ def test_published_weights_are_those_of_the_record(tmp_path):
     said = tables.real(tmp_path)
     assert "| M | L | F | W | 31 | C |" in said
     assert said.endswith("Recorded D with `X`.")
+
+
+def test_clients_of_the_record_are_those_that_the_tests_run():
+    """In the versions that are installed: a pin that changes needs a new record."""
+    rows = json.loads((ROOT / "figures/clients.json").read_text("utf-8"))["rows"]
+    names = {*AGENTS, "AI SDK", *(client for client, _ in FRAMEWORKS.values())}
+    assert sorted(row["client"] for row in rows) == sorted(names)
+    told = {package for row in rows for package in row["packages"]}
+    pins = {name_of(pin): re.split("[@=]", pin)[-1] for pin in [*NPM, *PYPI]}
+    del pins["zod"]  # the AI SDK's tests describe a tool with it
+    assert told == {f"{name} {version}" for name, version in pins.items()}
 
 
 def test_the_readme_is_one_page():
