@@ -170,7 +170,7 @@ def turn_constraint(
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()
     count, wanted = len(names), f"at most {MAX_CALLS}, where a grammar tells them apart"
-    expect(count <= MAX_CALLS, "the number of tools", count, wanted)
+    expect(count <= MAX_CALLS, "the number of tools", count, wanted, param="tools")
     length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
     for number, tool in enumerate(tools):
         if tool.name not in names:
@@ -180,5 +180,6 @@ def turn_constraint(
         # At each of them, since to check those that are too many takes its time, too.
         length += len(rules_text(parts[where]))
         wanted = f"at most {most} characters"
-        expect(length <= most, "the length of schemas in tools", length, wanted)
+        name = "the length of schemas in tools"
+        expect(length <= most, name, length, wanted, param="tools")
     return Constraint(grammar(final, calls), parts)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from simplellm.base.config import about, expect, expect_type
+from simplellm.base.config import ParameterError, expect, expect_type
 from simplellm.base.sampling_params import SamplingParams
 from simplellm.text.harmony import Message
 
@@ -35,7 +35,7 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     prompts = plain(prompts)
     wanted = "text, a list of token ids, or a list of these"
     expect_type("prompts", prompts, list | tuple, wanted)
-    expect(prompts, "the list of prompts", prompts, "at least one prompt")
+    expect(prompts, "prompts", prompts, "at least one prompt")
     one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)
 
@@ -65,14 +65,15 @@ def plain(value: Any) -> Any:
 def token_ids(prompt: Any) -> list[int]:
     """A prompt that is no text, in Python's integers. Raises TypeError, ValueError."""
     prompt = plain(prompt)
-    expect_type("a prompt", prompt, list | tuple, "text or token ids")
+    expect_type("a prompt", prompt, list | tuple, "text or token ids", "prompt")
     if not prompt:
         wrong = "a prompt is empty; expected at least one token"
-        raise about(ValueError(wrong), "prompt")
+        raise ParameterError(wrong, "prompt")
     # NumPy and PyTorch have integers of their own.
     ids = [token if type(token) is int else plain(token) for token in prompt]
     odd = next((token for token in ids if type(token) is not int), 0)
-    expect(type(odd) is int, "a token id of a prompt", odd, "an integer", TypeError)
+    name, ok = "a token id of a prompt", type(odd) is int
+    expect(ok, name, odd, "an integer", TypeError, "prompt")
     return ids
 
 
@@ -81,7 +82,7 @@ def check_token_ids(
 ) -> None:
     """Raise ValueError for a token id that the model doesn't have."""
     named = {
-        "the prompt": ids,
+        "prompt": ids,
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -89,7 +90,7 @@ def check_token_ids(
     most = vocab_size - 1
     for name, tokens in named.items():
         odd = next((token for token in tokens if not 0 <= token <= most), None)
-        expect(odd is None, f"a token id of {name}", odd, f"0 to {most}")
+        expect(odd is None, f"a token id of {name}", odd, f"0 to {most}", param=name)
 
 
 def with_integer_keys(bias: Mapping[str, Any]) -> dict[Any, Any]:

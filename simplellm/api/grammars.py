@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
 from simplellm.api.chat_options import Constraint
-from simplellm.base.config import about, expect
+from simplellm.base.config import ParameterError, expect
 from simplellm.base.grammar import Grammar, GrammarError
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.rules import WHERE, rules_text
@@ -71,7 +71,7 @@ class GrammarCompiler:
             if (reason := refusal(rules, self.compile_anew)) is not None:
                 name, wrong = part, f"{part}: {reason}"
                 break
-        raise about(ValueError(wrong), name)
+        raise ParameterError(wrong, name)
 
 
 def once_for_each(constrain: Constrain) -> Constrain:

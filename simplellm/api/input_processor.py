@@ -157,9 +157,9 @@ class InputProcessor:
             sampling_params = [sampling_params] * len(every)
         wanted = "SamplingParams or a list of them"
         expect_type("sampling_params", sampling_params, list | tuple, wanted)
-        given = len(sampling_params)
+        given, name = len(sampling_params), "the number of sampling_params"
         wanted = f"1 for all prompts or {len(every)}, one each"
-        expect(given == len(every), "the number of sampling_params", given, wanted)
+        expect(given == len(every), name, given, wanted, param="sampling_params")
         if (outputs := overrides.get("structured_outputs")) is not None:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
@@ -287,8 +287,8 @@ class InputProcessor:
         if params.restricts:
             choices = AllowedTokens(spec.sample(), self.config.vocab_size)
             left = choices.bits(params.min_tokens > 0, ()).any()
-            restricting = "allowed_token_ids, bad_words and min_tokens"
-            expect(left, f"the tokens that {restricting} leave", 0, "at least one")
+            name = "the tokens that allowed_token_ids, bad_words and min_tokens leave"
+            expect(left, name, 0, "at least one", param="allowed_token_ids")
         return spec
 
     def _params(

@@ -62,7 +62,7 @@ def read_request(
     kind: Any = None
     try:
         for name in request:
-            one_of("a field", name, ("custom_id", *LINE_FIELDS))
+            one_of("a field", name, ("custom_id", *LINE_FIELDS), "")
         one_of("method", request.get("method", "POST"), ("POST",))
         one_of("url", request.get("url"), [*endpoints])
         endpoint, given = endpoints[request["url"]], request.get("body", {})

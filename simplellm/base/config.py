@@ -6,7 +6,6 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -28,6 +27,18 @@ class ConfigError(ValueError):
 
 class CheckpointError(ValueError):
     """A folder that is no checkpoint we can read; the message says why."""
+
+
+class ParameterError(ValueError):
+    """A wrong value; ``param`` is where it stands, such as "messages[0].role"."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ParameterTypeError(ParameterError, TypeError):
+    """A value of the wrong type."""
 
 
 @contextmanager
@@ -62,54 +73,53 @@ KINDS: dict[Any, tuple[Any, str]] = {
 }
 
 
-def about(error: Exception, name: str) -> Exception:
-    """``error`` with its ``param``: the parameter that ``name`` speaks of.
-
-    That is its first word with an underscore, or else its last word.
-    """
-    words = re.findall(r"[\w.\[\]]+", name)
-    param = next((word for word in words if "_" in word), words[-1])
-    error.param = param  # type: ignore[attr-defined]
-    return error
-
-
 def expect(
     ok: object,
     name: str,
     value: object,
     wanted: str,
     error: type[Exception] = ValueError,
+    param: str | None = None,
 ) -> None:
-    """Raise ``error`` unless ``ok``: what ``value`` is, and what was ``wanted``."""
+    """Raise a ParameterError unless ``ok``: what ``value`` is, and what was ``wanted``.
+
+    It is a TypeError too where ``error`` says so. ``param`` is the parameter that is
+    wrong, if ``name`` calls it otherwise.
+    """
     if not ok:
-        raise about(error(f"{name} is {short(value)}; expected {wanted}"), name)
+        kind = ParameterTypeError if error is TypeError else ParameterError
+        raise kind(f"{name} is {short(value)}; expected {wanted}", param or name)
 
 
-def one_of(name: str, value: object, known: Sequence[object]) -> None:
+def one_of(
+    name: str, value: object, known: Sequence[object], param: str | None = None
+) -> None:
     """Raise ValueError for something of ``name`` that is not known here."""
     wanted = f"one of {', '.join(map(repr, known))}"
-    expect(value in known, name, value, wanted)
+    expect(value in known, name, value, wanted, param=param)
 
 
 def check_names(what: str, names: Iterable[str], known: Sequence[str]) -> None:
     """Raise TypeError for the first of ``names`` that is not a ``what`` we know."""
     if (name := next((name for name in names if name not in known), None)) is not None:
         wrong = f"there is no {what} {name!r}; expected one of {', '.join(known)}"
-        raise about(TypeError(wrong), name)
+        raise ParameterTypeError(wrong, name)
 
 
-def expect_type(name: str, value: object, kinds: Any, wanted: str) -> None:
+def expect_type(
+    name: str, value: object, kinds: Any, wanted: str, param: str | None = None
+) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
         wrong = f"{name} is {type(value).__name__}; expected {wanted}"
-        raise about(TypeError(wrong), name)
+        raise ParameterTypeError(wrong, param or name)
 
 
-def check_kind(name: str, value: object, kind: type) -> None:
+def check_kind(name: str, value: object, kind: type, param: str | None = None) -> None:
     """Raise TypeError unless ``value`` is of a ``kind`` in KINDS. A bool is no int."""
     allowed, wanted = KINDS[kind]
     ok = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
-    expect(ok, name, value, wanted, TypeError)
+    expect(ok, name, value, wanted, TypeError, param)
 
 
 def check_number(
@@ -119,16 +129,17 @@ def check_number(
     low: float,
     high: float,
     above: float | None = None,
+    param: str | None = None,
 ) -> None:
     """Raise TypeError or ValueError unless ``value`` is what `declared` would allow.
 
     ``kind`` is int or float; an int is as good as a float.
     """
-    check_kind(name, value, kind)
+    check_kind(name, value, kind, param)
     inside, wanted = low <= value <= high, f"{low} to {high}"  # NaN is in no bounds
     if above is not None:
         inside, wanted = above < value <= high, f"more than {above}, up to {high}"
-    expect(inside, name, value, wanted)
+    expect(inside, name, value, wanted, param=param)
 
 
 def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
@@ -142,7 +153,7 @@ def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ..
             f"{name} has {len(texts)} texts of {characters} characters; expected "
             f"at most {most} texts and {most_chars} characters in all"
         )
-        raise about(ValueError(wrong), name)
+        raise ParameterError(wrong, name)
     expect("" not in texts, name, texts, "texts that are not empty")
     return tuple(texts)
 
@@ -153,7 +164,7 @@ def as_ids(name: str, value: Any) -> tuple[int, ...]:
     ok = isinstance(ids, list | tuple) and all(isinstance(x, int) for x in ids)
     expect(ok, name, ids, "a list of int", TypeError)
     for token in ids:
-        check_number(f"an entry of {name}", token, int, 0, MAX_SIZE)
+        check_number(f"an entry of {name}", token, int, 0, MAX_SIZE, param=name)
     return tuple(ids)
 
 

@@ -60,7 +60,7 @@ class StructuredOutputs:
             return value
         expect_type(name, value, Mapping, "StructuredOutputs or a dict")
         for key in value:
-            one_of(f"a name in {name}", key, [spec.name for spec in fields(cls)])
+            one_of(f"a name in {name}", key, [spec.name for spec in fields(cls)], name)
         return cls(**value)
 
 
@@ -131,8 +131,9 @@ class SamplingParams:
         if self.logit_bias is not None:  # a copy: nobody changes what was checked
             put("logit_bias", dict(self.logit_bias))
         for token, bias in (self.logit_bias or {}).items():
-            check_number("a logit_bias token id", token, int, 0, MAX_SIZE)
-            check_number(f"logit_bias of token {token}", bias, float, -100, 100)
+            where, param = f"logit_bias of token {token}", "logit_bias"
+            check_number("a logit_bias token id", token, int, 0, MAX_SIZE, param=param)
+            check_number(where, bias, float, -100, 100, param=param)
 
     @property
     def restricts(self) -> bool:

@@ -22,7 +22,7 @@ To add an endpoint, write one file:
    endpoint has turned what clients send into what the dataclass takes. Another such
    dataclass may declare the parameters behind the path's "?".
 2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
-   ValueError for what cannot run (400, with the parameter that `config.about` names) or
+   ValueError for what cannot run (400; a `ParameterError` names its parameter) or
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an
    awaitable of either, or a `Generation`.
 3. A subclass of `Generation` if the model is asked: the checked requests (from

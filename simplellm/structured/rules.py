@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from simplellm.base.config import about, as_texts, expect
+from simplellm.base.config import ParameterError, as_texts, expect
 from simplellm.base.sampling_params import StructuredOutputs
 from simplellm.structured.schemas import JSON_ESCAPES, problem_of
 
@@ -97,7 +97,7 @@ def lark_rules(grammar: str) -> dict[str, Any]:
     expect(count <= MAX_RULES, where, f"{count} of them", most)
     odd = LARK_REFUSED.search(bare)
     wanted = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
-    expect(odd is None, f"what {where} has", odd and odd[0], wanted)
+    expect(odd is None, f"what {where} has", odd and odd[0], wanted, param=where)
     return {"lark_grammar": grammar}
 
 
@@ -115,6 +115,6 @@ def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"{where} is no JSON that can be read: {error}"
     if problem is not None:
-        raise about(ValueError(problem), where)
+        raise ParameterError(problem, where)
     checked_text(text, where)
     return {"json_schema": found | {"x-guidance": COMPACT}}

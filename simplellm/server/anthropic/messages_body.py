@@ -276,7 +276,8 @@ class CountBody:
             one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
             found += shown_messages(message, where, called, dialect)
         count, most = len(found), MOST_MESSAGES
-        expect(count <= most, "the number of messages", count, f"at most {most}")
+        ok, wanted = count <= most, f"at most {most}"
+        expect(ok, "the number of messages", count, wanted, param="messages")
         if text := self.format.text:
             found = [*dialect.with_format(found, tools, text)]
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}

@@ -16,7 +16,7 @@ import orjson
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
 from simplellm.base.config import (
-    about,
+    ParameterError,
     check_value,
     declared,
     expect,
@@ -118,7 +118,7 @@ class SampledBody:
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             wrong = "stream_options are given; expected none without stream"
-            raise about(ValueError(wrong), "stream_options")
+            raise ParameterError(wrong, "stream_options")
         count = self.prompt_logprobs
         ok = not self.stream or count is None
         expect(ok, "prompt_logprobs", count, "none for a stream")
@@ -200,7 +200,7 @@ def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
         absent = key not in found and spec.default is MISSING
         if absent and spec.default_factory is MISSING:
             wrong = f"{prefix}{key} is missing; expected a value"
-            raise about(ValueError(wrong), f"{prefix}{key}")
+            raise ParameterError(wrong, f"{prefix}{key}")
     if sampling:
         found["sampling"] = params
     return kind(**found)

@@ -106,7 +106,8 @@ def detokenize(call: Call) -> dict[str, Any]:
     most = input_processor.config.vocab_size - 1
     for token in body.tokens:
         ok = type(token) is int and 0 <= token <= most
-        expect(ok, "an entry of tokens", token, f"a token id, 0 to {most}")
+        wanted = f"a token id, 0 to {most}"
+        expect(ok, "an entry of tokens", token, wanted, param="tokens")
     return {"prompt": input_processor.need_tokenizer().decode(body.tokens)}
 
 

@@ -77,7 +77,8 @@ class Completion(Generation):
             expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
         prompts = as_prompts(body.prompt)
         count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
-        expect(count <= MAX_SAMPLES, "the number of prompts", count, wanted)
+        ok = count <= MAX_SAMPLES
+        expect(ok, "the number of prompts", count, wanted, param="prompt")
         answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
         requests = input_processor.process_all(prompts, None, params, constrain)

@@ -206,7 +206,7 @@ def check_include(include: Any) -> None:
     """Raise TypeError or ValueError for what can't be asked for."""
     expect_type("include", include, list | None, "a list of strings")
     for entry in include or ():
-        one_of("an entry of include", entry, INCLUDABLE)
+        one_of("an entry of include", entry, INCLUDABLE, "include")
 
 
 def check_labels(labels: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from simplellm.base.config import expect
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
@@ -362,8 +361,8 @@ class Replicas(EngineBase):
 
 def expect_one(replicas: object) -> None:
     """Raise EngineError unless there are any ``replicas``."""
-    wanted = "one or more; others are on their way"
-    expect(replicas, "the number of living replicas", 0, wanted, EngineError)
+    if not replicas:
+        raise EngineError("no replica lives; expected one, and others are on their way")
 
 
 def digests_of(tokens: Sequence[int]) -> list[int]:

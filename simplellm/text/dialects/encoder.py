@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 from simplellm.base.config import (
     MAX_SIZE,
-    about,
     expect,
     expect_type,
     one_of,
@@ -124,14 +123,13 @@ class Encoder:
 
 
 @contextmanager
-def guarded(kind: type[ValueError], place: object) -> Iterator[None]:
+def guarded(kind: Callable[[str], ValueError], place: object) -> Iterator[None]:
     """Turn whatever goes wrong with a stranger's file or program into a ``kind``."""
     try:
         yield
     except Exception as error:
         named = "" if type(error) in (TypeError, ValueError) else type(error).__name__
-        wrong = kind(": ".join(filter(None, [str(place), named, str(error)])))
-        raise about(wrong, "messages") from None
+        raise kind(": ".join(filter(None, [str(place), named, str(error)]))) from None
 
 
 def part(where: str, config: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -8,13 +8,21 @@ messages, as Qwen's looks for `</think>`: see `sandbox.py`.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from jinja2 import nodes
 
-from simplellm.base.config import ConfigError, expect, expect_type, one_of, raising
+from simplellm.base.config import (
+    ConfigError,
+    ParameterError,
+    expect,
+    expect_type,
+    one_of,
+    raising,
+)
 from simplellm.base.files import SmallFiles
 from simplellm.text.dialects.encoder import Encoder, guarded
 from simplellm.text.dialects.sandbox import compiled, parsed, rendered
@@ -134,7 +142,7 @@ class ChatTemplate:
             "reasoning_effort": reasoning_effort,
             "add_generation_prompt": True,
         }
-        with guarded(ValueError, self.place):
+        with guarded(partial(ParameterError, param="messages"), self.place):
             text = rendered(self.templates[name], variables)
         return self.encoder.mixed(text)
 

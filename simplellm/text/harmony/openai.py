@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.base.config import about, expect, expect_type, one_of
+from simplellm.base.config import ParameterError, expect, expect_type, one_of
 from simplellm.text.harmony.message import ROLES, Message
 from simplellm.text.harmony.parse import ToolCall
 from simplellm.text.harmony.schema import Lead, Tool, as_tools, developer_text
@@ -98,7 +98,7 @@ def content_text(content: Any, where: str) -> str:
 def checked_id(call_id: Any, where: str) -> str | None:
     """``call_id`` if it can be that of a tool call."""
     ok = isinstance(call_id, str | int | None) and not isinstance(call_id, bool)
-    expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError)
+    expect(ok, f"a tool call id of {where}", call_id, "a str", TypeError, where)
     return None if call_id is None else str(call_id)
 
 
@@ -108,13 +108,14 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
     function = function if isinstance(function, Mapping) else {}
     name, arguments = function.get("name"), function.get("arguments")
     ok = isinstance(name, str) and "arguments" in function
-    expect(ok, f"a tool call of {where}", call, "id and function: name, arguments")
+    wanted = "id and function: name, arguments"
+    expect(ok, f"a tool call of {where}", call, wanted, param=where)
     if not isinstance(arguments, str):
         try:
             arguments = json.dumps(arguments, ensure_ascii=False)
         except RecursionError:
             wrong = f"arguments of {where} are nested too deep; expected fewer levels"
-            raise about(ValueError(wrong), where) from None
+            raise ParameterError(wrong, where) from None
     return Message(
         "assistant",
         arguments,

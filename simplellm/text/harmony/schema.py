@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simplellm.base.config import about, expect
+from simplellm.base.config import ParameterError, expect
 from simplellm.text.harmony.message import HEADER_WORD, Message
 
 NAMESPACE = "namespace functions {"  # what the tools are declared in
@@ -52,7 +52,7 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
         except (AttributeError, KeyError, TypeError):
             wanted = "a dict with function: name, description, parameters"
             wrong = f"{where} is {given!r}; expected {wanted}"
-            raise about(ValueError(wrong), where) from None
+            raise ParameterError(wrong, where) from None
         alone = named and tool.name not in found
         wanted = "a name of its own, without spaces and '<'"
         expect(alone, f"{where}.name", tool.name, wanted)
@@ -111,7 +111,7 @@ def function_type(tool: Tool) -> str:
         arguments = "" if tool.parameters is None else f"_: {type_of(tool.parameters)}"
     except RecursionError:
         wrong = f"the schema of {tool.name!r} is nested too deep; expected fewer levels"
-        raise about(ValueError(wrong), "tools") from None
+        raise ParameterError(wrong, "tools") from None
     return f"{comments}type {tool.name} = ({arguments}) => any;\n"
 
 
