@@ -1,28 +1,34 @@
 """An engine of the reader's own: the package with the reader's functions in it.
 
-`build` copies the package into a workbook's `ENGINE` and puts each function that the
-reader has written, and that is right, in the place of ours. What a function needs of
-the reader's chapter besides, imports and helpers, comes along. Each is checked once
-more where it stands now, in the copy, and ours comes back if it is not right there.
+`build` copies the package and puts each function that the reader has written, and that
+is right, in the place of ours. What a function needs of the reader's chapter besides,
+imports and helpers, comes along. Each is checked once more where it stands now, in the
+copy, and ours comes back if it is not right there. The functions are those of a whole
+workbook (`ask`, for `make mine`) or of one notebook (`ask_here`, for `run_mine`).
 
-    python tools/mine.py check NAME ...       in a process that imports the copy
-    python tools/mine.py answer PROMPT NAME ...
+    python tools/mine.py PROMPT YOURS OURS    in a process that imports the copy
+
+answers; YOURS and OURS are blanks, as JSON lists of names, whose calls are counted.
 """
 
 import ast
 import builtins
 import contextlib
+import inspect
 import json
+import linecache
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cells
 import course
@@ -156,24 +162,139 @@ def copy_package(target: Path) -> None:
     shutil.copytree(ROOT / "simplellm", target, ignore=ignored, dirs_exist_ok=True)
 
 
-def build(
-    folder: Path, right: list[Blank], chapters: dict[str, list[Cell]]
-) -> dict[str, str]:
-    """Write the package; by name, why a blank of ``right`` is not in it."""
-    copy_package(folder / ENGINE / "simplellm")
+class Part(NamedTuple):
+    """A function of the reader's for the engine."""
+
+    blank: Blank
+    source: str  # of the cell that defines it
+    chapter: list[Cell]  # that the cell stands in
+
+
+def build(folder: Path, parts: list[Part]) -> dict[str, str]:
+    """Write the package into ``folder``; by name, why a part is not in it."""
+    copy_package(folder / "simplellm")
     out: dict[str, str] = {}
-    for blank in right:
-        path = folder / ENGINE / f"{blank.module.replace('.', '/')}.py"
-        chapter = chapters[blank.chapter]
+    for blank, source, chapter in parts:
+        path = folder / f"{blank.module.replace('.', '/')}.py"
         text = path.read_text(encoding="utf-8")
         try:
-            made = spliced(text, blank, written(blank, chapter), chapter)
+            made = spliced(text, blank, source, chapter)
             ast.parse(made)
         except (Unfit, SyntaxError) as error:
-            out[blank.name] = str(error)
+            out[blank.name] = f"{blank.name}: {error}"
             continue
         path.write_text(made, encoding="utf-8")
     return out
+
+
+def run(folder: Path, parts: list[Part], ours: list[str], prompt: str) -> None:
+    """Build an engine of ``parts`` in ``folder``, and let it answer ``prompt``.
+
+    Prints what of it is the reader's, the answer, and how often the engine called the
+    parts and the blanks ``ours``. Raises WorkbookError if the engine does not run.
+    """
+    while True:
+        out = build(folder, parts)
+        parts = [part for part in parts if part.blank.name not in out]
+        yours = [part.blank.name for part in parts]
+        done = subprocess.run(
+            [
+                *(sys.executable, str(HERE / "mine.py")),
+                *(prompt, json.dumps(yours), json.dumps([*ours, *out])),
+            ],
+            env=environment(folder),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise WorkbookError(f"the copy does not run:\n{done.stderr[-2000:]}")
+        said = json.loads(done.stdout.splitlines()[-1])
+        for why in (*out.values(), *said["out"].values()):
+            print(f"{why}\n  The engine uses ours.")
+        ours = [*ours, *out, *said["out"]]
+        parts = [part for part in parts if part.blank.name not in said["out"]]
+        if not said["out"]:
+            break
+    calls = said["calls"]
+    tell("yours, in the engine", yours or ["none"])
+    print(f"\n{prompt}\n{said['answer']}\n")
+    for whose, names in (("yours", yours), ("ours", ours)):
+        tell(f"calls of {whose}", [f"{n} {calls[n]:,}" for n in names if n in calls])
+    tell("not called", [name for name in [*yours, *ours] if name not in calls])
+
+
+def ask(folder: Path, results: list[Result], prompt: str) -> None:
+    """Let an engine with all that is right in a workbook answer ``prompt``."""
+    blanks = {blank.name: blank for blank in course_blanks()}
+    right = [blanks[r.name] for r in results if r.verdict == "right"]
+    for result in results:
+        if result.verdict == "wrong":
+            print(f"{result.message}\n  The engine uses ours.")
+    chapters: dict[str, list[Cell]] = {}
+    for name in {blank.chapter for blank in right}:
+        asked = [blank for blank in blanks.values() if blank.chapter == name]
+        path = saved(folder, name, asked)
+        chapters[name] = cells.read(path) if path else []
+    parts = [
+        Part(blank, written(blank, chapters[blank.chapter]), chapters[blank.chapter])
+        for blank in fit(right)
+    ]
+    run(folder / ENGINE, parts, [], prompt)
+
+
+def ask_here(names: dict[str, Any], prompt: str) -> None:
+    """Let an engine with the functions of a notebook answer ``prompt``.
+
+    ``names`` are the notebook's global names. Its blanks are those whose checks have
+    run; a blank that has been refused has ours in its place by now.
+    """
+    chapter = [Cell(source) for source in names["In"]]
+    checked = {cell.checks for cell in chapter}
+    blanks = [blank for blank in course_blanks() if blank.name in checked]
+    sources = {blank.name: source_of(names.get(blank.root), blank) for blank in blanks}
+    yours = fit([blank for blank in blanks if sources[blank.name]])
+    ours = [b.name for b in blanks if b.module and not sources[b.name]]
+    if not yours and not course.OURS.exists():
+        print("This is the reading edition, so that the engine is ours.")
+    parts = [Part(blank, sources[blank.name], chapter) for blank in yours]
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), parts, ours, prompt)
+
+
+def source_of(thing: Any, blank: Blank) -> str:
+    """The cell that made ``thing``, a version of ``blank``; "" if that is ours."""
+    _, _, member = blank.name.partition(".")
+    if member and thing is not None:
+        thing = inspect.getattr_static(thing, member, None)
+    code = getattr(course.unwrapped(thing), "__code__", None)
+    if code is None or code.co_filename.startswith(("our ", course.PACKAGE)):
+        return ""
+    source = "".join(linecache.getlines(code.co_filename))
+    return "" if "solution" in Cell(source).directives() else source
+
+
+def fit(right: list[Blank]) -> list[Blank]:
+    """Those of ``right`` that an engine uses here; tells which ones it does not."""
+    kernels = [b for b in right if b.module and b.is_kernel and not has_gpu()]
+    lessons = [b for b in right if not b.module]
+    tell("yours, for a lesson that no engine needs", map(str, lessons))
+    tell("yours, checked in the interpreter; without a GPU not used", map(str, kernels))
+    return [blank for blank in right if blank not in [*lessons, *kernels]]
+
+
+def tell(what: str, names: Iterable[str]) -> None:
+    if told := ", ".join(names):
+        print(textwrap.fill(f"{what}: {told}", course.WIDTH))
+
+
+# In the process that imports the copy
+
+
+def code_of(blank: Blank) -> CodeType | None:
+    thing: Any = import_module(blank.module)
+    for part in blank.name.split("."):
+        thing = getattr(thing, part)
+    return getattr(course.unwrapped(thing), "__code__", None)
 
 
 def recheck(names: list[str]) -> dict[str, str]:
@@ -189,66 +310,8 @@ def recheck(names: list[str]) -> dict[str, str]:
     return told
 
 
-def ask(folder: Path, results: list[Result], prompt: str) -> int:
-    """Build the reader's engine, say what of it is the reader's, and let it answer."""
-    blanks = {blank.name: blank for blank in course_blanks()}
-    right = [blanks[r.name] for r in results if r.verdict == "right"]
-    for result in results:
-        if result.verdict == "wrong":
-            print(f"{result.message}\n  The engine uses ours.")
-    gpu = has_gpu()
-    chapters: dict[str, list[Cell]] = {}
-    for name in {blank.chapter for blank in right}:
-        asked = [blank for blank in blanks.values() if blank.chapter == name]
-        path = saved(folder, name, asked)
-        chapters[name] = cells.read(path) if path else []
-    lessons = [blank.name for blank in right if not blank.module]
-    kernels = [b.name for b in right if b.module and b.is_kernel and not gpu]
-    chosen = [b for b in right if b.name not in {*lessons, *kernels}]
-    variables = environment(folder / ENGINE)
-    tool = [sys.executable, str(HERE / "mine.py")]
-    while True:
-        out = build(folder, chosen, chapters)
-        names = [blank.name for blank in chosen if blank.name not in out]
-        done = subprocess.run(
-            [*tool, "check", *names],
-            env=variables,
-            capture_output=True,
-            text=True,
-        )
-        told = done.stdout.splitlines()
-        if done.returncode or not told:
-            raise WorkbookError(f"the copy does not run:\n{done.stderr[-2000:]}")
-        out |= json.loads(told[-1])
-        for name, why in out.items():
-            print(f"{name}: right, but ours is used: {why}")
-        if not out:
-            break
-        chosen = [blank for blank in chosen if blank.name not in out]
-    tell("yours, in the engine", names)
-    tell("yours, for a lesson that no engine needs", lessons)
-    tell("yours, checked in the interpreter; without a GPU not used", kernels)
-    print(flush=True)
-    return subprocess.run([*tool, "answer", prompt, *names], env=variables).returncode
-
-
-def tell(what: str, names: list[str]) -> None:
-    if names or what.endswith("engine"):
-        print(textwrap.fill(f"{what}: {', '.join(names) or 'none yet'}", course.WIDTH))
-
-
-# In the process that imports the copy
-
-
-def code_of(blank: Blank) -> CodeType | None:
-    thing: Any = import_module(blank.module)
-    for part in blank.name.split("."):
-        thing = getattr(thing, part)
-    return getattr(course.unwrapped(thing), "__code__", None)
-
-
-def answer(prompt: str, names: list[str]) -> None:
-    """Print the engine's answer, and how often it called each of ``names``."""
+def answer(prompt: str, names: list[str]) -> tuple[str, dict[str, int]]:
+    """The engine's answer, and how often it called each of ``names``."""
     from simplellm import LLM, EngineConfig
 
     blanks = [blank for blank in course_blanks() if blank.name in names]
@@ -269,19 +332,15 @@ def answer(prompt: str, names: list[str]) -> None:
         reply = llm.chat(messages, reasoning_effort="high").choices[0]
     sys.setprofile(None)
     threading.setprofile(None)
-    print(f"{prompt}\n{reply.content}")
-    called = [name for name in names if calls[name]]
-    if called:
-        told = ", ".join(f"{name} {calls[name]:,}" for name in called)
-        print("\n" + textwrap.fill(f"Calls of yours: {told}.", course.WIDTH))
+    return reply.content or "", calls
 
 
 def main() -> None:
-    command, *arguments = sys.argv[1:]
-    if command == "check":
-        print(json.dumps(recheck(arguments)))
-    else:
-        answer(arguments[0], arguments[1:])
+    prompt, yours, ours = sys.argv[1], *map(json.loads, sys.argv[2:])
+    said: dict[str, Any] = {"out": recheck(yours)}
+    if not said["out"]:
+        said["answer"], said["calls"] = answer(prompt, yours + ours)
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ The blanks are the course's own. Chapters are judged as a reader's are, in proce
 """
 
 import builtins
+import re
 import subprocess
 import symtable
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import blanks
 import cells
@@ -237,15 +240,15 @@ def test_kept_versions_are_right_and_the_engine_with_them_answers(
     results = [r for found in workbook.results_of(full, BLANKS) for r in found]
     assert [r.message for r in results if r.verdict != "right"] == []
     assert [r.name for r in results] == [blank.name for blank in BLANKS]
-    assert mine.ask(full, results, PROMPT) == 0
+    mine.ask(full, results, PROMPT)
     head, _, said = " ".join(capfd.readouterr().out.split()).partition(PROMPT)
-    assert "ours is used" not in head
+    assert "uses ours" not in head
     for blank in EXPORTED:
         assert f" {blank.name}" in head
     copy = full / ENGINE / "simplellm/checkpoint/mxfp4.py"
     assert copy.read_text("utf-8").count("def dequantize(") == 1
     assert "132" in said
-    assert "Calls of yours:" in said and "MXFP4.dequantize" in said
+    assert "calls of yours:" in said and "MXFP4.dequantize" in said
 
 
 WRONG = """\
@@ -261,10 +264,48 @@ def test_a_wrong_one_is_named_and_ours_is_used(empty: Path) -> None:
     assert result.verdict == "wrong"
     done = run("mine", PROMPT, "--workbook", empty)
     assert f"{result.message}\n  The engine uses ours." in done.stdout
-    assert "yours, in the engine: none yet" in done.stdout
+    assert "yours, in the engine: none\n" in done.stdout
     assert "132" in done.stdout
     ours = (ROOT / "simplellm/checkpoint/mxfp4.py").read_text("utf-8")
     assert (empty / ENGINE / "simplellm/checkpoint/mxfp4.py").read_text("utf-8") == ours
+
+
+def notebook(*sources: str) -> dict[str, Any]:
+    """The names of a notebook of chapter 3 in which these cells have run."""
+    names: dict[str, Any] = dict(vars(import_module("simplellm.checkpoint.mxfp4")))
+    names["In"] = [*sources, 'check("MXFP4.dequantize", MXFP4)\n']
+    for number, source in enumerate(sources):
+        blanks.run(source, f"cell {number}", names)
+    return names
+
+
+def test_a_notebook_asks_the_engine_with_its_functions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
+    own = re.sub(r"return (.*)", r"return unchanged(\1)", kept)
+    helper = "def unchanged(x):\n    return x\n"
+    mine.ask_here(notebook(helper, f"#| blank MXFP4.dequantize\n{own}"), PROMPT)
+    said = capsys.readouterr().out
+    assert "yours, in the engine: MXFP4.dequantize\n" in said
+    assert "132" in said and "calls of yours: MXFP4.dequantize " in said
+
+    # Changed after it was found right.
+    mine.ask_here(notebook(f"#| blank MXFP4.dequantize\n{WRONG}"), PROMPT)
+    said = capsys.readouterr().out
+    assert "MXFP4.dequantize: the first byte is" in said
+    assert "  The engine uses ours.\n" in said and "engine: none\n" in said
+    assert "132" in said and "calls of ours: MXFP4.dequantize " in said
+
+
+def test_a_notebook_of_the_reading_edition_says_that_the_engine_is_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
+    mine.ask_here(notebook(f"#| solution MXFP4.dequantize\n{kept}"), PROMPT)
+    said = capsys.readouterr().out
+    assert "reading edition" in said and "engine: none\n" in said
+    assert "calls of ours: MXFP4.dequantize " in said
 
 
 @pytest.mark.parametrize(
