@@ -3,7 +3,9 @@
 A cell whose leading directive lines hold ``#| export`` goes to the chapter's default
 module, set by ``#| default_exp NAME``; ``#| export NAME`` names another one. A later
 chapter may add to a module, and ``class NAME(NAME):`` adds to the class before it.
-Imports are hoisted, pruned and sorted; the rest keeps its order. In the chapter itself
+Imports are hoisted, pruned and sorted; the rest keeps its order. A chapter does not
+import what it exports to another module itself, which would replace a reader's version
+of it: the module gets that import. In the chapter itself
 all code gets ruff's format, so that both read the same, and the phrase
 "`simplellm/NAME.py` (N lines)" gets its number. chapters/modules.toml lists the modules
 that are written in this way; all others are written by hand and left alone.
@@ -26,7 +28,7 @@ from pathlib import Path
 
 from cells import cells as all_cells
 from cells import chapter_files
-from joining import Cell, ExportError, joined
+from joining import Cell, ExportError, defined_names, joined, parse
 
 PACKAGE = "simplellm"
 ADVICE = "chapters/course/blanks.toml"
@@ -122,17 +124,51 @@ def ruff(root: Path, path: str, source: str, *arguments: str) -> str:
     return result.stdout
 
 
-def build(root: Path, path: str, cells: list[Cell]) -> str:
-    """The text of the module that ``cells`` make up."""
+def exported_names(modules: dict[str, list[Cell]]) -> dict[tuple[str, str], str]:
+    """The module of each name that a chapter exports, by the chapter and the name."""
+    found = {}
+    for path, cells in modules.items():
+        for cell in cells:
+            for node in parse(cell).body:
+                for name in defined_names(node):
+                    found[cell.chapter, name] = path
+    return found
+
+
+def undefined(root: Path, path: str, source: str) -> list[tuple[str, int, str]]:
+    """The names that ``source`` reads and does not define, with line and message."""
+    lint = ("check", "--quiet", "--exit-zero", "--select", "F821")
+    problems = json.loads(ruff(root, path, source, *lint, "--output-format", "json"))
+    return [
+        (p["message"].split("`")[1], p["location"]["row"], p["message"])
+        for p in problems
+    ]
+
+
+def build(
+    root: Path, path: str, cells: list[Cell], homes: dict[tuple[str, str], str]
+) -> str:
+    """The text of the module that ``cells`` make up.
+
+    ``homes`` are the modules of the names that the chapters export.
+    """
     source = joined(path, cells)
-    lint = ("check", "--quiet", "--exit-zero")
-    source = ruff(root, path, source, *lint, "--select", "I,F401", "--fix")
+    imports = {
+        f"from {home.removesuffix('.py').replace('/', '.')} import {name}"
+        for name, _, _ in undefined(root, path, source)
+        for chapter in writers(cells)
+        if (home := homes.get((chapter, name), path)) != path
+    }
+    if imports:
+        added = Cell(cells[0].chapter, cells[0].line, path, "\n".join(sorted(imports)))
+        source = joined(path, [*cells, added])
+    lint = ("check", "--quiet", "--exit-zero", "--select", "I,F401", "--fix")
+    source = ruff(root, path, source, *lint)
     source = ruff(root, path, source, "format")
-    undefined = ("--select", "F821", "--output-format", "json")
-    for problem in json.loads(ruff(root, path, source, *lint, *undefined)):
+    for _, row, message in undefined(root, path, source):
         raise ExportError(
-            f"{', '.join(writers(cells))}: {path}:{problem['location']['row']}: "
-            f"{problem['message']}; expected an exported cell to define or import it"
+            f"{', '.join(writers(cells))}: {path}:{row}: "
+            f"{message}; expected an exported cell to define or import it"
         )
     return source
 
@@ -208,8 +244,9 @@ def export(root: Path, files: list[Path], check: bool) -> int:
     chapters = {path: writers(cells[path]) for path in sorted(cells)}
     if nothing := sorted(chosen.difference(*chapters.values())):
         raise ExportError(f"{nothing[0]}: exports nothing; expected `#| export` cells")
+    homes = exported_names(cells)
     modules = {
-        path: build(root, path, cells[path])
+        path: build(root, path, cells[path], homes)
         for path in chapters
         if not chosen or chosen.intersection(chapters[path])
     }

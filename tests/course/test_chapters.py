@@ -77,6 +77,45 @@ def number(path: Path) -> str:
     return number_of(path)
 
 
+def names_bound(cell: cells.Cell) -> set[str]:
+    """The names that a cell imports, anywhere, or binds at its top level anew."""
+    tree = ast.parse(cell.source)
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    found = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in imports
+        for alias in node.names
+    }
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            if node.name not in map(ast.unparse, node.bases):  # it adds to a class
+                found.add(node.name)
+        else:
+            stores = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            found |= {n.id for n in stores if isinstance(n.ctx, ast.Store)}
+    return found
+
+
+# Blanks by their chapters that a later cell may replace.
+REPLACED: set[tuple[str, str]] = set()
+
+
+@every_chapter
+def test_no_later_cell_replaces_what_the_reader_wrote(path: Path, text: str) -> None:
+    """What a chapter runs after a blank is the reader's function, or the kept one."""
+    written: set[str] = set()
+    for cell in cells.cells(text):
+        directives = cell.directives()
+        blank = directives.get("blank", "").partition(".")[0]
+        solved = directives.get("solution", "").partition(".")[0]
+        if not cell.folded:
+            replaced = (names_bound(cell) & written) - {blank, solved}
+            assert {(path.stem, name) for name in replaced} <= REPLACED
+        written |= {blank} - {""}
+
+
 @every_chapter
 def test_the_title_comes_first(text: str) -> None:
     """No YAML header, one title."""

@@ -167,6 +167,20 @@ def test_a_wrong_line_count_is_drift(repository: Path) -> None:
     assert "chapters/01-first.md" in output
 
 
+def test_a_module_imports_what_its_chapter_exports_to_another(repository: Path) -> None:
+    double = "def double(radius: float) -> float:\n    return 2 * area(radius)"
+    chapter = repository / "chapters/01-first.md"
+    chapter.write_text(FIRST + cell("#| export second", double))
+    assert run(repository)[0] == 0
+    module = repository / "simplellm/second.py"
+    imported = "from simplellm.first import area\n\n\n"
+    assert module.read_text() == f"{imported}{double}\n"
+    # Another chapter's reader has not written it: there it has to be imported.
+    chapter.write_text(FIRST)
+    add(repository, "02-second.md", cell("#| export second", double))
+    fails(repository, "02-second.md", "Undefined name `area`")
+
+
 @pytest.mark.parametrize("name", ["kernels.moe", "kernels/moe"])
 def test_a_dotted_name_goes_to_a_subpackage(repository: Path, name: str) -> None:
     add(repository, "02-second.md", cell(f"#| export {name}", "N = 1"))
