@@ -16,7 +16,16 @@ from test_mutations import TILED, Mutation
 from simplellm.api.load import load_model
 from simplellm.checkpoint import checkpoint
 from simplellm.checkpoint.families import family, qwen2, smollm3
-from simplellm.model import build, model, ops, rope, variants
+from simplellm.model import (
+    attention,
+    build,
+    feed_forward,
+    model,
+    ops,
+    rope,
+    rotations,
+    variants,
+)
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
@@ -42,7 +51,7 @@ GAMMA = "(weight + config.norm_offset) * factor"
 CENTERED = "functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)"
 LENGTH = "turns = scaling.original_max_position_embeddings"
 STRETCHED = "plain / scaling.factor * (1 - keep) + plain * keep"
-ROPE, CACHE = rope.stretched_frequencies, ops.rope_and_cache
+ROPE, CACHE = rotations.stretched_frequencies, ops.rope_and_cache
 TURNS = build.layer_rotations
 FEED, ROUTE = ops.dense, variants.route_among_all
 TYPES = '("full_attention",) * full + ("sliding_attention",) * (count - full)'
@@ -51,16 +60,16 @@ OTHER_TYPES = '("sliding_attention",) * full + ("full_attention",) * (count - fu
 MISTAKES = {
     "Llama": {
         "kv heads not in groups": Mutation(
-            ops.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
+            attention.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
         ),
         "rotation interleaved": Mutation(
-            ops.rotate,
+            rope.rotate,
             "x.float().chunk(2, dim=-1)",
             "(x.float()[..., 0::2], x.float()[..., 1::2])",
         ),
         "theta of the defaults": Mutation(family.rope, 'data.get("rope_theta")', "1e4"),
         "head_dim is hidden / heads in the scores' scale": Mutation(
-            ops.attention, "q.shape[2] ** -0.5", "(48 // 6) ** -0.5"
+            attention.attention, "q.shape[2] ** -0.5", "(48 // 6) ** -0.5"
         ),
         "head_dim is hidden / heads in RoPE": Mutation(
             rope.yarn_frequencies,
@@ -139,26 +148,30 @@ MISTAKES = {
     },
     "Mistral windows": {
         "one too wide": Mutation(
-            ops.visible, "keys > queries[:, None] - w", "keys >= queries[:, None] - w"
+            attention.visible,
+            "keys > queries[:, None] - w",
+            "keys >= queries[:, None] - w",
         ),
-        "dropped": Mutation(ops.visible, "window is not None", "False"),
+        "dropped": Mutation(attention.visible, "window is not None", "False"),
     },
     "Mixtral": {
         "shares among all experts": Mutation(
-            ops.route, "chosen.softmax(dim=-1)", GATHER
+            feed_forward.route, "chosen.softmax(dim=-1)", GATHER
         ),
         "gate and up swapped": Mutation(
             variants.gated, "gate, up = gate_up", "up, gate = gate_up"
         ),
         "the next expert's down": Mutation(
-            ops.experts, "mlp.down[expert]", "mlp.down[expert - 1]"
+            feed_forward.experts, "mlp.down[expert]", "mlp.down[expert - 1]"
         ),
     },
     "Qwen3-MoE": {
-        "norm_topk_prob ignored": Mutation(ops.experts, RULE, "route_among_all"),
+        "norm_topk_prob ignored": Mutation(
+            feed_forward.experts, RULE, "route_among_all"
+        ),
     },
     "Qwen3-MoE unnormed": {
-        "softmax after top-k": Mutation(ops.experts, RULE, "route"),
+        "softmax after top-k": Mutation(feed_forward.experts, RULE, "route"),
         "norm_topk_prob taken for true": Mutation(
             ROUTE, "expert_ids, chosen", "expert_ids, chosen / chosen.sum(-1, True)"
         ),
@@ -227,7 +240,7 @@ MISTAKES = {
         ),
         "RoPE as well": Mutation(ROPE, "config.learned_positions", "False"),
         "GELU without tanh": Mutation(
-            ops.activated,
+            feed_forward.activated,
             "ACTIVATIONS[mlp.activation](first)",
             "functional.gelu(first)",
         ),
@@ -242,7 +255,9 @@ MISTAKES = {
 EQUAL = {
     # What the experts that were not chosen scored cancels out.
     ("Mixtral", "softmax before top-k, then made to add up to 1"): Mutation(
-        ops.route, "chosen.softmax(dim=-1)", f"functional.normalize({GATHER}, p=1)"
+        feed_forward.route,
+        "chosen.softmax(dim=-1)",
+        f"functional.normalize({GATHER}, p=1)",
     ),
     # Up to the scores all is linear, and RoPE keeps lengths: the factor may go to k.
     ("Gemma3", "query_pre_attn_scalar with k"): Mutation(

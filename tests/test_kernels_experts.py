@@ -13,7 +13,7 @@ from oracle_kernels import (
 )
 
 from simplellm.checkpoint.mxfp4 import quantize
-from simplellm.model import ops
+from simplellm.model import feed_forward, ops
 from simplellm.model.kernels.experts import (
     INVARIANT_TILING,
     TILINGS,
@@ -127,7 +127,7 @@ def test_each_half_is_the_plain_one(kernel_device, tokens, tiling, dtype):
     assert hidden.dtype == dtype
     rows = x[order // mlp.top_k]
     both = plain_products(rows, mlp.gate_up, mlp.gate_up_bias, chosen)
-    expected = ops.swiglu(both, mlp.limit, mlp.alpha).to(dtype)
+    expected = feed_forward.swiglu(both, mlp.limit, mlp.alpha).to(dtype)
     torch.testing.assert_close(hidden, expected, **tolerance)
 
     out = down(hidden, ready, scores, pairs, tiling)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle_kernels import plain_products, random_experts, repacked
 
-from simplellm.model import ops
+from simplellm.model import feed_forward, ops
 from simplellm.model.kernels import experts as module
 from simplellm.model.kernels.experts_one import (
     OneTiling,
@@ -39,7 +39,7 @@ def count(tokens: int, like: torch.Tensor) -> torch.Tensor:
 def plain_gate_up(x, mlp, ids):
     rows = x.repeat_interleave(TOP_K, 0)
     both = plain_products(rows, mlp.gate_up, mlp.gate_up_bias, ids.flatten())
-    return ops.swiglu(both, mlp.limit, mlp.alpha).bfloat16()
+    return feed_forward.swiglu(both, mlp.limit, mlp.alpha).bfloat16()
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)

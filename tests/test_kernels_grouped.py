@@ -13,7 +13,7 @@ from simplellm.checkpoint.formats import SCHEMES
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.checkpoint.names import tensor_names
 from simplellm.checkpoint.scaled import E4M3, Scaled, join
-from simplellm.model import ops
+from simplellm.model import feed_forward, ops
 from simplellm.model.build import build
 from simplellm.model.kernels.fragments import prepare
 from simplellm.model.kernels.fused import fused
@@ -153,8 +153,10 @@ def plain_product(
     """One expert's half, the second with ``scores``: x [pairs, in] -> [pairs, out]."""
     weight = mlp.gate_up if scores is None else mlp.down
     weight = weight.float() if isinstance(weight, torch.Tensor) else weight
-    y = ops.linear(x.float(), weight[expert])
-    return (ops.activated(y, mlp) if scores is None else y * scores).to(x.dtype)
+    y = feed_forward.linear(x.float(), weight[expert])
+    return (feed_forward.activated(y, mlp) if scores is None else y * scores).to(
+        x.dtype
+    )
 
 
 def ends(order: Dispatch) -> tuple[list[int], list[int]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from simplellm.model import ops
+from simplellm.model import feed_forward
 from simplellm.model.kernels.linear import (
     INVARIANT,
     MANY_TOKENS,
@@ -67,7 +67,7 @@ def added(y, dtype):
 
 def expected(x, weight, bias=None):
     bias = None if bias is None else bias.float()
-    return ops.linear(x.float(), weight.float(), bias).to(x.dtype)
+    return feed_forward.linear(x.float(), weight.float(), bias).to(x.dtype)
 
 
 @pytest.mark.parametrize(("config", "dtype", "shape", "tokens"), CASES)
@@ -83,7 +83,9 @@ def test_project_takes_any_number_of_tokens(kernel_device, tokens):
     x, weight, bias = inputs(kernel_device, tokens, 96, 224)
     for invariant in (False, True):
         got = added(project(x, weight, bias, batch_invariant=invariant), x.dtype)
-        torch.testing.assert_close(got, ops.linear(x, weight, bias), **CLOSE[x.dtype])
+        torch.testing.assert_close(
+            got, feed_forward.linear(x, weight, bias), **CLOSE[x.dtype]
+        )
 
 
 def test_rows_of_x_may_be_slices(kernel_device):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from simplellm.checkpoint.scaled import E4M3, Scaled
-from simplellm.model import ops
+from simplellm.model import feed_forward
 from simplellm.model.kernels import linear
 from simplellm.model.kernels.linear import Dot, Gemv
 from simplellm.model.kernels.quantized import (
@@ -99,7 +99,7 @@ def test_each_way_is_the_plain_product(kernel_device, kind, config, shape, token
         x, weight, bias = inputs(kernel_device, kind, tokens, shape, dtype)
         given = bias if has_bias else None
         got = multiply(x, weight, given, config)
-        assert_close(got, ops.linear(x, weight, given), weight)
+        assert_close(got, feed_forward.linear(x, weight, given), weight)
 
 
 @KINDS
@@ -119,11 +119,11 @@ def test_project_takes_any_number_of_tokens(kernel_device, kind, tokens):
     x, weight, bias = inputs(kernel_device, kind, tokens, (32, 256))
     for invariant in (False, True):
         got = added(project(x, weight, bias, batch_invariant=invariant), x.dtype)
-        expected = ops.linear(x, weight, bias)
+        expected = feed_forward.linear(x, weight, bias)
         assert_close(got, expected, weight)
         logits = torch.full_like(expected, torch.nan)
         best = head(x, weight, logits, batch_invariant=invariant)
-        assert_close(logits, ops.linear(x, weight), weight)
+        assert_close(logits, feed_forward.linear(x, weight), weight)
         assert torch.equal(best.long(), logits.argmax(-1))
 
 

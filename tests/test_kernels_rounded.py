@@ -15,7 +15,7 @@ from test_kernels_quantized import (
 from test_kernels_variants import make_dense
 
 from simplellm.checkpoint.scaled import Scaled
-from simplellm.model import ops
+from simplellm.model import feed_forward
 from simplellm.model.kernels import rounding
 from simplellm.model.kernels.launch import power_of_two
 from simplellm.model.kernels.linear import Gemv
@@ -134,7 +134,7 @@ def test_a_product_takes_what_is_rounded(kernel_device, kind, tokens):
     for dtype, has_bias in ((torch.float32, True), (torch.float16, False)):
         x, weight, bias = inputs(kernel_device, kind, tokens, (16, 416), dtype)
         given = bias if has_bias else None
-        expected = ops.linear(x, weight, given)
+        expected = feed_forward.linear(x, weight, given)
         for invariant in (False, True):
             y = project(rounded(x, weight), weight, given, batch_invariant=invariant)
             assert_close(added(y, dtype), expected, weight)
@@ -190,8 +190,8 @@ def test_plain_operations_get_ordinary_numbers(kind):
     assert plainly(norm) is norm.weight and plainly(x) is x and plainly(None) is None
     values, scales = weight.round_inputs(x)
     again = plainly(Rounded(values, scales.T, 3, weight.tile[1], x.dtype))
-    expected = ops.linear(x, weight)
-    torch.testing.assert_close(ops.linear(again, weight), expected)
+    expected = feed_forward.linear(x, weight)
+    torch.testing.assert_close(feed_forward.linear(again, weight), expected)
 
 
 def test_more_is_for_ordinary_cores_when_it_is_rounded():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle_kernels import plain_dispatch
 
-from simplellm.model import ops
+from simplellm.model import feed_forward
 from simplellm.model.kernels.routing import (
     COMPARED,
     choose_experts,
@@ -103,7 +103,7 @@ def test_route_is_the_plain_one(kernel_device, tokens):
     x, weight, bias = inputs(kernel_device, tokens, 16, 96)
     for given in (bias, None):
         ids, scores = route_tokens(x, weight, given, 4)
-        expected = ops.route(x, weight, given, 4)
+        expected = feed_forward.route(x, weight, given, 4)
         assert torch.equal(ids, expected[0].int())
         torch.testing.assert_close(scores, expected[1], atol=1e-5, rtol=1e-5)
 
@@ -138,7 +138,7 @@ def test_a_token_is_routed_alike_among_any_number_of_others(kernel_device):
         return route_tokens(x[rows], weight, bias, 4, batch_invariant=True)
 
     ids, scores = routed(slice(None))
-    expected = ops.route(x, weight, bias, 4)
+    expected = feed_forward.route(x, weight, bias, 4)
     assert torch.equal(ids, expected[0].int())
     torch.testing.assert_close(scores, expected[1])
     for rows in (slice(9, 10), slice(60, 70)):

@@ -22,8 +22,8 @@ from test_oracle import FP32_TOLERANCE, their_logits
 
 from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
+from simplellm.model import attention, feed_forward, model, ops, ops_numpy, rope
 from simplellm.model import gather as reads
-from simplellm.model import model, ops, ops_numpy, rope
 
 
 @dataclass(frozen=True)
@@ -67,29 +67,33 @@ MUTATIONS = {
         "decode_scales(self.scales - 1,",
     ),
     "gate and up swapped": Mutation(
-        ops.swiglu,
+        feed_forward.swiglu,
         "gate_up[..., 0::2], gate_up[..., 1::2]",
         "gate_up[..., 1::2], gate_up[..., 0::2]",
     ),
     "gate and up not interleaved": Mutation(
-        ops.swiglu,
+        feed_forward.swiglu,
         "gate_up[..., 0::2], gate_up[..., 1::2]",
         "gate_up.chunk(2, dim=-1)",
     ),
     "+1 dropped": Mutation(
-        ops.swiglu,
+        feed_forward.swiglu,
         "torch.sigmoid(alpha * gate) * (up + 1)",
         "torch.sigmoid(alpha * gate) * up",
     ),
-    "gate's clamp dropped": Mutation(ops.swiglu, "gate.clamp(max=limit)", "gate"),
-    "up's clamp dropped": Mutation(ops.swiglu, "up.clamp(-limit, limit)", "up"),
+    "gate's clamp dropped": Mutation(
+        feed_forward.swiglu, "gate.clamp(max=limit)", "gate"
+    ),
+    "up's clamp dropped": Mutation(
+        feed_forward.swiglu, "up.clamp(-limit, limit)", "up"
+    ),
     "sigmoid without alpha": Mutation(
-        ops.swiglu, "torch.sigmoid(alpha * gate)", "torch.sigmoid(gate)"
+        feed_forward.swiglu, "torch.sigmoid(alpha * gate)", "torch.sigmoid(gate)"
     ),
     "softmax before top-k": Mutation(
-        ops.route, "expert_ids, chosen.softmax(dim=-1)", SOFTMAX_FIRST
+        feed_forward.route, "expert_ids, chosen.softmax(dim=-1)", SOFTMAX_FIRST
     ),
-    "router's bias dropped": Mutation(ops.route, "weight, bias)", "weight)"),
+    "router's bias dropped": Mutation(feed_forward.route, "weight, bias)", "weight)"),
     "down's bias not weighted": Mutation(
         ops.experts,
         "y * scores.flatten()[chosen, None]",
@@ -105,19 +109,21 @@ MUTATIONS = {
         "ops.add_norm(x, None, self.norm",
     ),
     "sink scaled": Mutation(
-        ops.masked_attention, "sinks.float()", "(sinks.float() * scale)"
+        attention.masked_attention, "sinks.float()", "(sinks.float() * scale)"
     ),
     "sink dropped": Mutation(
-        ops.masked_attention, "if sinks is not None:", "if False:"
+        attention.masked_attention, "if sinks is not None:", "if False:"
     ),
     "window one too wide": Mutation(
-        ops.visible, "keys > queries[:, None] - w", "keys >= queries[:, None] - w"
+        attention.visible, "keys > queries[:, None] - w", "keys >= queries[:, None] - w"
     ),
-    "window one too narrow": Mutation(ops.visible, "- window", "- window + 1"),
-    "window dropped": Mutation(ops.visible, "window is not None", "False"),
-    "future visible": Mutation(ops.visible, "keys <= queries", "keys <= 1 + queries"),
+    "window one too narrow": Mutation(attention.visible, "- window", "- window + 1"),
+    "window dropped": Mutation(attention.visible, "window is not None", "False"),
+    "future visible": Mutation(
+        attention.visible, "keys <= queries", "keys <= 1 + queries"
+    ),
     "kv head mapping wrong": Mutation(
-        ops.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
+        attention.attention, "scale = q.shape[2]", TILED + "scale = q.shape[2]"
     ),
     "YaRN truncated": Mutation(
         rope.yarn_frequencies, "if scaling.truncate:", "if True:"
@@ -129,11 +135,11 @@ MUTATIONS = {
         "return frequencies, 1.0",
     ),
     "rotation interleaved": Mutation(
-        ops.rotate,
+        rope.rotate,
         "x.float().chunk(2, dim=-1)",
         "(x.float()[..., 0::2], x.float()[..., 1::2])",
     ),
-    "rotation backwards": Mutation(ops.rotate, "sin[:, None]", "-sin[:, None]"),
+    "rotation backwards": Mutation(rope.rotate, "sin[:, None]", "-sin[:, None]"),
     "keys not rotated": Mutation(
         ops.rope_and_cache,
         "rotate(q, cos, sin), rotate(k, cos, sin)",

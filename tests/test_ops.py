@@ -21,10 +21,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
-from simplellm.model import ops, ops_numpy
+from simplellm.model import feed_forward, ops, ops_numpy, rope
+from simplellm.model.attention import QUERY_CHUNK, attention, visible
 from simplellm.model.batch import KVGroup
+from simplellm.model.feed_forward import route, swiglu
 from simplellm.model.layers import Attention, Dense, Experts, Layer
-from simplellm.model.ops import PLAIN, QUERY_CHUNK, attention, route, swiglu, visible
+from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import FEW, NUMPY
 
 # float32 sums over up to 700 keys in another order.
@@ -131,7 +133,7 @@ def angles(count: int, dim: int, theta: float = 10_000.0) -> tuple[Tensor, Tenso
 def test_rotates_as_transformers_does(dtype):
     q, k = normal(300, 6, 64).to(dtype), normal(300, 2, 64, seed=1).to(dtype)
     cos, sin = angles(300, 64)
-    mine = ops.rotate(q, cos, sin), ops.rotate(k, cos, sin)
+    mine = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
     # In float32: transformers rounds cos, sin and every product to bf16, we only the
     # result.
     heads_first = [x.float().transpose(0, 1)[None] for x in (q, k)]
@@ -147,7 +149,7 @@ def test_scores_depend_on_the_distance_alone():
 
     def score(query: int, key: int) -> float:
         turned = [
-            ops.rotate(x, cos[None, position], sin[None, position])
+            rope.rotate(x, cos[None, position], sin[None, position])
             for x, position in ((q, query), (k, key))
         ]
         return (turned[0] * turned[1]).sum().item()
@@ -202,7 +204,7 @@ def test_rope_and_cache_norms_turns_and_writes(norms, bias, dtype) -> None:
         weights = torch.stack([attn.q_norm] * 6 + [attn.k_norm] * 2)
         scale = (turned.square().mean(-1, keepdim=True) + attn.eps).rsqrt()
         turned = turned * scale * weights
-    turned = ops.rotate(turned, attn.cos[positions], attn.sin[positions])
+    turned = rope.rotate(turned, attn.cos[positions], attn.sin[positions])
     exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
     torch.testing.assert_close(q, turned[:, :6].to(dtype), **exact)
     for pages, rows in ((keys, turned[:, 6:]), (values, x[:, 8:])):
@@ -699,7 +701,7 @@ def test_experts_match_transformers(dtype, count, seed):
     mlp = oracle(seed).to(dtype)
     x = tokens(count, seed + 10).to(dtype)
     theirs, _ = mlp(x[None])
-    out = ops.experts(x, ours(mlp), LIVE)
+    out = feed_forward.experts(x, ours(mlp), LIVE)
     assert out.dtype == dtype
     assert relative(out, theirs[0]) < MOE_TOLERANCE[dtype]
 
@@ -715,7 +717,7 @@ def test_packed_experts_match_transformers_on_their_values():
         theirs.data = mine.dequantize(torch.float32).transpose(1, 2)
     x = tokens(40)
     theirs, _ = mlp(x[None])
-    assert relative(ops.experts(x, weights, LIVE), theirs[0]) < 1e-5
+    assert relative(feed_forward.experts(x, weights, LIVE), theirs[0]) < 1e-5
 
 
 def test_only_touched_experts_are_dequantized_one_at_a_time(monkeypatch):
@@ -729,7 +731,7 @@ def test_only_touched_experts_are_dequantized_one_at_a_time(monkeypatch):
     monkeypatch.setattr(MXFP4, "dequantize", count)
     chosen = [{3: 0.5, 9: 0.5}, {9: 0.5, 15: 0.5}, {3: 0.5, 15: 0.5}]
     x, weights = choosing(packed(ours(oracle())), chosen)
-    ops.experts(x, weights, LIVE)
+    feed_forward.experts(x, weights, LIVE)
     assert dequantized == [(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * 3
 
 
@@ -753,7 +755,7 @@ def test_weights_apply_after_the_down_bias(table):
 
 
 def test_no_tokens():
-    assert ops.experts(tokens(0), ours(oracle()), LIVE).shape == (0, HIDDEN)
+    assert feed_forward.experts(tokens(0), ours(oracle()), LIVE).shape == (0, HIDDEN)
 
 
 @pytest.mark.parametrize("table", [PLAIN, NUMPY], ids=lambda table: table.name)
@@ -775,12 +777,12 @@ def test_neighbors_change_nothing_at_all_when_rows_are_multiplied_alone(monkeypa
         rows = [route(row[None], *args) for row in x]
         return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
-    monkeypatch.setattr(ops, "linear", row_by_row)
-    monkeypatch.setattr(ops, "route", routed_alone)
+    monkeypatch.setattr(feed_forward, "linear", row_by_row)
+    monkeypatch.setattr(feed_forward, "route", routed_alone)
     x, weights = tokens(33), ours(oracle())
-    whole = ops.experts(x, weights, LIVE)
+    whole = feed_forward.experts(x, weights, LIVE)
     for rows in ([5], [32, 0], [9, 8, 7, 6, 5]):
-        assert torch.equal(ops.experts(x[rows], weights, LIVE), whole[rows])
+        assert torch.equal(feed_forward.experts(x[rows], weights, LIVE), whole[rows])
 
 
 # A network that every token goes through
@@ -798,7 +800,7 @@ def test_dense_is_the_mlp_of_qwen3() -> None:
     theirs.down_proj.weight.data = mlp.down
     x = normal(7, 48)
     expected = theirs(x).detach()
-    torch.testing.assert_close(ops.dense(x, mlp), expected)
+    torch.testing.assert_close(feed_forward.dense(x, mlp), expected)
     torch.testing.assert_close(mlp.forward(PLAIN, x, LIVE), expected)
 
 
@@ -809,7 +811,7 @@ def test_dense_adds_its_biases() -> None:
     x = normal(7, 48)
     gate, up = (x @ mlp.gate_up.T + first).chunk(2, dim=-1)
     expected = (gate * torch.sigmoid(gate) * up) @ mlp.down.T + second
-    torch.testing.assert_close(ops.dense(x, mlp), expected)
+    torch.testing.assert_close(feed_forward.dense(x, mlp), expected)
 
 
 # The NumPy table: float32 in another order than PyTorch's

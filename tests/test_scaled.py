@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from simplellm.checkpoint import scaled
 from simplellm.checkpoint.scaled import E4M3, LARGEST, Scaled, as_numbers, join
-from simplellm.model import ops
+from simplellm.model import feed_forward
 
 SQUARE, ROW = (128, 128), (1, 0)
 FORMATS = {
@@ -85,11 +85,11 @@ def test_a_product_is_that_of_the_rounded_numbers(kind, dtype, shape):
     expected = functional.linear(wide, weight.dequantize(torch.float64), bias.double())
     close = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else {}
     for given_x in (x, x[:1]):
-        got = ops.linear(given_x, weight, bias)
+        got = feed_forward.linear(given_x, weight, bias)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected[: len(got)].to(dtype), **close)
-    got = ops.linear(x.view(5, 1, -1), weight)
-    torch.testing.assert_close(got[:, 0], ops.linear(x, weight))
+    got = feed_forward.linear(x.view(5, 1, -1), weight)
+    torch.testing.assert_close(got[:, 0], feed_forward.linear(x, weight))
 
 
 @KINDS

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from simplellm.checkpoint.mxfp4 import MXFP4, VALUES, quantize
-from simplellm.model.ops import linear
+from simplellm.model.feed_forward import linear
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**32 - 1)

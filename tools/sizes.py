@@ -17,7 +17,7 @@ PACKAGE = ROOT / "simplellm"
 SPINE = """
 api.load api.llm api.reader api.reply base.request engine.engine engine.scheduler
 engine.page_manager model.kv_pool model.batch engine.runner model.model model.ops
-engine.sampler engine.stats
+model.attention model.feed_forward engine.sampler engine.stats
 """.split()
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Graph = dict[str, set[str]]

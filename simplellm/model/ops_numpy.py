@@ -24,6 +24,7 @@ from simplellm.checkpoint.names import is_expert_weight, tensor_shapes
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.model import ops
 from simplellm.model.batch import KVGroup
+from simplellm.model.feed_forward import linear
 from simplellm.model.layers import Attention, Experts, Layer, Norm
 from simplellm.model.ops import Ops
 
@@ -106,7 +107,7 @@ def add_norm(
 
 def project(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     if len(x) > FEW or not isinstance(weight, Tensor):
-        return ops.linear(x, weight, bias)
+        return linear(x, weight, bias)
     return torch.from_numpy(matmul(x.numpy(), weight, bias))
 
 
@@ -180,7 +181,7 @@ def attend(
 
 
 def swiglu_few(gate_up: ndarray, limit: float, alpha: float) -> ndarray:
-    """gate_up [N, 2I] -> [N, I]; `ops.swiglu` in fewer operations."""
+    """gate_up [N, 2I] -> [N, I]; `feed_forward.swiglu` in fewer operations."""
     gate_up = np.minimum(gate_up, np.float32(limit))
     gate, up = gate_up[:, 0::2], np.maximum(gate_up[:, 1::2], np.float32(-limit))
     up += 1

@@ -1,15 +1,26 @@
 """How far a position turns the heads of q and k: rotary embeddings with YaRN.
 
-D head_dim.
+T tokens, N heads, D head_dim.
 """
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from simplellm.base.config import ModelConfig
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head of ``x`` [T, N, D] by its token's angles; same dtype as ``x``.
+
+    cos and sin are float32 [T, D/2]. Dimension i is paired with i + D/2 (half-split,
+    not interleaved). The products are float32 whatever the dtype of ``x``.
+    """
+    first, second = x.float().chunk(2, dim=-1)  # [T, N, D/2] each
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, D/2]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -40,34 +51,3 @@ def yarn_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     frequencies = 1.0 / (scaling.factor * period) * (1 - keep) + 1.0 / period * keep
     concentration = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
     return frequencies, concentration
-
-
-def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """`yarn_frequencies`, or what the model has in their place."""
-    scaling, dim = config.rope_scaling, config.head_dim
-    if config.learned_positions:
-        return torch.zeros(dim // 2), 1.0
-    if scaling is None or scaling.rope_type == "yarn":
-        frequencies, factor = yarn_frequencies(config)
-        attention_factor = scaling and scaling.attention_factor
-        return frequencies, attention_factor or factor
-    plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
-    if scaling.rope_type == "longrope":
-        length = scaling.original_max_position_embeddings
-        longer = config.max_position_embeddings > length
-        factors = scaling.long_factor if longer else scaling.short_factor
-        return plain / torch.tensor(factors), scaling.attention_factor or 1.0
-    keep = torch.zeros_like(plain)  # as in `yarn_frequencies`
-    if scaling.rope_type == "llama3":
-        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain / scaling.factor * (1 - keep) + plain * keep, 1.0
-
-
-def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, float32 [positions, D/2] each."""
-    frequencies, concentration = stretched_frequencies(config)
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = positions.to(device)[:, None] * frequencies.to(device)
-    return angles.cos() * concentration, angles.sin() * concentration

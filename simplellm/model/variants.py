@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def route_among_all(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """`model.ops.route`, but each weight is a share among all of the experts."""
+    """`feed_forward.route`, but each weight is a share among all of the experts."""
     shares = functional.linear(x, weight, bias).softmax(dim=-1)  # [T, E]
     top_shares, expert_ids = shares.topk(top_k, dim=-1)  # [T, k]
     return expert_ids, top_shares

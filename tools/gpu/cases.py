@@ -23,12 +23,13 @@ from simplellm.checkpoint.checkpoint import RandomCheckpoint
 from simplellm.checkpoint.families.gpt_oss import MODELS
 from simplellm.model.batch import KVGroup
 from simplellm.model.build import build
+from simplellm.model.feed_forward import route
 from simplellm.model.kernels.fragments import Fragments, unpack
 from simplellm.model.kernels.fused import fused
 from simplellm.model.kernels.variants import plainly
 from simplellm.model.layers import Attention, Experts, Layer
 from simplellm.model.model import Model
-from simplellm.model.ops import PLAIN, route
+from simplellm.model.ops import PLAIN
 from simplellm.model.sizes import weight_bytes
 
 PAGE = 64

@@ -8,7 +8,7 @@ import torch
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.mxfp4 import MXFP4, quantize
-from simplellm.model.ops import linear
+from simplellm.model.feed_forward import linear
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.folder import EMBEDDED
+from simplellm.model.attention import attention
 from simplellm.model.gather import bucket_by_length
-from simplellm.model.ops import attention
 
 
 def attend_in_chunks(cache, sizes, compare):

@@ -10,7 +10,7 @@ from simplellm.checkpoint.mxfp4 import (
     decode_scales,
     quantize,
 )
-from simplellm.model.ops import linear
+from simplellm.model.feed_forward import linear
 from wrong import wrong
 
 SIXTEEN = torch.tensor(VALUES)

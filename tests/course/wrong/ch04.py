@@ -7,8 +7,8 @@ from torch.nn import functional
 
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model import ops
-from simplellm.model.ops import linear
+from simplellm.model import feed_forward
+from simplellm.model.feed_forward import linear
 from simplellm.model.sizes import count_parameters
 from wrong import wrong
 
@@ -33,7 +33,7 @@ def forgets_the_bias(x, weight, bias, top_k):
 
 @wrong("route", "numbers, which are whole")
 def weights_first(x, weight, bias, top_k):
-    ids, weights = ops.route(x, weight, bias, top_k)
+    ids, weights = feed_forward.route(x, weight, bias, top_k)
     return weights, ids
 
 
@@ -85,13 +85,13 @@ def the_untouched(num_experts, top_k, batch):
 @wrong("swiglu", "gate comes first")
 def up_first(gate_up, limit, alpha):
     swapped = gate_up.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return ops.swiglu(swapped, limit, alpha)
+    return feed_forward.swiglu(swapped, limit, alpha)
 
 
 @wrong("swiglu", "alternate")
 def in_halves(gate_up, limit, alpha):
     turns = gate_up.unflatten(-1, (2, -1)).mT.flatten(-2)
-    return ops.swiglu(turns, limit, alpha)
+    return feed_forward.swiglu(turns, limit, alpha)
 
 
 @wrong("swiglu", "plus one")
@@ -102,12 +102,12 @@ def without_one(gate_up, limit, alpha):
 
 @wrong("swiglu", "slope")
 def slope_one(gate_up, limit, alpha):
-    return ops.swiglu(gate_up, limit, 1.0)
+    return feed_forward.swiglu(gate_up, limit, 1.0)
 
 
 @wrong("swiglu", "from above only")
 def gate_clamped_below(gate_up, limit, alpha):
-    return ops.swiglu(gate_up.clamp(min=-limit), limit, alpha)
+    return feed_forward.swiglu(gate_up.clamp(min=-limit), limit, alpha)
 
 
 @wrong("swiglu", "is clamped to the limit")
@@ -140,7 +140,7 @@ def expert(x, mlp, e, first_bias=True, second_bias=True):
     """Expert ``e`` of ``mlp`` on x [T, hidden], perhaps without its biases."""
     bias = mlp.gate_up_bias
     bias = bias[e] if first_bias and bias is not None else None
-    hidden = ops.swiglu(linear(x, mlp.gate_up[e], bias), mlp.limit, mlp.alpha)
+    hidden = feed_forward.swiglu(linear(x, mlp.gate_up[e], bias), mlp.limit, mlp.alpha)
     bias = mlp.down_bias
     bias = bias[e] if second_bias and bias is not None else None
     return linear(hidden, mlp.down[e], bias)
@@ -148,7 +148,7 @@ def expert(x, mlp, e, first_bias=True, second_bias=True):
 
 def spread(x, mlp):
     """Each token's weights over all experts, [T, E]."""
-    ids, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    ids, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     return torch.zeros(len(x), len(mlp.router)).scatter(1, ids, weights)
 
 
@@ -172,7 +172,7 @@ def unweighted(x, mlp):
 
 @wrong("naive_moe", "in route's ids")
 def weights_by_rank(x, mlp):
-    _, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    _, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     out = torch.zeros_like(x)
     for e in range(mlp.top_k):
         out += weights[:, e, None] * expert(x, mlp, e)
@@ -206,7 +206,7 @@ def weight_before_the_second_product(x, mlp):
     out = torch.zeros_like(x)
     for e, share in enumerate(spread(x, mlp).T):
         both = linear(x, mlp.gate_up[e], mlp.gate_up_bias[e])
-        hidden = share[:, None] * ops.swiglu(both, mlp.limit, mlp.alpha)
+        hidden = share[:, None] * feed_forward.swiglu(both, mlp.limit, mlp.alpha)
         out += linear(hidden, mlp.down[e], mlp.down_bias[e])
     return out
 
@@ -239,7 +239,7 @@ def the_first_weight(x, mlp):
 
 @wrong("naive_moe", "sorts the weights along")
 def ids_sorted_alone(x, mlp):
-    ids, weights = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    ids, weights = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     shares = torch.zeros(len(x), len(mlp.router))
     return dense_sum(x, mlp, shares.scatter(1, ids.sort(1).values, weights))
 
@@ -264,7 +264,7 @@ def alpha_of_gpt_oss(x, mlp):
 
 def grouped(x, mlp, token=None, weight=None, put=None, **biases):
     """`experts`, with one of its three steps replaced."""
-    ids, scores = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    ids, scores = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     out = torch.zeros_like(x)
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount().tolist()
@@ -294,17 +294,17 @@ def decodes_everything(x, mlp, num_tokens):
             gate_up=mlp.gate_up.dequantize(x.dtype),
             down=mlp.down.dequantize(x.dtype),
         )
-    return ops.experts(x, mlp, num_tokens)
+    return feed_forward.experts(x, mlp, num_tokens)
 
 
 @wrong("experts", "runs once")
 def token_by_token(x, mlp, num_tokens):
-    return torch.cat([ops.experts(row[None], mlp, num_tokens) for row in x])
+    return torch.cat([feed_forward.experts(row[None], mlp, num_tokens) for row in x])
 
 
 @wrong("experts", "matrix products")
 def token_by_token_decoded_once(x, mlp, num_tokens):
-    ids, scores = ops.route(x, mlp.router, mlp.router_bias, mlp.top_k)
+    ids, scores = feed_forward.route(x, mlp.router, mlp.router_bias, mlp.top_k)
     decoded = {}
     for e in ids.unique().tolist():
         weights = mlp.gate_up[e], mlp.down[e]
@@ -315,22 +315,24 @@ def token_by_token_decoded_once(x, mlp, num_tokens):
     for t, choice in ((t, c) for t in range(len(x)) for c in range(mlp.top_k)):
         e = int(ids[t, choice])
         hidden = linear(x[t], decoded[e][0], mlp.gate_up_bias[e])
-        hidden = ops.swiglu(hidden, mlp.limit, mlp.alpha)
+        hidden = feed_forward.swiglu(hidden, mlp.limit, mlp.alpha)
         out[t] += scores[t, choice] * linear(hidden, decoded[e][1], mlp.down_bias[e])
     return out
 
 
 @wrong("experts", "output is bfloat16")
 def sums_in_float32(x, mlp, num_tokens):
-    return ops.experts(x, mlp, num_tokens).float()
+    return feed_forward.experts(x, mlp, num_tokens).float()
 
 
 @wrong("experts", "like x")
 def sums_of_another_dtype(x, mlp, num_tokens):
     if x.dtype == torch.float32:
-        return ops.experts(x, mlp, num_tokens)
+        return feed_forward.experts(x, mlp, num_tokens)
     out = torch.zeros(x.shape)
-    return out.index_add_(0, torch.arange(len(x)), ops.experts(x, mlp, num_tokens))
+    return out.index_add_(
+        0, torch.arange(len(x)), feed_forward.experts(x, mlp, num_tokens)
+    )
 
 
 @wrong("experts", "its number // k")
@@ -360,7 +362,7 @@ def every_pair_the_first_weight(x, mlp, num_tokens):
 @wrong("experts", "before the router's weight")
 def bias_after_the_weight(x, mlp, num_tokens):
     if mlp.down_bias is None:
-        return ops.experts(x, mlp, num_tokens)
+        return feed_forward.experts(x, mlp, num_tokens)
     return late_bias(x, mlp)
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B
-from simplellm.model import ops, rope
-from simplellm.model.ops import visible
+from simplellm.model import attention, rope
+from simplellm.model.attention import visible
 from wrong import wrong
 
 
 @wrong("rotate", "with it")
 def the_other_way(x, cos, sin):
-    return ops.rotate(x, cos, -sin)
+    return rope.rotate(x, cos, -sin)
 
 
 @wrong("rotate", "neighbors")
@@ -34,8 +34,8 @@ def in_the_dtype_of_x(x, cos, sin):
 @wrong("rotate", "belong to the tokens")
 def angles_by_head(x, cos, sin):
     if len(x) != x.shape[1]:
-        return ops.rotate(x, cos, sin)
-    return ops.rotate(x.transpose(0, 1), cos, sin).transpose(0, 1)
+        return rope.rotate(x, cos, sin)
+    return rope.rotate(x.transpose(0, 1), cos, sin).transpose(0, 1)
 
 
 @wrong("rotate", "not to")
@@ -49,9 +49,9 @@ def same_sign_twice(x, cos, sin):
 @wrong("rotate", "x has changed")
 def in_place(x, cos, sin):
     if len(x) > 1 and x.dtype == torch.float32:
-        x.copy_(ops.rotate(x, cos, sin))
+        x.copy_(rope.rotate(x, cos, sin))
         return x
-    return ops.rotate(x, cos, sin)
+    return rope.rotate(x, cos, sin)
 
 
 @wrong("yarn_frequencies", "pair 1")
@@ -181,7 +181,7 @@ def one_sink_for_all(q, k, v, sinks, window=None):
 @wrong("naive_attention", "sees only itself")
 def sees_the_future(q, k, v, sinks, window=None):
     mask = torch.ones(len(q), len(k), dtype=torch.bool)
-    return ops.masked_attention(q, k, v, mask, sinks, q.shape[2] ** -0.5)
+    return attention.masked_attention(q, k, v, mask, sinks, q.shape[2] ** -0.5)
 
 
 @wrong("visible", "it sees")
@@ -247,18 +247,18 @@ def mixed(shares, v, like):
 def kv_heads_in_turns(q, k, v, mask, sinks, scale):
     times = q.shape[-2] // k.shape[-2]
     keys, values = (x.repeat(*[1] * (x.ndim - 2), times, 1) for x in (k, v))
-    return ops.masked_attention(q, keys, values, mask, sinks, scale)
+    return attention.masked_attention(q, keys, values, mask, sinks, scale)
 
 
 @wrong("masked_attention", "unscaled")
 def scales_the_sink(q, k, v, mask, sinks, scale):
     sinks = None if sinks is None else sinks * scale
-    return ops.masked_attention(q, k, v, mask, sinks, scale)
+    return attention.masked_attention(q, k, v, mask, sinks, scale)
 
 
 @wrong("masked_attention", "no effect")
 def ignores_sinks(q, k, v, mask, sinks, scale):
-    return ops.masked_attention(q, k, v, mask, None, scale)
+    return attention.masked_attention(q, k, v, mask, None, scale)
 
 
 @wrong("masked_attention", "before the softmax")
@@ -270,7 +270,7 @@ def masked_after_the_softmax(q, k, v, mask, sinks, scale):
 
 @wrong("masked_attention", "True is what")
 def mask_inverted(q, k, v, mask, sinks, scale):
-    return ops.masked_attention(q, k, v, ~mask, sinks, scale)
+    return attention.masked_attention(q, k, v, ~mask, sinks, scale)
 
 
 @wrong("masked_attention", "subtract a maximum")
@@ -319,21 +319,21 @@ def hidden_at_minus_10_000(q, k, v, mask, sinks, scale):
 def scales_in_place(q, k, v, mask, sinks, scale):
     queries = q.float()
     queries *= scale
-    return ops.masked_attention(queries, k, v, mask, sinks, 1.0).to(q.dtype)
+    return attention.masked_attention(queries, k, v, mask, sinks, 1.0).to(q.dtype)
 
 
 @wrong("masked_attention", "may be None")
 def needs_sinks(q, k, v, mask, sinks, scale):
     if sinks is None and scale != 1.0:
         sinks = torch.zeros(q.shape[-2])
-    return ops.masked_attention(q, k, v, mask, sinks, scale)
+    return attention.masked_attention(q, k, v, mask, sinks, scale)
 
 
 @wrong("masked_attention", "the scale is an argument")
 def scale_of_its_own(q, k, v, mask, sinks, scale):
     if scale != 1.0:
         scale = q.shape[-1] ** -0.5
-    return ops.masked_attention(q, k, v, mask, sinks, scale)
+    return attention.masked_attention(q, k, v, mask, sinks, scale)
 
 
 @wrong("5.1", "counts the token itself")
@@ -455,19 +455,19 @@ def head_by_head(q, k, v, mask, sinks, scale):
         own = slice(head, head + 1)
         sink = None if sinks is None else sinks[own]
         parts = q[:, own], k[:, kv], v[:, kv]
-        found.append(ops.masked_attention(*parts, mask, sink, scale))
+        found.append(attention.masked_attention(*parts, mask, sink, scale))
     return torch.cat(found, 1)
 
 
 @wrong("masked_attention", "q's dtype")
 def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
-    return ops.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
+    return attention.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
 
 
 @wrong("naive_attention", "write into the tensor")
 def scales_the_callers_queries(q, k, v, sinks, window=None):
     q /= q.shape[-1] ** 0.5
-    return ops.attention(q, k, v, sinks, window=window, scale=1.0)
+    return attention.attention(q, k, v, sinks, window=window, scale=1.0)
 
 
 @wrong("naive_attention", "it is its `exp`")

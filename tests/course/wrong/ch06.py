@@ -6,8 +6,11 @@ from dataclasses import replace
 import torch
 
 from simplellm.model import ops
+from simplellm.model.attention import attention
+from simplellm.model.feed_forward import experts, linear
 from simplellm.model.model import Model
-from simplellm.model.ops import attention, experts, linear, rms_norm, rotate
+from simplellm.model.ops import rms_norm
+from simplellm.model.rope import rotate
 from wrong import wrong
 
 

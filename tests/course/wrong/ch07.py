@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from simplellm.model.attention import attention
 from simplellm.model.gather import GatherPlan, bucket_by_length
-from simplellm.model.ops import attention
 from wrong import wrong
 
 

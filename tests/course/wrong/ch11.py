@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from simplellm.model.feed_forward import swiglu
 from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.prefill import (
@@ -14,7 +15,6 @@ from simplellm.model.kernels.prefill import (
     load_pair,
     softmax_update,
 )
-from simplellm.model.ops import swiglu
 from wrong import wrong
 
 

@@ -8,7 +8,8 @@ from simplellm.checkpoint.families.decoder import COMMON, decoder
 from simplellm.checkpoint.families.family import Family
 from simplellm.checkpoint.families.mistral import same_windows
 from simplellm.checkpoint.scaled import LARGEST, LEAST_TILE, multiply_tiles
-from simplellm.model.ops import rms_norm, route
+from simplellm.model.feed_forward import route
+from simplellm.model.ops import rms_norm
 from wrong import wrong
 
 

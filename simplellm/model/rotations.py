@@ -1,0 +1,41 @@
+"""Cosines and sines of every position, whatever a family makes of RoPE."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from simplellm.base.config import ModelConfig
+from simplellm.model.rope import yarn_frequencies
+
+
+def stretched_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """`yarn_frequencies`, or what the model has in their place."""
+    scaling, dim = config.rope_scaling, config.head_dim
+    if config.learned_positions:
+        return torch.zeros(dim // 2), 1.0
+    if scaling is None or scaling.rope_type == "yarn":
+        frequencies, factor = yarn_frequencies(config)
+        attention_factor = scaling and scaling.attention_factor
+        return frequencies, attention_factor or factor
+    plain, _ = yarn_frequencies(replace(config, rope_scaling=None))
+    if scaling.rope_type == "longrope":
+        length = scaling.original_max_position_embeddings
+        longer = config.max_position_embeddings > length
+        factors = scaling.long_factor if longer else scaling.short_factor
+        return plain / torch.tensor(factors), scaling.attention_factor or 1.0
+    keep = torch.zeros_like(plain)  # as in `yarn_frequencies`
+    if scaling.rope_type == "llama3":
+        turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * (1 - keep) + plain * keep, 1.0
+
+
+def rotations(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's angles, float32 [positions, D/2] each."""
+    frequencies, concentration = stretched_frequencies(config)
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = positions.to(device)[:, None] * frequencies.to(device)
+    return angles.cos() * concentration, angles.sin() * concentration
