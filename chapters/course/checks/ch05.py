@@ -228,51 +228,6 @@ def grouped_attention(
     return out
 
 
-def check_naive_attention(naive_attention):
-    """The pencil's table, then random heads, and mistakes that have names."""
-    q = torch.tensor([[0.0, 0.0], [0.0, 0.0], [2.0, 1.0]])[:, None] * 2**0.5
-    k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, -2.0]])[:, None]
-    v = torch.tensor([[10.0, 0.0], [0.0, 10.0], [5.0, 5.0]])[:, None]
-    none = torch.tensor([-1e4])  # a sink that takes nothing
-    given = q.clone()
-    found = naive_attention(q, k, v, none)
-    assert torch.equal(q, given), (
-        "the caller's q has changed: `/=` and `*=` write into the tensor that they are "
-        "given, so scale the scores, or make a new tensor"
-    )
-    is_tensor(found, (3, 1, 2), "the output for 3 tokens, 1 head of 2 numbers,")
-    assert not found[0, 0].abs().max() < 0.1, (
-        "a sink of -10,000 takes nothing, since e^-10,000 is 0, and yours takes all: "
-        "the sink is a score, so it is its `exp` that joins the denominator"
-    )
-    assert torch.allclose(found[0, 0], v[0, 0], atol=1e-3), (
-        "token 0 sees only itself, so its output is its own value, (10, 0); yours is "
-        f"{[round(n, 2) for n in found[0, 0].tolist()]}"
-    )
-    told = [round(n, 2) for n in found[2, 0].tolist()]
-    unscaled = grouped_attention(q, k, v, none, scale=1.0)
-    assert not torch.allclose(found[2].double(), unscaled[2], atol=1e-2), (
-        "divide the scores by the square root of D before the softmax"
-    )
-    assert abs(found[2, 0, 0] - 7.1) < 0.02, (
-        f"token 2 of the pencil's example, with its query times sqrt(2), has (7.1, "
-        f"2.9); yours is {told}"
-    )
-    found = naive_attention(q, k, v, torch.ones(1))
-    share = found[2, 0, 0].item() / 7.104
-    assert share < 0.99, (
-        "a sink of 1 takes a part of the softmax, and the output of token 2 shrinks to "
-        f"0.803 of what it was; yours to {share:.3f}"
-    )
-    assert abs(share - 0.803) < 2e-3, (
-        "with a sink of 1 the output of token 2 shrinks to 0.803 of what it was: the "
-        f"sink is e^1 in the denominator, not scaled; yours shrinks to {share:.3f}"
-    )
-    q, k, v = seeded(9, 6, 8), seeded(9, 3, 8, seed=1), seeded(9, 3, 8, seed=2)
-    sinks = seeded(6, seed=3)
-    judge_heads(lambda *case: naive_attention(*case[:4], case[4]), q, k, v, sinks)
-
-
 def judge_heads(run, q, k, v, sinks):
     """Six query heads on three kv heads, with and without a window."""
     one_sink = sinks[:1].expand_as(sinks)

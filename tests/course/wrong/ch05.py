@@ -122,68 +122,6 @@ def numbers_of_gpt_oss(config):
     return rope.yarn_frequencies(fixed)
 
 
-def by_loops(q, k, v, sinks, window=None, *, scale=None, kv=None, sink=None, most=0):
-    """The definition with one of its parts replaced."""
-    out = torch.zeros_like(q)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    for i in range(len(q)):
-        first = 0 if window is None else max(0, i - window + 1 - most)
-        for h in range(q.shape[1]):
-            group = kv(h, k.shape[1]) if kv else h // (q.shape[1] // k.shape[1])
-            terms = (k[first : i + 1, group] @ q[i, h] * scale).exp()
-            taken = sinks[h].exp() if sink is None else sink(sinks, h)
-            out[i, h] = terms / (terms.sum() + taken) @ v[first : i + 1, group]
-    return out
-
-
-@wrong("naive_attention", "the square root")
-def without_the_root(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, scale=1.0)
-
-
-@wrong("naive_attention", "takes a part")
-def without_a_sink(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: 0)
-
-
-@wrong("naive_attention", "in the denominator")
-def sink_without_its_power(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[h].clamp(min=0))
-
-
-@wrong("naive_attention", "not scaled")
-def sink_scaled_too(q, k, v, sinks, window=None):
-    return by_loops(
-        q,
-        k,
-        v,
-        sinks,
-        window,
-        sink=lambda sinks, h: (sinks[h] / q.shape[2] ** 0.5).exp(),
-    )
-
-
-@wrong("naive_attention", "h // 2 and not h % 3")
-def heads_in_turns(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, kv=lambda h, heads: h % heads)
-
-
-@wrong("naive_attention", "4 positions")
-def one_key_too_many(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, most=1)
-
-
-@wrong("naive_attention", "a sink of its own")
-def one_sink_for_all(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[0].exp())
-
-
-@wrong("naive_attention", "sees only itself")
-def sees_the_future(q, k, v, sinks, window=None):
-    mask = torch.ones(len(q), len(k), dtype=torch.bool)
-    return attention.masked_attention(q, k, v, mask, sinks, q.shape[2] ** -0.5)
-
-
 @wrong("visible", "it sees")
 def one_too_wide(queries, keys, window):
     return visible(queries, keys, None if window is None else window + 1)
@@ -462,17 +400,6 @@ def head_by_head(q, k, v, mask, sinks, scale):
 @wrong("masked_attention", "q's dtype")
 def in_the_dtype_of_the_values(q, k, v, mask, sinks, scale):
     return attention.masked_attention(q.float(), k, v, mask, sinks, scale).to(v.dtype)
-
-
-@wrong("naive_attention", "write into the tensor")
-def scales_the_callers_queries(q, k, v, sinks, window=None):
-    q /= q.shape[-1] ** 0.5
-    return attention.attention(q, k, v, sinks, window=window, scale=1.0)
-
-
-@wrong("naive_attention", "it is its `exp`")
-def sink_without_exp(q, k, v, sinks, window=None):
-    return by_loops(q, k, v, sinks, window, sink=lambda sinks, h: sinks[h])
 
 
 @wrong("yarn_frequencies", "rather than typing them in")
