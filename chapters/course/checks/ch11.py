@@ -142,42 +142,6 @@ def check_softmax_kernel(kernel):
     assert_compiles(kernel, "*fp32 *fp32 i32", BLOCK=16)
 
 
-def check_transpose_kernel(kernel):
-    """Rows with NaN between them, and sizes that fill no tile."""
-    assert_kernel(kernel)
-    for m, n, stride in ((8, 4, 4), (5, 7, 7), (6, 9, 13), (3, 2, 6)):
-        whole = torch.full((m, stride), math.nan)
-        whole[:, :n] = normal(m, n, seed=m)
-        given, out = Guarded(whole), Guarded(torch.full((n, m), math.nan), 777.0)
-        grid = triton.cdiv(m, 4), triton.cdiv(n, 4)
-        with beyond(x=given.guard) as outside:
-            kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
-        found, right = out.inner.cpu(), whole[:, :n]
-        told = f"with M = {m}, N = {n}, stride = {stride} in tiles of 4 x 4: "
-        assert out.untouched(), (
-            told + "a store went beyond out; it needs the mask of rows and columns"
-        )
-        assert not torch.equal(found.flatten(), right.flatten()), (
-            told + "out is x as it was: x[m, n] goes to out[n, m], which lies at "
-            "n * M + m"
-        )
-        assert not (stride > n and found.isnan().any()), (
-            told + "there is NaN in out, which is what lies between the rows of x: row "
-            "m begins at m * stride, and columns end at N. Or some of out was not "
-            "written: program (i, j) takes rows from i * TILE, columns from j * TILE"
-        )
-        assert not found.isnan().any(), (
-            told + "some of out is NaN: it was not written, or holds what lies beyond "
-            "x. Program (i, j) takes rows from i * TILE, columns from j * TILE of x, "
-            "and x[m, n] goes to out[n, m]: it lies at n * M + m"
-        )
-        assert torch.equal(found, right.T), (
-            told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
-        )
-        assert_inside(told, outside)
-    assert_compiles(kernel, "*fp32 *fp32 i32 i32 i32", TILE=4)
-
-
 # Residual and norm
 
 
@@ -370,89 +334,6 @@ def judge_far_rows(kernel):
         assert is_close(c[row * n : row * n + 32], expected, 2e-2), (
             f"with N = {n:,}, row {row} of c begins at {row * n:,}, which 32 bits "
             "can't count: make m int64 before you multiply it by N"
-        )
-
-
-# The largest logit
-
-
-def key_parts(key):
-    """The number and the index of a key, by `keys.ordered`'s description."""
-    bits, index = key >> 32, 0x7FFFFFFF - (key & 0x7FFFFFFF)
-    bits = bits ^ 0x7FFFFFFF if bits < 0 else bits
-    value = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
-    return value, index
-
-
-def check_argmax_kernel(kernel):
-    """Blocks that end outside the row, negative logits, ties, several rows."""
-    assert_kernel(kernel)
-    size, block = 50, 16
-    logits = normal(3, size, seed=6)
-    logits[0] -= 100
-    logits[1] = 0
-    logits[1, [7, 9, 40]] = 3
-    logits[2, 49] = 50
-    guarded, blocks = Guarded(logits), -(-size // block)
-    keys = empty(3, blocks, dtype=torch.int64)
-    with beyond(logits=guarded.guard) as outside:
-        kernel[(blocks, 3)](guarded.inner, keys.inner, size, BLOCK=block)
-    assert keys.untouched(), (
-        "a store went beyond keys: a row has as many keys as the grid has blocks"
-    )
-    for row in range(3):
-        for number in range(blocks):
-            part = logits[row, number * block : (number + 1) * block]
-            value, index = key_parts(keys.inner[row, number].item())
-            told = f"row {row}, block {number} of {size} logits in blocks of {block}: "
-            assert keys.inner[row, number] != -1, told + "no key was written"
-            assert index < size and not math.isnan(value), (
-                told + "the winner lies behind the row, where only NaN is: NaN wins "
-                "unless places from vocabulary on get LOWEST"
-            )
-            first = int(part.argmax())
-            assert not (index == first and number), (
-                told + f"the key says index {index}, which counts from the block; the "
-                "index in the row is wanted"
-            )
-            assert value == part.max(), (
-                told + f"the largest logit is {part.max():g}, your key has {value:g}. "
-                "What is masked must lose against negative logits too, and each row "
-                "begins at row * vocabulary"
-            )
-            assert index == number * block + first, (
-                told + f"of equal logits the lower index wins, "
-                f"{number * block + first}; yours is {index}"
-            )
-    assert_inside(f"{size} logits in blocks of {block}: ", outside)
-    judge_half_logits(kernel)
-    assert_compiles(kernel, "*bf16 *i64 i32", BLOCK=1024)
-
-
-def judge_half_logits(kernel):
-    """float16 logits, whose third row begins beyond 2^32 of them."""
-    size, block = 2**31 - 8, 16
-    logits = far_apart(2 * size + 64, torch.float16)
-    if logits is None:
-        return
-    keys = empty(3, 1, dtype=torch.int64)
-    for row in range(3):
-        here = normal(block, seed=row).half()
-        here[5 + row] = 7 + row / 2
-        logits[row * size : row * size + block] = here
-    try:  # the first block of each row, and no other
-        kernel[(1, 3)](logits, keys.inner, size, BLOCK=block)
-    except Exception as error:
-        raise AssertionError(
-            "logits of float16: turn them to float32 before `ordered` reads their bits "
-            f"({error})"
-        ) from error
-    for row in range(3):
-        found = key_parts(keys.inner[row, 0].item())
-        assert found == (7 + row / 2, 5 + row), (
-            f"float16 logits, row {row}, block 0: the largest is {7 + row / 2:g} at "
-            f"index {5 + row}, yours says {found[0]:g} at {found[1]}. The row begins "
-            f"at {row * size:,}, which 32 bits can't count: make row int64 first"
         )
 
 
@@ -764,29 +645,40 @@ def check_join_parts(join):
 # Exercises
 
 
-def check_11_1(candidate):
-    """Heads of q, k and v, read once and written once."""
-    for tokens, heads, kv_heads, dim in (
-        (1, 64, 8, 64),
-        (7, 64, 8, 64),
-        (1, 8, 2, 32),
-        (100, 6, 3, 16),
-    ):
-        found = candidate(tokens, heads=heads, kv_heads=kv_heads, dim=dim)
-        numbers = tokens * (heads + 2 * kv_heads) * dim
-        told = (
-            f"{tokens} tokens, {heads} heads of q, {kv_heads} of k and v, dim {dim}: "
+def check_11_1(kernel):
+    """Rows with NaN between them, and sizes that fill no tile."""
+    assert_kernel(kernel)
+    for m, n, stride in ((8, 4, 4), (5, 7, 7), (6, 9, 13), (3, 2, 6)):
+        whole = torch.full((m, stride), math.nan)
+        whole[:, :n] = normal(m, n, seed=m)
+        given, out = Guarded(whole), Guarded(torch.full((n, m), math.nan), 777.0)
+        grid = triton.cdiv(m, 4), triton.cdiv(n, 4)
+        with beyond(x=given.guard) as outside:
+            kernel[grid](given.inner, out.inner, m, n, stride, TILE=4)
+        found, right = out.inner.cpu(), whole[:, :n]
+        told = f"with M = {m}, N = {n}, stride = {stride} in tiles of 4 x 4: "
+        assert out.untouched(), (
+            told + "a store went beyond out; it needs the mask of rows and columns"
         )
-        assert found != 2 * numbers, told + "what is read is written again as well"
-        assert found != numbers * 2 * 2 * 2, told + "bfloat16 has two bytes"
-        assert found != 4 * tokens * (heads + kv_heads) * dim, (
-            told + "v isn't rotated, but it is read and goes into the cache"
+        assert not torch.equal(found.flatten(), right.flatten()), (
+            told + "out is x as it was: x[m, n] goes to out[n, m], which lies at "
+            "n * M + m"
         )
-        assert abs(found - 4 * numbers) < 1, (
-            told
-            + "each head of q, k and v is read once and written once, in two bytes "
-            f"a number; yours is {found}"
+        assert not (stride > n and found.isnan().any()), (
+            told + "there is NaN in out, which is what lies between the rows of x: row "
+            "m begins at m * stride, and columns end at N. Or some of out was not "
+            "written: program (i, j) takes rows from i * TILE, columns from j * TILE"
         )
+        assert not found.isnan().any(), (
+            told + "some of out is NaN: it was not written, or holds what lies beyond "
+            "x. Program (i, j) takes rows from i * TILE, columns from j * TILE of x, "
+            "and x[m, n] goes to out[n, m]: it lies at n * M + m"
+        )
+        assert torch.equal(found, right.T), (
+            told + "out[n, m] is not x[m, n]. Rows of x are stride apart, of out M"
+        )
+        assert_inside(told, outside)
+    assert_compiles(kernel, "*fp32 *fp32 i32 i32 i32", TILE=4)
 
 
 def check_11_2(candidate):
@@ -814,41 +706,84 @@ def check_11_2(candidate):
     )
 
 
+def key_parts(key):
+    """The number and the index of a key, by `keys.ordered`'s description."""
+    bits, index = key >> 32, 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    bits = bits ^ 0x7FFFFFFF if bits < 0 else bits
+    value = torch.tensor(bits, dtype=torch.int32).view(torch.float32).item()
+    return value, index
+
+
 def check_11_3(kernel):
-    """The kernel itself is launched; sizes that fill no tile; large numbers."""
+    """Blocks that end outside the row, negative logits, ties, several rows."""
     assert_kernel(kernel)
-    for size in (1, 16, 47):
-        pairs = 8 * normal(size, 2, seed=size)
-        x, out = Guarded(pairs), empty(size)
-        limit, alpha = 7.0, 1.702
-        grid = (triton.cdiv(size, 16),)
-        with beyond(x=x.guard) as outside:
-            kernel[grid](x.inner, out.inner, size, limit, alpha, BLOCK=16)
-        told = f"with size = {size} and BLOCK = 16: "
-        assert out.untouched(), told + "a store went beyond out; it needs a mask"
-        gate, up = pairs.double().unbind(-1)
-        low, high = gate.clamp(max=limit), up.clamp(-limit, limit)
-        expected = low * torch.sigmoid(alpha * low) * (high + 1)
-        found = out.inner
-        assert not found.isnan().any(), (
-            told + "the result is NaN, which is what lies beyond a tensor: was "
-            "all of out written, and from inside only?"
+    size, block = 50, 16
+    logits = normal(3, size, seed=6)
+    logits[0] -= 100
+    logits[1] = 0
+    logits[1, [7, 9, 40]] = 3
+    logits[2, 49] = 50
+    guarded, blocks = Guarded(logits), -(-size // block)
+    keys = empty(3, blocks, dtype=torch.int64)
+    with beyond(logits=guarded.guard) as outside:
+        kernel[(blocks, 3)](guarded.inner, keys.inner, size, BLOCK=block)
+    assert keys.untouched(), (
+        "a store went beyond keys: a row has as many keys as the grid has blocks"
+    )
+    for row in range(3):
+        for number in range(blocks):
+            part = logits[row, number * block : (number + 1) * block]
+            value, index = key_parts(keys.inner[row, number].item())
+            told = f"row {row}, block {number} of {size} logits in blocks of {block}: "
+            assert keys.inner[row, number] != -1, told + "no key was written"
+            assert index < size and not math.isnan(value), (
+                told + "the winner lies behind the row, where only NaN is: NaN wins "
+                "unless places from vocabulary on get LOWEST"
+            )
+            first = int(part.argmax())
+            assert not (index == first and number), (
+                told + f"the key says index {index}, which counts from the block; the "
+                "index in the row is wanted"
+            )
+            assert value == part.max(), (
+                told + f"the largest logit is {part.max():g}, your key has {value:g}. "
+                "What is masked must lose against negative logits too, and each row "
+                "begins at row * vocabulary"
+            )
+            assert index == number * block + first, (
+                told + f"of equal logits the lower index wins, "
+                f"{number * block + first}; yours is {index}"
+            )
+    assert_inside(f"{size} logits in blocks of {block}: ", outside)
+    judge_half_logits(kernel)
+    assert_compiles(kernel, "*bf16 *i64 i32", BLOCK=1024)
+
+
+def judge_half_logits(kernel):
+    """float16 logits, whose third row begins beyond 2^32 of them."""
+    size, block = 2**31 - 8, 16
+    logits = far_apart(2 * size + 64, torch.float16)
+    if logits is None:
+        return
+    keys = empty(3, 1, dtype=torch.int64)
+    for row in range(3):
+        here = normal(block, seed=row).half()
+        here[5 + row] = 7 + row / 2
+        logits[row * size : row * size + block] = here
+    try:  # the first block of each row, and no other
+        kernel[(1, 3)](logits, keys.inner, size, BLOCK=block)
+    except Exception as error:
+        raise AssertionError(
+            "logits of float16: turn them to float32 before `ordered` reads their bits "
+            f"({error})"
+        ) from error
+    for row in range(3):
+        found = key_parts(keys.inner[row, 0].item())
+        assert found == (7 + row / 2, 5 + row), (
+            f"float16 logits, row {row}, block 0: the largest is {7 + row / 2:g} at "
+            f"index {5 + row}, yours says {found[0]:g} at {found[1]}. The row begins "
+            f"at {row * size:,}, which 32 bits can't count: make row int64 first"
         )
-        swapped = up.clamp(max=limit)
-        swapped = swapped * torch.sigmoid(alpha * swapped)
-        swapped = swapped * (gate.clamp(-limit, limit) + 1)
-        assert not is_close(found, swapped), told + "the even numbers are the gates"
-        both = gate.clamp(-limit, limit)
-        both = both * torch.sigmoid(alpha * both) * (high + 1)
-        assert size == 1 or not is_close(found, both, 1e-5), (
-            told + "a gate has an upper limit only"
-        )
-        free = gate * torch.sigmoid(alpha * gate) * (up + 1)
-        assert size == 1 or not is_close(found, free), told + "nothing was clamped"
-        assert is_close(found, expected, 1e-5), (
-            told + "out[i] is not g * sigmoid(alpha * g) * (u + 1) of pair i"
-        )
-        assert_inside(told, outside)
 
 
 def check_11_4(candidate):

@@ -5,6 +5,7 @@ change their type in a loop. The compiler doesn't, and needs no GPU to say so.
 """
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -21,16 +22,37 @@ SECONDS = 40  # most of them for imports, if the machine is busy
 REFUSED = 3  # exit status
 COMPILE = """
 
+import json
+import re
+import subprocess
+import tempfile
+
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.errors import CompilationError
 
+ALIGNED = {
+    (place,): [["tt.divisibility", 16]]
+    for place, kind in enumerate(SIGNATURE.values())
+    if kind[0] == "*" or kind == "i32"
+}
 try:
-    source = ASTSource(KERNEL, SIGNATURE, CONSTANTS)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    source = ASTSource(KERNEL, SIGNATURE, CONSTANTS, ALIGNED)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
 except CompilationError as error:
     print(error.error_message or repr(error.__cause__))
     raise SystemExit(REFUSED)
+if LOOK:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups()
+    loads = r"ld\\.global\\S*\\.v4\\.b32|cp\\.async\\S* .* 0x10,"
+    products = "mma.sync|wgmma.mma"
+    counts = [len(re.findall(x, made.asm["ptx"])) for x in (loads, products)]
+    print(json.dumps([int(registers), int(stack), made.metadata.shared, *counts]))
 """
 ADVICE = {
     "oop-carried": "a variable keeps its type in a loop: begin with a tile, tl.zeros",
@@ -48,26 +70,7 @@ def assert_compiles(kernel: Any, types: str, **constants: int) -> None:
     """
     if torch.cuda.is_available():
         return
-    of_rest = iter(types.split())
-    signature = {
-        name: "constexpr" if name in constants else next(of_rest)
-        for name in inspect.signature(kernel.fn).parameters
-    }
-    lines = ["import triton", "import triton.language as tl", *sources(kernel.fn, {})]
-    lines += [f"KERNEL = {kernel.fn.__name__}", f"REFUSED = {REFUSED}"]
-    lines += [f"SIGNATURE = {signature}", f"CONSTANTS = {constants}"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "compiled_kernel.py"  # Triton reads the code in it
-        file.write_text("\n".join(lines) + COMPILE, encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, str(file)],
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=environment,
-        )
+    done = run_compiler(kernel, types, constants, look=False)
     said = (done.stdout.strip().splitlines() or [""])[0]
     advice = [text for word, text in ADVICE.items() if word in said]
     assert done.returncode != REFUSED, (
@@ -76,6 +79,45 @@ def assert_compiles(kernel: Any, types: str, **constants: int) -> None:
         )
         + f" ({said})"
     )
+
+
+def made_of(kernel: Any, types: str, **constants: int) -> tuple[int, ...]:
+    """What the compiler makes of ``kernel`` for an H100, with or without a GPU.
+
+    The registers of a thread, the bytes that don't fit them, those of shared memory,
+    and how many instructions load 16 bytes or multiply matrices. Pointers and sizes are
+    multiples of 16. Raises RuntimeError for a kernel that it refuses.
+    """
+    done = run_compiler(kernel, types, constants, look=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr[-2000:])
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def run_compiler(
+    kernel: Any, types: str, constants: dict[str, int], look: bool
+) -> subprocess.CompletedProcess[str]:
+    """Compile ``kernel`` in a process of its own, in which it isn't interpreted."""
+    of_rest = iter(types.split())
+    signature = {
+        name: "constexpr" if name in constants else next(of_rest)
+        for name in inspect.signature(kernel.fn).parameters
+    }
+    lines = ["import triton", "import triton.language as tl", *sources(kernel.fn, {})]
+    lines += [f"KERNEL = {kernel.fn.__name__}", f"REFUSED = {REFUSED}"]
+    lines += [f"SIGNATURE = {signature}", f"CONSTANTS = {constants}", f"LOOK = {look}"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "compiled_kernel.py"  # Triton reads the code in it
+        file.write_text("\n".join(lines) + COMPILE, encoding="utf-8")
+        return subprocess.run(
+            [sys.executable, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=environment,
+        )
 
 
 def written(value: Any) -> str:

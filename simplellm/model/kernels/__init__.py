@@ -8,7 +8,8 @@ puts them together in a table of operations.
   by side at load, `keys.py` numbers with their indices as one int64.
 - `norm.py`, `rope.py`, `linear.py`, `head.py`: the small parts of a layer and the head;
   `variants.py` and `gated.py` what other families need besides.
-- `attention.py` chooses between `prefill.py` and `decode.py`; `flash.py` is flash-attn.
+- `attention.py` chooses between `prefill.py` and `decode.py`, both made of the parts in
+  `softmax.py`; `flash.py` is flash-attn.
 - `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in MXFP4;
   `grouped.py` and `grouped_few.py` those of other formats.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.

@@ -1,7 +1,7 @@
 """Attention of one new token of each sequence over the pages of a cache.
 
 B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K heads a
-group, D head_dim. Places and units are those of `simplellm.model.kernels.prefill`.
+group, D head_dim. Places and units are those of `simplellm.model.kernels.softmax`.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,14 @@ from simplellm.model.kernels.launch import (
     power_of_two,
     set_carveout,
 )
-from simplellm.model.kernels.prefill import (
-    ANYWHERE,
+from simplellm.model.kernels.prefill import ANYWHERE, VARIED, block_of, padded
+from simplellm.model.kernels.softmax import (
     LOG2E,
     NO_KEY,
-    VARIED,
-    block_of,
     find_rows,
     init_acc,
+    join_parts,
     load_pair,
-    padded,
     softmax_update,
 )
 
@@ -116,16 +114,6 @@ class Scratch:
             parts=torch.empty(rows * dim, dtype=torch.float32, device=device),
             sums=torch.empty(rows, dtype=torch.float32, device=device),
         )
-
-
-@triton.jit
-def join_parts(
-    sums,  # float32 [S, N], log2 of each part's sum; NO_KEY for one that isn't there
-    parts,  # float32 [S, N, D], the parts' outputs; 0 for one that isn't there
-):
-    """One output [N, D] of S parts, as if a single softmax had seen all keys."""
-    weights = tl.exp2(sums - tl.max(sums, 0)[None, :])
-    return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(weights, 0)[:, None]
 
 
 @triton.jit

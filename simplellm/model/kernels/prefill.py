@@ -1,12 +1,10 @@
 """Attention of chunks of prompts over the pages of a cache.
 
 T tokens, B sequences, P pages in a row of a table, H query heads, K kv heads, G = H / K
-heads a group, D head_dim. Heads are grouped; there may be a window, and sinks. Logits
-are in units of log2: a softmax is then made of exp2. A place is a position counted
-from the first page that a table still names.
+heads a group, D head_dim. Heads are grouped; there may be a window, and sinks. Places
+and units are those of `simplellm.model.kernels.softmax`.
 """
 
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -16,10 +14,14 @@ from torch import Tensor
 
 from simplellm.model.batch import KVGroup
 from simplellm.model.kernels.launch import Launcher, launcher, power_of_two
+from simplellm.model.kernels.softmax import (
+    LOG2E,
+    find_rows,
+    init_acc,
+    load_pair,
+    softmax_update,
+)
 
-LOG2E = tl.constexpr(math.log2(math.e))
-# Stands for "no key yet". Unlike -inf it can be subtracted from itself.
-NO_KEY = tl.constexpr(-1e30)
 # Triton would compile attention again for some values of these,
 VARIED = ["num_tokens", "num_sequences", "stride_table", "splits", "least"]
 # and for where these begin, which is anywhere in what a step came with.
@@ -74,55 +76,6 @@ def prefill_tiles(
             tiles, heads = INVARIANT_WINDOW, 8
     tokens = max(1, tiles.tokens * 8 // power_of_two(heads))
     return tiles._replace(block=block_of(tiles.block, dim), tokens=tokens)
-
-
-@triton.jit
-def find_rows(
-    table_ptr, positions, stop, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr
-):
-    """Where the rows of ``positions`` begin; those from ``stop`` on in page 0."""
-    pages = tl.load(table_ptr + positions // PAGE, mask=positions < stop, other=0)
-    return pages.to(tl.int64) * stride_page + positions % PAGE * ROW
-
-
-@triton.jit
-def load_pair(keys_ptr, values_ptr, rows, there, D: tl.constexpr, DIMS: tl.constexpr):
-    """Keys and values [N, DIMS] of one kv head; 0 where nothing is ``there``."""
-    d = tl.arange(0, DIMS)[None, :]
-    mask = there[:, None] & (d < D)
-    k = tl.load(keys_ptr + rows[:, None] + d, mask=mask, other=0.0)
-    return k, tl.load(values_ptr + rows[:, None] + d, mask=mask, other=0.0)
-
-
-@triton.jit
-def init_acc(sinks_ptr, heads, valid, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The state before the first tile, top, total and acc: a sink, or nothing."""
-    top = tl.full(heads.shape, NO_KEY, tl.float32)
-    total = tl.zeros(heads.shape, tl.float32)
-    if HAS_SINKS:
-        sinks = tl.load(sinks_ptr + heads, mask=valid, other=0.0).to(tl.float32)
-        top = tl.where(valid, sinks * LOG2E, top)
-        total = tl.where(valid, 1.0, total)
-    return top, total, tl.zeros([heads.shape[0], DIMS], tl.float32)
-
-
-@triton.jit
-def softmax_update(
-    logits,  # [M, N], not yet scaled
-    v,  # [N, D]
-    top,  # float32 [M], the largest logit so far
-    total,  # float32 [M], the sum of exp2(logit - top)
-    acc,  # float32 [M, D], the sum of exp2(logit - top) * v
-    scale,
-):
-    """One step of an online softmax: take the keys of one tile in."""
-    new_top = tl.maximum(top, tl.max(logits, 1) * scale)
-    weights = tl.exp2(logits * scale - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return new_top, total, acc
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from simplellm.model.feed_forward import swiglu
 from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.norm import sum_parts
-from simplellm.model.kernels.prefill import (
+from simplellm.model.kernels.softmax import (
     find_rows,
     init_acc,
     load_pair,
@@ -146,7 +146,7 @@ def product_begins_with_a_number(
     tl.store(c_ptr + m * N + n[None, :], total, (m < M) & (n < N)[None, :])
 
 
-@wrong("transpose_kernel", "x as it was")
+@wrong("11.1", "x as it was")
 @triton.jit
 def copies(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
@@ -155,7 +155,7 @@ def copies(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     tl.store(out_ptr + m * N + n, tl.load(x_ptr + m * stride + n, inside), inside)
 
 
-@wrong("transpose_kernel", "lies between the rows")
+@wrong("11.1", "lies between the rows")
 @triton.jit
 def rows_without_gaps(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
@@ -164,7 +164,7 @@ def rows_without_gaps(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * N + n, inside), inside)
 
 
-@wrong("transpose_kernel", "mask of rows and columns")
+@wrong("11.1", "mask of rows and columns")
 @triton.jit
 def transposes_with_a_mask_of_columns(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
@@ -172,7 +172,7 @@ def transposes_with_a_mask_of_columns(x_ptr, out_ptr, M, N, stride, TILE: tl.con
     tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * stride + n, n < N), n < N)
 
 
-@wrong("transpose_kernel", "rows from i * TILE")
+@wrong("11.1", "rows from i * TILE")
 @triton.jit
 def programs_the_other_way_around(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     m = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
@@ -181,7 +181,7 @@ def programs_the_other_way_around(x_ptr, out_ptr, M, N, stride, TILE: tl.constex
     tl.store(out_ptr + n * M + m, tl.load(x_ptr + m * stride + n, inside), inside)
 
 
-@wrong("transpose_kernel", "it lies at n * M + m")
+@wrong("11.1", "it lies at n * M + m")
 @triton.jit
 def rows_of_out_as_long_as_those_of_x(x_ptr, out_ptr, M, N, stride, TILE: tl.constexpr):
     m = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
@@ -617,7 +617,7 @@ wrong("product_kernel", "stays float32")(Product("sums_in_float16", SUM=None))
 wrong("product_kernel", "32 bits can't count")(Product("narrow_places", WIDE=False))
 
 
-@wrong("argmax_kernel", "before `ordered` reads")
+@wrong("11.3", "before `ordered` reads")
 @triton.jit
 def bits_of_16(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -631,7 +631,7 @@ def bits_of_16(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
 SMALLEST_KEY = -(2**63)
 
 
-@wrong("argmax_kernel", "has to be a tl.constexpr")
+@wrong("11.3", "has to be a tl.constexpr")
 @triton.jit
 def argmax_with_a_global(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -643,7 +643,7 @@ def argmax_with_a_global(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "make row int64")
+@wrong("11.3", "make row int64")
 @triton.jit
 def narrow_rows(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
@@ -654,7 +654,7 @@ def narrow_rows(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "NaN wins")
+@wrong("11.3", "NaN wins")
 @triton.jit
 def takes_what_lies_behind(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
@@ -665,7 +665,7 @@ def takes_what_lies_behind(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "lose against negative logits")
+@wrong("11.3", "lose against negative logits")
 @triton.jit
 def masked_with_zero(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
@@ -676,7 +676,7 @@ def masked_with_zero(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "counts from the block")
+@wrong("11.3", "counts from the block")
 @triton.jit
 def index_in_the_block(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row, lane = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
@@ -687,7 +687,7 @@ def index_in_the_block(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "begins at row * vocabulary")
+@wrong("11.3", "begins at row * vocabulary")
 @triton.jit
 def always_the_first_row(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
@@ -698,7 +698,7 @@ def always_the_first_row(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     tl.store(keys_ptr + row * tl.num_programs(0) + block, tl.max(keys, 0))
 
 
-@wrong("argmax_kernel", "the lower index wins")
+@wrong("11.3", "the lower index wins")
 @triton.jit
 def higher_of_equal_ones(logits_ptr, keys_ptr, vocabulary, BLOCK: tl.constexpr):
     block, row = tl.program_id(0), tl.program_id(1)
@@ -978,21 +978,6 @@ def one_sum_for_all_columns(sums, parts):
     return tl.sum(weights[:, :, None] * parts, 0) / tl.sum(tl.sum(weights, 0), 0) * 2
 
 
-@wrong("11.1", "written again")
-def reads_only(tokens, heads=64, kv_heads=8, dim=64):
-    return tokens * (heads + 2 * kv_heads) * dim * 2
-
-
-@wrong("11.1", "v isn't rotated")
-def without_v(tokens, heads=64, kv_heads=8, dim=64):
-    return tokens * (heads + kv_heads) * dim * 4
-
-
-@wrong("11.1", "two bytes")
-def in_float32(tokens, heads=64, kv_heads=8, dim=64):
-    return tokens * (heads + 2 * kv_heads) * dim * 8
-
-
 @wrong("11.2", "one over the slope")
 def slope_itself(points):
     (x, y), (other, more) = points[0], points[-1]
@@ -1012,64 +997,6 @@ def through_the_ends(points):
     (x, y), (other, more) = points[0], points[-1]
     slope = (more - y) / (other - x)
     return 1 / (1e3 * slope), y - slope * x
-
-
-@wrong("11.3", "a store went beyond out")
-@triton.jit
-def swiglu_without_masks(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.minimum(tl.load(x_ptr + 2 * places), limit)
-    up = tl.maximum(tl.minimum(tl.load(x_ptr + 2 * places + 1), limit), -limit)
-    value = gate * tl.sigmoid(alpha * gate) * (up + 1)
-    tl.store(out_ptr + places, tl.where(value == value, value, 0.0))
-
-
-@wrong("11.3", "a load reads beyond x")
-@triton.jit
-def swiglu_with_a_masked_store(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.minimum(tl.load(x_ptr + 2 * places), limit)
-    up = tl.maximum(tl.minimum(tl.load(x_ptr + 2 * places + 1), limit), -limit)
-    value = gate * tl.sigmoid(alpha * gate) * (up + 1)
-    tl.store(out_ptr + places, value, places < size)
-
-
-@wrong("11.3", "the even numbers are the gates")
-@triton.jit
-def swiglu_swapped(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    gate = tl.minimum(tl.load(x_ptr + 2 * places + 1, inside, 0.0), limit)
-    up = tl.load(x_ptr + 2 * places, inside, 0.0)
-    up = tl.maximum(tl.minimum(up, limit), -limit)
-    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
-
-
-@wrong("11.3", "nothing was clamped")
-@triton.jit
-def swiglu_unclamped(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    gate = tl.load(x_ptr + 2 * places, inside, 0.0)
-    up = tl.load(x_ptr + 2 * places + 1, inside, 0.0)
-    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
-
-
-@wrong("11.3", "upper limit only")
-@triton.jit
-def swiglu_gates_on_both_sides(x_ptr, out_ptr, size, limit, alpha, BLOCK: tl.constexpr):
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < size
-    gate = tl.load(x_ptr + 2 * places, inside, 0.0)
-    gate = tl.maximum(tl.minimum(gate, limit), -limit)
-    up = tl.load(x_ptr + 2 * places + 1, inside, 0.0)
-    up = tl.maximum(tl.minimum(up, limit), -limit)
-    tl.store(out_ptr + places, gate * tl.sigmoid(alpha * gate) * (up + 1), inside)
-
-
-@wrong("11.3", "this is no kernel")
-def no_kernel(x, out, size, limit, alpha, BLOCK):
-    out.copy_(swiglu(x.flatten()[None], limit, alpha)[0])
 
 
 @wrong("11.4", "small numbers only")
