@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from simplellm.model.feed_forward import swiglu
 from simplellm.model.kernels.keys import LOWEST, ordered
 from simplellm.model.kernels.norm import sum_parts
 from simplellm.model.kernels.softmax import (
