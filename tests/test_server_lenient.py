@@ -204,7 +204,6 @@ IGNORED: list[tuple[str, dict[str, Any], str]] = [
     (RESPOND, {"request_id": "x"}, "request_id"),
     (RESPOND, {"enable_response_messages": True}, "enable_response_messages"),
     (RESPOND, {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-    (RESPOND, {"background": True}, "background"),
     (RESPOND, {"moderation": {}}, "moderation"),
     (RESPOND, {"reasoning": {"summary": "none"}}, ""),
     (RESPOND, {"reasoning": {"summary": "auto"}}, ""),

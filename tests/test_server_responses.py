@@ -650,6 +650,62 @@ def test_a_client_that_leaves_cancels(served: Served, store: bool) -> None:
     assert texts_of(found["output"])[0].startswith("x")
 
 
+def polled(client: openai.OpenAI, id: str) -> Response:
+    """A response once it is over, as programs wait for it."""
+    until(lambda: client.responses.retrieve(id).status != "in_progress")
+    return client.responses.retrieve(id)
+
+
+def test_a_response_in_the_background(served: Served, client: openai.OpenAI) -> None:
+    """It is there at once, goes on while nobody waits, and can be followed."""
+    with said(served, ANSWER), slow(served.service.llm):
+        begun = client.responses.create(model=NAME, input="?", background=True)
+        assert begun.status == "in_progress" and begun.background and not begun.output
+        found = polled(client, begun.id)
+        more: Any = {"input": "More", "previous_response_id": found.id}
+        again = polled(client, client.responses.create(**more, background=True).id)
+    assert found.status == again.status == "completed"
+    assert found.output_text == again.output_text == "132"
+    assert found.usage.output_tokens > 5 and found.background
+    with said(served, ENDLESS), slow(served.service.llm):
+        begun = client.responses.create(input="?", background=True)
+        assert client.responses.cancel(begun.id).status == "cancelled"
+        until(lambda: idle(served.service.llm))
+    assert client.responses.retrieve(begun.id).usage.output_tokens < 390
+
+
+def test_a_stream_in_the_background_outlives_its_client(
+    served: Served, client: openai.OpenAI
+) -> None:
+    with writing(served, background=True, max_output_tokens=60) as events:
+        id = until_text(events)[0]["response"]["id"]
+        assert client.responses.retrieve(id).status == "in_progress"
+    found = polled(client, id)
+    assert found.status == "incomplete" and found.usage.output_tokens == 60
+    assert found.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_response_in_the_background_that_fails(served: Served) -> None:
+    """Too late for a status: whoever asks for it is told."""
+    llm = served.service.llm
+    with (
+        serving(llm, timeout=0.3) as impatient,
+        said(impatient, ENDLESS),
+        slow(llm),
+    ):
+        body = {"input": "?", "background": True}
+        path = f"{PATH}/{impatient.post(PATH, body).json()['id']}"
+
+        def now() -> Any:
+            return impatient.client.get(path).json()
+
+        until(lambda: now()["status"] != "in_progress")
+        found = now()
+    Response.model_validate(found)
+    assert found["status"] == "failed" and "time limit" in found["error"]["message"]
+    until(lambda: idle(llm))
+
+
 def test_a_prompt_that_is_too_long(served: Served) -> None:
     """Agents know the code, and compact: in a stream as the event of its failure."""
     limit = served.service.llm.input_processor.max_model_len
@@ -751,7 +807,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "include": ["file_search_call.results"]}, "include"),
     ({"input": "x", "include": "x"}, "include"),
-    ({"input": "x", "background": True}, "background"),
+    ({"input": "x", "background": True, "store": False}, "store"),
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "conversation": "c"}, "conversation"),
     ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
@@ -843,7 +899,7 @@ def test_the_document_is_true_of_responses(strict: Served) -> None:
         body = {"input": "x", "max_output_tokens": 1, name: None}
         if name != "input":
             assert strict.post(PATH, body).status_code == 200, name
-    for name in ("n", "background", "stream_options"):
+    for name in ("n", "stream_options"):
         for value in schema["properties"][name]["enum"]:
             body = {"input": "x", "max_output_tokens": 1, name: value}
             assert strict.post(PATH, body).status_code == 200, name

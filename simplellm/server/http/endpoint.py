@@ -168,6 +168,9 @@ class Generation:
     ) -> None:
         self.requests, self.n = requests, n
         self.chat, self.stream = chat, stream
+        # Whether it goes on when the client leaves. A client that wants no stream then
+        # needn't wait: it's told `now` at the beginning.
+        self.detached = False
 
     def begin(self, replies: Replies) -> None:
         """The requests run; nothing is said yet. This and `end` may have effects.
@@ -199,6 +202,10 @@ class Generation:
 
     def whole(self, outputs: Sequence[Any], usage: Usage) -> dict[str, Any]:
         """The answer in one object, where no stream was asked for."""
+        raise NotImplementedError
+
+    def now(self) -> dict[str, Any]:
+        """What there is of a detached answer."""
         raise NotImplementedError
 
     def failure(self, error: APIError) -> dict[str, Any]:
@@ -259,7 +266,8 @@ class Endpoint:
                 )
             raise found from None
         if isinstance(answer, Generation):
-            await while_there(receive, generate(call, answer, send))
+            work = generate(call, answer, send)
+            await (work if answer.detached else while_there(receive, work))
             return
         response = answer if isinstance(answer, Response) else as_json(answer)
         await response(scope, receive, send)
@@ -398,6 +406,8 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
             raise
         call.fail(found)
         if not answer.stream:  # the object is there, for whoever reads it
+            if answer.detached:
+                answer.failure(found)
             return
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
@@ -452,6 +462,9 @@ async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]
     try:
         answer.begin(replies)
         waiting = answer.first()
+        if answer.detached and not answer.stream:
+            told = True
+            yield orjson.dumps(answer.now())
         if not (answer.stream or answer.gathers):
             await replies.finish()
         async for index, part in replies:
@@ -478,7 +491,9 @@ async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]
             waiting += answer.last(outputs, usage)
             yield b"".join(map(sse.event, waiting)) + answer.ending
         else:
-            yield orjson.dumps(answer.whole(outputs, usage))
+            whole = answer.whole(outputs, usage)
+            if not told:
+                yield orjson.dumps(whole)
     finally:
         answer.end(told)
         for number in numbers:

@@ -17,10 +17,7 @@ from simplellm.server.http import answers, sse
 from simplellm.server.http.bodies import NOT_HERE, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
-from simplellm.server.openai.responses_body import (
-    NO_BACKGROUND,
-    ResponseBody,
-)
+from simplellm.server.openai.responses_body import ResponseBody
 from simplellm.server.openai.responses_items import (
     ItemReader,
     to_harmony,
@@ -33,6 +30,7 @@ from simplellm.server.openai.tools import ClientTools, flat
 from simplellm.text.harmony import Delta
 from simplellm.text.harmony.schema import as_tools
 
+ASK_AGAIN = "only who made a response has its stream; ask again until it's over"
 # How a response ends, by the reason that the model's turn has; others: incomplete.
 STATUS_OF_REASON = {"stop": "completed", "tool_calls": "completed", None: "cancelled"}
 
@@ -94,7 +92,7 @@ class Response(Generation):
             **params,
         )
         super().__init__([asked], chat=True, stream=body.stream)
-        self.body = body
+        self.body, self.detached = body, body.background
         self.output = Output(self.key, input_processor.need_tokenizer(), self.tools)
         self.replies: Replies | None = None  # while they come
         self.status = "in_progress"
@@ -124,7 +122,7 @@ class Response(Generation):
             "instructions": body.instructions,
             "previous_response_id": body.previous_response_id,
             "store": body.store,
-            "background": False,
+            "background": body.background,
             "tools": [tool_of(tool) for tool in body.tools or ()],
             "tool_choice": body.told_choice,
             "parallel_tool_calls": body.parallel_tool_calls,
@@ -152,7 +150,7 @@ class Response(Generation):
             self.store.begin(self.id, self)
 
     def end(self, told: bool) -> None:
-        if self.replies is None:
+        if self.replies is None or self.detached:  # over, or what went wrong is told
             return
         if told:  # the client is gone
             self.settle(self.object("cancelled", self.replies.usage()))
@@ -288,8 +286,8 @@ class ResponseQuery:
     """How a response is shown."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "stream": Unsupported(NO_BACKGROUND, ("false",)),
-        "starting_after": Unsupported(NO_BACKGROUND),
+        "stream": Unsupported(ASK_AGAIN, ("false",)),
+        "starting_after": Unsupported(ASK_AGAIN),
         "include_obfuscation": Unsupported(NOT_HERE, ("false",)),
     }
 

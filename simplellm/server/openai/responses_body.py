@@ -19,7 +19,6 @@ from simplellm.server.openai.tools import KINDS, flat
 LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-NO_BACKGROUND = "no response is written in the background"
 MAX_LABELS, MAX_LABEL, MAX_LABEL_TEXT = 16, 64, 512  # pairs, and their characters
 INPUT_TEXT: dict[str, Any] = {"type": ["string", "array"], "items": {"type": "object"}}
 INPUT_ITEM: dict[str, Any] = {
@@ -107,7 +106,6 @@ class ResponseBody(SampledBody):
         "max_tokens": Unsupported("use max_output_tokens"),
         "prompt_logprobs": Unsupported(NOT_HERE),
         "logprobs": Unsupported(f"use top_logprobs, and {LOGPROBS!r} in include"),
-        "background": Unsupported(NO_BACKGROUND, (False,), hint=True),
         "truncation": Unsupported(
             "nothing is left out of the input", ("disabled",), hint=True
         ),
@@ -129,6 +127,7 @@ class ResponseBody(SampledBody):
     instructions: str | None = None
     previous_response_id: str | None = None  # one that is still kept
     store: bool = True  # keep the response for some time
+    background: bool = False  # write it though nobody waits: it's asked for later
     tools: list[dict[str, Any]] | None = field(
         default=None, metadata={"schema": {"type": "array", "items": TOOL}}
     )
@@ -155,6 +154,7 @@ class ResponseBody(SampledBody):
         wanted = f"0 without {LOGPROBS!r} in include"
         expect(alone, "top_logprobs", self.top_logprobs, wanted)
         check_labels(self.metadata or {})
+        expect(self.store or not self.background, "store", False, "true in background")
 
     @property
     def compiles(self) -> bool:
