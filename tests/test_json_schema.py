@@ -160,6 +160,8 @@ NOTHING = [
     (STRINGS | {"additionalItems": False}, STRINGS),
     ({"additionalItems": {"not": {}}}, {}),
     ({"propertyNames": {"type": "string"}, "type": "object"}, {"type": "object"}),
+    ({"propertyNames": {"type": "string", "description": "a name"}}, {}),
+    ({"propertyNames": {"$schema": "x", "title": "Any"}}, {}),
     ({"unevaluatedProperties": True, "type": "object"}, {"type": "object"}),
     ({"dependencies": {}, "dependentRequired": {}}, {}),
     ({"then": {"const": 1}, "minContains": 2}, {}),

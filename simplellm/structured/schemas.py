@@ -366,6 +366,7 @@ EMPTY_VALUES: dict[str, tuple[Any, ...]] = {
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
 }
+NOTES = ("title", "description", "$comment", "$schema", "default", "examples")
 # Others of them say nothing without any of these.
 MEANT_BESIDE = {
     "if": ("then", "else"),
@@ -383,7 +384,10 @@ def drop_what_says_nothing(schema: dict[str, Any], root: Any) -> None:
     that nothing here goes by, unless a $ref under it is to begin there.
     """
     for key in [key for key in schema if key in UNSUPPORTED]:
-        empty = schema[key] in EMPTY_VALUES.get(key, ())
+        value = schema[key]
+        if isinstance(value, dict):
+            value = {name: one for name, one in value.items() if name not in NOTES}
+        empty = value in EMPTY_VALUES.get(key, ())
         alone = key in MEANT_BESIDE and schema.keys().isdisjoint(MEANT_BESIDE[key])
         no_list = key == "additionalItems" and not isinstance(schema.get("items"), list)
         if empty or alone or no_list:
