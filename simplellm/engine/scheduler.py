@@ -6,17 +6,18 @@ Sarathi-Serve, Agrawal et al. 2024). When the cache runs full, the last in line 
 its room and computes its tokens again later.
 """
 
-import math
 import time
-from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from simplellm.base.request import UNKNOWN, QueueFullError, Request
-from simplellm.engine.page_manager import PageManager
+from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.request_queues import RequestQueues
+
+# Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
+# the 120b, and with up to 64 decodes they fit in the graph of 768.
+PREFILL_BESIDE_DECODES = 704
 
 
 class ScheduledChunk(NamedTuple):
@@ -28,46 +29,17 @@ class ScheduledChunk(NamedTuple):
     samples: bool  # these are its last ones, so that the step gives it a new token
 
 
-by_rank = attrgetter("rank")
-# Tokens of prompts in a step that others decode in: so many take an H200 some 25 ms of
-# the 120b, and with up to 64 decodes they fit in the graph of 768.
-PREFILL_BESIDE_DECODES = 704
-
-
-def discard(queue: list[Request], request: Request) -> bool:
-    """Take ``request`` out of a queue sorted by rank; False if it is not in it."""
-    index = bisect_left(queue, request.rank, key=by_rank)
-    queued = index < len(queue) and queue[index] is request
-    if queued:
-        del queue[index]
-    return queued
-
-
 @dataclass(eq=False)
-class Scheduler:
+class Scheduler(RequestQueues):
     """Decides for each step who computes what, and keeps the cache's books."""
 
-    manager: PageManager
     _: KW_ONLY
-    max_num_seqs: int  # requests that run at once
     max_num_batched_tokens: int  # that a step computes
     prefill_chunk: int | None = None  # tokens of a prompt in a step; None: all of them
-    max_waiting: int = 10_000  # requests; more are refused
-    # Earlier requests that one may overtake for each level of priority that it is ahead
-    # of them: so nobody waits forever.
-    overtakes: int = 100
-    # False: once a running request has ended, none joins until all have.
-    continuous: bool = True
 
     def __post_init__(self) -> None:
-        self.requests: dict[int, Request] = {}  # all that have not ended, by number
-        # This queue and the next one are sorted by rank.
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []  # those that hold room in the cache
-        self.deadlines: list[tuple[float, int]] = []
-        self.finished: Counter[str] = Counter()  # requests by finish_reason
+        super().__post_init__()
         self.preemptions = 0
-        self._closed = False  # to newcomers, until the running requests have ended
         self._refused = (-1, 0)  # who did not fit last, and how much room was spare
 
     def _ready(self, request: Request, busy: set[int]) -> bool:
@@ -95,99 +67,13 @@ class Scheduler:
             request, request.num_computed_tokens, length, length == request.missing
         )
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait, samples that wait for their prompt included."""
-        return len(self.requests) - len(self.running)
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Put requests, each with a number of its own, and their siblings in line.
-
-        A call is taken whole, however large, or not at all: raises QueueFullError if
-        ``max_waiting`` requests wait already.
-        """
-        if self.num_waiting >= self.max_waiting:
-            raise QueueFullError(
-                f"{self.num_waiting} requests wait already; expected fewer than "
-                f"{self.max_waiting}, EngineConfig's max_waiting"
-            )
-        for first in requests:
-            for request in (first, *first.siblings):
-                index = request.number + request.priority * self.overtakes
-                request.rank = (index, request.priority, request.number)
-                self.requests[request.number] = request
-                if request.deadline < math.inf:
-                    insort(self.deadlines, (request.deadline, request.number))
-            insort(self.waiting, first, key=by_rank)
-            if first.num_prompt == 1:  # nothing to share
-                self._release_siblings(first)
-
-    def withdraw(self, requests: Sequence[Request]) -> None:
-        """Undo an `add` that was interrupted, wherever that was."""
-        for first in requests:
-            siblings, first.siblings = first.siblings, []
-            for request in (first, *siblings):
-                request.finish_reason = "abort"
-                if self.requests.pop(request.number, None) is not None:
-                    discard(self.waiting, request)
-        remaining = self.requests
-        self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
-
-    def finish(self, request: Request, reason: str) -> None:
-        """End a request, wherever it is, and give back its room; once only."""
-        if request.finish_reason is not None:
-            return
-        request.finish_reason = reason
-        self.finished[reason] += 1
-        del self.requests[request.number]
-        if request.deadline < math.inf:
-            entry = (request.deadline, request.number)
-            del self.deadlines[bisect_left(self.deadlines, entry)]
-        if discard(self.running, request):
-            self.manager.remove(request.number)
-            self._closed = not self.continuous
-        else:
-            discard(self.waiting, request)
-        self._release_siblings(request)
-
-    def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline is over."""
-        late = self.deadlines[: bisect_left(self.deadlines, (now, -1))]
-        expired = [self.requests[number] for _, number in late]
-        for request in expired:
-            self.finish(request, "timeout")
-        return expired
-
-    def _release_siblings(self, request: Request) -> None:
-        """Start the other samples from what is computed of their prompt, or line up."""
-        siblings, request.siblings = request.siblings, []
-        for sibling in siblings:
-            if sibling.finish_reason is not None:
-                continue
-            if (
-                request.finish_reason is None
-                and request.num_computed_tokens > 0
-                and not self._closed
-                and len(self.running) < self.max_num_seqs
-            ):
-                self.manager.fork(request.number, sibling.number)
-                sibling.num_computed_tokens = sibling.num_cached_tokens = (
-                    request.num_computed_tokens
-                )
-                sibling.first_scheduled_time = (
-                    request.first_scheduled_time
-                )  # that computed what it begins with
-                insort(self.running, sibling, key=by_rank)
-            else:
-                insort(self.waiting, sibling, key=by_rank)
-
     def _preempt(self, request: Request) -> None:
-        discard(self.running, request)
+        """Take all of its room; it keeps its tokens, and its rank."""
         self.manager.remove(request.number)
         request.num_computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        insort(self.waiting, request, key=by_rank)
+        self.wait(request)
 
     def _make_room(self, request: Request, length: int, busy: set[int]) -> bool:
         """Room for ``length`` more tokens, at the cost of who comes last if need be."""
@@ -205,7 +91,7 @@ class Scheduler:
         """Let the first in line start, as long as there is room for their tokens."""
         promised = sum(map(attrgetter("missing"), self.running))
         promised -= sum(chunk.length for chunk in scheduled)
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0 and self.can_join:
             request, spare = self.waiting[0], self.manager.free_tokens - promised
             if request.tokens[-1] == UNKNOWN:
                 return  # preempted just now; its pages cannot be looked up yet
@@ -230,7 +116,7 @@ class Scheduler:
                     self._refused = (request.number, spare)
                 return
             del self.waiting[0]
-            insort(self.running, request, key=by_rank)
+            self.run(request)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens, request.first_scheduled_time = (
                     request.num_computed_tokens,
@@ -240,7 +126,7 @@ class Scheduler:
             promised += request.missing - length
             budget -= length
             if request.missing == 1:
-                self._release_siblings(request)
+                self.release_siblings(request)
 
     def schedule(self) -> list[ScheduledChunk]:
         """What to compute now: decodes, then prompts under way, then new requests."""
@@ -259,10 +145,7 @@ class Scheduler:
                     scheduled.append(self._chunk(request, length))
                     busy.add(request.number)
                     budget -= length
-        if not self.running:
-            self._closed = False
-        if not self._closed:
-            self._admit(scheduled, budget)
+        self._admit(scheduled, budget)
         return scheduled
 
     def begin(self, scheduled: Sequence[ScheduledChunk]) -> None:
@@ -285,7 +168,7 @@ class Scheduler:
             if samples:
                 request.tokens += request.forced or [UNKNOWN]
             elif request.siblings and request.missing == 1:
-                self._release_siblings(request)
+                self.release_siblings(request)
 
     @staticmethod
     def _keep(

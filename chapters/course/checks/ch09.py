@@ -1,23 +1,11 @@
 """Chapter 9: continuous batching."""
 
-import asyncio
-import logging
 import random
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from importlib.resources import files
 from statistics import mean
-from typing import Any
 
-from simplellm.api.llm import LLM
-from simplellm.api.reply import TextReply
-from simplellm.base.request import UNKNOWN, Event, Request, TokenLogprobs
-from simplellm.base.sampling_params import SamplingParams
+from simplellm.base.request import UNKNOWN, Request
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
-from simplellm.text.tokenizer import Tokenizer
 
 STEPS = 500  # more than any of these schedules takes
 
@@ -198,7 +186,6 @@ def check_Scheduler_schedule(candidate):
     under_way_before_new(kind)
     prompts_in_chunks(kind)
     no_work_without_a_token_to_compute(kind)
-    static_batches_end(kind)
     random_crowds(kind)
 
 
@@ -306,35 +293,6 @@ def no_work_without_a_token_to_compute(kind):
     assert found == {1: 1}, (
         "request 1 goes on: the step takes a token's number, not its name; yours "
         f"computes {found}"
-    )
-
-
-def static_batches_end(kind):
-    """With continuous=False the third of three in two places waits for both."""
-    scheduler = make(kind, seqs=2, continuous=False)
-    scheduler.add(numbered((3, 2), (3, 6), (3, 2)))
-    rows = []
-    for _ in range(STEPS):
-        if not scheduler.requests:
-            break
-        scheduled = scheduler.schedule()
-        assert scheduled, (
-            "static batches, everybody has ended and somebody waits, and nobody is "
-            "admitted: `_closed` has to become false when nobody runs"
-        )
-        rows.append(set(of(scheduled)))
-        book(scheduler, scheduled)
-    expected = [{0, 1}] * 2 + [{1}] * 4 + [{2}] * 2
-    assert rows == expected, f"static batches of two, step by step: {rows}"
-    scheduler = make(kind, seqs=2, continuous=False)
-    one, other = numbered((3, 5), (3, 5))
-    scheduler.add([one])
-    book(scheduler, scheduler.schedule())
-    scheduler.add([other])
-    found = of(scheduler.schedule())
-    assert set(found) == {0, 1}, (
-        "static batches, one of two places is free and nobody has ended yet: `_closed` "
-        f"is still false, so request 1 may join; yours is {found}"
     )
 
 
@@ -515,277 +473,6 @@ def check_Scheduler_commit(candidate):
     )
 
 
-@cache
-def embedded():
-    return Tokenizer.from_file(str(files("simplellm") / "embedded" / "tokenizer.json"))
-
-
-def check_TextReply_push(candidate):
-    """Characters and stop strings that come in pieces."""
-    tokenizer = embedded()
-    kind = whole(candidate, TextReply)
-
-    def reply(**params):
-        asked = Request([1, 2], 99, SamplingParams(**params))
-        return kind(asked, tokenizer)
-
-    def pushed(answer, *events):
-        """The parts' texts; each event is its tokens and a reason or None."""
-        parts = []
-        for tokens, reason in events:
-            found = answer.push(Event(0, tokens, finish_reason=reason))
-            assert isinstance(found, list), f"a list of parts, not {found!r}"
-            assert len(found) == 1, f"{len(found)} parts of one event; expected one"
-            parts += found
-        return parts
-
-    ids = tokenizer.encode("a 🙂 b")
-    answer = reply()
-    parts = pushed(answer, *[([token], None) for token in ids], ([], "length"))
-    texts = [part.text for part in parts]
-    assert "".join(texts) == "a 🙂 b" and "\ufffd" not in "".join(texts), (
-        "a character of several tokens is shown once it is complete: push tokens "
-        "through the decoder that remembers, not each by itself, and flush it at the "
-        f"end alone; {texts}"
-    )
-    assert answer.output().text == "a 🙂 b" and answer.token_ids == ids, (
-        "note texts and tokens, so that `output` can give all of them: "
-        f"{answer.output().text!r}"
-    )
-    assert parts[-1].finish_reason == "length" == answer.finish_reason, (
-        "the engine's reason is the part's and the reply's"
-    )
-    assert parts[0].finish_reason is None, "no reason before the end"
-    assert list(parts[0].prompt_token_ids or ()) == [1, 2], (
-        "each part says which prompt it answers: prompt_token_ids is [1, 2], not "
-        f"{parts[0].prompt_token_ids}"
-    )
-    assert parts[0].logprobs is None, (
-        f"nobody asked for logprobs, so they are None, not {parts[0].logprobs}"
-    )
-    assert list(answer.push(Event(0, ids))) == [], "behind the end comes nothing"
-
-    half = tokenizer.encode("🙂")[:1]
-    texts = [p.text for p in pushed(reply(), (half, None), ([], "length"))]
-    assert texts == ["", "\ufffd"], (
-        "an answer that ends within a character: the end flushes what the decoder "
-        f"holds, a replacement character; {texts}"
-    )
-    ids = tokenizer.encode("So far STO")
-    texts = [p.text for p in pushed(reply(stop="STOP"), (ids, None), ([], "length"))]
-    assert texts[0] == "So far ", (
-        f"STO may be the beginning of the stop string STOP: hold it back; {texts}"
-    )
-    assert "".join(texts) == "So far STO", (
-        "the answer ended, and no stop string came of STO: flush what they hold; "
-        f"{texts}"
-    )
-    ids = [*tokenizer.encode("So ST"), *half]
-    texts = [p.text for p in pushed(reply(stop="STOP"), (ids, None), ([], "length"))]
-    assert "".join(texts) == "So ST\ufffd", (
-        "ST is held back, and then the answer ends within a character: what the "
-        f"decoder held goes through the stop strings, behind ST; {texts}"
-    )
-    one, two, rest = (tokenizer.encode(text) for text in ("So ST", "OP", " and on"))
-    answer = reply(stop="STOP", logprobs=0)
-    values = [TokenLogprobs(token, -1.0, (), 1) for token in (*two, *rest)]
-    first = [TokenLogprobs(token, -1.0, (), 1) for token in one]
-    parts = answer.push(Event(0, one, first))
-    parts += answer.push(Event(0, [*two, *rest], values, "length"))
-    assert "".join(part.text for part in parts) == "So ", (
-        "a stop string ends the text and is no part of it, even if it comes in two "
-        f"events; {[part.text for part in parts]}"
-    )
-    assert answer.finish_reason == parts[-1].finish_reason == "stop", (
-        f"found a stop string, so the reason is 'stop', not {answer.finish_reason!r}"
-    )
-    assert answer.token_ids == [*one, *two], (
-        "the token that completes a stop string is the last that counts: "
-        f"{len(answer.token_ids)} tokens, expected {len(one) + len(two)}"
-    )
-    assert parts[-1].token_ids == two, "a part has the tokens that it adds"
-    assert len(answer.logprobs or ()) == len(answer.token_ids), (
-        f"{len(answer.logprobs or ())} logprobs for {len(answer.token_ids)} tokens"
-    )
-    assert list(parts[-1].logprobs or ()) == values[: len(two)], (
-        "a part has the logprobs of the tokens that it adds"
-    )
-    plain = kind(Request([1], 9), None)
-    (part,) = plain.push(Event(0, [5], finish_reason="stop"))
-    assert part.text == "" and part.token_ids == [5], "no tokenizer, no text"
-
-
-class Echo:
-    """A reply whose parts are an event's tokens; at token 0 it ends by itself."""
-
-    def __init__(self):
-        self.finish_reason = None
-
-    def push(self, event):
-        if 0 in event.tokens:
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason = event.finish_reason
-        return list(event.tokens)
-
-
-class Line:
-    """In place of a `Delivery`: a thread of its own brings events to the reader."""
-
-    def __init__(self, events):
-        self.events = list(events)
-        self.readers: list[Any] = []
-        self.dropped: list[Any] = []
-        self.read = threading.Event()  # the first event's parts have come out
-        self.early = False  # and did so before the second event
-
-    def submit(self, families):
-        nested = isinstance(families, list | tuple) and len(families) == 1
-        nested = nested and isinstance(families[0], list | tuple)
-        assert nested and len(families[0]) == 1, (
-            "`submit` takes a list of prompts, each a list of its samples' readers: "
-            "[[reader]]"
-        )
-        assert not self.readers, "the request was submitted twice"
-        self.readers += families[0]
-        threading.Thread(target=self._bring, daemon=True).start()
-
-    def _bring(self):
-        for number, event in enumerate(self.events):
-            if number == 1:
-                self.early = self.read.wait(1)
-            time.sleep(0.02)
-            if self.readers[0].push(event):
-                break
-
-    def drop(self, readers):
-        self.dropped += readers
-
-
-def check_read_async(read_async):
-    """An event loop, and a thread beside it that brings the events."""
-    found: list[BaseException] = []
-
-    def run():
-        loop = asyncio.new_event_loop()
-        loop.set_debug(True)  # so it minds what is called from another thread
-        loop.set_exception_handler(lambda *_: None)  # not on the page, either
-        try:
-            loop.run_until_complete(ways_out(read_async))
-        except BaseException as error:
-            found.append(error)
-        loop.close()
-
-    try:
-        logging.disable()  # what cannot be delivered may be logged, but not on the page
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()  # a notebook has an event loop in this one
-        thread.join(30)
-    finally:
-        logging.disable(logging.NOTSET)
-    assert not thread.is_alive(), (
-        "your generator blocks its event loop for good; nobody else in it can run"
-    )
-    if found:
-        raise found[0]
-
-
-async def ways_out(read_async):
-    helpers = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(helpers)
-    parts, line, beats = await read_all(read_async, "all")
-    assert line.readers, "`delivery.submit` was never called"
-    assert parts, (
-        "events came, and your generator never woke up: an asyncio.Queue belongs to "
-        "its loop's thread, and from another one only `loop.call_soon_threadsafe` is "
-        "heard"
-    )
-    assert parts == [4, 5, 6], (
-        "the parts are 4, 5 and 6; END is none of them, and ends your generator; you "
-        f"yield {parts}"
-    )
-    assert line.early, "parts are yielded as they come, not all at the end"
-    assert beats > 2, (
-        "while your coroutine waited, nobody else in the loop could run: `await` the "
-        "parts; `get` of a queue.SimpleQueue blocks the thread"
-    )
-    error = RuntimeError("the step failed")
-    try:
-        parts, *_ = await read_all(read_async, "error", error)
-    except RuntimeError as raised:
-        assert raised is error, f"the part's own exception, not {raised!r}"
-    else:
-        raise AssertionError(
-            f"a part that is an exception is to be raised; you went on: {parts}"
-        )
-    parts, *_ = await read_all(read_async, "many")
-    assert parts == [*range(1, 52)], (
-        "51 parts came faster than they were read, and you yield "
-        f"{len(parts)}: a queue with a bound drops what `call_soon_threadsafe` can't "
-        "put into it, since nobody can wait there; leave out maxsize"
-    )
-    for way in ("closed", "cancelled"):
-        _, line, _ = await read_all(read_async, way)
-        free = helpers.submit(bool)
-        try:
-            free.result(1)
-        except TimeoutError:
-            # Let go of the thread that waits, or this process never ends.
-            line.readers[0].push(Event(3, [9], finish_reason="length"))
-            raise AssertionError(
-                f"the reader left ({way}), and a thread still waits for its parts, for "
-                "good: `asyncio.to_thread` can't be cancelled. An asyncio.Queue waits "
-                "without a thread; fill it through `loop.call_soon_threadsafe`"
-            ) from None
-        assert line.dropped and line.dropped[0] is line.readers[0], (
-            f"the reader left after the first part ({way}), and the request goes on "
-            "with nobody to read it: `drop` it, whichever way your generator is left"
-        )
-
-
-async def read_all(read_async, way, error=None):
-    """The parts that one reader sees, what it called, and beats of the loop."""
-    last = Event(3, [6], finish_reason="length")
-    if error is not None:
-        last = Event(3, (), finish_reason="error", error=error)
-    leaves = way in ("closed", "cancelled")
-    many = [Event(3, [*range(1, 51)]), Event(3, [51], finish_reason="length")]
-    events = [Event(3, [4])] if leaves else [Event(3, [4, 5]), last]
-    line = Line(many if way == "many" else events)
-    source = read_async(line, Request([1], 9, number=3), Echo())
-    if asyncio.iscoroutine(source):
-        await source  # a stub raises here
-        raise AssertionError("an asynchronous generator has `yield`; yours returns")
-    parts: list[Any] = []
-    beats = 0
-
-    async def read():
-        async for part in source:
-            parts.append(part)
-            if len(parts) == 2:
-                line.read.set()
-            if way == "closed":
-                await source.aclose()
-                return
-
-    async def beat():
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0.002)
-            beats += 1
-
-    beating = asyncio.create_task(beat())
-    reading = asyncio.create_task(read())
-    done, _ = await asyncio.wait([reading], timeout=0.3 if way == "cancelled" else 4)
-    beating.cancel()
-    reading.cancel()
-    # A task that nobody woke from the other thread does not even end now.
-    await asyncio.wait([beating, reading], timeout=1)
-    if done and not reading.cancelled() and (raised := reading.exception()):
-        raise raised
-    return parts, line, beats
-
-
 def check_9_1(useful_share):
     """Places counted one by one, the last batch's empty ones included."""
     rng = random.Random(1)
@@ -840,43 +527,7 @@ def check_9_2(steps_to_first_token):
         )
 
 
-def check_9_3(first_done):
-    """One answer is short and two are long; the engine has to hear of the end."""
-    question = "What is 47 + 85?"
-
-    def params(most):
-        return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-
-    async def run(llm):
-        asked = [params(500), params(5), params(500)]
-        found = await asyncio.wait_for(first_done(llm, [question] * 3, asked), 40)
-        # Counted while the loop lives on, as a notebook's does: its end would cancel
-        # whatever is left.
-        for _ in range(100):
-            if not llm.stats().running:
-                break
-            await asyncio.sleep(0.02)
-        return *found, llm.stats()
-
-    with LLM(device="cpu") as llm:
-        # In a thread of its own: a notebook has an event loop in this one.
-        with ThreadPoolExecutor(1) as pool:
-            index, text, stats = pool.submit(asyncio.run, run(llm)).result()
-        expected = llm.generate(question, params(5)).result()[0].text
-    assert index == 1, (
-        "prompt 1 asks for 5 tokens and the others for 500, so prompt 1 is done first; "
-        f"you say prompt {index}"
-    )
-    assert text == expected, f"the text is {expected!r}, all of its parts; {text!r}"
-    aborted = stats.finished.get("abort", 0)
-    assert aborted == 2, (
-        "two requests were nobody's anymore and have to be aborted: cancel their "
-        f"tasks; the engine aborted {aborted}"
-    )
-    assert stats.generated_tokens < 500, "the others went on with nobody to read them"
-
-
-def check_9_4(candidate):
+def check_9_3(candidate):
     """Requests that come in one call, and one by one."""
 
     def ends(kind, lengths, together):
@@ -922,7 +573,7 @@ def check_9_4(candidate):
         )
 
 
-def check_9_5(candidate):
+def check_9_4(candidate):
     """Who is let in at once, counted from the room there is."""
     room = 48 * 4
 

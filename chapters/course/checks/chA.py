@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import logging
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from simplellm.api.llm import LLM
+from simplellm.base.request import Event, Request
+from simplellm.base.sampling_params import SamplingParams
 from simplellm.server.openai.deltas import Turn, message_of_choice
 from simplellm.text.harmony import Delta
 
@@ -43,39 +47,211 @@ def run(coroutine):
     return value
 
 
-def check_event(event):
-    """Read with a few lines that know the standard, and as Python splits lines."""
-    found = event({"a": 1})
-    assert isinstance(found, bytes), f"an event is bytes, not {type(found).__name__}"
-    for data in (
-        {"text": "two\nlines\r\n"},
-        {"text": "é and 😀", "list": [1, None, {"b": True}]},
-        {"text": 2 * "odd \u2028 ends \u2029 of \x85 lines"},
-        {"type": "response.created", "n": 1},
-        {},
-    ):
-        text = event(data).decode()
-        assert text.endswith("\n\n"), "an empty line ends an event: two \\n at its end"
-        body = text.removesuffix("\n\n")
-        lines = body.split("\n")
-        named = [line for line in lines if line.startswith("event: ")]
-        wanted = [f"event: {data['type']}"] if "type" in data else []
-        assert named == wanted, (
-            f"an event is named by its type, and only by that: expected {wanted} for "
-            f"{data}, not {named}"
+class Echo:
+    """A reply whose parts are an event's tokens; at token 0 it ends by itself."""
+
+    def __init__(self):
+        self.finish_reason = None
+
+    def push(self, event):
+        if 0 in event.tokens:
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = event.finish_reason
+        return list(event.tokens)
+
+
+class Line:
+    """In place of a `Delivery`: a thread of its own brings events to the reader."""
+
+    def __init__(self, events):
+        self.events = list(events)
+        self.readers: list[Any] = []
+        self.dropped: list[Any] = []
+        self.read = threading.Event()  # the first event's parts have come out
+        self.early = False  # and did so before the second event
+
+    def submit(self, families):
+        nested = isinstance(families, list | tuple) and len(families) == 1
+        nested = nested and isinstance(families[0], list | tuple)
+        assert nested and len(families[0]) == 1, (
+            "`submit` takes a list of prompts, each a list of its samples' readers: "
+            "[[reader]]"
         )
-        rest = [line for line in lines if line not in named]
-        assert len(rest) == 1, (
-            f"the JSON stands on one line; yours has {len(rest)}: {rest}"
+        assert not self.readers, "the request was submitted twice"
+        self.readers += families[0]
+        threading.Thread(target=self._bring, daemon=True).start()
+
+    def _bring(self):
+        for number, event in enumerate(self.events):
+            if number == 1:
+                self.early = self.read.wait(1)
+            time.sleep(0.02)
+            if self.readers[0].push(event):
+                break
+
+    def drop(self, readers):
+        self.dropped += readers
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts what it is asked to call, now or later."""
+
+    asked = 0
+
+    def call_soon(self, *arguments, **context):
+        self.asked += 1
+        return super().call_soon(*arguments, **context)
+
+    def call_at(self, *arguments, **context):
+        self.asked += 1
+        return super().call_at(*arguments, **context)
+
+
+def check_read_async(read_async):
+    """An event loop, and a thread beside it that brings the events."""
+    found: list[BaseException] = []
+
+    def run():
+        loop = CountingLoop()
+        loop.set_debug(True)  # so it minds what is called from another thread
+        loop.set_exception_handler(lambda *_: None)  # not on the page, either
+        try:
+            loop.run_until_complete(ways_out(read_async))
+        except BaseException as error:
+            found.append(error)
+        loop.close()
+
+    try:
+        logging.disable()  # what cannot be delivered may be logged, but not on the page
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()  # a notebook has an event loop in this one
+        thread.join(30)
+    finally:
+        logging.disable(logging.NOTSET)
+    assert not thread.is_alive(), (
+        "your generator blocks its event loop for good; nobody else in it can run"
+    )
+    if found:
+        raise found[0]
+
+
+async def ways_out(read_async):
+    helpers = ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(helpers)
+    parts, line, beats = await read_all(read_async, "all")
+    assert line.readers, "`delivery.submit` was never called"
+    assert parts, (
+        "events came, and your generator never woke up: an asyncio.Queue belongs to "
+        "its loop's thread, and from another one only `loop.call_soon_threadsafe` is "
+        "heard"
+    )
+    assert parts == [4, 5, 6], (
+        "the parts are 4, 5 and 6; END is none of them, and ends your generator; you "
+        f"yield {parts}"
+    )
+    assert line.early, "parts are yielded as they come, not all at the end"
+    assert beats > 2, (
+        "while your coroutine waited, nobody else in the loop could run: `await` the "
+        "parts; `get` of a queue.SimpleQueue blocks the thread"
+    )
+    error = RuntimeError("the step failed")
+    try:
+        parts, *_ = await read_all(read_async, "error", error)
+    except RuntimeError as raised:
+        assert raised is error, f"the part's own exception, not {raised!r}"
+    else:
+        raise AssertionError(
+            f"a part that is an exception is to be raised; you went on: {parts}"
         )
-        prefix, _, value = rest[0].partition(": ")
-        assert prefix == "data", f"the line begins with 'data: ', not {rest[0][:9]!r}"
-        assert json.loads(value) == data, f"{data} comes back as {json.loads(value)}"
-        assert len(body.splitlines()) == len(lines), (
-            f"a client that splits lines as str.splitlines does finds "
-            f"{len(body.splitlines())} lines in {text!r}: escape what is in ESCAPES, "
-            "each time that it comes"
+    parts, *_ = await read_all(read_async, "many")
+    assert parts == [*range(1, 52)], (
+        "51 parts came faster than they were read, and you yield "
+        f"{len(parts)}: a queue with a bound drops what `call_soon_threadsafe` can't "
+        "put into it, since nobody can wait there; leave out maxsize"
+    )
+    await sleeps_while_nothing_comes(read_async)
+    for way in ("closed", "cancelled"):
+        _, line, _ = await read_all(read_async, way)
+        free = helpers.submit(bool)
+        try:
+            free.result(1)
+        except TimeoutError:
+            # Let go of the thread that waits, or this process never ends.
+            line.readers[0].push(Event(3, [9], finish_reason="length"))
+            raise AssertionError(
+                f"the reader left ({way}), and a thread still waits for its parts, for "
+                "good: `asyncio.to_thread` can't be cancelled. An asyncio.Queue waits "
+                "without a thread; fill it through `loop.call_soon_threadsafe`"
+            ) from None
+        assert line.dropped and line.dropped[0] is line.readers[0], (
+            f"the reader left after the first part ({way}), and the request goes on "
+            "with nobody to read it: `drop` it, whichever way your generator is left"
         )
+
+
+async def sleeps_while_nothing_comes(read_async):
+    """Whoever polls keeps its loop busy."""
+    loop = asyncio.get_running_loop()
+    line = Line([Event(3, [4])])
+    source = read_async(line, Request([1], 9, number=3), Echo())
+    await anext(source)
+    waiting = asyncio.ensure_future(anext(source))
+    await asyncio.sleep(0.1)
+    before = loop.asked
+    await asyncio.sleep(0.5)  # by itself it asks for three calls
+    asked = loop.asked - before
+    line.readers[0].push(Event(3, (), finish_reason="length"))
+    with suppress(StopAsyncIteration):
+        await waiting
+    assert asked < 9, (
+        f"nothing came for half a second, and your generator asked the loop {asked} "
+        "times to call it: it looks again and again whether a part is there. `await` "
+        "the `get` of an asyncio.Queue: it sleeps until something is put in"
+    )
+
+
+async def read_all(read_async, way, error=None):
+    """The parts that one reader sees, what it called, and beats of the loop."""
+    last = Event(3, [6], finish_reason="length")
+    if error is not None:
+        last = Event(3, (), finish_reason="error", error=error)
+    leaves = way in ("closed", "cancelled")
+    many = [Event(3, [*range(1, 51)]), Event(3, [51], finish_reason="length")]
+    events = [Event(3, [4])] if leaves else [Event(3, [4, 5]), last]
+    line = Line(many if way == "many" else events)
+    source = read_async(line, Request([1], 9, number=3), Echo())
+    if asyncio.iscoroutine(source):
+        await source  # a stub raises here
+        raise AssertionError("an asynchronous generator has `yield`; yours returns")
+    parts: list[Any] = []
+    beats = 0
+
+    async def read():
+        async for part in source:
+            parts.append(part)
+            if len(parts) == 2:
+                line.read.set()
+            if way == "closed":
+                await source.aclose()
+                return
+
+    async def beat():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.002)
+            beats += 1
+
+    beating = asyncio.create_task(beat())
+    reading = asyncio.create_task(read())
+    done, _ = await asyncio.wait([reading], timeout=0.3 if way == "cancelled" else 4)
+    beating.cancel()
+    reading.cancel()
+    # A task that nobody woke from the other thread does not even end now.
+    await asyncio.wait([beating, reading], timeout=1)
+    if done and not reading.cancelled() and (raised := reading.exception()):
+        raise raised
+    return parts, line, beats
 
 
 STREAM = (
@@ -565,7 +741,43 @@ def check_A_1(text_share):
             )
 
 
-def check_A_2(with_pings):
+def check_A_2(first_done):
+    """One answer is short and two are long; the engine has to hear of the end."""
+    question = "What is 47 + 85?"
+
+    def params(most):
+        return SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+
+    async def run(llm):
+        asked = [params(500), params(5), params(500)]
+        found = await asyncio.wait_for(first_done(llm, [question] * 3, asked), 40)
+        # Counted while the loop lives on, as a notebook's does: its end would cancel
+        # whatever is left.
+        for _ in range(100):
+            if not llm.stats().running:
+                break
+            await asyncio.sleep(0.02)
+        return *found, llm.stats()
+
+    with LLM(device="cpu") as llm:
+        # In a thread of its own: a notebook has an event loop in this one.
+        with ThreadPoolExecutor(1) as pool:
+            index, text, stats = pool.submit(asyncio.run, run(llm)).result()
+        expected = llm.generate(question, params(5)).result()[0].text
+    assert index == 1, (
+        "prompt 1 asks for 5 tokens and the others for 500, so prompt 1 is done first; "
+        f"you say prompt {index}"
+    )
+    assert text == expected, f"the text is {expected!r}, all of its parts; {text!r}"
+    aborted = stats.finished.get("abort", 0)
+    assert aborted == 2, (
+        "two requests were nobody's anymore and have to be aborted: cancel their "
+        f"tasks; the engine aborted {aborted}"
+    )
+    assert stats.generated_tokens < 500, "the others went on with nobody to read them"
+
+
+def check_A_3(with_pings):
     """A source with a long silence, and one that is busy."""
 
     async def source(*delays):
@@ -606,7 +818,7 @@ def check_A_2(with_pings):
     run(judge())
 
 
-def check_A_3(kind):
+def check_A_4(kind):
     """Text and order are kept, in few parts, at a steady price."""
 
     async def judge():

@@ -1,19 +1,8 @@
 """Wrong answers to chapter 9."""
 
-import asyncio
-import queue
-from importlib.resources import files
-from typing import Any
-
-from simplellm.api.outputs import RequestOutput
-from simplellm.api.reader import END, Reader
-from simplellm.api.reply import TextReply
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
-from simplellm.text.tokenizer import Tokenizer
 from wrong import wrong
-
-TOKENIZER = Tokenizer.from_file(str(files("simplellm") / "embedded" / "tokenizer.json"))
 
 
 @wrong("next_batch", "nobody runs while somebody waits")
@@ -124,10 +113,7 @@ class Schedules(Scheduler):
         busy: set[int] = set()
         self.budget = self.max_num_batched_tokens
         self.rounds(scheduled, busy)
-        if not self.running:
-            self._closed = False
-        if not self._closed:
-            self._admit(scheduled, self.budget)
+        self._admit(scheduled, self.budget)
         return scheduled
 
     def rounds(self, scheduled, busy):
@@ -187,14 +173,6 @@ class PlansWithoutRoom(Schedules):
                     self.give(scheduled, busy, request, length)
 
 
-@wrong("Scheduler.schedule", "may join")
-class ClosesWhenItAdmits(Scheduler):
-    def schedule(self):
-        scheduled = super().schedule()
-        self._closed = self._closed or not self.continuous
-        return scheduled
-
-
 @wrong("Scheduler.schedule", "not a copy of it")
 class WalksACopy(Schedules):
     def round(self, scheduled, busy, wanted):
@@ -210,20 +188,12 @@ class NewBeforeUnderWay(Schedules):
     def rounds(self, scheduled, busy):
         self.round(scheduled, busy, lambda r: r.missing == 1)
         before = len(scheduled)
-        if self.running and not self._closed:
+        if self.running:
             self._admit(scheduled, self.budget)
         for chunk in scheduled[before:]:
             busy.add(chunk.request.number)
             self.budget -= chunk.length
         self.round(scheduled, busy, lambda r: r.missing > 1)
-
-
-@wrong("Scheduler.schedule", "_closed")
-class ClosedForGood(Scheduler):
-    def schedule(self):
-        if not self.running and self._closed:
-            return []
-        return super().schedule()
 
 
 @wrong("Scheduler.schedule", "is being computed")
@@ -296,176 +266,6 @@ class NeverFinished(Scheduler):
         pass
 
 
-def output_of(text, tokens, reason, logprobs, prompt):
-    return RequestOutput(
-        text=text,
-        token_ids=tokens,
-        finish_reason=reason,
-        logprobs=logprobs,
-        prompt_token_ids=prompt,
-    )
-
-
-def part(text, event, reason):
-    return [output_of(text, list(event.tokens), reason, None, [])]
-
-
-@wrong("TextReply.push", "each by itself")
-class TokenByToken(TextReply):
-    def push(self, event):
-        if self.finish_reason is not None:
-            return []
-        text = "".join(TOKENIZER.decode([token]) for token in event.tokens)
-        self.finish_reason = event.finish_reason
-        self.token_ids += event.tokens
-        self._texts.append(text)
-        return part(text, event, self.finish_reason)
-
-
-class Pushes(TextReply):
-    """The kept version, with what students change as switches."""
-
-    flushes = checks_end = True
-    takes_all = trusts_the_engine = forgets = False
-    around = lists = nameless = False
-
-    def push(self, event):
-        if self.checks_end and self.finish_reason is not None:
-            return []
-        text, count = "", len(event.tokens)
-        if self._decoder is not None:
-            for number, token in enumerate(event.tokens, 1):
-                text += self._stops.push(self._decoder.push(token))
-                if self._stops.match:
-                    count = len(event.tokens) if self.takes_all else number
-                    break
-            if event.finish_reason and self.flushes and not self._stops.match:
-                rest = self._decoder.flush()
-                text += rest if self.around else self._stops.push(rest)
-                text += self._stops.flush()
-        stopped = self._stops.match and not self.trusts_the_engine
-        self.finish_reason = "stop" if stopped else event.finish_reason
-        tokens = list(event.tokens[:count])
-        logprobs: list[Any] | None = [] if self.lists else None
-        if self.logprobs is not None:
-            logprobs = list(event.logprobs or ())[:count]
-            self.logprobs += logprobs
-        self.token_ids += tokens
-        if not self.forgets:
-            self._texts.append(text)
-        prompt = [] if self.nameless else self.prompt_token_ids
-        return [output_of(text, tokens, self.finish_reason, logprobs, prompt)]
-
-
-@wrong("TextReply.push", "flushes what the decoder")
-class NoFlush(Pushes):
-    flushes = False
-
-
-@wrong("TextReply.push", "the last that counts")
-class AllTokens(Pushes):
-    takes_all = True
-
-
-@wrong("TextReply.push", "the reason is 'stop'")
-class TheEnginesReason(Pushes):
-    trusts_the_engine = True
-
-
-@wrong("TextReply.push", "note texts")
-class TextsForgotten(Pushes):
-    forgets = True
-
-
-@wrong("TextReply.push", "behind ST")
-class FlushesAroundTheStops(Pushes):
-    around = True
-
-
-@wrong("TextReply.push", "nobody asked")
-class EmptyLogprobs(Pushes):
-    lists = True
-
-
-@wrong("TextReply.push", "which prompt")
-class NoPrompt(Pushes):
-    nameless = True
-
-
-@wrong("TextReply.push", "behind the end")
-class GoesOn(Pushes):
-    checks_end = False
-
-
-def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, most=0):
-    """The kept version, with what students change as switches."""
-
-    async def stream(delivery, request, reply):
-        loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[Any] = asyncio.Queue(most)
-
-        def deliver(part):
-            if door:
-                loop.call_soon_threadsafe(parts.put_nowait, part)
-            else:
-                parts.put_nowait(part)
-
-        reader = Reader(request, reply, deliver)
-        delivery.submit([[reader]])
-        kept = []
-        try:
-            while (part := await parts.get()) is not END:
-                if raises and isinstance(part, Exception):
-                    raise part
-                if at_once:
-                    kept.append(part)
-                else:
-                    yield part
-                if isinstance(part, Exception):
-                    return
-            for part in kept if ends else (*kept, END):
-                yield part
-        finally:
-            if drops:
-                delivery.drop([reader])
-
-    return stream
-
-
-wrong("read_async", "call_soon_threadsafe")(streams(door=False))
-wrong("read_async", "with nobody to read it")(streams(drops=False))
-wrong("read_async", "is to be raised")(streams(raises=False))
-wrong("read_async", "as they come")(streams(at_once=True))
-wrong("read_async", "END is none of them")(streams(ends=False))
-
-
-@wrong("read_async", "nobody else in the loop")
-async def blocks_the_loop(delivery, request, reply):
-    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    reader = Reader(request, reply, parts.put)
-    delivery.submit([[reader]])
-    try:
-        while (part := parts.get()) is not END:
-            yield part
-    finally:
-        delivery.drop([reader])
-
-
-@wrong("read_async", "with nobody to read it")
-async def drops_at_the_end_only(delivery, request, reply):
-    loop = asyncio.get_running_loop()
-    parts: asyncio.Queue[Any] = asyncio.Queue()
-    reader = Reader(
-        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
-    )
-    delivery.submit([[reader]])
-    while (part := await parts.get()) is not END:
-        if isinstance(part, Exception):
-            raise part
-        yield part
-    delivery.drop([reader])
-
-
 @wrong("9.1", "not full")
 def narrow_last_batch(lengths, batch):
     groups = [lengths[first : first + batch] for first in range(0, len(lengths), batch)]
@@ -487,24 +287,13 @@ def rounded_down(prompt, decodes, budget, chunk):
     return prompt // min(chunk, budget - decodes) + 1
 
 
-@wrong("9.3", "nobody's")
-async def others_go_on(llm, prompts, params):
-    async def ask(index):
-        parts = llm.stream_async(prompts[index], params[index])
-        return index, "".join([piece.text async for piece in parts])
-
-    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
-    await asyncio.wait(tasks)
-    return min((task.result() for task in tasks), key=lambda found: len(found[1]))
-
-
-@wrong("9.4", "the shortest goes first")
+@wrong("9.3", "the shortest goes first")
 class SortedCalls(Scheduler):
     def add(self, requests):
         super().add(sorted(requests, key=lambda request: request.max_tokens))
 
 
-@wrong("9.4", "starvation")
+@wrong("9.3", "starvation")
 class Absolute(Scheduler):
     def add(self, requests):
         for request in requests:
@@ -512,7 +301,7 @@ class Absolute(Scheduler):
         super().add(requests)
 
 
-@wrong("9.4", "the shortest goes first")
+@wrong("9.3", "the shortest goes first")
 class LongestFirst(Scheduler):
     def add(self, requests):
         for request in requests:
@@ -520,7 +309,7 @@ class LongestFirst(Scheduler):
         super().add(requests)
 
 
-@wrong("9.4", "the shortest goes first")
+@wrong("9.3", "the shortest goes first")
 class WithThePrompt(Scheduler):
     def add(self, requests):
         for request in requests:
@@ -528,7 +317,7 @@ class WithThePrompt(Scheduler):
         super().add(requests)
 
 
-@wrong("9.5", "in reserve")
+@wrong("9.4", "in reserve")
 class CountedTwice(PageManager):
     reserve = 0
 
@@ -537,7 +326,7 @@ class CountedTwice(PageManager):
         return super().free_tokens - 2 * self.reserve
 
 
-@wrong("9.5", "those that run may use")
+@wrong("9.4", "those that run may use")
 class KeptForGood(PageManager):
     reserve = 0
 
@@ -587,31 +376,3 @@ class ReplacesWhatItKeeps(Scheduler):
                 if reason:
                     self.finish(request, reason)
         return new
-
-
-@wrong("read_async", "can't be cancelled")
-async def waits_in_a_thread(delivery, request, reply):
-    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    reader = Reader(request, reply, parts.put)
-    delivery.submit([[reader]])
-    try:
-        while (part := await asyncio.to_thread(parts.get)) is not END:
-            if isinstance(part, Exception):
-                raise part
-            yield part
-    finally:
-        delivery.drop([reader])
-
-
-wrong("read_async", "with a bound")(streams(most=4))
-
-
-@wrong("9.3", "cancel their tasks")
-async def leaves_the_others(llm, prompts, params):
-    async def ask(index):
-        parts = llm.stream_async(prompts[index], params[index])
-        return index, "".join([piece.text async for piece in parts])
-
-    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    return done.pop().result()

@@ -2,60 +2,18 @@
 
 import asyncio
 import json
+import queue
 from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from simplellm.api.outputs import is_reasoning
-from simplellm.server.http.sse import DONE, ESCAPES, HEADERS, event
+from simplellm.api.reader import END, Reader
+from simplellm.server.http.sse import DONE, HEADERS, event
 from simplellm.server.openai.deltas import Turn, new_call_id
 from simplellm.text.harmony.openai import function_name
 from wrong import wrong
-
-
-def escaped(data, option=0):
-    text = orjson.dumps(data, option=option)
-    for end, escape in ESCAPES:
-        text = text.replace(end, escape)
-    return text
-
-
-def named(data):
-    return f"event: {data['type']}\n".encode() if "type" in data else b""
-
-
-@wrong("event", "empty line")
-def one_newline(data):
-    return named(data) + b"data: " + escaped(data) + b"\n"
-
-
-@wrong("event", "on one line")
-def indented(data):
-    return named(data) + b"data: " + escaped(data, orjson.OPT_INDENT_2) + b"\n\n"
-
-
-@wrong("event", "str.splitlines")
-def odd_ends_as_they_are(data):
-    return named(data) + b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-@wrong("event", "each time")
-def first_odd_end(data):
-    text = orjson.dumps(data)
-    for end, escape in ESCAPES:
-        text = text.replace(end, escape, 1)
-    return named(data) + b"data: " + text + b"\n\n"
-
-
-@wrong("event", "named by its type")
-def never_named(data):
-    return b"data: " + escaped(data) + b"\n\n"
-
-
-@wrong("event", "not str")
-def as_text(data):
-    return (named(data) + b"data: " + escaped(data) + b"\n\n").decode()
 
 
 def events(chunks, *, ends=b"\n", strips=None, keeps=True, comments=False, joint="\n"):
@@ -413,7 +371,7 @@ def without_line_ends_of_events(texts, wrap):
     return sum(len(text.encode()) for text in texts) / total
 
 
-@wrong("A.2", "lost")
+@wrong("A.3", "lost")
 async def cancels_its_source(pieces, seconds):
     while True:
         try:
@@ -446,15 +404,175 @@ def pinging(ping=b": ping\n\n", steady=False):
     return with_pings
 
 
-wrong("A.2", "comment")(pinging(b"event: ping\n\n"))
-wrong("A.2", "only silence")(pinging(steady=True))
+wrong("A.3", "comment")(pinging(b"event: ping\n\n"))
+wrong("A.3", "only silence")(pinging(steady=True))
 
 
-@wrong("A.3", "copies all that waits")
+@wrong("A.4", "copies all that waits")
 class StillJoins(Box):
     pass
 
 
-@wrong("A.3", "a few more")
+@wrong("A.4", "a few more")
 class NeverJoins(Box):
     merges = False
+
+
+def streams(*, door=True, drops=True, raises=True, at_once=False, ends=True, most=0):
+    """The kept version, with what students change as switches."""
+
+    async def stream(delivery, request, reply):
+        loop = asyncio.get_running_loop()
+        parts: asyncio.Queue[Any] = asyncio.Queue(most)
+
+        def deliver(part):
+            if door:
+                loop.call_soon_threadsafe(parts.put_nowait, part)
+            else:
+                parts.put_nowait(part)
+
+        reader = Reader(request, reply, deliver)
+        delivery.submit([[reader]])
+        kept = []
+        try:
+            while (part := await parts.get()) is not END:
+                if raises and isinstance(part, Exception):
+                    raise part
+                if at_once:
+                    kept.append(part)
+                else:
+                    yield part
+                if isinstance(part, Exception):
+                    return
+            for part in kept if ends else (*kept, END):
+                yield part
+        finally:
+            if drops:
+                delivery.drop([reader])
+
+    return stream
+
+
+wrong("read_async", "call_soon_threadsafe")(streams(door=False))
+wrong("read_async", "with nobody to read it")(streams(drops=False))
+wrong("read_async", "is to be raised")(streams(raises=False))
+wrong("read_async", "as they come")(streams(at_once=True))
+wrong("read_async", "END is none of them")(streams(ends=False))
+
+
+@wrong("read_async", "nobody else in the loop")
+async def blocks_the_loop(delivery, request, reply):
+    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reader = Reader(request, reply, parts.put)
+    delivery.submit([[reader]])
+    try:
+        while (part := parts.get()) is not END:
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+@wrong("read_async", "with nobody to read it")
+async def drops_at_the_end_only(delivery, request, reply):
+    loop = asyncio.get_running_loop()
+    parts: asyncio.Queue[Any] = asyncio.Queue()
+    reader = Reader(
+        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+    )
+    delivery.submit([[reader]])
+    while (part := await parts.get()) is not END:
+        if isinstance(part, Exception):
+            raise part
+        yield part
+    delivery.drop([reader])
+
+
+@wrong("A.2", "nobody's")
+async def others_go_on(llm, prompts, params):
+    async def ask(index):
+        parts = llm.stream_async(prompts[index], params[index])
+        return index, "".join([piece.text async for piece in parts])
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
+    await asyncio.wait(tasks)
+    return min((task.result() for task in tasks), key=lambda found: len(found[1]))
+
+
+@wrong("read_async", "can't be cancelled")
+async def waits_in_a_thread(delivery, request, reply):
+    parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    reader = Reader(request, reply, parts.put)
+    delivery.submit([[reader]])
+    try:
+        while (part := await asyncio.to_thread(parts.get)) is not END:
+            if isinstance(part, Exception):
+                raise part
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+wrong("read_async", "with a bound")(streams(most=4))
+
+
+def polling(wait):
+    """The kept version, but that it looks again and again whether a part is there."""
+
+    async def stream(delivery, request, reply):
+        parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        reader = Reader(request, reply, parts.put)
+        delivery.submit([[reader]])
+        try:
+            while True:
+                try:
+                    part = parts.get_nowait()
+                except queue.Empty:
+                    await wait()
+                    continue
+                if part is END:
+                    return
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+        finally:
+            delivery.drop([reader])
+
+    return stream
+
+
+wrong("read_async", "again and again")(polling(lambda: asyncio.sleep(0)))
+wrong("read_async", "again and again")(polling(lambda: asyncio.sleep(0.05)))
+
+
+@wrong("read_async", "again and again")
+async def wakes_up_to_look(delivery, request, reply):
+    loop = asyncio.get_running_loop()
+    parts: asyncio.Queue[Any] = asyncio.Queue()
+    reader = Reader(
+        request, reply, lambda part: loop.call_soon_threadsafe(parts.put_nowait, part)
+    )
+    delivery.submit([[reader]])
+    try:
+        while True:
+            try:
+                part = await asyncio.wait_for(parts.get(), 0.05)
+            except TimeoutError:
+                continue
+            if part is END:
+                return
+            if isinstance(part, Exception):
+                raise part
+            yield part
+    finally:
+        delivery.drop([reader])
+
+
+@wrong("A.2", "cancel their tasks")
+async def leaves_the_others(llm, prompts, params):
+    async def ask(index):
+        parts = llm.stream_async(prompts[index], params[index])
+        return index, "".join([piece.text async for piece in parts])
+
+    tasks = [asyncio.create_task(ask(index)) for index in range(len(prompts))]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return done.pop().result()
