@@ -19,10 +19,10 @@ by_rank = attrgetter("rank")
 def discard(queue: list[Request], request: Request) -> bool:
     """Take ``request`` out of a queue sorted by rank; False if it is not in it."""
     index = bisect_left(queue, request.rank, key=by_rank)
-    found = index < len(queue) and queue[index] is request
-    if found:
+    queued = index < len(queue) and queue[index] is request
+    if queued:
         del queue[index]
-    return found
+    return queued
 
 
 @dataclass(eq=False)
@@ -89,8 +89,8 @@ class RequestQueues:
                 request.finish_reason = "abort"
                 if self.requests.pop(request.number, None) is not None:
                     discard(self.waiting, request)
-        left = self.requests
-        self.deadlines = [entry for entry in self.deadlines if entry[1] in left]
+        remaining = self.requests
+        self.deadlines = [entry for entry in self.deadlines if entry[1] in remaining]
 
     def run(self, request: Request) -> None:
         """Let one that has room in the cache run."""
