@@ -99,13 +99,13 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
     asked = 0
 
-    def call_soon(self, *arguments, **context):
+    def call_soon(self, callback, *args, context=None):
         self.asked += 1
-        return super().call_soon(*arguments, **context)
+        return super().call_soon(callback, *args, context=context)
 
-    def call_at(self, *arguments, **context):
+    def call_at(self, when, callback, *args, context=None):
         self.asked += 1
-        return super().call_at(*arguments, **context)
+        return super().call_at(when, callback, *args, context=context)
 
 
 def check_read_async(read_async):
@@ -117,7 +117,7 @@ def check_read_async(read_async):
         loop.set_debug(True)  # so it minds what is called from another thread
         loop.set_exception_handler(lambda *_: None)  # not on the page, either
         try:
-            loop.run_until_complete(ways_out(read_async))
+            loop.run_until_complete(ways_out(read_async, loop))
         except BaseException as error:
             found.append(error)
         loop.close()
@@ -136,9 +136,9 @@ def check_read_async(read_async):
         raise found[0]
 
 
-async def ways_out(read_async):
+async def ways_out(read_async, loop):
     helpers = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(helpers)
+    loop.set_default_executor(helpers)
     parts, line, beats = await read_all(read_async, "all")
     assert line.readers, "`delivery.submit` was never called"
     assert parts, (
@@ -170,7 +170,7 @@ async def ways_out(read_async):
         f"{len(parts)}: a queue with a bound drops what `call_soon_threadsafe` can't "
         "put into it, since nobody can wait there; leave out maxsize"
     )
-    await sleeps_while_nothing_comes(read_async)
+    await sleeps_while_nothing_comes(read_async, loop)
     for way in ("closed", "cancelled"):
         _, line, _ = await read_all(read_async, way)
         free = helpers.submit(bool)
@@ -190,9 +190,8 @@ async def ways_out(read_async):
         )
 
 
-async def sleeps_while_nothing_comes(read_async):
+async def sleeps_while_nothing_comes(read_async, loop):
     """Whoever polls keeps its loop busy."""
-    loop = asyncio.get_running_loop()
     line = Line([Event(3, [4])])
     source = read_async(line, Request([1], 9, number=3), Echo())
     await anext(source)
