@@ -1,4 +1,4 @@
-"""Fill in what is computed: times and numbers in README.md and on pages of chapters/.
+"""Fill in what is computed: tables and numbers in README.md and on pages of chapters/.
 
 python tools/tables.py            write them, and the picture of the speed
 python tools/tables.py --check    exit 1 if one of them is out of date
@@ -12,6 +12,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 import headline
+import marks
 from cells import chapter_files, number_of
 from headline import read
 
@@ -344,7 +345,7 @@ def clients(figures: Path) -> str:
 
 
 def filled() -> dict[Path, str]:
-    """Each file with its tables computed again."""
+    """Each page with its tables and its marked numbers computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
     reach = headline.reach(figures)
     measured = {}
@@ -368,11 +369,12 @@ def filled() -> dict[Path, str]:
         "chapters/speed.md": {"measurements": measurements(figures), **measured},
         "README.md": {"reach": reach, "real": real(figures)},
     }
-    texts = {ROOT / name: (ROOT / name).read_text("utf-8") for name in contents}
-    for name, found in contents.items():
-        for place, content in found.items():
+    pages = [ROOT / "README.md", *sorted((ROOT / "chapters").glob("*.md"))]
+    texts = {page: page.read_text("utf-8") for page in pages}
+    for name, tables in contents.items():
+        for place, content in tables.items():
             texts[ROOT / name] = replace(texts[ROOT / name], place, content)
-    return texts
+    return {page: marks.renewed(text) for page, text in texts.items()}
 
 
 def main(arguments: list[str]) -> int:
@@ -382,7 +384,7 @@ def main(arguments: list[str]) -> int:
         if text != path.read_text(encoding="utf-8")
     }
     for path, text in stale.items():
-        print(f"{path.relative_to(ROOT)}: its table is out of date")
+        print(f"{path.relative_to(ROOT)}: its tables or numbers are out of date")
         if "--check" not in arguments:
             path.write_text(text, encoding="utf-8")
     if old := headline.is_old(ROOT / "figures"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import cells
 import jupytext
+import marks
 import pytest
 from cells import chapter_files, number_of
 from export import LINE_COUNT, collect, writers
@@ -52,8 +53,8 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work|mnt)/")
 
 
 def prose(text: str) -> str:
-    """The chapter without its fenced code."""
-    return FENCE.sub("", text)
+    """The chapter without its fenced code and the marks of its numbers."""
+    return marks.MARK.sub("", FENCE.sub("", text))
 
 
 def section(text: str, title: str) -> str:
