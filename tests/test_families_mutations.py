@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from course.mutation import Mutation
 from families import CASES, write
-from test_mutations import TILED, Mutation
+from test_mutations import TILED
 
 from simplellm.api.load import load_model
 from simplellm.checkpoint import checkpoint

@@ -7,15 +7,11 @@ checkpoint, 200 tokens at a window of 128, float32, tolerance 1e-4. NumPy's oper
 have mistakes of their own; there a text is decoded token by token beside another one.
 """
 
-import inspect
-import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
 
 import pytest
 import torch
+from course.mutation import Mutation
 from oracle import oracle_config, prompt, relative_errors, save_mxfp4
 from stepping import Stepper
 from test_oracle import FP32_TOLERANCE, their_logits
@@ -24,28 +20,6 @@ from simplellm import load_model
 from simplellm.checkpoint import mxfp4 as weights
 from simplellm.model import attention, feed_forward, model, ops, ops_numpy, rope
 from simplellm.model import gather as reads
-
-
-@dataclass(frozen=True)
-class Mutation:
-    function: Callable[..., Any]
-    old: str
-    new: str
-
-    def code(self) -> Any:
-        """The code object of the function with the mistake in it."""
-        source = textwrap.dedent(inspect.getsource(self.function))
-        assert source.count(self.old) == 1, (
-            f"{self.function.__qualname__} has {source.count(self.old)} times "
-            f"{self.old!r}; expected one: did the function change?"
-        )
-        namespace = dict(self.function.__globals__)
-        exec(source.replace(self.old, self.new), namespace)
-        mutant = namespace[self.function.__name__]
-        mutant = getattr(mutant, "func", mutant)  # of a cached property
-        assert isinstance(mutant, FunctionType)
-        return mutant.__code__
-
 
 TILED = "k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))\n    "
 SOFTMAX_FIRST = "expert_ids, logits.softmax(dim=-1).gather(-1, expert_ids)"
