@@ -31,12 +31,13 @@ from transformers.tokenization_utils_base import generate_merges
 from simplellm.api.outputs import is_reasoning
 from simplellm.base.config import ConfigError
 from simplellm.base.files import Folder
+from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.dialects.dialect import Dialect, open_text
 from simplellm.text.dialects.sandbox import compiled, parsed, rendered
 from simplellm.text.dialects.template import concealed
 from simplellm.text.harmony import Message, Tool, ToolCall, from_openai, tool_calls
 from simplellm.text.harmony.schema import as_tools
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
 Opened = dict[str, tuple[Tokenizer, Dialect, Any, Path]]
 

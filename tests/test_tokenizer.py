@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import simplellm
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from simplellm.text.detokenizer import StreamDecoder
+from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
 EMBEDDED = Path(simplellm.__file__).parent / "embedded" / "tokenizer.json"
 PATTERN = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"

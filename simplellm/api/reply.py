@@ -16,9 +16,10 @@ from simplellm.api.outputs import (
 )
 from simplellm.api.stops import StopStrings
 from simplellm.base.request import Event, Request
+from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.harmony import Delta, HarmonyParser, tool_calls
 from simplellm.text.parser import TurnParser
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer
+from simplellm.text.tokenizer import Tokenizer
 
 
 class TextReply(BaseReply):

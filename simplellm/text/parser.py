@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from simplellm.text.harmony.message import Message
-from simplellm.text.harmony.parse import Delta
+from simplellm.text.harmony.message import Delta, Message
 
 
 class TurnParser(Protocol):

@@ -1,9 +1,7 @@
 """Text to token ids and back."""
 
-import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,28 +183,3 @@ def printed_bytes() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in printable]
     bytes_of = {chr(byte): byte for byte in printable}
     return bytes_of | {chr(0x100 + number): byte for number, byte in enumerate(others)}
-
-
-class StreamDecoder:
-    """Decodes one token at a time and only ever returns complete characters.
-
-    A character's UTF-8 bytes may be spread over several tokens: `push` returns "" until
-    the last of them is there. Bytes that can no longer become a character turn into
-    U+FFFD. What `push` and `flush` return adds up to `Tokenizer.decode`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
-        self._bytes = partial(tokenizer.token_bytes, skip_special=skip_special)
-        self._pending = b""  # up to three bytes of a character
-
-    def flush(self) -> str:
-        """At the end: U+FFFD for a character whose last bytes never came, or ""."""
-        pending, self._pending = self._pending, b""
-        return pending.decode(errors="replace")
-
-    def push(self, id: int) -> str:
-        """The characters that token ``id`` completes."""
-        data = self._pending + self._bytes(id)
-        text, used = codecs.utf_8_decode(data, "replace")
-        self._pending = data[used:]
-        return text

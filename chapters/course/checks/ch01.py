@@ -10,7 +10,7 @@ from unittest.mock import patch
 import tiktoken
 
 from simplellm.text.harmony import Message, parse, render, result_message
-from simplellm.text.harmony.parse import is_call
+from simplellm.text.harmony.message import is_call
 from simplellm.text.tokenizer import Tokenizer
 
 JSON = "<|constrain|>json"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from simplellm.base.grammar import Grammar
+from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.dialects.forms import (
     ANSWER,
     ARGUMENTS,
@@ -31,7 +32,7 @@ from simplellm.text.dialects.whole_calls import (
     xml_call,
 )
 from simplellm.text.harmony import Delta, Message, Tool
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer
+from simplellm.text.tokenizer import Tokenizer
 
 MOST_HELD = 256  # characters of what may be the beginning of a call
 SPACES = r"\s*"

@@ -1,20 +1,22 @@
 """Harmony, the message format of gpt-oss: render conversations, parse replies.
 
 `message.py` has its words and records, `render.py` makes token ids of a conversation,
-`parse.py` reads what the model writes, whatever it is. `openai.py` brings OpenAI's
-messages to harmony's and back, `schema.py` declares functions in a developer message,
-`turn.py` is the grammar of a turn.
+with the system message of `system.py`. `parse.py` reads what the model writes, whatever
+it is, and `header.py` the headers in it. `openai.py` brings OpenAI's messages to
+harmony's and back, `schema.py` declares functions in a developer message, `turn.py` is
+the grammar of a turn.
 """
 
-from simplellm.text.harmony.message import CHANNELS, Message
-from simplellm.text.harmony.openai import from_openai, result_message, to_openai
-from simplellm.text.harmony.parse import (
+from simplellm.text.harmony.message import (
+    CHANNELS,
     Delta,
-    HarmonyParser,
+    Message,
     ToolCall,
     is_call,
-    parse,
     tool_calls,
 )
-from simplellm.text.harmony.render import EFFORTS, render, render_message, system_text
+from simplellm.text.harmony.openai import from_openai, result_message, to_openai
+from simplellm.text.harmony.parse import HarmonyParser, parse
+from simplellm.text.harmony.render import render, render_message
 from simplellm.text.harmony.schema import Tool, developer_text
+from simplellm.text.harmony.system import EFFORTS, system_text

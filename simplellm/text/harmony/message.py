@@ -5,8 +5,11 @@ channel, a recipient and a content type.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from simplellm.base.config import expect
 from simplellm.text.tokenizer import Tokenizer, TokenizerError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -46,3 +49,54 @@ def markers(tokenizer: Tokenizer) -> dict[str, int]:
             f"the tokenizer has no {missing[0]}; expected harmony's control tokens"
         )
     return {name: tokenizer.special[name] for name in MARKERS}
+
+
+def check_message(message: Message) -> None:
+    """Raise ValueError if a header cannot be written for ``message``."""
+    role, channel, name = message.role, message.channel, message.name
+    expect(role in ROLES, "role", role, f"one of {ROLES}")
+    expect(channel in (None, *CHANNELS), "channel", channel, f"one of {CHANNELS}")
+    expect(name or role != "tool", "a tool message's name", name, "'functions.NAME'")
+    content_type = (message.content_type or "").removeprefix("<|constrain|>")
+    for word in (name, message.recipient, content_type):
+        ok = not word or HEADER_WORD.fullmatch(word)
+        expect(ok, "a word of a header", word, "no spaces and no '<'")
+
+
+def is_call(message: Message) -> bool:
+    """Whether the assistant calls a function with ``message``."""
+    return message.role == "assistant" and bool(message.recipient)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call the model wrote; ``arguments`` is its text, which need not be JSON."""
+
+    name: str
+    arguments: str
+
+
+def tool_calls(messages: Iterable[Message]) -> list[ToolCall]:
+    """The function calls among the assistant's messages."""
+    return [
+        ToolCall((message.recipient or "").removeprefix("functions."), message.content)
+        for message in messages
+        if is_call(message)
+    ]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of the message being written.
+
+    ``call`` is None outside calls. A call begins with the first delta of its number,
+    whose text may be empty.
+    """
+
+    channel: str | None
+    recipient: str | None
+    text: str
+    call: int | None = None  # the reply's first call is 0
+    # Set where log-probabilities are asked for: its tokens, with an entry for each.
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Any, ...] | None = None

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from simplellm.base.config import ParameterError, expect, expect_type, one_of
-from simplellm.text.harmony.message import ROLES, Message
-from simplellm.text.harmony.parse import ToolCall
+from simplellm.text.harmony.message import ROLES, Message, ToolCall
 from simplellm.text.harmony.schema import Lead, Tool, as_tools, developer_text
 
 

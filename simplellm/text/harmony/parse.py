@@ -1,89 +1,12 @@
 """Parse what the model writes, whatever it is: nothing here raises."""
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
-from simplellm.text.harmony.message import ENDS, ROLES, Message, markers
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer
-
-
-def read_word(marker: str, number: int, word: str) -> dict[str, Any]:
-    """The fields of Message that a word of a header sets; none if it means nothing.
-
-    ``number`` counts the words behind ``marker`` from 0.
-    """
-    if word.startswith("to="):
-        return {"recipient": word.removeprefix("to=")}
-    if number == 0 and marker == "<|start|>":
-        role, _, name = word.partition(":")
-        if role not in ROLES:  # a tool goes by its name
-            return {"role": "tool", "name": word}
-        return {"role": role, "name": name or None}
-    if number == 0 and marker == "<|channel|>":
-        return {"channel": word}
-    if number == 0 and marker == "<|constrain|>":
-        return {"content_type": marker + word}
-    if word.startswith("functions."):
-        return {"recipient": word}
-    return {}
-
-
-def message_of(header: Iterable[tuple[str, str]]) -> Message:
-    """The message that a header announces: each marker with the text behind it.
-
-    The first marker is "" where the assistant was announced by the prompt.
-    """
-    fields: dict[str, Any] = {"role": "assistant", "content": ""}
-    for marker, text in header:
-        for number, word in enumerate(text.split()):
-            field = read_word(marker, number, word)
-            fields |= field
-            if not field and marker == "<|channel|>":
-                fields.setdefault("content_type", word)
-    return Message(**fields)
-
-
-def split_header(
-    header: Sequence[tuple[str, str]],
-) -> tuple[list[tuple[str, str]], str]:
-    """The header, and the text in it that is content, if it has no `<|message|>`."""
-    if len(header) == 1:  # no marker at all
-        return [], header[0][1]
-    parts, content = [], ""
-    for marker, text in header:
-        end = len(text)
-        for number, match in enumerate(re.finditer(r"\S+", text)):
-            expected = not marker and match[0] == "assistant"
-            if not expected and not read_word(marker, number, match[0]):
-                end = match.start()
-                break
-        parts.append((marker, text[:end]))
-        content += text[end:]
-    return parts, content
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New text of the message being written.
-
-    ``call`` is None outside calls. A call begins with the first delta of its number,
-    whose text may be empty.
-    """
-
-    channel: str | None
-    recipient: str | None
-    text: str
-    call: int | None = None  # the reply's first call is 0
-    # Set where log-probabilities are asked for: its tokens, with an entry for each.
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[Any, ...] | None = None
-
-
-def is_call(message: Message) -> bool:
-    """Whether the assistant calls a function with ``message``."""
-    return message.role == "assistant" and bool(message.recipient)
+from simplellm.text.detokenizer import StreamDecoder
+from simplellm.text.harmony.header import message_of, split_header
+from simplellm.text.harmony.message import ENDS, Delta, Message, is_call, markers
+from simplellm.text.tokenizer import Tokenizer
 
 
 class HarmonyParser:
@@ -169,14 +92,6 @@ class HarmonyParser:
         return []
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call the model wrote; ``arguments`` is its text, which need not be JSON."""
-
-    name: str
-    arguments: str
-
-
 def parse(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[Message]:
     """The messages in ``token_ids``: a reply of the model, or a whole conversation."""
     parser = HarmonyParser(tokenizer)
@@ -184,12 +99,3 @@ def parse(token_ids: Iterable[int], tokenizer: Tokenizer) -> list[Message]:
         parser.push(token_id)
     parser.finish()
     return parser.messages
-
-
-def tool_calls(messages: Iterable[Message]) -> list[ToolCall]:
-    """The function calls among the assistant's messages."""
-    return [
-        ToolCall((message.recipient or "").removeprefix("functions."), message.content)
-        for message in messages
-        if is_call(message)
-    ]

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import simplellm
+from simplellm.text.detokenizer import StreamDecoder
 from simplellm.text.harmony import (
     HarmonyParser,
     Message,
@@ -13,9 +14,9 @@ from simplellm.text.harmony import (
     render_message,
     result_message,
 )
+from simplellm.text.harmony.header import message_of, split_header
 from simplellm.text.harmony.message import ENDS
-from simplellm.text.harmony.parse import message_of, split_header
-from simplellm.text.tokenizer import StreamDecoder, Tokenizer
+from simplellm.text.tokenizer import Tokenizer
 from wrong import wrong
 
 EMBEDDED = Path(simplellm.__file__).parent / "embedded" / "tokenizer.json"
