@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
@@ -110,87 +109,6 @@ def check_kv_bytes(kv_bytes):
     )
     found = kv_bytes(GPT_OSS_20B, 10)
     assert found == 2 * 8 * 64 * 2 * 24 * 10, "without an itemsize a number has 2 bytes"
-
-
-def check_write_ring(write_ring):
-    """Chunks of all lengths, against rows written one by one."""
-    generator = torch.Generator().manual_seed(7)
-    for size in (1, 4, 8):
-        memory = torch.full((size, 2, 3), -1.0)
-        expected, start = memory.clone(), 0
-        for length in (1, 2, 1, 3, size, 1, size + 3, 2 * size + 1, 2):
-            rows = torch.randn(length, 2, 3, generator=generator)
-            for row, position in zip(rows, range(start, start + length), strict=True):
-                expected[position % size] = row
-            untouched = memory.clone()
-            with OnePlaceEach():
-                write_ring(memory, rows.clone(), start)
-            told = f"{length} rows from position {start} in a ring of {size}"
-            assert not torch.equal(memory, untouched), (
-                f"{told}: memory is as it was; it is changed in place, not returned"
-            )
-            by_value = [sorted(x.flatten().tolist()) for x in (memory, expected)]
-            assert by_value[0] != by_value[1] or torch.equal(memory, expected), (
-                f"{told}: the right rows at the wrong places; position p belongs to "
-                f"place p modulo {size}, also when the chunk is longer than the ring"
-            )
-            assert torch.equal(memory, expected), (
-                f"{told}: other rows than the latest {size}, each at its position "
-                f"modulo {size}"
-            )
-            start += length
-
-
-class OnePlaceEach(TorchDispatchMode):
-    """Refuses an assignment that has two rows for one place."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.partition("::")[2]
-        if name in ("index_put_", "index_copy_"):
-            places = args[1][0] if name == "index_put_" else args[2]
-            whole = places is not None and places.dtype != torch.bool  # or a mask
-            assert not whole or len(places.unique()) == len(places), (
-                f"one assignment has two rows for the same place, {places.tolist()}: "
-                "PyTorch doesn't say which of them stays, and a GPU writes them in any "
-                "order. Drop the rows that are overwritten first"
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def check_token_slots(token_slots):
-    """The pencil's example, then tables at random."""
-
-    def slots(table, positions, page_size):
-        found = token_slots(table, torch.tensor(positions), page_size)
-        assert isinstance(found, torch.Tensor), (
-            "write_pool takes the slots as a tensor [T]; yours is a "
-            f"{type(found).__name__}"
-        )
-        assert not (found.is_floating_point() or found.dtype == torch.bool), (
-            f"slots are whole numbers, which can index memory; yours are {found.dtype}"
-        )
-        return found.tolist()
-
-    found = slots([7, 2, 5], [6, 9], 4)
-    assert found == [10, 21], (
-        "with pages of 4 rows and the table [7, 2, 5], position 6 lies in page 2 at "
-        "row 2, slot 2 * 4 + 2 = 10, and position 9 in page 5 at row 1, slot 21; "
-        f"yours are {found}"
-    )
-    rng = random.Random(7)
-    for _ in range(50):
-        size, count = rng.randint(1, 9), rng.randint(1, 6)
-        table = rng.sample(range(30), count)
-        positions = sorted(rng.sample(range(size * count), rng.randint(1, size)))
-        expected = []
-        for position in positions:
-            page, row = divmod(position, size)
-            expected.append(table[page] * size + row)
-        found = slots(table, positions, size)
-        assert found == expected, (
-            f"table {table}, pages of {size} rows, positions {positions}: the slots "
-            f"are {expected}, yours are {found}"
-        )
 
 
 def check_write_pool(write_pool):

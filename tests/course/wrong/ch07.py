@@ -74,45 +74,6 @@ def always_the_window(config, tokens, *, itemsize=2, windowed=True):
     return sized(config, tokens, itemsize, windowed, full=lambda n, window: window)
 
 
-@wrong("write_ring", "modulo")
-def kept_in_order(memory, rows, start):
-    memory.copy_(torch.cat([memory, rows])[-len(memory) :])
-
-
-@wrong("write_ring", "longer than the ring")
-def cuts_rows_only(memory, rows, start):
-    rows = rows[-len(memory) :]
-    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
-
-
-@wrong("write_ring", "which of them stays")
-def all_rows_at_once(memory, rows, start):
-    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
-
-
-@wrong("write_ring", "in place")
-def another_memory(memory, rows, start):
-    memory = memory.clone()
-    memory[torch.arange(start, start + len(rows)) % len(memory)] = rows
-    return memory
-
-
-@wrong("token_slots", "2 * 4 + 2")
-def page_plus_row(table, positions, page_size):
-    return torch.tensor(table)[positions // page_size] + positions % page_size
-
-
-@wrong("token_slots", "2 * 4 + 2")
-def without_the_table(table, positions, page_size):
-    return table[0] * page_size + positions
-
-
-@wrong("token_slots", "2 * 4 + 2")
-def counted_from_one(table, positions, page_size):
-    pages = torch.tensor(table)[(positions - 1) // page_size]
-    return pages * page_size + (positions - 1) % page_size
-
-
 @wrong("write_pool", "gives a copy")
 def into_a_copy(pages, rows, slots):
     real = (slots >= 0).nonzero().flatten()
@@ -286,17 +247,6 @@ def alike_by_length(tables, offsets, lengths, *, window, page_size):
         return bucket_by_length(lengths.numpy())
 
     return read_all(tables, offsets, lengths, window, page_size, batches=by_length)
-
-
-@wrong("token_slots", "as a tensor")
-def slots_in_a_list(table, positions, page_size):
-    places = [divmod(position, page_size) for position in positions.tolist()]
-    return [table[page] * page_size + row for page, row in places]
-
-
-@wrong("token_slots", "whole numbers")
-def slots_as_floats(table, positions, page_size):
-    return torch.tensor(slots_in_a_list(table, positions, page_size)).float()
 
 
 @wrong("kv_bytes", "multiply by itemsize")
