@@ -25,10 +25,10 @@ class OfflineService:
     def check_model(self, name: str | None) -> str:
         return name or "simplellm"
 
-    def lenience(self) -> Any:
-        from simplellm.server.http.endpoint import lenience_of
+    def reading(self) -> Any:
+        from simplellm.server.http.endpoint import reading_of
 
-        return lenience_of(self.llm, ())
+        return reading_of(self.llm, (), self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Nothing: what is ignored of a line changes no answer."""
@@ -49,7 +49,6 @@ def read_request(
     Raises APIError for what it would refuse.
     """
     # Most batch files do without it, and the extra may not be installed.
-    from simplellm.server.http.bodies import known_names
     from simplellm.server.http.endpoint import Call
     from simplellm.server.http.errors import as_api_error
     from simplellm.server.openai.chat import CHATS
@@ -74,7 +73,7 @@ def read_request(
         call.body = endpoint.read_parsed(call, with_defaults(given, defaults))
         return endpoint.answer(call)
     except Exception as error:
-        refused = as_api_error(error, known_names(kind) if kind else LINE_FIELDS)
+        refused = as_api_error(error, kind.known() if kind else LINE_FIELDS)
         if refused is None:
             raise
         raise refused from None

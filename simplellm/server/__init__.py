@@ -12,15 +12,14 @@ what comes before anything heavy is imported.
 
 To add an endpoint, write one file:
 
-1. A dataclass for the body, whose fields are `declared` as those of `EngineConfig` are.
-   `read_body` refuses everything else by name, and the OpenAPI document and /docs are
-   made from the same fields. A field that is a dataclass is read likewise. A subclass
-   of `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ...
-   Parameters of others that we know and don't support stand in its ``unsupported``,
-   with the values that ask for nothing; a hint is ignored whatever its value. Unless
-   the server is strict, unknown names are ignored too, and the ``rewriting`` of an
-   endpoint has turned what clients send into what the dataclass takes. Another such
-   dataclass may declare the parameters behind the path's "?".
+1. A `Body`, which is a pydantic model: its fields are what is taken. A subclass of
+   `SampledBody` takes all of `SamplingParams` too, and `model`, `n`, `stream`, ... A
+   field that is a `Body` is read likewise. What others have and we don't stands in its
+   ``unsupported``, with the values that ask for nothing; a hint is ignored whatever its
+   value. Its ``mapped`` turns what clients write into what the fields take, unless the
+   server is strict. All other names are ignored. The OpenAPI document and /docs are
+   made from the same models. Another `Body` may declare the parameters behind the
+   path's "?".
 2. A function ``answer(call)``, which may run in a worker thread. It raises TypeError or
    ValueError for what cannot run (400; a `ParameterError` names its parameter) or
    `APIError` for other refusals. It returns a dict (JSON), a Starlette response, an

@@ -16,7 +16,6 @@ import orjson
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
 from simplellm.server.anthropic.messages_body import RAW, CountBody, MessageBody
-from simplellm.server.anthropic.messages_lenient import lenient_conversation
 from simplellm.server.http import answers
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError, anthropic_form
@@ -243,7 +242,6 @@ MESSAGES = [
         answer=AnthropicMessage,
         body=MessageBody,
         result=answers.ANTHROPIC_MESSAGE,
-        rewriting=lenient_conversation,
         form=anthropic_form,
         summary="The assistant's next turn, as Anthropic's clients ask for it.",
     ),
@@ -251,7 +249,6 @@ MESSAGES = [
         path="/v1/messages/count_tokens",
         answer=count_message_tokens,
         result=answers.INPUT_TOKENS,
-        rewriting=lenient_conversation,
         body=CountBody,
         form=anthropic_form,
         summary="How many tokens such a conversation has.",

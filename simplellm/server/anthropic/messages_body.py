@@ -5,18 +5,30 @@ A message's content is text or a list of blocks: text, thinking, calls of tools
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import groupby
 from reprlib import repr as short
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, WithJsonSchema, model_validator
 
 from simplellm.api.chat_options import Format, as_format
-from simplellm.base.config import as_texts, declared, expect, expect_type, one_of
+from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type, one_of
 from simplellm.base.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
+from simplellm.server.anthropic.blocks import (
+    BLOCKS,
+    CUSTOM_TOOL,
+    SOME_CONTENT,
+    SOME_MESSAGE,
+    built_in,
+)
+from simplellm.server.anthropic.messages_lenient import lenient_conversation
 from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
+    Body,
+    Effort,
+    Reading,
     SampledBody,
     Unsupported,
     refuse,
@@ -30,93 +42,6 @@ from simplellm.text.harmony.schema import as_tools
 
 MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
 RAW = "_raw"  # holds what the model wrote as a call's input, if that is no object
-# The blocks that there are, by who writes them, with the strings that they must have.
-BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
-    "system": {"text": ("text",)},
-    "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
-    "assistant": {
-        "text": ("text",),
-        "thinking": ("thinking",),  # whatever its signature
-        "redacted_thinking": (),
-        "tool_use": ("id", "name"),
-    },
-}
-BLOCK_TYPES = sorted({kind for kinds in BLOCKS.values() for kind in kinds})
-SOME_BLOCK: dict[str, Any] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": BLOCK_TYPES}},
-}
-SOME_CONTENT = {"anyOf": [{"type": "string"}, list_of(SOME_BLOCK)]}
-SOME_MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": [*BLOCKS]}, "content": SOME_CONTENT},
-}
-CUSTOM_TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string"},
-        "input_schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-
-
-def of_texts(*needed: str, **others: str) -> dict[str, Any]:
-    """The input_schema of a tool, whose properties are texts but for ``others``."""
-    types = dict.fromkeys(needed, "string") | others
-    properties = {name: {"type": kind} for name, kind in types.items()}
-    return {"type": "object", "properties": properties, "required": [*needed]}
-
-
-# Tools of Anthropic's that a client runs, by how their types begin.
-BUILT_IN_TOOLS: dict[str, dict[str, Any]] = {
-    "bash_": {
-        "description": "Runs a command in a shell that stays open.",
-        "input_schema": of_texts("command", restart="boolean"),
-    },
-    "text_editor_": {
-        "description": "Views and edits files. The commands are view, create "
-        "(file_text), str_replace (old_str, new_str) and insert (insert_line, "
-        "insert_text).",
-        "input_schema": of_texts(
-            "command",
-            "path",
-            file_text="string",
-            old_str="string",
-            new_str="string",
-            insert_line="integer",
-            insert_text="string",
-            view_range="array",
-        ),
-    },
-    "memory_": {
-        "description": "Keeps notes as files under /memories. The commands are view, "
-        "create, str_replace, insert, delete and rename.",
-        "input_schema": of_texts(
-            "command",
-            path="string",
-            file_text="string",
-            old_str="string",
-            new_str="string",
-            insert_line="integer",
-            insert_text="string",
-            old_path="string",
-            new_path="string",
-        ),
-    },
-}
-
-
-def built_in(kind: str) -> dict[str, Any] | None:
-    """What the model is told of a tool of Anthropic's, if a client runs it."""
-    return next(
-        (t for name, t in BUILT_IN_TOOLS.items() if kind.startswith(name)), None
-    )
-
-
 OUTPUT_FORMAT: dict[str, Any] = {
     "type": "object",
     "required": ["type", "schema"],
@@ -130,42 +55,47 @@ CONVERSATION_UNSUPPORTED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Thinking:
+class Thinking(Body):
     """Whether the model is to think. It does if it wants to; its effort can be low."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+    unsupported: ClassVar = {
         "display": Unsupported(
             "the thoughts are told as they are", ("summarized",), hint=True
         ),
     }
 
+    prefix = "thinking."
+
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = declared(None)  # nothing is done with it
+    budget_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
+    """Nothing is done with it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputConfig:
+class OutputConfig(Body):
     """How the model is to answer."""
 
-    effort: Literal["low", "medium", "high"] = "medium"
-    format: dict[str, Any] | None = field(
-        default=None, metadata={"schema": OUTPUT_FORMAT}
-    )
+    prefix = "output_config."
+
+    effort: Effort = "medium"
+    format: Annotated[dict[str, Any], WithJsonSchema(OUTPUT_FORMAT)] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToolChoice:
+class ToolChoice(Body):
     """Whether the model may call tools."""
 
-    type: Literal["auto", "none", "any", "tool"]
-    name: str | None = None  # of the tool, and of no other type
-    # A turn has one call at most; that of gpt-oss ends with its first one anyway.
-    disable_parallel_tool_use: bool = False
+    prefix = "tool_choice."
 
-    def __post_init__(self) -> None:
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    """Of the tool, and of no other type."""
+    disable_parallel_tool_use: bool = False
+    """A turn has one call at most; that of gpt-oss ends with its first one anyway."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
         ok = (self.name is not None) == (self.type == "tool")
         expect(ok, "tool_choice.name", self.name, "a name with the type 'tool'")
+        return self
 
     @property
     def as_openai(self) -> str | dict[str, Any]:
@@ -175,44 +105,47 @@ class ToolChoice:
         return "required" if self.type == "any" else self.type
 
 
-@dataclass(frozen=True, kw_only=True)
-class Thread:
+class Thread(Body):
     """A conversation that Anthropic keeps. Here each request has all of it.
 
     So to create one asks for nothing. To continue one is refused with the code at which
     the client sends the whole.
     """
 
+    prefix = "thread."
+
     type: Literal["create", "continue"]
     previous_message_id: str | None = None
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def check(self) -> Self:
         if self.type == "continue":
             message = "no thread is kept here; expected the whole conversation"
             details = {"error_code": "thread_not_found"}
             raise APIError(404, message, param="thread", details=details)
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class CountBody:
+class CountBody(Body):
     """What /v1/messages/count_tokens takes: a conversation."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = CONVERSATION_UNSUPPORTED
+    unsupported: ClassVar = CONVERSATION_UNSUPPORTED
 
-    model: str | None = None  # one that is served
-    messages: list[dict[str, Any]] = field(metadata={"schema": list_of(SOME_MESSAGE)})
-    system: str | list[dict[str, Any]] | None = field(
-        default=None, metadata={"schema": SOME_CONTENT}
-    )
-    tools: list[dict[str, Any]] | None = field(
-        default=None, metadata={"schema": list_of(CUSTOM_TOOL)}
-    )
+    model: str | None = None
+    """One that is served."""
+    messages: Annotated[list[Any], WithJsonSchema(list_of(SOME_MESSAGE))]
+    system: Annotated[str | list[Any], WithJsonSchema(SOME_CONTENT)] | None = None
+    tools: Annotated[list[Any], WithJsonSchema(list_of(CUSTOM_TOOL))] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     thread: Thread | None = None
     output_config: OutputConfig | None = None
-    # Equal beginnings are always found again, so that nothing is done with it.
     cache_control: dict[str, Any] | None = None
+    """Equal beginnings are always found again, so that nothing is done with it."""
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        return lenient_conversation(super().mapped(data, reading), reading)
 
     @property
     def format(self) -> Format:
@@ -237,7 +170,7 @@ class CountBody:
             known = built_in(kind) if isinstance(kind, str) else None
             if kind != "custom" and known is None:
                 why = f"no {kind!r} runs here; offer what it does as a tool"
-                refuse(f"{where}.type", kind, Unsupported(why))
+                refuse(f"{where}.type", Unsupported(why))
             schema = (known or tool).get("input_schema")
             expect_type(f"{where}.name", tool.get("name"), str, "a string")
             expect_type(f"{where}.input_schema", schema, dict, "an object")
@@ -283,11 +216,10 @@ class CountBody:
         return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
 
 
-@dataclass(frozen=True, kw_only=True)
 class MessageBody(CountBody, SampledBody):
     """What /v1/messages takes."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+    unsupported: ClassVar = {
         **SHARED_UNSUPPORTED,
         **CONVERSATION_UNSUPPORTED,
         "logprobs": Unsupported(NOT_HERE),
@@ -301,18 +233,22 @@ class MessageBody(CountBody, SampledBody):
         "user": Unsupported("use metadata", hint=True),
     }
 
-    # Thinking included. 0 only reads the conversation, so that the next one is quick.
-    max_tokens: int = declared(low=0)
+    max_tokens: int = Field(ge=0, le=MAX_SIZE)
+    """Thinking included. 0 only reads the conversation, so that the next one is quick.
+    """
     stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None  # nothing is done with it
+    metadata: dict[str, Any] | None = None
+    """Nothing is done with it."""
 
     @property
     def compiles(self) -> bool:
         return super().compiles or bool(self.tools or self.output_config)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def check(self) -> Self:
         limits = MAX_STOPS, MAX_STOP_CHARACTERS
         as_texts("stop_sequences", self.stop_sequences, *limits)
+        return self
 
 
 def blocks_in(

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.server.anthropic.messages_body import BLOCKS, built_in
-from simplellm.server.http.lenient import Lenience, nearest_effort, text_instead
+from simplellm.server.anthropic.blocks import BLOCKS, built_in
+from simplellm.server.http.bodies import Reading, text_instead
 from simplellm.server.openai.chat_lenient import (
     ROLES,
     UNKNOWN,
@@ -16,26 +16,26 @@ THINKING = ("enabled", "adaptive", "disabled")
 MOST_SHOWN = 2000  # characters of a block that nobody here knows
 
 
-def lenient_conversation(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def lenient_conversation(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """The whole body, also of what is only counted."""
-    if isinstance(name := data.get("model"), str) and name not in lenience.models:
+    if isinstance(name := data.get("model"), str) and name not in reading.models:
         del data["model"]  # clients have names of Anthropic's built in
-        lenience.ignore("model")
+        reading.ignore("model")
     thinking = data.get("thinking")
     if isinstance(thinking, Mapping) and thinking.get("type") not in THINKING:
         data["thinking"] = {**thinking, "type": "adaptive"}
     data = with_output(data)
     if isinstance(tools := data.get("tools"), list):
-        data["tools"] = offered_here(tools, lenience)
+        data["tools"] = offered_here(tools, reading)
         if data.get("mcp_servers") and tools:
             del data["mcp_servers"]
-            lenience.ignore("mcp_servers")
+            reading.ignore("mcp_servers")
     if "stop" in data and "stop_sequences" not in data:
         stops = data.pop("stop")
         data["stop_sequences"] = [stops] if isinstance(stops, str) else stops
     if isinstance(stops := data.get("stop_sequences"), list):
         data["stop_sequences"] = [stop for stop in stops if stop != ""]
-    rewriter = BlockRewriter(lenience)
+    rewriter = BlockRewriter(reading)
     if isinstance(system := data.get("system"), list):
         data["system"] = rewriter.blocks(system, "system", "system")
     if isinstance(messages := data.get("messages"), list):
@@ -51,12 +51,10 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     found = dict(config)
     if form is not None:
         found.setdefault("format", form)
-    if "effort" in found:
-        found["effort"] = nearest_effort(found["effort"])
     return data | ({"output_config": found} if found else {})
 
 
-def offered_here(tools: Sequence[Any], lenience: Lenience) -> list[Any]:
+def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:
     """The tools without those that Anthropic runs, unless there are no others."""
     kept, left_out = [], []
     for tool in tools:
@@ -68,15 +66,15 @@ def offered_here(tools: Sequence[Any], lenience: Lenience) -> list[Any]:
     if not kept:
         return [*tools]
     for kind in left_out:
-        lenience.ignore(f"tools.{kind}")
+        reading.ignore(f"tools.{kind}")
     return kept
 
 
 class BlockRewriter:
     """Gives each role the blocks that it may have, and a few words for all others."""
 
-    def __init__(self, lenience: Lenience) -> None:
-        self.lenience = lenience
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
         self.called: set[str] = set()  # the ids of calls so far
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
@@ -148,7 +146,7 @@ class BlockRewriter:
             return text
         if kind == "tool_reference":
             return f"[tool: {str(block.get('tool_name'))[:100]}]"
-        self.lenience.ignore(f"messages.content.{kind}")
+        self.reading.ignore(f"messages.content.{kind}")
         if kind in PICTURES:
             return text_instead(kind)
         hidden = ("type", "cache_control", "id", "source", "encrypted_content")

@@ -1,35 +1,68 @@
-"""Bodies of requests: declared fields, read and checked as everything else is.
+"""Bodies of requests: pydantic models, and the one reader of them.
 
-`read_body` takes what a dataclass declares and refuses the rest by name. Unless the
-server is strict, `lenient.py` has been there before and left out what may be ignored.
-The OpenAPI document is made from the same declarations.
+What a body may hold is declared in one place, in three classes. What is *taken* is a
+field, with its type and its bounds. What is *mapped* becomes such a field: another name
+of it, or a value that means nearly the same; null is absent. What is *refused* stands
+in ``unsupported`` with a sentence that says what to do, since without it the answer
+would be another one. Any other name is ignored, and the answer's header names it. A
+strict server maps nothing and refuses what it doesn't know. The OpenAPI document is
+made from the same models.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from reprlib import repr as short
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 import orjson
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from simplellm.api.checks import with_integer_keys
 from simplellm.api.input_processor import MAX_PRIORITY, MAX_SAMPLES
-from simplellm.base.config import (
-    ParameterError,
-    check_value,
-    declared,
-    expect,
-    expect_type,
-)
+from simplellm.base.config import ParameterError, expect
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import MAX_LOGPROBS, SamplingParams
 from simplellm.server.http.errors import APIError
 
-Body = TypeVar("Body")
 MAX_NAME = 100  # characters of a name that comes from a client, where it is repeated
+MOST_IGNORED = 32  # names that an answer repeats
 # Tokens of prompts that the samples of one call may hold: they are copied in the loop.
 MAX_COPIES = 2**22
+
+
+@dataclass
+class Reading:
+    """The reading of one body: what it needs to know, and what it leaves out."""
+
+    strict: bool = False
+    models: Sequence[str] = ()  # what the model goes by
+    template: bool = False  # whether the model's chats are written by a template
+    ignored: dict[str, None] = field(default_factory=dict)  # names, in their order
+
+    def ignore(self, name: str) -> None:
+        """Note that nothing is done with ``name``, a path in the body."""
+        if len(self.ignored) < MOST_IGNORED:
+            self.ignored[re.sub(r"\[\d+\]", "", name)[:MAX_NAME]] = None
+
+    @property
+    def header(self) -> str:
+        """The names as a header's value."""
+        names = (re.sub(r"[^\x21-\x2b\x2d-\x7e]", "_", name) for name in self.ignored)
+        return ", ".join(names)
 
 
 @dataclass(frozen=True)
@@ -46,7 +79,6 @@ class Unsupported:
     hint: bool = False
 
 
-JSON_WORDS = {str: "a string", list: "a list", dict: "an object"}
 NOT_HERE = "this server does not support it"
 # Parameters that OpenAI and vLLM give to completions and chats alike.
 SHARED_UNSUPPORTED = {
@@ -62,37 +94,268 @@ SHARED_UNSUPPORTED = {
     "kv_transfer_params": Unsupported(NOT_HERE, hint=True),
     "cache_salt": Unsupported(NOT_HERE, hint=True),
 }
+TEXT_ONLY = "this model reads text only"
+EFFORTS = {"none": "low", "minimal": "low", "auto": "medium"}
+EFFORTS |= {"xhigh": "high", "max": "high"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamOptions:
+def text_instead(what: str) -> str:
+    """What the model is told in the place of something that is no text."""
+    return f"[{what}: {TEXT_ONLY}]"
+
+
+def nearest_effort(value: Any, info: "ValidationInfo[Reading]") -> Any:
+    """An effort as the model knows it."""
+    if info.context is None or info.context.strict or not isinstance(value, str):
+        return value
+    return EFFORTS.get(value.lower(), value.lower())
+
+
+SCHEMA_FIELDS: dict[str, Any] = {
+    "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    "description": {"type": ["string", "null"]},
+    "schema": {"type": "object"},
+    "strict": {"type": ["boolean", "null"]},
+}
+FORMATS = {"enum": ["text", "json_object", "json_schema"]}
+ResponseFormat = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["type"],
+            "properties": {
+                "type": FORMATS,
+                "json_schema": {
+                    "type": "object",
+                    "required": ["name", "schema"],
+                    "properties": SCHEMA_FIELDS,
+                },
+            },
+        }
+    ),
+]
+Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
+
+
+class Body(BaseModel):
+    """A body, or a part of one that is read in the same way. Its fields are *taken*."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}  # what is *refused*
+    prefix: ClassVar[str] = ""  # the path of a part, with a dot
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        """``data`` with what is *mapped* in the place of what clients wrote for it.
+
+        What isn't as expected goes through: the types of the fields judge it.
+        """
+        return data
+
+    @classmethod
+    def known(cls) -> set[str]:
+        """Every parameter that it takes."""
+        return {*cls.model_fields}
+
+    @model_validator(mode="before")
+    @classmethod
+    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+        """What is left for the fields once all else is mapped, ignored or refused."""
+        if not isinstance(data, dict):
+            return data
+        reading = info.context or Reading(strict=True)
+        known = cls.known()
+        if not reading.strict:
+            given = {key: value for key, value in data.items() if value is not None}
+            data = cls.mapped(given, reading)
+        found = {}
+        for key, value in data.items():
+            if key in known:
+                if (
+                    isinstance(value, float)
+                    and not reading.strict
+                    and value.is_integer()
+                ):
+                    value = int(value)
+                if value is not None:
+                    found[key] = value
+                continue
+            name, entry = f"{cls.prefix}{key}", cls.unsupported.get(key)
+            if entry is not None and (value is None or value in entry.ignored_values):
+                continue
+            if reading.strict or (entry is not None and not entry.hint):
+                refuse(name, entry)
+            elif value is not None:
+                reading.ignore(name)
+        return cls.gather(found)
+
+    @classmethod
+    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What `sort` has left by the fields that hold it."""
+        return data
+
+
+def json_field(spec: Any) -> tuple[Any, Any]:
+    """A field of `SamplingParams` as JSON gives it: annotation and default."""
+    kind = JSON_TYPES.get(spec.name, spec.type)
+    limits: Any = {}
+    if (bounds := spec.metadata.get("bounds")) is not None:
+        above, high = bounds["above"], bounds["high"]
+        low = {"ge": bounds["low"]} if above is None else {"gt": above}
+        limits = {**low, "le": high}
+    default = None if spec.default is MISSING or spec.default == () else spec.default
+    return kind, Field(default, **limits)
+
+
+ONE_OR_MORE = str | list[str]
+LOGIT_BIAS: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]+$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+STRUCTURED_OUTPUTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "json": {"type": ["string", "object", "null"]},
+        "regex": {"type": ["string", "null"]},
+        "choice": {"type": ["array", "null"], "items": {"type": "string"}},
+        "grammar": {"type": ["string", "null"]},
+    },
+    "additionalProperties": False,
+}
+# Of the parameters that have other types in JSON than in Python. What is in them is
+# checked by `SamplingParams`, as the relations between parameters are.
+JSON_TYPES: dict[str, Any] = {
+    "stop": ONE_OR_MORE | None,
+    "bad_words": ONE_OR_MORE | None,
+    "stop_token_ids": list[int] | None,
+    "allowed_token_ids": list[int] | None,
+    "logit_bias": Annotated[
+        dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(with_integer_keys)
+    ]
+    | None,
+    "structured_outputs": Annotated[dict[str, Any], WithJsonSchema(STRUCTURED_OUTPUTS)]
+    | None,
+}
+SAMPLING: Any = {spec.name: json_field(spec) for spec in fields(SamplingParams)}
+Sampling: type[BaseModel] = create_model("Sampling", **SAMPLING)
+
+
+def given_fields(model: BaseModel) -> dict[str, Any]:
+    """Those of a model's fields that were given."""
+    return {name: getattr(model, name) for name in model.model_fields_set}
+
+
+class StreamOptions(Body):
     """What a stream holds beside its parts."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "include_obfuscation": Unsupported(NOT_HERE, (False,), hint=True),
+    unsupported: ClassVar = {
+        "include_obfuscation": Unsupported(NOT_HERE, (False,), hint=True)
     }
+    prefix = "stream_options."
 
-    include_usage: bool = False  # a last event with the usage
-    continuous_usage_stats: bool = False  # with it: the usage so far in every event
+    include_usage: bool = False
+    """A last event with the usage."""
+    continuous_usage_stats: bool = False
+    """With it: the usage so far in every event."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampledBody:
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# What vLLM, SGLang and llama.cpp called the parts of structured_outputs.
+STRUCTURED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+}
+RENAMED = {
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+}
+
+
+class SampledBody(Body):
     """What all bodies have that ask the model; beside it all of `SamplingParams`."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED
+    unsupported: ClassVar = SHARED_UNSUPPORTED
 
-    model: str | None = None  # one that is served
-    n: int = declared(1, high=MAX_SAMPLES)
+    model: str | None = None
+    """One that is served."""
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = declared(0, low=-MAX_PRIORITY, high=MAX_PRIORITY)
-    return_token_ids: bool = False  # as vLLM has it: the choices hold their token ids
-    # Alternatives to each token of the prompt, as vLLM has them; in no stream.
-    prompt_logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
-    user: str | None = None  # OpenAI's; nothing is done with it
-    # The parameters that `SamplingParams` declares and no field here replaces.
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    return_token_ids: bool = False
+    """As vLLM has it: the choices hold their token ids."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    """Alternatives to each token of the prompt, as vLLM has them; in no stream."""
+    user: str | None = None
+    """OpenAI's; nothing is done with it."""
+    # The parameters of `SamplingParams` that are given and no other field has.
+    sampling: Annotated[
+        dict[str, Any],
+        GetPydanticSchema(
+            lambda _, handler: core_schema.no_info_after_validator_function(
+                given_fields, handler.generate_schema(Sampling)
+            )
+        ),
+    ] = {}
+
+    @classmethod
+    def sampling_names(cls) -> set[str]:
+        """Those of the parameters that ``sampling`` may hold."""
+        return {*SAMPLING} - {*cls.model_fields, *cls.unsupported}
+
+    @classmethod
+    def known(cls) -> set[str]:
+        own = {*cls.model_fields} - {"sampling", *cls.unsupported}
+        return own | cls.sampling_names()
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        for old, new in RENAMED.items():
+            if old in data:
+                data.setdefault(new, data.pop(old))
+        for name in LIMITS:
+            if data.get(name) == -1:  # as many as there is room for
+                del data[name]
+        if data.get("top_p") == 0 and not isinstance(data["top_p"], bool):
+            del data["top_p"]  # the best token only
+            data["temperature"] = 0
+        if data.get("stop") == "":
+            del data["stop"]
+        elif isinstance(stops := data.get("stop"), list):
+            data["stop"] = [stop for stop in stops if stop != ""]
+        outputs = data.get("structured_outputs", {})
+        given = {new: data.pop(old) for old, new in STRUCTURED.items() if old in data}
+        if given and isinstance(outputs, dict):
+            data["structured_outputs"] = {**outputs, **given}
+        return data
+
+    @classmethod
+    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+        names = cls.sampling_names() & data.keys()
+        sampling = {name: data.pop(name) for name in data.keys() & names}
+        return {**data, "sampling": sampling}
+
+    @model_validator(mode="after")
+    def check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            wrong = "stream_options are given; expected none without stream"
+            raise ParameterError(wrong, "stream_options")
+        count = self.prompt_logprobs
+        ok = not self.stream or count is None
+        expect(ok, "prompt_logprobs", count, "none for a stream")
+        return self
 
     @property
     def compiles(self) -> bool:
@@ -115,132 +378,101 @@ class SampledBody:
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
-    def __post_init__(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            wrong = "stream_options are given; expected none without stream"
-            raise ParameterError(wrong, "stream_options")
-        count = self.prompt_logprobs
-        ok = not self.stream or count is None
-        expect(ok, "prompt_logprobs", count, "none for a stream")
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
-def own_fields(kind: Any) -> dict[str, Field[Any]]:
-    """The fields that the dataclass ``kind`` declares for its bodies.
+def read_body(
+    kind: type[Model], data: Any, reading: Reading, *, strict: bool = True
+) -> Model:
+    """A ``kind`` from parsed JSON; unless ``strict``, texts may stand for other values.
 
-    What it inherits and has in its ``unsupported`` is none of them.
+    Raises ParameterError, or APIError for a parameter that is not supported.
     """
-    other = {"sampling", *unsupported_of(kind)}
-    return {spec.name: spec for spec in fields(kind) if spec.name not in other}
-
-
-def sampling_fields(kind: Any) -> dict[str, Field[Any]]:
-    """Those that it takes for `SamplingParams`; none unless it is a `SampledBody`."""
-    if not issubclass(kind, SampledBody):
-        return {}
-    other = {*own_fields(kind), *kind.unsupported}
-    return {s.name: s for s in fields(SamplingParams) if s.name not in other}
-
-
-def unsupported_of(kind: Any) -> Mapping[str, Unsupported]:
-    """What it knows without supporting it."""
-    found: Mapping[str, Unsupported] = getattr(kind, "unsupported", {})
-    return found
-
-
-def known_names(kind: Any) -> set[str]:
-    """Every parameter that a body of this ``kind`` can hold."""
-    return {*own_fields(kind), *sampling_fields(kind)}
-
-
-def record_of(spec: Field[Any]) -> Any:
-    """The dataclass that a field holds, or None."""
-    kinds = get_args(spec.type) or (spec.type,)
-    return next((kind for kind in kinds if is_dataclass(kind)), None)
-
-
-def check_container(name: str, value: Any, spec: Field[Any]) -> None:
-    """Raise TypeError for JSON that a field of lists or objects cannot hold.
-
-    What is in them is checked where they are used.
-    """
-    options = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
-    kinds = [get_origin(option) or option for option in options]
-    if list in kinds or dict in kinds:
-        words = [JSON_WORDS[kind] for kind in kinds if kind in JSON_WORDS]
-        expect_type(name, value, tuple(kinds), " or ".join(dict.fromkeys(words)))
-
-
-def read_body(kind: type[Body], data: Any, prefix: str = "") -> Body:
-    """A ``kind`` from parsed JSON; null counts as absent.
-
-    Raises TypeError, ValueError, or APIError for a parameter that is not supported.
-    ``prefix`` is the path of an object inside a body.
-    """
-    expect_type(prefix.rstrip(".") or "the body", data, dict, "an object")
-    own, sampling = own_fields(kind), sampling_fields(kind)
-    found: dict[str, Any] = {}
-    params: dict[str, Any] = {}
-    for key, value in data.items():
-        name = f"{prefix}{key}"
-        if key not in own and key not in sampling:
-            refuse(name, value, unsupported_of(kind).get(key))
-        elif value is None:
-            continue
-        elif key in sampling:
-            check_value(name, value, sampling[key])
-            bias = key == "logit_bias" and isinstance(value, dict)
-            params[key] = with_integer_keys(value) if bias else value
-        elif (record := record_of(own[key])) is not None:
-            found[key] = read_body(record, value, f"{name}.")
-        else:
-            check_value(name, value, own[key])
-            check_container(name, value, own[key])
-            found[key] = value
-    for key, spec in own.items():
-        absent = key not in found and spec.default is MISSING
-        if absent and spec.default_factory is MISSING:
-            wrong = f"{prefix}{key} is missing; expected a value"
-            raise ParameterError(wrong, f"{prefix}{key}")
-    if sampling:
-        found["sampling"] = params
-    return kind(**found)
+    try:
+        return kind.model_validate(data, strict=strict, context=reading)
+    except ValidationError as error:
+        raise refusal(error) from None
 
 
 def read_query(
-    kind: type[Body], pairs: Iterable[tuple[str, str]], *, strict: bool = True
-) -> Body:
+    kind: type[Model], pairs: Iterable[tuple[str, str]], reading: Reading
+) -> Model:
     """A ``kind`` from what stands behind the "?" of a path. Raises as `read_body`.
 
     A list is given by its parameter several times, with or without "[]" in its name.
-    Unless it is ``strict`` unknown parameters mean nothing.
     """
     data: dict[str, Any] = {}
     for name, text in pairs:
         key = name.removesuffix("[]")
-        spec = own_fields(kind).get(key)
-        if spec is None and not strict and key not in unsupported_of(kind):
-            continue
-        types = get_args(spec.type) or (spec.type,) if spec is not None else ()
-        if any(get_origin(kind) is list for kind in types):
+        spec = kind.model_fields.get(key)
+        if spec is not None and list[str] in get_args(spec.annotation):
             data.setdefault(key, []).append(text)
-        elif int in types and re.fullmatch(r"-?[0-9]{1,18}", text):
-            data[key] = int(text)
-        elif bool in types:
-            data[key] = {"true": True, "false": False}.get(text, text)
         else:
             data[key] = text
-    return read_body(kind, data)
+    return read_body(kind, data, reading, strict=False)
 
 
-def refuse(name: str, value: Any, entry: Unsupported | None) -> None:
+# What pydantic puts into a path beside names and numbers: which one of a union.
+UNION_PART = re.compile(r"(str|int|float|bool|none|\w+(-\w+)*[\[{(].*|[A-Z]\w*)", re.S)
+WANTED = {
+    "dict_type": "an object",
+    "model_type": "an object",
+    "list_type": "a list",
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+
+
+def path_of(location: Sequence[int | str]) -> str:
+    """Where an error is, as "messages[0].role"."""
+    found = ""
+    for part in location:
+        if isinstance(part, int):
+            found += f"[{part}]"
+        elif part != "sampling" and not UNION_PART.fullmatch(part):
+            found += f".{part[:MAX_NAME]}" if found else part[:MAX_NAME]
+    return found
+
+
+def refusal(error: ValidationError) -> ParameterError:
+    """What a client is told: where the deepest of the errors is, and what it is."""
+    errors = error.errors(include_url=False)
+    paths = [path_of(entry["loc"]) for entry in errors]
+    depths = [len(re.findall(r"[.\[]", path)) for path in paths]
+    first = depths.index(max(depths))
+    entry, path = errors[first], paths[first]
+    if isinstance(inner := entry.get("ctx", {}).get("error"), ParameterError):
+        return inner
+    if entry["type"].startswith("union_tag"):
+        path = f"{path}.type"
+    name = path or "the body"
+    if entry["type"] == "missing":
+        return ParameterError(f"{name} is missing; expected a value", path)
+    if inner is not None:
+        return ParameterError(f"{name}: {inner}", path)
+    same = [
+        one for one, other in zip(errors, paths, strict=True) if other == paths[first]
+    ]
+    wanted = dict.fromkeys(
+        WANTED.get(one["type"], one["msg"].removeprefix("Input should be "))
+        for one in same
+    )
+    given = short(entry["input"])
+    return ParameterError(f"{name} is {given}; expected {' or '.join(wanted)}", path)
+
+
+def refuse(name: str, entry: Unsupported | None) -> None:
     """Raise APIError for a parameter that means something we do not do."""
     name = name[:MAX_NAME]  # it may be as long as a body
     if entry is None:
         message = f"{name} is no parameter of this endpoint; expected those of /docs"
         raise APIError(400, message, param=name, code="unknown_parameter")
-    if value is not None and value not in entry.ignored_values:
-        message = f"{name} is known, but not supported: {entry.why}"
-        raise APIError(400, message, param=name, code="unsupported_parameter")
+    message = f"{name} is known, but not supported: {entry.why}"
+    raise APIError(400, message, param=name, code="unsupported_parameter")
 
 
 def parse_json(raw: bytes) -> Any:
@@ -262,8 +494,3 @@ def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:
     wanted = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
     expect(n <= most, "n", n, wanted)
     return requests
-
-
-def is_optional(spec: Field[Any]) -> bool:
-    """Whether a field may be null or absent."""
-    return spec.default is not MISSING or NoneType in get_args(spec.type)

@@ -36,7 +36,8 @@ from simplellm.base.request_spec import RequestSpec
 from simplellm.engine.client import EngineClient
 from simplellm.server.http import sse
 from simplellm.server.http.bodies import (
-    known_names,
+    Body,
+    Reading,
     parse_json,
     read_body,
     read_query,
@@ -48,7 +49,6 @@ from simplellm.server.http.errors import (
     openai_form,
     unavailable,
 )
-from simplellm.server.http.lenient import Lenience, Rewriting, lenient
 from simplellm.server.http.metrics import ServerMetrics
 from simplellm.server.openai.responses_store import ResponseStore
 from simplellm.server.remote.client import DistantError
@@ -104,9 +104,9 @@ class Service:
         message = f"model is {short(name)}; expected one of {', '.join(self.names)}"
         raise APIError(404, message, param="model", code="model_not_found")
 
-    def lenience(self) -> Lenience:
-        """What the rewriting of one body needs to know."""
-        return lenience_of(self.llm, self.names)
+    def reading(self) -> Reading:
+        """What the reading of one body needs to know."""
+        return reading_of(self.llm, self.names, self.strict)
 
     def warn(self, ignored: Iterable[str]) -> None:
         """Log names that nothing is done with, each once: every request may have it."""
@@ -123,9 +123,10 @@ class Service:
             raise unavailable("the server is shutting down", "shutting_down")
 
 
-def lenience_of(llm: LLM, names: Sequence[str]) -> Lenience:
-    """What the rewriting of bodies needs to know of a model and what it goes by."""
-    return Lenience(names, template=llm.input_processor.dialect is not HARMONY)
+def reading_of(llm: LLM, names: Sequence[str], strict: bool) -> Reading:
+    """What the reading of bodies needs to know of a model and what it goes by."""
+    template = llm.input_processor.dialect is not HARMONY
+    return Reading(strict, names, template=template)
 
 
 @dataclass(eq=False)
@@ -221,14 +222,13 @@ class Endpoint:
     answer: Callable[[Call], Any]  # a dict, a Response, a Generation, or awaits one
     summary: str
     method: str = "POST"
-    body: type | None = None  # a dataclass that `read_body` can make
+    body: type[Body] | None = None
     # One for what stands behind the "?"; None: whatever stands there means nothing.
-    query: type | None = None
+    query: type[Body] | None = None
     open: bool = False  # whether it needs no key, and answers while the server drains
     media: str = "application/json"  # what it answers with, streams aside
     result: Mapping[str, Any] = field(default_factory=dict)  # its JSON schema
     form: Callable[[APIError], dict[str, Any]] = openai_form  # of errors
-    rewriting: Rewriting | None = None  # of a body that need not be strict
 
     async def respond(
         self, call: Call, scope: Scope, receive: Receive, send: Send
@@ -257,7 +257,7 @@ class Endpoint:
                 answer = await answer
         except Exception as error:
             kinds = [kind for kind in (self.body, self.query) if kind is not None]
-            known = {name for kind in kinds for name in known_names(kind)}
+            known = {name for kind in kinds for name in kind.known()}
             if (found := as_api_error(error, known)) is None:
                 raise
             if isinstance(error, UNMEANT):
@@ -281,17 +281,16 @@ class Endpoint:
             call.body = self.read_parsed(call, parsed)
         if self.query is not None:
             pairs = call.request.query_params.multi_items()
-            call.query = read_query(self.query, pairs, strict=call.service.strict)
+            call.query = read_query(self.query, pairs, call.service.reading())
 
     def read_parsed(self, call: Call, parsed: Any) -> Any:
         """The body of parsed JSON. Raises as `read_body`."""
         assert self.body is not None
-        if not call.service.strict:
-            lenience = call.service.lenience()
-            parsed = lenient(self.body, self.rewriting, parsed, lenience)
-            call.ignored = lenience.header
-            call.service.warn(lenience.ignored)
-        return read_body(self.body, parsed)
+        reading = call.service.reading()
+        found = read_body(self.body, parsed, reading)
+        call.ignored = reading.header
+        call.service.warn(reading.ignored)
+        return found
 
 
 def as_json(

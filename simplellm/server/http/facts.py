@@ -1,15 +1,17 @@
 """The small endpoints: models, tokens, health and metrics."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Self
 
+from pydantic import model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from simplellm.base.config import expect
 from simplellm.base.request import EngineError
 from simplellm.server.http import answers
+from simplellm.server.http.bodies import Body, Effort
 from simplellm.server.http.endpoint import Call, Endpoint
+from simplellm.server.openai.chat_schema import Messages, Tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,15 +38,14 @@ def get_model(call: Call) -> dict[str, Any]:
     return model_card(call, call.service.check_model(name))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizeBody:
+class TokenizeBody(Body):
     """What /tokenize takes: a prompt, or a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    reasoning_effort: Literal["low", "medium", "high"] = "medium"
+    messages: Messages | None = None
+    tools: Tools | None = None
+    reasoning_effort: Effort = "medium"
     return_token_strs: bool = False
     add_special_tokens: bool = True
     parse_special: bool | None = None
@@ -54,11 +55,13 @@ class TokenizeBody:
         """Whether a grammar may have to be compiled, that of strict tools."""
         return bool(self.tools)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def check(self) -> Self:
         given = [self.prompt, self.messages].count(None)
         expect(given == 1, "prompt", self.prompt, "either prompt or messages")
         alone = self.prompt is None or self.tools is None
         expect(alone, "tools", self.tools, "none beside a prompt")
+        return self
 
 
 def tokenize(call: Call) -> dict[str, Any]:
@@ -88,8 +91,7 @@ def tokenize(call: Call) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class DetokenizeBody:
+class DetokenizeBody(Body):
     """What /detokenize takes."""
 
     model: str | None = None
@@ -101,11 +103,9 @@ def detokenize(call: Call) -> dict[str, Any]:
     body: DetokenizeBody = call.body
     call.service.check_model(body.model)
     input_processor = call.service.llm.input_processor
-    ok = isinstance(body.tokens, list)
-    expect(ok, "tokens", body.tokens, "a list of token ids", TypeError)
     most = input_processor.config.vocab_size - 1
     for token in body.tokens:
-        ok = type(token) is int and 0 <= token <= most
+        ok = 0 <= token <= most
         wanted = f"a token id, 0 to {most}"
         expect(ok, "an entry of tokens", token, wanted, param="tokens")
     return {"prompt": input_processor.need_tokenizer().decode(body.tokens)}

@@ -3,98 +3,19 @@
 So neither can promise what `read_body` refuses.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from simplellm import __version__
 from simplellm.server.http.answers import TEXT, object_of, one
-from simplellm.server.http.bodies import (
-    is_optional,
-    own_fields,
-    record_of,
-    sampling_fields,
-    unsupported_of,
-)
+from simplellm.server.http.bodies import Body, SampledBody, Sampling
 from simplellm.server.http.endpoint import Call, Endpoint, Service
 from simplellm.server.http.errors import anthropic_form, openai_form
 
-JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
-FORMAT_FIELDS = {
-    "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-    "description": {"type": ["string", "null"]},
-    "schema": {"type": "object"},
-    "strict": {"type": ["boolean", "null"]},
-}
-# What a parameter may hold where Python's annotation says less than the door checks.
-SPECIAL: dict[str, dict[str, Any]] = {
-    "logit_bias": {
-        "type": "object",
-        "propertyNames": {"pattern": "^[0-9]+$"},
-        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-    },
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {"$ref": "#/components/schemas/Message"},
-    },
-    "tools": {
-        "type": "array",
-        "items": {"$ref": "#/components/schemas/Tool"},
-    },
-    "response_format": {
-        "type": "object",
-        "required": ["type"],
-        "properties": {
-            "type": {"enum": ["text", "json_object", "json_schema"]},
-            "json_schema": {
-                "type": "object",
-                "required": ["name", "schema"],
-                "properties": FORMAT_FIELDS,
-            },
-        },
-    },
-}
-CALL_ID = {"type": ["string", "integer", "null"]}
-PAST_CALL = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "id": CALL_ID,
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            # Arguments that are no text are put into JSON.
-            "properties": {"name": {"type": "string"}, "arguments": {}},
-        },
-    },
-}
-CONTENT = {
-    "anyOf": [
-        {"type": ["string", "null"]},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["text"],
-                "properties": {"text": {"type": "string"}},
-            },
-        },
-    ]
-}
-
-
-def message_schema(*roles: str, **properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a message by one of ``roles``."""
-    of_all = {"role": {"enum": [*roles]}, "content": CONTENT}
-    return {
-        "type": "object",
-        "required": ["role"],
-        "properties": of_all | properties,
-    }
-
-
+REFERENCE = "#/components/schemas/{model}"
 SHARED = {
     "Error": {
         "type": "object",
@@ -116,35 +37,6 @@ SHARED = {
         type=one("error"),
         error=object_of({"details": {"type": "object"}}, type=TEXT, message=TEXT),
     ),
-    "Message": {
-        "anyOf": [
-            message_schema("system", "developer", "user"),
-            message_schema("tool", tool_call_id=CALL_ID),
-            message_schema(
-                "assistant",
-                reasoning={"type": ["string", "null"]},
-                reasoning_content={"type": ["string", "null"]},
-                tool_calls={"type": ["array", "null"], "items": PAST_CALL},
-            ),
-        ]
-    },
-    "Tool": {
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {
-            "type": {"enum": ["function"]},
-            "function": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object"},
-                    "strict": {"type": ["boolean", "null"]},
-                },
-            },
-        },
-    },
 }
 ERRORS: dict[Any, str] = {openai_form: "Error", anthropic_form: "AnthropicError"}
 STATUSES = {
@@ -160,54 +52,51 @@ STATUSES = {
 }
 
 
-def schema_of_type(kind: Any, bounds: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON schema of an annotation; ``bounds`` are those of `declared`."""
-    if isinstance(kind, UnionType):
-        every = [schema_of_type(one, bounds) for one in get_args(kind)]
-        return {"anyOf": every}
-    if kind is NoneType:
-        return {"type": "null"}
-    if get_origin(kind) is Literal:
-        return {"enum": list(get_args(kind))}
-    if get_origin(kind) in (list, Sequence):
-        (inner,) = get_args(kind)
-        return {"type": "array", "items": schema_of_type(inner, None)}
-    if kind not in JSON_TYPES:
-        return {"type": "object"}
-    found: dict[str, Any] = {"type": JSON_TYPES[kind]}
-    if kind in (int, float) and bounds:
-        low = "minimum" if bounds["above"] is None else "exclusiveMinimum"
-        least = bounds["low"] if bounds["above"] is None else bounds["above"]
-        found |= {low: least, "maximum": bounds["high"]}
-    return found
+class Untitled(GenerateJsonSchema):
+    """Without titles, which would only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
-def schema_of_field(spec: Field[Any], strict: bool) -> dict[str, Any]:
-    """The JSON schema of one parameter."""
-    if (found := spec.metadata.get("schema") or SPECIAL.get(spec.name)) is not None:
-        return {"anyOf": [found, {"type": "null"}]} if is_optional(spec) else found
-    if (record := record_of(spec)) is not None:
-        return {"anyOf": [schema_of_body(record, strict), {"type": "null"}]}
-    found = schema_of_type(spec.type, spec.metadata.get("bounds"))
-    default = spec.default
-    if is_optional(spec) and {"type": "null"} not in found.get("anyOf", ()):
-        found = {"anyOf": [found, {"type": "null"}]}  # null counts as absent
-    if default is not MISSING and default not in (None, ()):
-        found = {**found, "default": default}
-    return found
-
-
-def schema_of_body(kind: Any, strict: bool) -> dict[str, Any]:
-    """The JSON schema of a body: what `read_body` takes.
+def schemas_of_body(kind: type[Body], strict: bool) -> dict[str, Any]:
+    """The JSON schemas of a body and its parts: what `read_body` takes.
 
     A ``strict`` server takes nothing else.
     """
-    own, sampling = own_fields(kind), sampling_fields(kind)
-    properties = {
-        name: schema_of_field(spec, strict)
-        for name, spec in {**own, **sampling}.items()
+    schema = schema_of(kind)
+    found = {**schema.pop("$defs", {}), kind.__name__: schema}
+    found.pop("Sampling", None)
+    known = {one.__name__: one for one in (kind, *parts_of(kind))}
+    return {
+        name: completed(known[name], one, strict) if name in known else one
+        for name, one in found.items()
     }
-    for name, entry in unsupported_of(kind).items():
+
+
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a model, as pydantic makes it."""
+    schema = kind.model_json_schema(ref_template=REFERENCE, schema_generator=Untitled)
+    schema.pop("title", None)
+    return schema
+
+
+def parts_of(kind: type[BaseModel]) -> list[type[Body]]:
+    """The parts of a body that are read as bodies are."""
+    kinds = [one for f in kind.model_fields.values() for one in get_args(f.annotation)]
+    return [one for one in kinds if isinstance(one, type) and issubclass(one, Body)]
+
+
+def completed(kind: type[Body], schema: Any, strict: bool) -> dict[str, Any]:
+    """The schema of a body with what its fields don't say."""
+    properties = {
+        name: one for name, one in schema["properties"].items() if name in kind.known()
+    }
+    if issubclass(kind, SampledBody):
+        every = schema_of(Sampling)["properties"]
+        properties |= {n: every[n] for n in every if n in kind.sampling_names()}
+    required = schema.get("required", [])
+    for name, entry in kind.unsupported.items():
         if entry.hint and not strict:
             properties[name] = {"description": f"Ignored: {entry.why}."}
         else:
@@ -215,13 +104,26 @@ def schema_of_body(kind: Any, strict: bool) -> dict[str, Any]:
                 "enum": [*entry.ignored_values, None],
                 "description": f"Known, but not supported: {entry.why}.",
             }
-    required = [name for name, spec in own.items() if not is_optional(spec)]
+    optional = properties.keys() - {*required, *kind.unsupported}
+    for name in optional:
+        properties[name] = or_absent(properties[name])
     return {
-        "type": "object",
+        **schema,
         "properties": properties,
         "required": required,
         "additionalProperties": not strict,
     }
+
+
+def or_absent(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a parameter that may be null, which counts as absent."""
+    null = {"type": "null"}
+    if null in schema.get("anyOf", ()):
+        return {name: one for name, one in schema.items() if one is not None}
+    about = ("default", "description")
+    told = {name: schema[name] for name in about if schema.get(name) is not None}
+    bare = {name: one for name, one in schema.items() if name not in about}
+    return {"anyOf": [bare, null], **told}
 
 
 def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
@@ -234,7 +136,7 @@ def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
             "content": {endpoint.media: {"schema": endpoint.result}},
         }
     }
-    if endpoint.body is not None and "stream" in own_fields(endpoint.body):
+    if endpoint.body is not None and "stream" in endpoint.body.model_fields:
         answers["200"]["content"]["text/event-stream"] = {}
     for status, why in STATUSES.items():
         answers[str(status)] = {"description": why, "content": error}
@@ -255,12 +157,11 @@ def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
         }
         for name in names
     ]
-    if endpoint.query is not None:
+    if (query := endpoint.query) is not None:
+        properties = schemas_of_body(query, strict)[query.__name__]["properties"]
         found["parameters"] += [
             {"name": name, "in": "query", "schema": schema}
-            for name, schema in schema_of_body(endpoint.query, strict)[
-                "properties"
-            ].items()
+            for name, schema in properties.items()
         ]
     return found
 
@@ -275,16 +176,15 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             endpoint, service.strict
         )
         if (body := endpoint.body) is not None:
-            schema = schema_of_body(body, service.strict)
-            properties = schema["properties"]
-            if "model" in properties:
-                properties["model"] = {"enum": [*service.names, None]}
+            found = schemas_of_body(body, service.strict)
+            properties = found[body.__name__]["properties"]
+            properties["model"] = {"enum": [*service.names, None]}
             if "tokens" in properties:
                 most = service.llm.input_processor.config.vocab_size - 1
                 properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
-            schemas[body.__name__] = schema
+            schemas |= found
     components: dict[str, Any] = {"schemas": schemas}
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "SimpleLLM", "version": __version__},
         "paths": paths,
@@ -292,8 +192,8 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     }
     if service.key is not None:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-    return found
+        document["security"] = [{"key": []}]
+    return document
 
 
 def document_endpoints(

@@ -1,17 +1,21 @@
 """/v1/chat/completions: the assistant's next turn in a conversation."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
 
 from simplellm.api.outputs import ChatChoice, Usage
-from simplellm.base.config import declared, expect
+from simplellm.base.config import MAX_SIZE, expect
 from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
+    Effort,
+    Reading,
+    ResponseFormat,
     SampledBody,
     Unsupported,
     checked_samples,
@@ -25,6 +29,7 @@ from simplellm.server.http.endpoint import (
 )
 from simplellm.server.openai.chat_calls import ClientTurn, client_message
 from simplellm.server.openai.chat_lenient import lenient_chat
+from simplellm.server.openai.chat_schema import Messages, Tools
 from simplellm.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from simplellm.server.openai.tools import ClientTools, in_functions
 from simplellm.text.harmony import Delta
@@ -32,11 +37,10 @@ from simplellm.text.harmony import Delta
 NO_TEMPLATES = "a model's chats have one format, its own"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatBody(SampledBody):
     """What /v1/chat/completions takes."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+    unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "modalities": Unsupported("it writes text only", (["text"],)),
         "audio": Unsupported("it writes text only"),
         "prediction": Unsupported(NOT_HERE, hint=True),
@@ -55,29 +59,36 @@ class ChatBody(SampledBody):
         ),
     }
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    # None: "auto" where there are tools.
+    messages: Messages
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
-    # OpenAI's older names for tools and tool_choice. Answers have a function_call then.
+    """None: "auto" where there are tools."""
     functions: list[dict[str, Any]] | None = None
+    """OpenAI's older name for tools. Answers have a function_call then."""
     function_call: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
+    """Their tool_choice."""
+    response_format: ResponseFormat | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["low", "medium", "high"] = "medium"
+    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
+    reasoning_effort: Effort = "medium"
     chat_template_kwargs: dict[str, Any] | None = None
-    # Reasoning included; None: as many as there is room for.
-    max_completion_tokens: int | None = declared(None)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
+    """Reasoning included; None: as many as there is room for."""
     logprobs: bool = False
-    top_logprobs: int = declared(0, low=0, high=MAX_LOGPROBS)
-    # OpenAI's labels, with which nothing is done.
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     metadata: dict[str, Any] | None = None
+    """OpenAI's label; nothing is done with it."""
     safety_identifier: str | None = None
+    """OpenAI's label; nothing is done with it."""
     prompt_cache_key: str | None = None
+    """OpenAI's label; nothing is done with it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        return lenient_chat(super().mapped(data, reading), reading)
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
         alone = self.logprobs or not self.top_logprobs
         expect(alone, "top_logprobs", self.top_logprobs, "0 without logprobs")
         most = self.max_completion_tokens
@@ -91,6 +102,7 @@ class ChatBody(SampledBody):
         choice = self.function_call
         ok = choice in (None, "none") or self.functions is not None
         expect(ok, "function_call", choice, "none without functions")
+        return self
 
     @property
     def compiles(self) -> bool:
@@ -225,7 +237,6 @@ CHATS = [
         answer=Chat,
         body=ChatBody,
         result=answers.CHAT,
-        rewriting=lenient_chat,
         summary="The assistant's next turn in a conversation.",
     )
 ]

@@ -5,13 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.server.http.errors import APIError
-from simplellm.server.http.lenient import (
+from simplellm.server.http.bodies import (
     TEXT_ONLY,
-    Lenience,
-    nearest_effort,
+    Reading,
     text_instead,
 )
+from simplellm.server.http.errors import APIError
 from simplellm.server.openai.tools import KINDS
 
 ROLES = {"model": "assistant", "human": "user", "ai": "assistant"}
@@ -22,19 +21,19 @@ THOUGHT_TYPES = ("thinking", "reasoning")
 UNKNOWN = "unknown"  # the function behind a result whose call is gone
 
 
-def lenient_chat(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def lenient_chat(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """The whole body. Raises APIError for a picture that is all a user says."""
-    data = with_pairs(with_effort(data, lenience), lenience)
+    data = with_pairs(with_effort(data, reading), reading)
     if isinstance(tools := data.get("tools"), list):
-        data["tools"] = offered_tools(tools, lenience)
+        data["tools"] = offered_tools(tools, reading)
     if isinstance(form := data.get("response_format"), Mapping):
         data["response_format"] = named_format(form)
     if isinstance(messages := data.get("messages"), list):
-        data["messages"] = lenient_messages(messages, lenience)
+        data["messages"] = lenient_messages(messages, reading)
     return data
 
 
-def with_effort(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def with_effort(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """What its many fields say of thinking, as the effort of it."""
     reasoning = data.pop("reasoning", None)
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
@@ -56,23 +55,23 @@ def with_effort(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
     if effort is None and thinks is False:
         effort = "low"
     if effort is not None:
-        data["reasoning_effort"] = nearest_effort(effort)
-    if lenience.template:
+        data["reasoning_effort"] = effort
+    if reading.template:
         if thinks is not None:
             data["chat_template_kwargs"] = {"enable_thinking": thinks, **variables}
     elif isinstance(given, Mapping):
         for name in variables.keys() - SWITCHES:
-            lenience.ignore(f"chat_template_kwargs.{name}")
+            reading.ignore(f"chat_template_kwargs.{name}")
         del data["chat_template_kwargs"]
     return data
 
 
-def with_pairs(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def with_pairs(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """Parameters that mean something only beside another one."""
     for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
         if name in data and not data.get(other):
             del data[name]
-            lenience.ignore(name)
+            reading.ignore(name)
     one, two = data.get("max_tokens"), data.get("max_completion_tokens")
     if isinstance(one, int | float) and isinstance(two, int | float):
         data["max_completion_tokens"] = min(one, two)
@@ -96,7 +95,7 @@ def with_choice(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def offered_tools(
-    tools: Sequence[Any], lenience: Lenience, where: str = "tools"
+    tools: Sequence[Any], reading: Reading, where: str = "tools"
 ) -> list[Any]:
     """The tools without those that others run themselves, unless there are no others.
 
@@ -112,7 +111,7 @@ def offered_tools(
     if not kept:
         return [*tools]
     for name in left_out:
-        lenience.ignore(name)
+        reading.ignore(name)
     return kept
 
 
@@ -134,14 +133,14 @@ def named_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "name": re.sub(r"[^\w-]", "_", name or "output")[:64]}
 
 
-def lenient_messages(messages: Sequence[Any], lenience: Lenience) -> list[Any]:
+def lenient_messages(messages: Sequence[Any], reading: Reading) -> list[Any]:
     found, called = [], set[Any]()
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             found.append(message)
             continue
         last = number == len(messages) - 1
-        reader = MessageReader(message, f"messages[{number}]", last, lenience)
+        reader = MessageReader(message, f"messages[{number}]", last, reading)
         found.append(reader.read(called))
     return found
 
@@ -150,10 +149,10 @@ class MessageReader:
     """One message of a chat; the ``last`` one is what the user asks now."""
 
     def __init__(
-        self, message: Mapping[str, Any], where: str, last: bool, lenience: Lenience
+        self, message: Mapping[str, Any], where: str, last: bool, reading: Reading
     ) -> None:
         self.message, self.where, self.last = dict(message), where, last
-        self.lenience = lenience
+        self.reading = reading
 
     def read(self, called: set[Any]) -> dict[str, Any]:
         """The message as `from_openai` takes it; ``called`` has the ids of calls."""
@@ -198,7 +197,7 @@ class MessageReader:
                 found.append(part)
             else:
                 others.append(str(kind))
-                self.lenience.ignore(f"{self.where}.content.{kind}"[:100])
+                self.reading.ignore(f"{self.where}.content.{kind}"[:100])
                 found.append({"type": "text", "text": text_instead(str(kind)[:50])})
         if others and len(others) == len(content):
             refuse_alone(role, self.last, f"{self.where}.content", others)

@@ -1,19 +1,21 @@
 """/v1/completions: a prompt is continued, as it stands."""
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema
 
 from simplellm.api.chat_options import as_format, text_constraint
 from simplellm.api.input_processor import MAX_SAMPLES, as_prompts
 from simplellm.api.outputs import RequestOutput, Usage
-from simplellm.base.config import declared, expect
+from simplellm.base.config import expect
 from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
     SHARED_UNSUPPORTED,
+    ResponseFormat,
     SampledBody,
     Unsupported,
     checked_samples,
@@ -27,25 +29,38 @@ from simplellm.server.http.endpoint import (
 )
 from simplellm.server.openai.logprobs import LegacyLogprobs, prompt_logprobs
 
+SOME_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer"}},
+        },
+    ]
+}
 MAX_TOKENS = 16  # OpenAI's default, which clients of this endpoint rely on
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompletionBody(SampledBody):
     """What /v1/completions takes."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+    unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "best_of": Unsupported("use n, and choose among the answers yourself", (1,)),
         "suffix": Unsupported("gpt-oss was not trained to fill in the middle", ("",)),
     }
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    response_format: dict[str, Any] | None = None  # as vLLM has it
-    echo: bool = False  # the prompt in front of the text
-    add_special_tokens: bool = True  # in front of a text, as vLLM has it
-    # Whether names of control tokens in a text are these, as llama.cpp has it.
+    prompt: Annotated[Any, WithJsonSchema(SOME_PROMPT)]
+    response_format: ResponseFormat | None = None
+    """As vLLM has it."""
+    echo: bool = False
+    """The prompt in front of the text."""
+    add_special_tokens: bool = True
+    """In front of a text, as vLLM has it."""
     parse_special: bool | None = None
-    logprobs: int | None = declared(None, low=0, high=MAX_LOGPROBS)
+    """Whether names of control tokens in a text are these, as llama.cpp has it."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def compiles(self) -> bool:

@@ -3,18 +3,19 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import orjson
+from pydantic import Field
 from starlette.responses import Response as EventStream
 
 from simplellm.api.input_processor import ContextLengthError
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
-from simplellm.base.config import declared, expect
+from simplellm.base.config import expect
 from simplellm.server.http import answers, sse
-from simplellm.server.http.bodies import NOT_HERE, Unsupported
+from simplellm.server.http.bodies import NOT_HERE, Body, Unsupported
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
 from simplellm.server.openai.responses_body import ResponseBody
@@ -23,7 +24,6 @@ from simplellm.server.openai.responses_items import (
     to_harmony,
     tools_in,
 )
-from simplellm.server.openai.responses_lenient import lenient_response
 from simplellm.server.openai.responses_output import Output
 from simplellm.server.openai.responses_store import Kept, ResponseStore, Stored
 from simplellm.server.openai.tools import ClientTools, flat
@@ -225,14 +225,15 @@ def answer_response(call: Call) -> Any:
 
 def failed_stream(call: Call, error: APIError) -> EventStream:
     """The whole stream of a response that can't begin."""
-    short = replace(
-        call.body,
-        input="?",
-        previous_response_id=None,
-        instructions=None,
-        tools=None,
-        tool_choice="auto",
-        text=None,
+    short = call.body.model_copy(
+        update={
+            "input": "?",
+            "previous_response_id": None,
+            "instructions": None,
+            "tools": None,
+            "tool_choice": "auto",
+            "text": None,
+        }
     )
     made = Response(replace(call, body=short))
     made.body = call.body
@@ -281,17 +282,17 @@ def named_response(call: Call) -> Stored:
     return stored_response(call.service.responses, call.request.path_params["response"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResponseQuery:
+class ResponseQuery(Body):
     """How a response is shown."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+    unsupported: ClassVar = {
         "stream": Unsupported(ASK_AGAIN, ("false",)),
         "starting_after": Unsupported(ASK_AGAIN),
         "include_obfuscation": Unsupported(NOT_HERE, ("false",)),
     }
 
-    include: list[str] | None = None  # whatever it says: all that there is, is there
+    include: list[str] | None = None
+    """Whatever it says: all that there is, is there."""
 
 
 def get_response(call: Call) -> dict[str, Any]:
@@ -314,14 +315,15 @@ async def delete_response(call: Call) -> dict[str, Any]:
     return {"id": id, "object": "response", "deleted": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ItemsQuery:
+class ItemsQuery(Body):
     """Which items of a response's input are shown."""
 
-    limit: int = declared(20, high=100)
+    limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = None  # the id of the item before the first one
-    include: list[str] | None = None  # whatever it says: all that there is, is there
+    after: str | None = None
+    """The id of the item before the first one."""
+    include: list[str] | None = None
+    """Whatever it says: all that there is, is there."""
 
 
 def list_items(call: Call) -> dict[str, Any]:
@@ -351,7 +353,6 @@ RESPONSES = [
         answer=answer_response,
         body=ResponseBody,
         result=answers.RESPONSE,
-        rewriting=lenient_response,
         summary="The assistant's next turn, as items.",
     ),
     Endpoint(

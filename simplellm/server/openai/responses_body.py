@@ -1,24 +1,27 @@
 """The body of /v1/responses: what a client may ask for."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, WithJsonSchema, model_validator
 
 from simplellm.api.chat_options import Format, as_format
-from simplellm.base.config import declared, expect, expect_type, one_of
+from simplellm.base.config import MAX_SIZE, expect, expect_type, one_of
 from simplellm.base.sampling_params import MAX_LOGPROBS
+from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
+    Body,
+    Effort,
+    Reading,
     SampledBody,
     Unsupported,
 )
-from simplellm.server.openai.responses_items import PREFIXES
+from simplellm.server.openai.responses_items import INCLUDABLE, LOGPROBS, PREFIXES
+from simplellm.server.openai.responses_lenient import lenient_response
 from simplellm.server.openai.tools import KINDS, flat
 
-LOGPROBS = "message.output_text.logprobs"
-# What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 MAX_LABELS, MAX_LABEL, MAX_LABEL_TEXT = 16, 64, 512  # pairs, and their characters
 INPUT_TEXT: dict[str, Any] = {"type": ["string", "array"], "items": {"type": "object"}}
 INPUT_ITEM: dict[str, Any] = {
@@ -58,11 +61,10 @@ TEXT_FORMAT: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reasoning:
+class Reasoning(Body):
     """How the model is to think."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+    unsupported: ClassVar = {
         # What the model thinks is told as it is.
         "summary": Unsupported(
             NOT_HERE, ("auto", "concise", "detailed", "none"), hint=True
@@ -74,27 +76,27 @@ class Reasoning:
         "mode": Unsupported(NOT_HERE, ("standard",), hint=True),
     }
 
-    effort: Literal["low", "medium", "high"] = "medium"
+    prefix = "reasoning."
+
+    effort: Effort = "medium"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(Body):
     """What the text of the answer is to be."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+    unsupported: ClassVar = {
         "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
     }
 
-    format: dict[str, Any] | None = field(
-        default=None, metadata={"schema": TEXT_FORMAT}
-    )
+    prefix = "text."
+
+    format: Annotated[dict[str, Any], WithJsonSchema(TEXT_FORMAT)] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResponseBody(SampledBody):
     """What /v1/responses takes."""
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = SHARED_UNSUPPORTED | {
+    unsupported: ClassVar = SHARED_UNSUPPORTED | {
         "n": Unsupported("a response is one turn", (1,)),
         "response_format": Unsupported("use format of text"),
         "return_token_ids": Unsupported(NOT_HERE, (False,)),
@@ -122,39 +124,47 @@ class ResponseBody(SampledBody):
         "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
     }
 
-    input: str | list[dict[str, Any]] = field(metadata={"schema": INPUT})
-    # What comes first; the instructions of earlier responses are not shown again.
+    input: Annotated[str | list[Any], WithJsonSchema(INPUT)]
     instructions: str | None = None
-    previous_response_id: str | None = None  # one that is still kept
-    store: bool = True  # keep the response for some time
-    background: bool = False  # write it though nobody waits: it's asked for later
-    tools: list[dict[str, Any]] | None = field(
-        default=None, metadata={"schema": {"type": "array", "items": TOOL}}
-    )
+    """What comes first; those of earlier responses are not shown again."""
+    previous_response_id: str | None = None
+    """One that is still kept."""
+    store: bool = True
+    """Keep the response for some time."""
+    background: bool = False
+    """Write it though nobody waits: it's asked for later."""
+    tools: Annotated[list[Any], WithJsonSchema(list_of(TOOL))] | None = None
     tool_choice: str | dict[str, Any] = "auto"
-    # Or a turn has one call at most; that of gpt-oss ends with its first one anyway.
     parallel_tool_calls: bool = True
-    # Of tools that run in the server, of which there are none.
-    max_tool_calls: int | None = declared(None)
+    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
+    max_tool_calls: int | None = Field(None, ge=1, le=MAX_SIZE)
+    """Of tools that run in the server, of which there are none."""
     reasoning: Reasoning | None = None
     text: Text | None = None
-    # Reasoning included; None: as many as there is room for.
-    max_output_tokens: int | None = declared(None)
-    include: list[str] | None = None
-    top_logprobs: int = declared(0, low=0, high=MAX_LOGPROBS)
-    # OpenAI's labels, with which nothing is done.
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
+    """Reasoning included; None: as many as there is room for."""
+    include: list[Any] | None = None
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     metadata: dict[str, Any] | None = None
+    """OpenAI's labels, which the response repeats."""
     safety_identifier: str | None = None
+    """OpenAI's label; nothing is done with it."""
     prompt_cache_key: str | None = None
+    """OpenAI's label; nothing is done with it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        return lenient_response(super().mapped(data, reading), reading)
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
         check_include(self.include)
         alone = self.logprobs or not self.top_logprobs
         wanted = f"0 without {LOGPROBS!r} in include"
         expect(alone, "top_logprobs", self.top_logprobs, wanted)
         check_labels(self.metadata or {})
         expect(self.store or not self.background, "store", False, "true in background")
+        return self
 
     @property
     def compiles(self) -> bool:
@@ -202,9 +212,8 @@ class ResponseBody(SampledBody):
         return (self.reasoning or Reasoning()).effort
 
 
-def check_include(include: Any) -> None:
+def check_include(include: Sequence[Any] | None) -> None:
     """Raise TypeError or ValueError for what can't be asked for."""
-    expect_type("include", include, list | None, "a list of strings")
     for entry in include or ():
         one_of("an entry of include", entry, INCLUDABLE, "include")
 

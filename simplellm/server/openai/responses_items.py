@@ -19,6 +19,9 @@ from simplellm.text.harmony.schema import Lead
 
 Item = dict[str, Any]
 TEXT_PARTS = ("input_text", "output_text", "text")  # parts of a message that are text
+LOGPROBS = "message.output_text.logprobs"
+# What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 # Kinds of items, and how their ids begin.
 PREFIXES = {
     "message": "msg",
@@ -51,7 +54,7 @@ TOOL_ITEMS = ("additional_tools", "tool_search_output")  # which bring tools
 
 def refuse_kind(name: str, kind: object) -> None:
     """Raise APIError: the API has such a thing, or may have it, and this server not."""
-    refuse(name, kind, Unsupported(f"this server takes no {kind!r}"))
+    refuse(name, Unsupported(f"this server takes no {kind!r}"))
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from simplellm.server.http.lenient import Lenience, nearest_effort, text_instead
+from simplellm.server.http.bodies import Reading, text_instead
 from simplellm.server.openai.chat_lenient import (
     ROLES,
     UNKNOWN,
@@ -14,9 +14,10 @@ from simplellm.server.openai.chat_lenient import (
     refuse_alone,
     with_choice,
 )
-from simplellm.server.openai.responses_body import INCLUDABLE, LOGPROBS
 from simplellm.server.openai.responses_items import (
     CALLS,
+    INCLUDABLE,
+    LOGPROBS,
     OUTPUTS,
     PREFIXES,
     TEXT_PARTS,
@@ -29,13 +30,12 @@ TEXTS = (*TEXT_PARTS, "reasoning_text", "refusal")  # types of parts that are te
 MOST_TOLD = 500  # characters of an item that nobody here knows
 
 
-def lenient_response(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def lenient_response(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """The whole body."""
-    data = with_included(with_text(with_choice(data)), lenience)
+    data = with_included(with_text(with_choice(data)), reading)
     effort, reasoning = data.pop("reasoning_effort", None), data.get("reasoning", {})
     if isinstance(reasoning, Mapping):
-        effort = nearest_effort(reasoning.get("effort", effort))
-        data["reasoning"] = {**reasoning, "effort": effort}
+        data["reasoning"] = {"effort": effort, **reasoning}
     for name in ("max_tokens", "max_completion_tokens"):
         if name in data:
             data.setdefault("max_output_tokens", data.pop(name))
@@ -45,16 +45,14 @@ def lenient_response(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]
             for name, value in labels.items()
         }
     if isinstance(tools := data.get("tools"), list):
-        data["tools"] = offered_tools(tools, lenience)
+        data["tools"] = offered_tools(tools, reading)
     if isinstance(items := data.get("input"), list):
         whole = "previous_response_id" not in data
-        data["input"] = lenient_items(items, lenience, whole=whole)
+        data["input"] = lenient_items(items, reading, whole=whole)
     return data
 
 
-def lenient_items(
-    items: Sequence[Any], lenience: Lenience, *, whole: bool
-) -> list[Any]:
+def lenient_items(items: Sequence[Any], reading: Reading, *, whole: bool) -> list[Any]:
     """The input; ``whole``: no calls can be elsewhere than in it."""
     found: list[Any] = []
     for number, item in enumerate(items):
@@ -62,7 +60,7 @@ def lenient_items(
             found.append(item)
             continue
         last = number == len(items) - 1
-        reader = ItemRewriter(dict(item), f"input[{number}]", last, lenience)
+        reader = ItemRewriter(dict(item), f"input[{number}]", last, reading)
         found += reader.read()
     return without_orphans(found, whole)
 
@@ -93,10 +91,10 @@ class ItemRewriter:
     """One item of the input; the ``last`` one is what the user asks now."""
 
     def __init__(
-        self, item: dict[str, Any], where: str, last: bool, lenience: Lenience
+        self, item: dict[str, Any], where: str, last: bool, reading: Reading
     ) -> None:
         self.item, self.where, self.last = item, where, last
-        self.lenience = lenience
+        self.reading = reading
 
     def read(self) -> list[Any]:
         """It as `ItemReader` takes it, or several for it."""
@@ -113,7 +111,7 @@ class ItemRewriter:
             return [self.output(item, kind)]
         if kind in PREFIXES or kind == "item_reference":
             return self.message(item) if kind == "message" else [item]
-        self.lenience.ignore(f"input.{kind}")
+        self.reading.ignore(f"input.{kind}")
         return [] if kind == "compaction_trigger" else [self.in_text(item, kind)]
 
     def in_text(self, item: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -184,7 +182,7 @@ class ItemRewriter:
             kind = part.get("type", "input_text") if isinstance(part, Mapping) else None
             if isinstance(kind, str) and kind not in TEXTS:
                 others.append(kind)
-                self.lenience.ignore(f"input.content.{kind}")
+                self.reading.ignore(f"input.content.{kind}")
                 part = {"type": "input_text", "text": text_instead(kind[:50])}
             elif kind is not None:
                 part = {**part, "type": kind}
@@ -194,16 +192,16 @@ class ItemRewriter:
         return found
 
 
-def with_included(data: dict[str, Any], lenience: Lenience) -> dict[str, Any]:
+def with_included(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
     """A body that asks for what there can be beside a response."""
     if isinstance(include := data.get("include"), list):
         data["include"] = [one for one in include if one in INCLUDABLE]
         for one in include:
             if isinstance(one, str) and one not in INCLUDABLE:
-                lenience.ignore(f"include.{one}")
+                reading.ignore(f"include.{one}")
     if "top_logprobs" in data and LOGPROBS not in (data.get("include") or ()):
         del data["top_logprobs"]
-        lenience.ignore("top_logprobs")
+        reading.ignore("top_logprobs")
     return data
 
 

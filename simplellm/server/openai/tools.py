@@ -105,7 +105,7 @@ class ClientTools:
         kind = tool.get("type", "function")
         if kind not in KINDS or (namespace and kind not in ("function", "custom")):
             why = f"no {kind!r} runs here; offer what it does as a function"
-            refuse(f"{where}.type", kind, Unsupported(why))
+            refuse(f"{where}.type", Unsupported(why))
         name = kind if kind in BUILT_IN else tool.get("name")
         expect_type(f"{where}.name", name, str, "a string")
         if kind == "namespace":
