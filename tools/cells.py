@@ -26,7 +26,8 @@ FENCE = re.compile(
 FOLDED = re.compile(r"^<details>.*?^</details>$|<!--.*?-->", re.MULTILINE | re.DOTALL)
 LINKED = re.compile(r"!\[[^\]]*\]\([^)]*\)|(?<=\])\([^)\s]*\)")  # what is not read
 CHAPTER = re.compile(r"(\d\d|[a-z])-[\w-]+")  # the stems of chapters and appendices
-PAGES = ("index", "small-engine", "cases")  # those of pages that run as notebooks, too
+# The stems of pages that run as notebooks, too.
+PAGES = ("index", "small-engine", "cases", "challenges")
 EDITION = re.compile(r"(?<=^<!-- edition -->\n).*?(?=^<!-- /edition -->$)", re.M | re.S)
 WORDS, LINES = 200, 12  # that are read in a minute
 CHECK = re.compile(r'^check\(\s*"([\w.]+)"', re.MULTILINE)
