@@ -61,6 +61,11 @@ class Batch:
     samples: Tensor  # int32 [S], the tokens whose successors are wanted
     groups: tuple[KVGroup, ...]  # one for each of the model's windows
 
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        """int32 [1], how many of the tokens are no padding."""
+        return self.queries[-1:]
+
     @staticmethod
     def size(tokens: int, sequences: int, pages: int, groups: int) -> int:
         """How many numbers a step of this shape has."""
@@ -112,8 +117,3 @@ class Batch:
         for group in self.groups:
             group.slots[:] = -1
             group.tables[:] = group.offsets[:] = 0
-
-    @cached_property
-    def num_tokens(self) -> Tensor:
-        """int32 [1], how many of the tokens are no padding."""
-        return self.queries[-1:]

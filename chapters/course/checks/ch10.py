@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simplellm.base.request import Request
-from simplellm.engine.graphs import Captured, CaptureShape
 from simplellm.engine.page_manager import PageManager
-from simplellm.engine.runner import Runner, StepOutput
-from simplellm.engine.scheduler import ScheduledChunk, Scheduler
+from simplellm.engine.runner import StepOutput
+from simplellm.engine.scheduler import Scheduler
 from simplellm.model.batch import Batch
 
 STEPS = 500  # more than any of these schedules takes
@@ -25,40 +24,6 @@ def whole(candidate, ours):
     if issubclass(candidate, ours):
         return candidate
     return type(candidate.__name__, (candidate, ours), {})
-
-
-def check_time_by_kind(time_by_kind):
-    """Calls whose lengths and gaps are powers of two, so that each part shows."""
-    calls = [
-        ("linear", 100.0, 101.0, True),
-        ("view", 103.0, 107.0, False),
-        ("mul", 107.0, 115.0, True),
-        ("linear", 131.0, 163.0, True),
-        ("linear_add", 227.0, 355.0, True),
-    ]
-    expected = {"products": 33.0, "others": 140.0, "between": 82.0}
-    found = tuple(time_by_kind(list(calls), {"linear", "matmul"}))
-    assert len(found) == 3, f"three numbers, not {len(found)}"
-    rows = zip(expected.items(), found, strict=True)
-    for (name, value), own in rows:
-        assert abs(own - value) < 1e-6, {
-            "products": (
-                f"the two products take 33 s of this trace, not {own:g}: operators "
-                "whose whole name is in `products`, and all calls of each: a name may "
-                "come more than once"
-            ),
-            "others": (
-                "every operator that is no product counts, those too that only look at "
-                f"numbers otherwise: 140 s, not {own:g}"
-            ),
-            "between": (
-                "between the calls lies what is left from the first start, 100, to the "
-                f"last end, 355: 82 s, not {own:g}"
-            ),
-        }[name]
-    found = tuple(time_by_kind([("view", 5.0, 7.0, False)], {"linear"}))
-    off = max(abs(own - right) for own, right in zip(found, (0, 2, 0), strict=True))
-    assert off < 1e-6, f"a trace of one view of 2 s: (0, 2, 0), not {found}"
 
 
 class Ticks:
@@ -330,51 +295,6 @@ def check_Batch_pad(candidate):
         )
 
 
-def check_Runner__graph(candidate):
-    """Buckets of 1, 2, 4 and 8."""
-    runner = object.__new__(whole(candidate, Runner))
-
-    def chosen(captured, *lengths, samples=True, without=()):
-        runner.captured = [
-            Captured(CaptureShape(size, size), lambda: None) for size in captured
-        ]
-        scheduled = [
-            ScheduledChunk(
-                Request([1] * 9, 9, number=n), 0, length, samples and n not in without
-            )
-            for n, length in enumerate(lengths)
-        ]
-        found = runner._graph(scheduled)
-        assert found is None or found in runner.captured, "a Captured, or None"
-        return None if found is None else found.size
-
-    sizes = [1, 2, 4, 8]
-    for rows in range(1, 9):
-        expected = min(size for size in sizes if size >= rows)
-        found = chosen(sizes, *[1] * rows)
-        assert found == expected, (
-            f"{rows} decodes fit into the graph for {expected}, the smallest with a "
-            f"place for each; you chose {found}"
-        )
-    assert chosen(sizes, *[1] * 9) is None, (
-        "9 decodes are more than the largest graph has rows: None, and its kernels are "
-        "launched one by one"
-    )
-    assert chosen([], 1) is None, "nothing was captured, so there is no graph"
-    for lengths in ((1, 1, 5), (5, 1, 1)):
-        assert chosen(sizes, *lengths) is None, (
-            "one is a chunk of 5 tokens, and a graph has one token a row: None"
-        )
-    for without in ((0,), (1,)):
-        assert chosen(sizes, 1, 1, without=without) is None, (
-            "one of two chunks does not sample: it is one token of a prompt, and no "
-            "decode, so None"
-        )
-    assert chosen(sizes, 1, samples=False) is None, (
-        "a chunk of one token of a prompt does not sample, and is no decode: None"
-    )
-
-
 def check_10_1(idle_time):
     """A queue played in steps of a quarter of a microsecond."""
 
@@ -407,25 +327,7 @@ def check_10_1(idle_time):
         )
 
 
-def check_10_2(padding_share):
-    """Rows counted one by one."""
-    rng = random.Random(2)
-    many = [rng.randint(1, 64) for _ in range(50)]
-    cases = [([1, 2, 4, 8], [3, 5, 8]), ([8], [1]), (range(1, 9), [3, 5, 8])]
-    cases += [([1, 8, 24, 64], many)]
-    for sizes, batches in cases:
-        rows = padding = 0
-        for batch in batches:
-            size = min(size for size in sizes if size >= batch)
-            rows, padding = rows + size, padding + size - batch
-        found = padding_share(list(sizes), list(batches))
-        assert abs(found - padding / rows) < 1e-9, (
-            f"of the rows that the graphs of {list(sizes)} compute, padding rows "
-            f"included, {padding} of {rows} are padding; yours is {found:.3f}"
-        )
-
-
-def check_10_3(make_step):
+def check_10_2(make_step):
     """A step recorded once and replayed nine times."""
     table = torch.randperm(50, generator=torch.Generator().manual_seed(0))
     token, place = torch.tensor([7]), torch.tensor([0])
@@ -447,44 +349,7 @@ def check_10_3(make_step):
     )
 
 
-def check_10_4(rows_computed):
-    """The scheduler's own rows, with a step in the air and without."""
-
-    def counted(answers, overlap):
-        sizes = [(3, n if reason == "length" else n + 9) for n, reason in answers]
-        requests = requests_of(*sizes)
-        stops = [(n, a[0]) for n, a in enumerate(answers) if a[1] == "stop"]
-        scheduler, runner = scheduler_of(requests), Ticks(stops)
-        flights: list[Any] = []
-        rows = 0
-        while scheduler.requests or flights:
-            scheduled = scheduler.schedule()
-            if scheduled:
-                flights.append((scheduled, runner.launch(scheduled)))
-                scheduler.begin(scheduled)
-                rows += sum(chunk.samples for chunk in scheduled)
-            while len(flights) > bool(scheduled and overlap):
-                before, flight = flights.pop(0)
-                scheduler.commit(before, flight().tokens)
-        return rows
-
-    for answers in (
-        [(6, "stop"), (6, "length")],
-        [(1, "stop"), (2, "length"), (5, "stop"), (9, "length")],
-        [(20, "stop")] * 3,
-    ):
-        for overlap in (False, True):
-            found, rows = (
-                rows_computed(list(answers), overlap),
-                counted(answers, overlap),
-            )
-            assert found == rows, (
-                f"{answers} with overlap={overlap}: the scheduler doesn't compute "
-                f"{found} rows. A stop is seen a step late, max_tokens is foreseen"
-            )
-
-
-def check_10_5(best_sizes):
+def check_10_3(best_sizes):
     """All choices tried, for batches that are few."""
 
     def rows(sizes, batches):

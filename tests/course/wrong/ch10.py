@@ -1,57 +1,11 @@
 """Wrong answers to chapter 10."""
 
-from bisect import bisect_left, bisect_right
-
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simplellm.engine.runner import Runner
 from simplellm.model.batch import Batch, KVGroup
 from wrong import wrong
-
-
-@wrong("time_by_kind", "82 s")
-def gaps_from_zero(calls, products):
-    inside = [0.0, 0.0]
-    for name, start, end, _ in calls:
-        inside[name not in products] += end - start
-    return (*inside, calls[-1][2] - sum(inside))
-
-
-@wrong("time_by_kind", "those too that only look")
-def only_what_computes(calls, products):
-    total = calls[-1][2] - calls[0][1]
-    inside = [0.0, 0.0]
-    for name, start, end, computes in calls:
-        inside[name not in products] += (end - start) * computes
-    return (*inside, total - sum(inside))
-
-
-@wrong("time_by_kind", "the two products")
-def turned(calls, products):
-    total = calls[-1][2] - calls[0][1]
-    inside = [0.0, 0.0]
-    for name, start, end, _ in calls:
-        inside[name in products] += end - start
-    return (*inside, total - sum(inside))
-
-
-@wrong("time_by_kind", "whole name")
-def names_that_contain_one(calls, products):
-    inside = [0.0, 0.0]
-    for name, start, end, _ in calls:
-        inside[not any(product in name for product in products)] += end - start
-    return (*inside, calls[-1][2] - calls[0][1] - sum(inside))
-
-
-@wrong("time_by_kind", "more than once")
-def a_name_once(calls, products):
-    lengths = {name: end - start for name, start, end, _ in calls}
-    inside = [0.0, 0.0]
-    for name, length in lengths.items():
-        inside[name not in products] += length
-    return (*inside, calls[-1][2] - calls[0][1] - sum(inside))
 
 
 @wrong("step_ahead", "before `launch`")
@@ -270,40 +224,6 @@ class TablesStay(Batch):
             group.slots[:] = -1
 
 
-@wrong("Runner._graph", "no decode")
-class OneTokenIsADecode(Runner):
-    def _graph(self, scheduled):
-        if any(chunk.length != 1 for chunk in scheduled):
-            return None
-        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
-        return self.captured[index] if index < len(self.captured) else None
-
-
-@wrong("Runner._graph", "the smallest with a place")
-class NextLarger(Runner):
-    def _graph(self, scheduled):
-        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
-            return None
-        index = bisect_right(
-            self.captured, len(scheduled), key=lambda graph: graph.size
-        )
-        return self.captured[index] if index < len(self.captured) else None
-
-
-@wrong("Runner._graph", "the smallest with a place")
-class ExactSize(Runner):
-    def _graph(self, scheduled):
-        if not all(chunk.length == 1 and chunk.samples for chunk in scheduled):
-            return None
-        return next((g for g in self.captured if g.size == len(scheduled)), None)
-
-
-@wrong("Runner._graph", "chunk of 5")
-class AnyWorks(Runner):
-    def _graph(self, scheduled):
-        return next((g for g in self.captured if g.size >= len(scheduled)), None)
-
-
 @wrong("10.1", "A kernel starts when it is launched")
 def no_queue(kernels, launch):
     return sum(max(0, launch - kernel) for kernel in kernels[:-1])
@@ -319,20 +239,7 @@ def counts_the_first_launch(kernels, launch):
     return idle
 
 
-@wrong("10.2", "padding rows included")
-def over_real_rows(sizes, batches):
-    rows = sum(min(s for s in sizes if s >= batch) for batch in batches)
-    return rows / sum(batches) - 1
-
-
-@wrong("10.2", "padding")
-def mean_of_shares(sizes, batches):
-    rows = [min(s for s in sizes if s >= batch) for batch in batches]
-    shares = [1 - b / row for b, row in zip(batches, rows, strict=True)]
-    return sum(shares) / len(shares)
-
-
-@wrong("10.3", "a Python number")
+@wrong("10.2", "a Python number")
 def place_baked_in(table, token, place, history):
     def step():
         token.copy_(table.index_select(0, token))
@@ -342,7 +249,7 @@ def place_baked_in(table, token, place, history):
     return step
 
 
-@wrong("10.3", "a buffer that is replaced")
+@wrong("10.2", "a buffer that is replaced")
 def token_replaced(table, token, place, history):
     def step():
         history.index_copy_(0, place, table.index_select(0, token))
@@ -351,32 +258,14 @@ def token_replaced(table, token, place, history):
     return step
 
 
-@wrong("10.4", "max_tokens is foreseen")
-def a_row_for_each(answers, overlap):
-    return sum(count + overlap for count, _ in answers)
-
-
-@wrong("10.4", "a step late")
-def stops_are_free(answers, overlap):
-    return sum(count for count, _ in answers)
-
-
-@wrong("10.5", "are possible")
+@wrong("10.3", "are possible")
 def quantiles(batches, count):
     ordered = sorted(batches)
     marks = {ordered[len(ordered) * n // count - 1] for n in range(1, count + 1)}
     return sorted(marks)
 
 
-@wrong("10.5", "no bucket")
+@wrong("10.3", "no bucket")
 def the_most_frequent(batches, count):
     often = sorted(set(batches), key=batches.count, reverse=True)
     return sorted(often[:count])
-
-
-@wrong("Runner._graph", "chunk of 5")
-class LooksAtTheLast(Runner):
-    def _graph(self, scheduled):
-        alike = scheduled[-1].length == 1 and scheduled[-1].samples
-        index = bisect_left(self.captured, len(scheduled), key=lambda graph: graph.size)
-        return self.captured[index] if alike and index < len(self.captured) else None
