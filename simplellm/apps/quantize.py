@@ -19,11 +19,9 @@ from simplellm.checkpoint.checkpoint import (
     INDEX,
     Checkpoint,
     CheckpointError,
-    TensorInfo,
     find_shards,
     map_shard,
     read_headers,
-    tensor_view,
 )
 from simplellm.checkpoint.families import FAMILIES
 from simplellm.checkpoint.folder import check_downloaded, is_gguf
@@ -37,7 +35,9 @@ from simplellm.checkpoint.formats import (
 )
 from simplellm.checkpoint.mxfp4 import quantize
 from simplellm.checkpoint.names import is_expert_weight, stored_names, tensor_names
+from simplellm.checkpoint.source import TensorInfo
 from simplellm.checkpoint.stored import encoded, in_one, tensors
+from simplellm.checkpoint.tensors import tensor_view
 
 Forms = Mapping[str, NumberFormat | None]  # of each tensor, by name
 TARGETS = {

@@ -1,7 +1,8 @@
 """Checkpoints: what lies in a folder, and how weights are stored.
 
 `source.py` says what a model is loaded from, `checkpoint.py` opens a folder of
-safetensors files as such a source, `gguf/` a file of llama.cpp's. `names.py` says what
+safetensors files as such a source, whose tensors `tensors.py` finds and puts together,
+`gguf/` opens a file of llama.cpp's. `names.py` says what
 each tensor is called, `folder.py` where a checkpoint lies and what the small files in
 it say, `packages.py` which models come as a package. `families/` has a file of data for
 each family of models. `formats.py` reads how weights are stored: `mxfp4.py` in 4 bits,

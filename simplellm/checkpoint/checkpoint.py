@@ -1,16 +1,13 @@
 """Checkpoints: opened by their headers, read through the memory map."""
 
 import hashlib
-import json
 import math
 import mmap
-import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,13 +25,11 @@ from simplellm.checkpoint.folder import check_downloaded, is_gguf, open_config
 from simplellm.checkpoint.formats import (
     FLOATS,
     MXFP4_EXPERTS,
-    NumberFormat,
     is_static_scale,
     same_scales,
 )
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.names import (
-    Name,
     Shape,
     is_expert_weight,
     packed_shapes,
@@ -43,43 +38,8 @@ from simplellm.checkpoint.names import (
     tensor_shapes,
 )
 from simplellm.checkpoint.source import Source, TensorInfo
-from simplellm.checkpoint.stored import decoded, encoded, in_one
-
-
-def read_header(data: bytes | mmap.mmap) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of each tensor, and where its data begins.
-
-    By name "dtype", "shape" and "data_offsets", which count from where the data begins.
-    ``data`` is the whole file, of which only the header is read.
-    """
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length].decode())
-    header.pop("__metadata__", None)  # free text that writers may add
-    return header, 8 + length
-
-
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "U8": torch.uint8,
-    # What follows is for other models than gpt-oss.
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-}
-
-
-def tensor_view(data: bytearray | mmap.mmap, info: TensorInfo) -> Tensor:
-    """The tensor that ``info`` describes, in the file's own bytes: nothing is read.
-
-    ``data`` is the whole file that ``info`` speaks of.
-    """
-    dtype, count = DTYPES[info.dtype], math.prod(info.shape)
-    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.offset)
-    return flat.view(info.shape)
-
+from simplellm.checkpoint.stored import encoded
+from simplellm.checkpoint.tensors import DTYPES, assembled, read_header, tensor_view
 
 # Linux lets no process map more than it has memory for if the pages may be written to,
 # unless the mapping says that nothing is to be set aside. Python 3.13 has the name.
@@ -109,27 +69,6 @@ def map_shard(file: Path) -> mmap.mmap:
         f"{file}: {fault}; expected a safetensors file: 8 bytes of header length, "
         "a JSON header, and as many bytes of data as the header declares"
     )
-
-
-def assembled(
-    parts: Sequence[Tensor],
-    name: Name,
-    shape: Sequence[int],
-    form: NumberFormat | None = None,
-) -> Weight:
-    """The weight [..., out, in] of this ``shape`` from its parts on disk.
-
-    The parts are in the order of `stored_names`; of a ``form``, each is several
-    tensors. What is stored [in, out] is turned by a view; what has parts is copied
-    once.
-    """
-    if form is not None:
-        count = len(form.suffixes)
-        starts = range(0, len(parts), count)
-        weights = [decoded(form, parts[start : start + count]) for start in starts]
-        return in_one(weights, shape)
-    parts = [part.mT for part in parts] if name.turned else parts
-    return (torch.cat([*parts]) if len(parts) > 1 else parts[0]).view(*shape)
 
 
 class Checkpoint:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 
-from simplellm.checkpoint.checkpoint import Checkpoint
 from simplellm.checkpoint.families.gpt_oss import MODELS
-from simplellm.checkpoint.folder import EMBEDDED
 from simplellm.checkpoint.formats import MXFP4_EXPERTS
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.checkpoint.names import NAMES, kind, stored_shapes
+from simplellm.checkpoint.names import NAMES, stored_shapes
 from simplellm.checkpoint.source import TensorInfo
 
 
@@ -223,73 +221,6 @@ def check_assembled(candidate):
     found = candidate([beside], rows["layers.1.experts.down_bias"], (2, 3), None)
     assert tuple(found.shape) == (2, 3) and found.data_ptr() == beside.data_ptr(), (
         "the biases of experts come back as they are: only what is turned is turned"
-    )
-
-
-def check_split_gate_up(candidate):
-    """Rows that tell their number, with and without leading experts."""
-    rows = torch.arange(6.0)
-    weight = rows[:, None] + torch.arange(4) / 10
-    for leading in ((), (3,), (2, 3)):
-        fused = weight.expand(*leading, 6, 4).clone()
-        found = candidate(fused)
-        assert isinstance(found, tuple | list) and len(found) == 2, (
-            "return two tensors, gate and up"
-        )
-        gate, up = found
-        wanted = (*leading, 3, 4)
-        assert tuple(gate.shape) == tuple(up.shape) == wanted, (
-            f"{list(fused.shape)} splits along the rows, the last axis but one, into "
-            f"{list(wanted)} each; yours are {list(gate.shape)} and {list(up.shape)}"
-        )
-        first, second = (t.flatten(0, -3)[0] if leading else t for t in (gate, up))
-        numbers = first[:, 0].tolist(), second[:, 0].tolist()
-        assert numbers != ([0, 1, 2], [3, 4, 5]), (
-            "gate and up are interleaved row by row; yours are the upper and the lower "
-            "half"
-        )
-        assert numbers == ([0, 2, 4], [1, 3, 5]), (
-            "row 0 is gate's, row 1 is up's, row 2 is gate's; your gate has the rows "
-            f"{numbers[0]}, your up {numbers[1]}"
-        )
-        fused += 10
-        assert gate.flatten()[0] == 10 and up.flatten()[0] == 11, (
-            "the weight changed and gate or up did not: it is a copy, and a slice with "
-            "a step is a view"
-        )
-
-
-def check_bytes_on_disk(candidate):
-    """The embedded file's own bytes, and gpt-oss-120b's by arithmetic."""
-    checkpoint = Checkpoint(EMBEDDED)
-    expected: dict[str, int] = {}
-    for ours in checkpoint.names():
-        nbytes = sum(info.nbytes for info in checkpoint.stored(ours))
-        expected[kind(ours)] = expected.get(kind(ours), 0) + nbytes
-    found = candidate(checkpoint.config)
-    assert isinstance(found, Counter), (
-        "return a Counter, whose `total()` the next cell asks for; yours is "
-        f"{type(found).__name__}"
-    )
-    assert set(found) == set(expected), (
-        f"the kinds are {', '.join(expected)}; yours are {len(found)}, the first "
-        f"{', '.join(map(str, [*found][:3]))}"
-    )
-    for part in ("attention", "norms", "router", "embedding", "lm_head"):
-        assert found[part] == expected[part], (
-            f"{part} of the embedded model takes {expected[part]:,} bytes, two for "
-            f"each number; yours are {found[part]:,}"
-        )
-    assert found["experts"] == expected["experts"], (
-        f"the embedded model's experts take {expected['experts']:,} bytes in its file; "
-        f"yours are {found['experts']:,}. A block has 16 bytes, a scale one, and a "
-        "number of a bias two"
-    )
-    large = candidate(MODELS["gpt-oss-120b"])
-    numbers, biases = 3 * 2880 * 2880, 3 * 2880
-    assert large["experts"] == 36 * 128 * (numbers * 17 // 32 + 2 * biases), (
-        "gpt-oss-120b's experts aren't the embedded model's: count from the config "
-        "that you get"
     )
 
 

@@ -8,14 +8,12 @@ from collections import Counter
 
 import torch
 
-from simplellm.checkpoint.checkpoint import DTYPES, read_header
 from simplellm.checkpoint.mxfp4 import MXFP4
 from simplellm.checkpoint.names import (
-    is_expert_weight,
     kind,
     stored_shapes,
-    tensor_shapes,
 )
+from simplellm.checkpoint.tensors import DTYPES, read_header
 from wrong import wrong
 
 
@@ -187,72 +185,6 @@ def turns_into_a_copy(parts, name, shape, form=None):
     return made.transpose(1, 2).contiguous() if name.turned and not form else made
 
 
-@wrong("split_gate_up", "half")
-def halves(weight):
-    return weight.chunk(2, -2)
-
-
-@wrong("split_gate_up", "last axis but one")
-def columns(weight):
-    return weight[..., 0::2], weight[..., 1::2]
-
-
-@wrong("split_gate_up", "row 0 is gate's")
-def up_first(weight):
-    return weight[..., 1::2, :], weight[..., 0::2, :]
-
-
-@wrong("split_gate_up", "it is a copy")
-def picks_rows(weight):
-    even = torch.arange(0, weight.shape[-2], 2)
-    return weight[..., even, :], weight[..., even + 1, :]
-
-
-def weighed(config, itemsize):
-    found: Counter[str] = Counter()
-    for ours, parts in stored_shapes(config).items():
-        for name, shape in parts.items():
-            found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
-    return found
-
-
-@wrong("bytes_on_disk", "a scale one")
-def everything_in_two_bytes(config):
-    return weighed(config, lambda ours, name: 2)
-
-
-@wrong("bytes_on_disk", "number of a bias two")
-def expert_biases_in_a_byte(config):
-    return weighed(config, lambda ours, name: 1 if "experts" in ours else 2)
-
-
-@wrong("bytes_on_disk", "A block has 16 bytes")
-def four_bits_and_no_scales(config):
-    found: Counter[str] = Counter()
-    for ours, shape in tensor_shapes(config).items():
-        size = 0.5 if is_expert_weight(ours) else 2
-        found[kind(ours)] += int(math.prod(shape) * size)
-    return found
-
-
-@wrong("bytes_on_disk", "return a Counter")
-def a_plain_dict(config):
-    return dict(
-        weighed(
-            config, lambda ours, name: 1 if name.endswith(("blocks", "scales")) else 2
-        )
-    )
-
-
-@wrong("bytes_on_disk", "the kinds are")
-def by_our_names(config):
-    found: Counter[str] = Counter()
-    for ours, parts in stored_shapes(config).items():
-        for shape in parts.values():
-            found[ours] += math.prod(shape) * 2
-    return found
-
-
 @wrong("2.1", "byte 4,095")
 def one_too_many(offset, length, page=4096):
     return (offset + length) // page - offset // page + 1 if length else 0
@@ -266,6 +198,14 @@ def rounded_up(offset, length, page=4096):
 @wrong("2.1", "no bytes")
 def nothing_forgotten(offset, length, page=4096):
     return (offset + max(length, 1) - 1) // page - offset // page + 1
+
+
+def weighed(config, itemsize):
+    found: Counter[str] = Counter()
+    for ours, parts in stored_shapes(config).items():
+        for name, shape in parts.items():
+            found[kind(ours)] += int(math.prod(shape) * itemsize(ours, name))
+    return found
 
 
 def a_token(config, share, kinds):
