@@ -201,13 +201,13 @@ def test_a_chapter_is_judged_once_until_something_changes(
 
     monkeypatch.setattr(blanks, "judge_chapter", judge)
     monkeypatch.setattr(blanks, "CACHE", tmp_path / "cache")
-    fill(empty, {"unpack": "def unpack(blocks):\n    return 1\n"})
+    fill(empty, {"choose_scales": "def choose_scales(values):\n    return 1\n"})
     first = judged_in(empty, "03-mxfp4")
     with (empty / "03-mxfp4.md").open("a", encoding="utf-8") as file:
         file.write("\nA note.\n")
     assert judged_in(empty, "03-mxfp4") == first
     assert len(times) == 1
-    fill(empty, {"unpack": "def unpack(blocks):\n    return 2\n"})
+    fill(empty, {"choose_scales": "def choose_scales(values):\n    return 2\n"})
     judged_in(empty, "03-mxfp4")
     assert len(times) == 2
 

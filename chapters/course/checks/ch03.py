@@ -92,40 +92,6 @@ def seeded(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def check_unpack(candidate):
-    """Every byte once, in the order of the file."""
-    block = [0] * 16
-    block[0], block[5] = 0x15, 0xA0
-    found = candidate(torch.tensor([block], dtype=torch.uint8))
-    assert tuple(found.shape) == (1, 32), (
-        f"a block of 16 bytes has 32 codes, so [1, 16] becomes [1, 32]; yours is "
-        f"{list(found.shape)}"
-    )
-    codes = found[0].tolist()
-    assert codes[:2] != [1, 5], (
-        "0x15 has the low nibble 5 and the high nibble 1; the low one comes first"
-    )
-    assert codes[0] == 5, (
-        f"0x15 begins with the code 5, its lower four bits; yours is {codes[0]}"
-    )
-    assert codes[1] == 1, (
-        "the two codes of a byte are neighbors: 0x15 holds the elements 0 and 1, with "
-        f"the codes 5 and 1; your first four are {codes[:4]}"
-    )
-    assert codes[10:12] == [0, 10], (
-        f"0xa0 has the codes 0 and 10, from 0 to 15; yours are {codes[10:12]}"
-    )
-    every = torch.arange(256, dtype=torch.uint8).view(2, 1, 8, 16)
-    found = candidate(every)
-    assert tuple(found.shape) == (2, 1, 8, 32), (
-        f"[2, 1, 8, 16] becomes [2, 1, 8, 32]; yours is {list(found.shape)}"
-    )
-    expected = [half for byte in range(256) for half in (byte % 16, byte // 16)]
-    assert found.flatten().tolist() == expected, (
-        "over all 256 bytes, some code is not what its four bits say"
-    )
-
-
 def check_choose_scales(candidate):
     """Blocks whose largest weight is known, where floor and log2 matter."""
 
@@ -311,7 +277,7 @@ def check_quantize(candidate):
         )
 
 
-def check_error_bound(candidate):
+def check_3_4(candidate):
     """Above every error, and reached in every range of the grid."""
     largest = 7.96875
     sizes = torch.cat([torch.linspace(0, 7.9, 1581), torch.tensor([largest])])
@@ -473,7 +439,7 @@ def check_3_3(candidate):
         print(f"blocks of {size:2}: {bits:.2f} bits, {relative(errors):.2%}")
 
 
-def check_3_4(candidate):
+def check_3_5(candidate):
     """Right to rounding, and scaling sums: a block that only cancels when summed."""
     packed = quantize(seeded(24, 224, seed=3))
     x = seeded(5, 224, seed=4)

@@ -67,34 +67,6 @@ class OneScaleARow(MXFP4):
         return scaled(MXFP4(self.blocks, first), nibbles(self)).to(dtype)
 
 
-@wrong("unpack", "the low one comes first")
-def high_first(blocks):
-    return torch.stack([blocks >> 4, blocks & 15], -1).flatten(-2)
-
-
-@wrong("unpack", "neighbors")
-def low_nibbles_then_high(blocks):
-    return torch.cat([blocks & 15, blocks >> 4], -1)
-
-
-@wrong("unpack", "lower four bits")
-def without_a_mask(blocks):
-    return torch.stack([blocks, blocks >> 4], -1).flatten(-2)
-
-
-@wrong("unpack", "[1, 32]")
-def pairs_apart(blocks):
-    return torch.stack([blocks & 15, blocks >> 4], -1)
-
-
-@wrong("unpack", "from 0 to 15")
-def high_bits_in_place(blocks):
-    high = blocks & 0xF0
-    return torch.stack(
-        [blocks & 15, torch.where(high < 32, high >> 4, high)], -1
-    ).flatten(-2)
-
-
 def exponents(values, emax=2, bias=127):
     largest = values.abs().amax(-1)
     shared = torch.frexp(largest).exponent - 1 - emax
@@ -302,27 +274,27 @@ def half_steps(size):
     return torch.where(size < 2, 0.25, torch.where(size < 4, 0.5, 1.0))
 
 
-@wrong("error_bound", "half a step will do")
+@wrong("3.4", "half a step will do")
 def whole_steps(weight):
     return bounded(weight, lambda size: half_steps(size) * 2)
 
 
-@wrong("error_bound", "without rounding")
+@wrong("3.4", "without rounding")
 def the_error_itself(weight):
     return (quantize(weight).dequantize(torch.float32) - weight).abs()
 
 
-@wrong("error_bound", "cut down to 6")
+@wrong("3.4", "cut down to 6")
 def forgets_saturation(weight):
     return bounded(weight, half_steps)
 
 
-@wrong("error_bound", "half a step will do")
+@wrong("3.4", "half a step will do")
 def one_bound_for_all(weight):
     return bounded(weight, lambda size: torch.full_like(size, 2.0))
 
 
-@wrong("error_bound", "the scale of this block is not 1")
+@wrong("3.4", "the scale of this block is not 1")
 def in_scales(weight):
     values = weight.float().unflatten(-1, (-1, BLOCK))
     scale = decode_scales(choose_scales(values), torch.float32)[..., None]
@@ -330,7 +302,7 @@ def in_scales(weight):
     return torch.where(size > 6, size - 6, half_steps(size)).flatten(-2)
 
 
-@wrong("error_bound", "the scale of this block is not 1")
+@wrong("3.4", "the scale of this block is not 1")
 def without_the_scale(weight):
     size = weight.abs() / weight.abs().amax() * 7.96875
     return torch.where(size > 6, size - 6, half_steps(size)).clamp(max=1.96875) * (
@@ -438,17 +410,17 @@ def always_blocks_of_32(weight, size):
     return 4 + 8 / size, block_error(weight, 32)[1]
 
 
-@wrong("3.4", "Scale the sum")
+@wrong("3.5", "Scale the sum")
 def dequantizes_first(x, packed):
     return linear(x, packed)
 
 
-@wrong("3.4", "Scale the sum")
+@wrong("3.5", "Scale the sum")
 def scales_each_product(x, packed):
     products = x.unflatten(-1, (-1, BLOCK))[:, None] * SIXTEEN[nibbles(packed).int()]
     return (products * decode_scales(packed.scales, x.dtype)[..., None]).sum((-1, -2))
 
 
-@wrong("3.4", "not the product")
+@wrong("3.5", "not the product")
 def forgets_the_scales(x, packed):
     return x @ SIXTEEN[nibbles(packed).int()].flatten(-2).T
