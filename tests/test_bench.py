@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from simplellm.api.llm import LLM
-from simplellm.apps import bench, cli, roofline
+from simplellm.apps import bench, cli, peaks, roofline
 from simplellm.apps.bench import Plan
 from simplellm.apps.report import show, write_json
 from simplellm.apps.roofline import Machine, read_bytes, step_flops
@@ -112,17 +112,17 @@ def test_the_roof_is_the_slower_of_reading_and_computing():
 def test_on_a_cpu_as_much_is_read_as_the_model_has(monkeypatch):
     """A small model is in the cache, which is faster than memory."""
     read: list[int] = []
-    monkeypatch.setattr(roofline, "matmul_speed", lambda *arguments: 1e12)
+    monkeypatch.setattr(peaks, "matmul_speed", lambda *arguments: 1e12)
 
     def read_speed(device, nbytes):
         read.append(nbytes)
         return 1e10
 
-    monkeypatch.setattr(roofline, "read_speed", read_speed)
+    monkeypatch.setattr(peaks, "read_speed", read_speed)
     plan = Plan(batches=(1,), input_len=9, output_len=4)
     bench.measure(plan, LLM, device="cpu")
     held = sum(weight_bytes(TINY, 4).values())
-    roofline.measure_machine(torch.device("cpu"), 10**12)
+    peaks.measure_machine(torch.device("cpu"), 10**12)
     assert read == [held, 2**28]
 
 

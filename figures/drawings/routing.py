@@ -20,7 +20,7 @@ from drawings.svg import (
 )
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_120B
 from simplellm.model.kernels.experts import tilings
-from simplellm.model.kernels.routing import max_blocks
+from simplellm.model.kernels.sorting import max_blocks
 
 TOKENS = (BLUE, VERMILION, GREEN)
 EXPERTS = (BLUE, EDGE, VERMILION, GREEN, EDGE, PURPLE)

@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 from simplellm.api.outputs import RequestOutput
+from simplellm.apps.peaks import measure_machine
 from simplellm.apps.report import circumstances, describe_memory
 from simplellm.apps.roofline import (
     Machine,
     Reads,
     distinct_experts,
-    measure_machine,
     read_bytes,
     step_flops,
 )

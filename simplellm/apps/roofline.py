@@ -1,16 +1,10 @@
 """The least time that a step can take on a machine: its roofline.
 
 Bytes and arithmetic of a step follow from the model's shapes; how fast the machine
-reads and multiplies is measured.
+reads and multiplies is measured by `peaks`.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-
-import torch
-from torch import Tensor
 
 from simplellm.base.config import ModelConfig
 from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
@@ -84,57 +78,3 @@ class Machine:
     def least_seconds(self, nbytes: float, flops: float) -> float:
         """No program that reads and computes so much can be faster: the roofline."""
         return max(nbytes / self.bytes_per_second, flops / self.flops_per_second)
-
-
-def shortest(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest of ten times that ``work`` takes, in seconds."""
-    times = []
-    work()  # compiles kernels, touches memory
-    for _ in range(10):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def read_speed(device: torch.device, nbytes: int) -> float:
-    """Bytes a second at which ``nbytes`` of memory are read, the quickest way here."""
-    x = torch.ones(nbytes // 4, dtype=torch.int32, device=device)
-    read: Callable[[Tensor], Tensor] = torch.sum
-    if device.type == "cuda" and find_spec("triton"):
-        from simplellm.model.kernels.read import read_memory as read
-    elif device.type == "cpu":
-        x = x.view(torch.float32)  # the sum of integers takes longer than reading them
-    return nbytes / shortest(lambda: read(x), device)
-
-
-def matmul_speed(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """FLOP/s of the product of two square matrices.
-
-    They are random: a GPU needs less power for constants, and is then faster.
-    """
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / shortest(lambda: a @ b, device)
-
-
-def measure_machine(device: torch.device, nbytes: int) -> Machine:
-    """Read 4 GiB and multiply 8192^3 on a GPU; ``nbytes`` and 1024^3 on a CPU.
-
-    Of ``nbytes`` at most 256 MiB count; fewer may fit the cache, faster than memory.
-    """
-    size, dtype, nbytes = 1024, torch.float32, min(nbytes, 2**28)
-    if device.type == "cuda":
-        half = torch.cuda.mem_get_info(device)[0] // 2
-        size, dtype = 8192, torch.bfloat16
-        nbytes = min(2**32, 2 ** (half.bit_length() - 1))
-    machine = Machine(read_speed(device, nbytes), matmul_speed(device, size, dtype))
-    torch.cuda.empty_cache()  # the engine takes what is free
-    return machine

@@ -1,10 +1,8 @@
 """Chapter 12: the experts' kernels, their tilings, the roofline."""
 
-import inspect
 import math
 from dataclasses import replace
 from itertools import pairwise
-from unittest import mock
 
 import torch
 import triton
@@ -14,13 +12,10 @@ from course.checks.loads import beyond
 from simplellm.apps.roofline import Machine
 from simplellm.checkpoint.families.gpt_oss import GPT_OSS_20B, GPT_OSS_120B
 from simplellm.checkpoint.mxfp4 import MXFP4
-from simplellm.model.kernels.experts import TILINGS
-from simplellm.model.kernels.fragments import NUMBERS
 from simplellm.model.sizes import count_parameters, kv_bytes, weight_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 1024  # elements on either side of a guarded tensor
-WORD = 0xFFFFFFFF
 
 
 def seeded(seed=0):
@@ -60,37 +55,6 @@ def assert_inside(found):
         f"a load reads beyond {' and '.join(found)}. What it finds is never stored, "
         "but a GPU may end the program there: every load needs its mask"
     )
-
-
-def check_distinct_experts(candidate):
-    """Against what one token after the other adds."""
-    found = candidate(GPT_OSS_120B, 1)  # 4 of 128
-    assert abs(found - 4) < 1e-6, (
-        f"one token chooses 4 different experts, neither more nor fewer; yours is "
-        f"{found:g}"
-    )
-    found = candidate(GPT_OSS_120B, 2)
-    assert found <= 8, f"two tokens choose 8 experts at most; yours is {found:g}"
-    assert abs(found - 8) > 1e-6, (
-        "two tokens may choose the same experts: on average fewer than 8 different ones"
-    )
-    exact = 4 + 4 * (128 - 4) / 128  # each of the second's is new with 124 / 128
-    assert abs(found - exact) < 1e-6, (
-        f"each choice of the second token is new with probability 124/128, so two "
-        f"tokens choose {exact} on average; yours is {found:g}: a token's choices are "
-        "4 different ones, and it misses an expert with probability 1 - 4/128"
-    )
-    for config in (GPT_OSS_20B, GPT_OSS_120B):
-        experts, chosen = config.num_local_experts, config.num_experts_per_tok
-        for tokens in (3, 64, 1000):
-            here = candidate(config, tokens)
-            expected = 0.0
-            for _ in range(tokens):  # each token adds a share of what is left
-                expected += (experts - expected) * chosen / experts
-            assert abs(here - expected) < 1e-6 * experts, (
-                f"{tokens} tokens of {experts} experts choose {expected:.3f} on "
-                f"average; yours is {here:.3f}"
-            )
 
 
 def most_blocks(pairs, experts, block):
@@ -144,52 +108,6 @@ def random_ids(tokens, experts, top_k, seed=0):
     odds[:, 0] += 0.4
     odds[:, 1] -= 2
     return odds.topk(top_k).indices.int()
-
-
-def check_count_kernel(candidate):
-    """Three chunks, the last not full, some padding, ids outside that would count."""
-    top_k, chunk, bins = 2, 16, 8
-    ids = random_ids(20, 6, top_k)
-    n = ids.numel()
-    for padding in (0, 3, 9):
-        real = 20 - padding
-        given = Guarded((n,), 5, fill=ids.flatten())
-        counts = Guarded((-(-n // chunk), bins), -7, fill=-7)
-        number = torch.tensor([real], dtype=torch.int32, device=DEVICE)
-        with beyond(ids=given.guard) as outside:
-            candidate[(-(-n // chunk),)](
-                *(given.inside, counts.inside, number if padding else None, n),
-                *(top_k, chunk, bins, False),
-            )
-        assert counts.intact, "you store outside of counts, beyond a program's own row"
-        found = counts.inside.cpu()
-        assert (found != -7).all(), (
-            "some counts were never stored: a program stores all BLOCK_E of its chunk, "
-            "those that are 0 too"
-        )
-        parts = ids.flatten()[: real * top_k].split(chunk)
-        expected = torch.zeros_like(found)
-        for row, part in zip(expected, parts, strict=False):
-            row += part.long().bincount(minlength=bins).int()
-        rows = (found - found[0]).abs().sum() == 0 and n > chunk
-        assert not rows, (
-            "all chunks have the same counts: a program's pairs begin at "
-            "program_id(0) * CHUNK"
-        )
-        over = (found - expected).sum()
-        assert not (over > 0 and padding), (
-            f"with {real} of 20 tokens you count {int(over)} pairs too many: "
-            "padding, and what lies behind the pairs, doesn't count"
-        )
-        assert over <= 0, (
-            f"you count {int(over)} pairs too many: n is {n}, and the last chunk has "
-            "only a part of its pairs; mask the histogram, not the load alone"
-        )
-        assert torch.equal(found, expected), (
-            f"the first chunk has {expected[0].tolist()} pairs of each expert; yours "
-            f"are {found[0].tolist()}"
-        )
-        assert_inside(outside)
 
 
 def check_sort_small_kernel(candidate):
@@ -356,110 +274,6 @@ def check_grouped_kernel(candidate):
         "token * K, a row of codes at weight_row * (K // 2), one of scales at "
         "weight_row * (K // 32), and a product goes to position * N + row"
     )
-
-
-def turned(words, right):
-    """int64 words of 32 bits, rotated to the right."""
-    return ((words >> right) | (words << (32 - right))) & WORD
-
-
-def read_words(a, b):
-    """The eight registers by the formulas of the page, on int64."""
-    mask = NUMBERS.value
-    fills = 0x60306030
-    u = (a & fills) | ((b >> 2) & (WORD ^ fills))
-    return [
-        *(a & mask, (a << 6) & mask, turned(a, 4) & mask, (u << 4) & mask),
-        *(b & mask, (b << 6) & mask, turned(b, 4) & mask, turned(u, 6) & mask),
-    ]
-
-
-def check_pack_words(candidate):
-    """What the formulas of `registers` read from the words."""
-    mask = NUMBERS.value
-    r = [torch.randint(0, 1 << 32, (64,), generator=seeded(i)) & mask for i in range(8)]
-    words = candidate(*r)
-    assert len(words) == 2, f"return two words; yours are {len(words)}"
-    for name, word in zip("ab", words, strict=True):
-        assert word.dtype == torch.int64, f"words are int64 here, not {word.dtype}"
-        assert ((word >= 0) & (word <= WORD)).all(), (
-            f"word {name} has bits above the 32nd: what a shift moves out at the top "
-            "comes in at the bottom, so rotate"
-        )
-    for number, (found, wanted) in enumerate(zip(read_words(*words), r, strict=True)):
-        lost = wanted & ~found
-        extra = found & ~wanted
-        assert not (extra.any() and not lost.any()), (
-            f"register {number} has bits that are not its own: the fourth register of "
-            "each word may only fill the gaps that FIRST and SECOND say"
-        )
-        assert torch.equal(found, wanted), (
-            f"`registers` finds other bits in register {number} than you were given"
-        )
-
-
-def row_of(tokens, experts, top_k, mean=None, strict=False, last=False):
-    """The number of the row of TILINGS that fits; or that one of a usual mistake."""
-    pairs = tokens * top_k
-    used = pairs if pairs < experts else experts
-    mean = pairs / experts if mean is None else mean
-    fits = [
-        number
-        for number, (most, pairs_each, _, _) in enumerate(TILINGS)
-        if (used < most and mean < pairs_each if strict else used <= most)
-        and mean <= pairs_each
-    ]
-    return fits[-1 if last else 0]
-
-
-def check_tilings(candidate):
-    """Row by row, at the bounds and between them."""
-    plain = inspect.unwrap(candidate)  # without what it remembers
-    # The table as it is has the same tiling twice in each row, which shows too little.
-    table = tuple(
-        (*row[:2], f"gate_up {number}", f"down {number}")
-        for number, row in enumerate(TILINGS)
-    )
-    with mock.patch.dict(plain.__globals__, TILINGS=table):
-        judge_tilings(plain, table)
-
-
-def judge_tilings(candidate, table):
-    """Compare with the rows of ``table``, which is TILINGS to the candidate."""
-    sizes = (1, 2, 3, 4, 5, 8, 16, 19, 20, 64, 96, 192, 193, 256, 384, 500, 3072, 9000)
-    for experts, top_k in ((128, 4), (32, 4), (16, 2)):
-        for tokens in sizes:
-            pairs = tokens * top_k
-            found = candidate(tokens, experts, top_k)
-            assert isinstance(found, tuple | list) and len(found) == 2, (
-                f"expected two tilings, of gate_up and of down; yours is {found!r}"
-            )
-
-            def is_row(number, found=found):
-                return tuple(found) == table[number][2:]
-
-            assert found[0] != found[1], (
-                "two tilings, the third and the fourth of a row: of gate_up and of down"
-            )
-            asked = tokens, experts, top_k
-            if is_row(row_of(*asked)):
-                continue
-            where = f"{tokens} tokens, {experts} experts, top {top_k}"
-            assert not is_row(row_of(*asked, last=True)), (
-                f"{where}: several rows fit, and the first of them counts"
-            )
-            assert not is_row(row_of(*asked, mean=tokens / experts)), (
-                f"{where}: the second number counts pairs, and a token makes {top_k}"
-            )
-            assert not is_row(row_of(*asked, strict=True)), (
-                f"{where}: a row's numbers are the most that it is for, themselves "
-                "included"
-            )
-            raise AssertionError(
-                f"{where}: at most {min(pairs, experts)} experts in use and "
-                f"{pairs / experts:g} pairs each fit row {row_of(*asked)} of TILINGS "
-                "first"
-            )
 
 
 def check_read_bytes(candidate):

@@ -10,8 +10,8 @@ puts them together in a table of operations.
   `variants.py` and `gated.py` what other families need besides.
 - `attention.py` chooses between `prefill.py` and `decode.py`, both made of the parts in
   `softmax.py`; `flash.py` is flash-attn.
-- `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in MXFP4;
-  `grouped.py` and `grouped_few.py` those of other formats.
+- `sorting.py`, `routing.py`, `experts.py`, `experts_one.py`, `fragments.py`: experts in
+  MXFP4; `grouped.py` and `grouped_few.py` those of other formats.
 - `quantized.py`, `scales.py` and `rounding.py`: weights of 8 bits, and inputs.
 - `draw.py`, `filters.py`, `penalties.py`: choosing tokens.
 - `read.py` measures how fast memory is read.

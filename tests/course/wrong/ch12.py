@@ -7,30 +7,9 @@ import triton.language as tl
 
 from simplellm.apps.roofline import Reads, step_flops
 from simplellm.apps.roofline import read_bytes as kept_read_bytes
-from simplellm.model.kernels.experts import TILINGS
-from simplellm.model.kernels.fragments import FIRST, SECOND, rotate_left
-from simplellm.model.kernels.routing import count_pairs, write_blocks
+from simplellm.model.kernels.sorting import count_pairs, write_blocks
 from simplellm.model.sizes import kv_bytes, weight_bytes
 from wrong import wrong
-
-
-@wrong("distinct_experts", "neither more nor fewer")
-def with_replacement(config, tokens):
-    experts, chosen = config.num_local_experts, config.num_experts_per_tok
-    return experts * (1 - (1 - 1 / experts) ** (tokens * chosen))
-
-
-@wrong("distinct_experts", "8 experts at most")
-def always_the_same_share(config, tokens):
-    experts, chosen = config.num_local_experts, config.num_experts_per_tok
-    if tokens == 1:
-        return chosen
-    return experts * (1 - chosen / experts) ** tokens
-
-
-@wrong("distinct_experts", "may choose the same")
-def nobody_shares(config, tokens):
-    return min(config.num_local_experts, tokens * config.num_experts_per_tok)
 
 
 @wrong("max_blocks", "blocks of its own")
@@ -48,81 +27,6 @@ def a_block_more_for_each(pairs, experts, block):
 @wrong("max_blocks", "3 pairs fill 3 blocks at most")
 def without_the_fewer(pairs, experts, block):
     return (pairs + experts * (block - 1)) // block
-
-
-@wrong("count_kernel", "doesn't count")
-@triton.jit
-def counts_padding(
-    ids_ptr,
-    counts_ptr,
-    num_tokens_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    chunk = tl.program_id(0)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < n, 0), BLOCK_E, i < n)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
-
-
-@wrong("count_kernel", "reads beyond ids")
-@triton.jit
-def masks_the_histogram_alone(
-    ids_ptr,
-    counts_ptr,
-    num_tokens_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
-    chunk = tl.program_id(0)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i), BLOCK_E, i < num_pairs)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
-
-
-@wrong("count_kernel", "mask the histogram")
-@triton.jit
-def masks_the_load_alone(
-    ids_ptr,
-    counts_ptr,
-    num_tokens_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
-    chunk = tl.program_id(0)
-    i = chunk * CHUNK + tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < num_pairs, 0), BLOCK_E)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), count)
-
-
-@wrong("count_kernel", "program_id(0) * CHUNK")
-@triton.jit
-def the_first_chunk_always(
-    ids_ptr,
-    counts_ptr,
-    num_tokens_ptr,
-    n,
-    TOP_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    num_pairs = count_pairs(num_tokens_ptr, n, TOP_K)
-    i = tl.arange(0, CHUNK)
-    count = tl.histogram(tl.load(ids_ptr + i, i < num_pairs, 0), BLOCK_E, i < num_pairs)
-    out = counts_ptr + tl.program_id(0) * BLOCK_E
-    tl.store(out + tl.arange(0, BLOCK_E), count)
 
 
 @wrong("sort_small_kernel", "ids alone have ties")
@@ -314,66 +218,6 @@ for mistake, word in {
     "loads all": "reads beyond the codes",
 }.items():
     wrong("grouped_kernel", word)(Mistaken(mistake))
-
-
-def packed(r, turn, first=FIRST.value, second=SECOND.value):
-    shared = (r[3] >> 4) | turn(r[7], 6)
-    a = r[0] | (r[1] >> 6) | turn(r[2], 4) | (shared & first)
-    b = r[4] | (r[5] >> 6) | turn(r[6], 4) | (shared & second) << 2
-    return a, b
-
-
-@wrong("pack_words", "rotate")
-def shifts(*r):
-    return packed(r, lambda words, left: words << left)
-
-
-@wrong("pack_words", "only fill the gaps")
-def no_masks(*r):
-    return packed(r, rotate_left, 0xFFFFFFFF, 0x3FFFFFFF)
-
-
-@wrong("pack_words", "only fill the gaps")
-def gaps_exchanged(*r):
-    return packed(r, rotate_left, SECOND.value & 0xCFFFCFFF, FIRST.value & 0x3FFFFFFF)
-
-
-@wrong("pack_words", "finds other bits")
-def registers_in_turn(*r):
-    return packed((r[0], r[2], r[4], r[6], r[1], r[3], r[5], r[7]), rotate_left)
-
-
-def first_row(used, mean):
-    return next(row[2:] for row in TILINGS if used <= row[0] and mean <= row[1])
-
-
-@wrong("tilings", "a token makes")
-def tokens_for_pairs(tokens, experts, top_k):
-    return first_row(min(tokens * top_k, experts), tokens / experts)
-
-
-@wrong("tilings", "themselves included")
-def less_than(tokens, experts, top_k):
-    pairs = tokens * top_k
-    used, mean = min(pairs, experts), pairs / experts
-    return next(row[2:] for row in TILINGS if used < row[0] and mean < row[1])
-
-
-@wrong("tilings", "the first of them counts")
-def the_last_row(tokens, experts, top_k):
-    return TILINGS[-1][2:]
-
-
-@wrong("tilings", "expected two tilings")
-def one_tiling(tokens, experts, top_k):
-    pairs = tokens * top_k
-    return first_row(min(pairs, experts), pairs / experts)[0]
-
-
-@wrong("tilings", "the third and the fourth")
-def gate_up_twice(tokens, experts, top_k):
-    pairs = tokens * top_k
-    return 2 * first_row(min(pairs, experts), pairs / experts)[:1]
 
 
 @wrong("read_bytes", "the whole embedding")
