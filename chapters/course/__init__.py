@@ -3,6 +3,7 @@
 import base64
 import difflib
 import functools
+import html
 import inspect
 import io
 import json
@@ -37,6 +38,8 @@ PARENTS = Path(__file__).resolve().parents
 # Beside chapters/ in the repository, beside this folder in a workbook.
 FIGURES = next(f for p in PARENTS if (f := p / "figures").is_dir())
 OURS = Path(__file__).with_name("ours.json")  # our versions; a workbook has them
+# A cell of a column of numbers: 12, 1.06x, 58 %, 1,200 us, a dash or nothing.
+QUANTITY = re.compile(r"[-+]?[\d.,]+(e[-+]?\d+)?([x%]?| [\w%/]{1,6})$|[-\u2013]?$")
 WIDTH = 80  # columns a chapter may print
 CHECK_SECONDS = 60  # far more than a check takes, even on a busy machine
 MESSAGE = 400  # characters of an exception that a reader is shown
@@ -420,26 +423,42 @@ def bench(fn: Callable[[], Any], *, repeat: int = 5, warmup: int = 1) -> float:
 
 
 def table(rows: Iterable[Sequence[Any]], headers: Sequence[str]) -> None:
-    """Print ``rows`` under ``headers``, numbers to the right, within 80 columns.
+    """Show ``rows`` under ``headers``, columns of numbers to the right.
 
-    Raises ValueError for a row of another length or a table that is too wide.
+    A notebook shows a table; elsewhere it is text within 80 columns. Raises ValueError
+    for a row of another length or a table that is too wide.
     """
     rows = [list(row) for row in rows]
     for row in rows:
         if len(row) != len(headers):
             raise ValueError(f"row {row} has {len(row)} cells, expected {len(headers)}")
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     if (width := sum(widths) + 2 * (len(widths) - 1)) > WIDTH:
         raise ValueError(f"the table is {width} columns wide, expected at most {WIDTH}")
-    cells.insert(1, ["-" * width for width in widths])
-    right = [
-        bool(rows) and all(isinstance(row[i], int | float) for row in rows)
-        for i in range(len(headers))
-    ]
-    for row in cells:
-        padded = (
+    right = [bool(rows) and all(map(QUANTITY.match, column[1:])) for column in columns]
+    rule = ["-" * width for width in widths]
+    plain = "\n".join(
+        "  ".join(
             cell.rjust(width) if numeric else cell.ljust(width)
             for cell, width, numeric in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in [cells[0], rule, *cells[1:]]
+    )
+    if not display({"text/html": html_table(cells, right)}, plain):
+        print(plain)
+
+
+def html_table(cells: list[list[str]], right: list[bool]) -> str:
+    """The rows of ``cells``, of which the first is the head, as a table in HTML."""
+    aligned = ["right" if numeric else "left" for numeric in right]
+    rows = (
+        "".join(
+            f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
+            for cell, side in zip(row, aligned, strict=True)
         )
-        print("  ".join(padded).rstrip())
+        for tag, row in zip(["th", *["td"] * (len(cells) - 1)], cells, strict=True)
+    )
+    head, *body = (f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"

@@ -216,6 +216,23 @@ def test_a_table_aligns_numbers_to_the_right(
     ]
 
 
+def test_a_notebook_shows_a_table_in_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        course, "display", lambda data, plain: shown.append(data) or True
+    )
+    course.table([["a < b", "58 %"], ["c", "1,200 us"]], ["name", "share"])
+    (data,) = shown
+    assert data["text/html"] == (
+        '<table><thead><tr><th style="text-align: left">name</th>'
+        '<th style="text-align: right">share</th></tr></thead>'
+        '<tbody><tr><td style="text-align: left">a &lt; b</td>'
+        '<td style="text-align: right">58 %</td></tr>'
+        '<tr><td style="text-align: left">c</td>'
+        '<td style="text-align: right">1,200 us</td></tr></tbody></table>'
+    )
+
+
 def test_a_table_refuses_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="has 1 cells, expected 2"):
         course.table([["a"]], ["name", "value"])
