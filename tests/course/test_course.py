@@ -218,9 +218,12 @@ def test_a_table_aligns_numbers_to_the_right(
 
 def test_a_notebook_shows_a_table_in_html(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, str]] = []
-    monkeypatch.setattr(
-        course, "display", lambda data, plain: shown.append(data) or True
-    )
+
+    def display(data: dict[str, str], plain: str) -> bool:
+        shown.append(data)
+        return True
+
+    monkeypatch.setattr(course, "display", display)
     course.table([["a < b", "58 %"], ["c", "1,200 us"]], ["name", "share"])
     (data,) = shown
     assert data["text/html"] == (
