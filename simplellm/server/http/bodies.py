@@ -10,10 +10,10 @@ made from the same models.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from reprlib import repr as short
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args
 
 import orjson
 from pydantic import (
@@ -21,8 +21,10 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetPydanticSchema,
+    Tag,
     ValidationError,
     ValidationInfo,
     WithJsonSchema,
@@ -106,7 +108,7 @@ def text_instead(what: str) -> str:
 
 def nearest_effort(value: Any, info: "ValidationInfo[Reading]") -> Any:
     """An effort as the model knows it."""
-    if info.context is None or info.context.strict or not isinstance(value, str):
+    if (info.context or STRICT).strict or not isinstance(value, str):
         return value
     return EFFORTS.get(value.lower(), value.lower())
 
@@ -138,15 +140,16 @@ ResponseFormat = Annotated[
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
 
 
-class Body(BaseModel):
-    """A body, or a part of one that is read in the same way. Its fields are *taken*."""
+STRICT = Reading(strict=True)  # of what no client has sent
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {}  # what is *refused*
-    prefix: ClassVar[str] = ""  # the path of a part, with a dot
+class Part(BaseModel):
+    """A part of a conversation. Its fields are *taken*; null is absent.
+
+    What else may stand in it means nothing here, as the labels of its writer do.
+    """
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
@@ -156,6 +159,25 @@ class Body(BaseModel):
         """
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+        """What is left for the fields once all else is mapped, ignored or refused."""
+        if not isinstance(data, dict):
+            return data
+        data = {key: value for key, value in data.items() if value is not None}
+        reading = info.context or STRICT
+        return data if reading.strict else cls.mapped(data, reading)
+
+
+class Body(Part):
+    """A body, or a part of one that is read likewise: no name in it goes unseen."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}  # what is *refused*
+    prefix: ClassVar[str] = ""  # the path of a part, with a dot
+
     @classmethod
     def known(cls) -> set[str]:
         """Every parameter that it takes."""
@@ -164,10 +186,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
-        """What is left for the fields once all else is mapped, ignored or refused."""
         if not isinstance(data, dict):
             return data
-        reading = info.context or Reading(strict=True)
+        reading = info.context or STRICT
         known = cls.known()
         if not reading.strict:
             given = {key: value for key, value in data.items() if value is not None}
@@ -379,6 +400,21 @@ class SampledBody(Body):
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
+def either(tag: Callable[[Any], str | None], *kinds: type[Part]) -> GetPydanticSchema:
+    """Makes a Part one of ``kinds`` in an annotation: ``tag`` gives its name."""
+    named = tuple(Annotated[kind, Tag(kind.__name__)] for kind in kinds)
+    types = [name for kind in kinds for name in types_of(kind)]
+    wanted = f"one of {', '.join(types)}"
+    told = Discriminator(tag, custom_error_type=OTHER_KIND, custom_error_message=wanted)
+    some: Any = Annotated[Union[named], told]  # noqa: UP007
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(some))
+
+
+def types_of(kind: type[Part]) -> tuple[str, ...]:
+    """What the type of a part may be."""
+    return get_args(kind.model_fields["type"].annotation)
+
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -415,6 +451,7 @@ def read_query(
 
 # What pydantic puts into a path beside names and numbers: which one of a union.
 UNION_PART = re.compile(r"(str|int|float|bool|none|\w+(-\w+)*[\[{(].*|[A-Z]\w*)", re.S)
+OTHER_KIND = "other_kind"  # an error: of a type that no part of a union has
 WANTED = {
     "dict_type": "an object",
     "model_type": "an object",
@@ -447,8 +484,9 @@ def refusal(error: ValidationError) -> ParameterError:
     entry, path = errors[first], paths[first]
     if isinstance(inner := entry.get("ctx", {}).get("error"), ParameterError):
         return inner
-    if entry["type"].startswith("union_tag"):
-        path = f"{path}.type"
+    given = entry["input"]
+    if entry["type"] == OTHER_KIND:
+        path, given = f"{path}.type", given.get("type")
     name = path or "the body"
     if entry["type"] == "missing":
         return ParameterError(f"{name} is missing; expected a value", path)
@@ -461,8 +499,29 @@ def refusal(error: ValidationError) -> ParameterError:
         WANTED.get(one["type"], one["msg"].removeprefix("Input should be "))
         for one in same
     )
-    given = short(entry["input"])
-    return ParameterError(f"{name} is {given}; expected {' or '.join(wanted)}", path)
+    wrong = f"{name} is {short(given)}; expected {' or '.join(wanted)}"
+    return ParameterError(wrong, path)
+
+
+def refuse_unread(
+    messages: Sequence[Any], where: str, readable: Container[str]
+) -> None:
+    """Raise APIError if all that the user asks now is something else than text.
+
+    Parts of ``readable`` types are text, and so are those without one.
+    """
+    last = messages[-1] if messages else None
+    if not isinstance(last, Mapping) or str(last.get("role")).lower() != "user":
+        return
+    parts = last.get("content")
+    kinds = [
+        part.get("type", "text") if isinstance(part, Mapping) else "text"
+        for part in (parts if isinstance(parts, list) else ())
+    ]
+    if kinds and all(isinstance(k, str) and k not in readable for k in kinds):
+        where = f"{where}[{len(messages) - 1}].content"
+        message = f"{where} has {kinds[0][:50]} and no text; {TEXT_ONLY}"
+        raise APIError(400, message, param=where, code="unsupported_content")
 
 
 def refuse(name: str, entry: Unsupported | None) -> None:

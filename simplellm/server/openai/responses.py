@@ -20,7 +20,7 @@ from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import TOO_LONG, APIError, as_api_error
 from simplellm.server.openai.responses_body import ResponseBody
 from simplellm.server.openai.responses_items import (
-    ItemReader,
+    kept_items,
     to_harmony,
     tools_in,
 )
@@ -66,7 +66,7 @@ class Response(Generation):
         self.key = uuid.uuid4().hex
         self.id, self.created = f"resp_{self.key}", int(time.time())
         before = items_before(self.store, body.previous_response_id)
-        given = ItemReader(self.key, self.store).read(body.input)
+        given = kept_items(body.input, self.key, self.store)
         self.asked = before + given
         self.asked_bytes = len(orjson.dumps(self.asked))
         expect(self.asked, "input", body.input, "at least one item")

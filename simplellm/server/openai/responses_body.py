@@ -17,26 +17,25 @@ from simplellm.server.http.bodies import (
     Reading,
     SampledBody,
     Unsupported,
+    refuse_unread,
 )
-from simplellm.server.openai.responses_items import INCLUDABLE, LOGPROBS, PREFIXES
-from simplellm.server.openai.responses_lenient import lenient_response
+from simplellm.server.openai.chat_lenient import (
+    named_schema,
+    offered_tools,
+    with_choice,
+)
+from simplellm.server.openai.responses_items import (
+    TEXT_PARTS,
+    ItemReference,
+    SomeItem,
+    known_items,
+)
 from simplellm.server.openai.tools import KINDS, flat
 
+LOGPROBS = "message.output_text.logprobs"
+# What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
+INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 MAX_LABELS, MAX_LABEL, MAX_LABEL_TEXT = 16, 64, 512  # pairs, and their characters
-INPUT_TEXT: dict[str, Any] = {"type": ["string", "array"], "items": {"type": "object"}}
-INPUT_ITEM: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": [*PREFIXES, "item_reference"]},
-        "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": INPUT_TEXT,
-        "call_id": {"type": "string"},
-        "name": {"type": "string"},
-        "arguments": {"type": "string"},
-        "output": INPUT_TEXT,
-    },
-}
-INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": INPUT_ITEM}]}
 TOOL: dict[str, Any] = {
     "type": "object",
     "required": ["type"],
@@ -124,7 +123,7 @@ class ResponseBody(SampledBody):
         "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
     }
 
-    input: Annotated[str | list[Any], WithJsonSchema(INPUT)]
+    input: str | list[SomeItem]
     instructions: str | None = None
     """What comes first; those of earlier responses are not shown again."""
     previous_response_id: str | None = None
@@ -154,7 +153,25 @@ class ResponseBody(SampledBody):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        return lenient_response(super().mapped(data, reading), reading)
+        data = with_choice(super().mapped(data, reading))
+        data = with_included(with_text(data), reading)
+        effort = data.pop("reasoning_effort", None)
+        if isinstance(reasoning := data.get("reasoning", {}), Mapping):
+            data["reasoning"] = {"effort": effort, **reasoning}
+        for name in ("max_tokens", "max_completion_tokens"):
+            if name in data:
+                data.setdefault("max_output_tokens", data.pop(name))
+        if isinstance(labels := data.get("metadata"), Mapping):
+            data["metadata"] = {
+                name: str(value) if isinstance(value, int | float) else value
+                for name, value in labels.items()
+            }
+        if isinstance(tools := data.get("tools"), list):
+            data["tools"] = offered_tools(tools, reading)
+        if isinstance(items := data.get("input"), list):
+            refuse_unread(items, "input", TEXT_PARTS)
+            data["input"] = known_items(items, reading)
+        return data
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -174,10 +191,7 @@ class ResponseBody(SampledBody):
     def recalls(self) -> bool:
         """Whether items are meant that the body doesn't hold, however short it is."""
         items = self.input if isinstance(self.input, list) else []
-        refers = any(
-            isinstance(item, dict) and item.get("type") == "item_reference"
-            for item in items
-        )
+        refers = any(isinstance(item, ItemReference) for item in items)
         return refers or self.previous_response_id is not None
 
     @property
@@ -228,3 +242,31 @@ def check_labels(labels: Mapping[str, Any]) -> None:
         short = len(key) <= MAX_LABEL and len(text) <= MAX_LABEL_TEXT
         wanted = f"keys of at most {MAX_LABEL} characters, texts of {MAX_LABEL_TEXT}"
         expect(short, name, text, wanted)
+
+
+def with_included(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """A body that asks for what there can be beside a response."""
+    if isinstance(include := data.get("include"), list):
+        data["include"] = [one for one in include if one in INCLUDABLE]
+        for one in include:
+            if isinstance(one, str) and one not in INCLUDABLE:
+                reading.ignore(f"include.{one}")
+    if "top_logprobs" in data and LOGPROBS not in (data.get("include") or ()):
+        del data["top_logprobs"]
+        reading.ignore("top_logprobs")
+    return data
+
+
+def with_text(data: dict[str, Any]) -> dict[str, Any]:
+    """The format of the answer where responses have it, its schema with a name."""
+    given, text = data.pop("response_format", None), data.get("text", {})
+    if not isinstance(text, Mapping):
+        return data
+    given = text.get("format", given)
+    if isinstance(given, Mapping):
+        inner = given.get("json_schema")
+        if isinstance(inner, Mapping):
+            given = {"type": given.get("type"), **inner}
+        named = given.get("type") == "json_schema" and "schema" in given
+        data["text"] = {**text, "format": named_schema(given) if named else given}
+    return data

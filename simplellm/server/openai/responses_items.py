@@ -1,27 +1,35 @@
 """The items that a client sends to /v1/responses, and the conversation they make.
 
 An item is a message, a reasoning, a call of a tool or what came of one; a response's
-input and output are lists of them.
+input and output are lists of them. They are kept as plain data.
 """
 
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from simplellm.base.config import expect, expect_type, one_of
-from simplellm.server.http.bodies import Unsupported, refuse
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
+
+from simplellm.base.config import expect
+from simplellm.server.http.bodies import Part, Reading, either, text_instead, types_of
 from simplellm.server.http.errors import APIError
+from simplellm.server.openai.chat_lenient import ROLES, UNKNOWN, as_text, is_part
 from simplellm.server.openai.responses_store import ResponseStore
-from simplellm.server.openai.tools import arguments_of_call, shown_name
+from simplellm.server.openai.tools import KINDS, arguments_of_call, flat, shown_name
 from simplellm.text.harmony import Message, Tool, result_message
 from simplellm.text.harmony.openai import call_message
 from simplellm.text.harmony.schema import Lead
 
-Item = dict[str, Any]
-TEXT_PARTS = ("input_text", "output_text", "text")  # parts of a message that are text
-LOGPROBS = "message.output_text.logprobs"
-# What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
-INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
+Item = dict[str, Any]  # as it is kept
+# Types of parts that are text.
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "refusal")
+MOST_TOLD = 500  # characters of an item that nobody here knows
 # Kinds of items, and how their ids begin.
 PREFIXES = {
     "message": "msg",
@@ -49,12 +57,6 @@ CALLS = {
 }
 CALL_OF_KIND = {kind: name for name, kind in CALLS.items()}
 OUTPUTS = {f"{name}_output": kind for name, kind in CALLS.items()}
-TOOL_ITEMS = ("additional_tools", "tool_search_output")  # which bring tools
-
-
-def refuse_kind(name: str, kind: object) -> None:
-    """Raise APIError: the API has such a thing, or may have it, and this server not."""
-    refuse(name, Unsupported(f"this server takes no {kind!r}"))
 
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
@@ -67,139 +69,302 @@ def reasoning_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
-class ItemReader:
-    """Reads the input of one request: items that the client sent, as we keep them.
+class TextPart(Part):
+    """Text in a message, a reasoning or the output of a tool."""
 
-    ``key`` makes their ids, ``store`` has the items that are only referred to. Raises
-    TypeError, ValueError or APIError, with the item's place in the input.
-    """
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
-    def __init__(self, key: str, store: ResponseStore) -> None:
-        self.key, self.store = key, store
+    @model_validator(mode="before")
+    @classmethod
+    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+        """A text, or a few words in the place of what is no text."""
+        if info.context.strict:
+            return data
+        if isinstance(data, str):
+            return {"type": "input_text", "text": data}
+        kind = data.get("type", "text") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            info.context.ignore(f"input.content.{kind}")
+            return {"type": "input_text", "text": text_instead(kind[:50])}
+        return data if kind is None else {**data, "type": kind}
 
-    def read(self, given: Any) -> list[Item]:
-        """The items of a body's input: text, or a list of items."""
-        if isinstance(given, str):
-            given = [{"role": "user", "content": given}]
-        found = []
-        for number, item in enumerate(given):
-            where = f"input[{number}]"
-            expect_type(where, item, Mapping, "an object")
-            found.append(self.item(item, where, number))
-        return found
 
-    def item(self, item: Mapping[str, Any], where: str, number: int) -> Item:
-        """One item; it keeps its id, if it has one."""
-        kind = item.get("type", "message" if "role" in item else None)
-        expect_type(f"{where}.type", kind, str, f"one of {', '.join(PREFIXES)}")
-        if kind == "item_reference":
-            return self.referred(item.get("id"), where)
-        if kind not in PREFIXES:
-            refuse_kind(f"{where}.type", kind)
-        id = item.get("id") or f"{PREFIXES[kind]}_{self.key}_in{number}"
-        expect_type(f"{where}.id", id, str, "a string")
-        found = {"id": id, "type": kind, "status": "completed"}
-        if kind in TOOL_ITEMS:
-            tools = item.get("tools")
-            expect_type(f"{where}.tools", tools, list, "a list of tools")
-            return found | {"tools": tools}
-        if kind in CALLS:
-            return found | self.call(item, where, CALLS[kind])
-        if kind in OUTPUTS:
-            return found | self.output(item, where, OUTPUTS[kind])
-        if kind == "reasoning":
-            return found | self.reasoning(item, where)
-        return found | self.message(item, where)
+Content = str | list[TextPart]
 
-    def referred(self, id: Any, where: str) -> Item:
-        """The item of this id that a kept response has."""
-        expect_type(f"{where}.id", id, str, "the id of an item")
-        if (found := self.store.find_item(id)) is None:
-            message = f"{where}: item {short(id)} is not here, or no longer"
-            raise APIError(404, message, param=f"{where}.id", code="item_not_found")
-        return found
 
-    def message(self, item: Mapping[str, Any], where: str) -> Item:
-        role, phase = item.get("role"), item.get("phase")
-        one_of(f"{where}.role", role, ("user", "assistant", "system", "developer"))
-        one_of(f"{where}.phase", phase, (None, "commentary", "final_answer"))
-        text = self.text(item.get("content"), f"{where}.content")
-        if role != "assistant":
-            return {"role": role, "content": [{"type": "input_text", "text": text}]}
-        found: Item = {"role": role, "content": [text_part(text)]}
-        return found if phase is None else found | {"phase": phase}
+def joined_text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(p.text for p in content)
 
-    def reasoning(self, item: Mapping[str, Any], where: str) -> Item:
-        """Its summary isn't shown to the model, which wrote none."""
-        content = item.get("content")
-        text = "" if content is None else self.text(content, f"{where}.content")
+
+class SentItem(Part):
+    """An item as a client sends it."""
+
+    id: str | None = None
+    type: str
+
+    def kept(self, key: str, number: int) -> Item:
+        """It as we keep it; it has its own id, or one made of ``key``."""
+        id = self.id or f"{PREFIXES[self.type]}_{key}_in{number}"
+        return {"id": id, "type": self.type, "status": "completed", **self.content_kept}
+
+    @property
+    def content_kept(self) -> Item:
+        """What it has beside the fields of all items."""
+        return self.model_dump(exclude={"id", "type"}, exclude_none=True)
+
+
+class SentMessage(SentItem):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    phase: Literal["commentary", "final_answer"] | None = None
+    content: Content
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        content = data.get("content")
+        if isinstance(content, int | float) and not isinstance(content, bool):
+            data["content"] = str(content)
+        if data.get("phase") not in ("commentary", "final_answer"):
+            data.pop("phase", None)
+        return data
+
+    @property
+    def content_kept(self) -> Item:
+        text = joined_text(self.content)
+        if self.role != "assistant":
+            part = {"type": "input_text", "text": text}
+            return {"role": self.role, "content": [part]}
+        found: Item = {"role": self.role, "content": [text_part(text)]}
+        return found if self.phase is None else found | {"phase": self.phase}
+
+
+class SentReasoning(SentItem):
+    """Its summary isn't shown to the model, which wrote none."""
+
+    type: Literal["reasoning"]
+    content: Content = ""
+
+    @property
+    def content_kept(self) -> Item:
+        text = joined_text(self.content)
         return {"summary": [], "content": [reasoning_part(text)] if text else []}
 
-    def call(self, item: Mapping[str, Any], where: str, kind: str) -> Item:
-        """What a call of a tool has beside its id: it is whatever ``kind`` needs."""
-        expect_type(f"{where}.call_id", item.get("call_id"), str, "a string")
-        found = {"call_id": item["call_id"]} | self.named(item, where, kind)
-        match kind:
-            case "function" | "custom":
-                key = "arguments" if kind == "function" else "input"
-                expect_type(f"{where}.{key}", item.get(key), str, "a string")
-                return found | {key: item[key]}
-            case "apply_patch":
-                given: Any = item.get("operation")
-                expect_type(f"{where}.operation", given, Mapping, "an object")
-                texts = {k: v for k, v in given.items() if isinstance(v, str)}
-                return found | {"operation": texts}
-        key = "command" if kind == "local_shell" else "commands"
-        action: Any = item.get("action")
-        expect_type(f"{where}.action", action, Mapping, "an object")
-        words = action.get(key)
-        ok = isinstance(words, list) and all(isinstance(word, str) for word in words)
-        expect(ok, f"{where}.action.{key}", words, "a list of strings", TypeError)
-        kept = {"type": "exec", "env": {}} if kind == "local_shell" else {}
-        return found | {"action": {**kept, key: words}}
 
-    def named(self, item: Mapping[str, Any], where: str, kind: str) -> Item:
-        """What an item says of the tool that is called, or was."""
-        found = {}
-        for key in ("name", "namespace"):
-            if kind in ("function", "custom") and item.get(key) is not None:
-                expect_type(f"{where}.{key}", item[key], str, "a string")
-                found[key] = item[key]
-        if item["type"] in CALLS and kind in ("function", "custom"):
-            expect_type(f"{where}.name", item.get("name"), str, "a string")
-        return found
+class SentCall(SentItem):
+    """A call of a tool."""
 
-    def output(self, item: Mapping[str, Any], where: str, kind: str) -> Item:
-        """What came of a call. A shell's chunks are joined."""
-        # A local shell's output has no other id than that of its call.
-        call_id = item.get("call_id", item.get("id") if kind == "local_shell" else None)
-        expect_type(f"{where}.call_id", call_id, str, "the id of a call")
-        output = item.get("output")
-        if kind == "apply_patch" and output is None:
-            output = item.get("status")
-        if kind == "shell" and isinstance(output, list):
-            texts = [shell_text(chunk) for chunk in output]
-            output = "".join(texts)
-        text = self.text(output, f"{where}.output")
-        return {"call_id": call_id, "output": text} | self.named(item, where, kind)
+    call_id: str
 
-    def text(self, content: Any, where: str) -> str:
-        """The text of a content: a string, or a list of parts that have text."""
-        if isinstance(content, str):
-            return content
-        wanted = "a string or a list of text parts"
-        expect_type(where, content, list, wanted)
-        texts = []
-        for number, part in enumerate(content):
-            place = f"{where}[{number}]"
-            expect_type(place, part, Mapping, "an object")
-            kind = part.get("type")
-            key = "refusal" if kind == "refusal" else "text"
-            if kind not in (*TEXT_PARTS, "reasoning_text", "refusal"):
-                refuse_kind(f"{place}.type", kind)
-            expect_type(f"{place}.{key}", part.get(key), str, "a string")
-            texts.append(part[key])
-        return "".join(texts)
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        """One may have no arguments, and no id but its own."""
+        if data.get("type") == "function_call":
+            given = data.get("arguments") or "{}"
+            data["arguments"] = given if isinstance(given, str) else as_text(given)
+        if "id" in data:
+            data.setdefault("call_id", data["id"])
+        return data
+
+
+class FunctionCall(SentCall):
+    type: Literal["function_call"]
+    name: str
+    namespace: str | None = None
+    arguments: str
+
+
+class CustomCall(SentCall):
+    type: Literal["custom_tool_call"]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class LocalShellAction(Part):
+    type: Literal["exec"] = "exec"
+    env: dict[str, Any] = Field(default_factory=dict)
+    command: list[str]
+
+
+class LocalShellCall(SentCall):
+    type: Literal["local_shell_call"]
+    action: LocalShellAction
+
+
+class ShellAction(Part):
+    commands: list[str]
+
+
+class ShellCall(SentCall):
+    type: Literal["shell_call"]
+    action: ShellAction
+
+
+def texts_in(operation: dict[str, Any]) -> dict[str, Any]:
+    return {name: text for name, text in operation.items() if isinstance(text, str)}
+
+
+class ApplyPatchCall(SentCall):
+    type: Literal["apply_patch_call"]
+    operation: Annotated[dict[str, Any], AfterValidator(texts_in)]
+
+
+class CallOutput(SentItem):
+    """What came of a call."""
+
+    type: Literal[
+        "function_call_output",
+        "custom_tool_call_output",
+        "local_shell_call_output",
+        "shell_call_output",
+        "apply_patch_call_output",
+    ]
+    call_id: str
+    name: str | None = None
+    namespace: str | None = None
+    output: Content
+
+    @model_validator(mode="before")
+    @classmethod
+    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+        """Of a shell its chunks are joined, and of a patch the status is enough."""
+        if not isinstance(data, dict):
+            return data
+        data = {key: value for key, value in data.items() if value is not None}
+        kind, output = data.get("type"), data.get("output")
+        if kind == "local_shell_call_output" and "id" in data:
+            data.setdefault("call_id", data["id"])  # it has no other one
+        if kind == "shell_call_output" and isinstance(output, list):
+            data["output"] = "".join(map(shell_text, output))
+        elif kind == "apply_patch_call_output" and output is None:
+            data["output"] = data.get("status")
+        elif not info.context.strict:
+            parts = isinstance(output, list) and all(map(is_part, output))
+            if not (parts or isinstance(output, str)):
+                data["output"] = "" if output is None else as_text(output)
+        return data
+
+    @property
+    def content_kept(self) -> Item:
+        return super().content_kept | {"output": joined_text(self.output)}
+
+
+class SentTools(SentItem):
+    """Tools that a conversation brings."""
+
+    type: Literal["additional_tools", "tool_search_output"]
+    tools: list[Any]
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        if isinstance(tools := data.get("tools"), list):
+            data["tools"] = [tool for tool in tools if type_of(tool) in KINDS]
+        return data
+
+
+class ItemReference(Part):
+    """An item that a kept response has."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+ITEMS: tuple[type[Part], ...] = (
+    *(SentMessage, SentReasoning, FunctionCall, CustomCall, LocalShellCall, ShellCall),
+    *(ApplyPatchCall, CallOutput, SentTools, ItemReference),
+)
+MODELS = {kind: model.__name__ for model in ITEMS for kind in types_of(model)}
+
+
+def type_of(item: Any) -> str | None:
+    """The type of an item, or of another object that has one."""
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def kind_of_item(item: Any) -> str | None:
+    """The name of the model of an item; None if nobody here knows it."""
+    if not isinstance(item, Mapping):
+        return SentMessage.__name__
+    kind = item.get("type", "message" if "role" in item else None)
+    return MODELS.get(kind) if isinstance(kind, str) else None
+
+
+SomeItem = Annotated[Part, either(kind_of_item, *ITEMS)]
+
+
+def known_items(items: Sequence[Any], reading: Reading) -> list[Any]:
+    """Items of kinds that we know, in the place of all that clients send."""
+    found = [one for item in items for one in known_item(item, reading)]
+    ids = [item.get("call_id") for item in found if type_of(item) in CALLS]
+    called = {id for id in ids if isinstance(id, str)}
+    for number, item in enumerate(found):
+        id = item.get("call_id") if type_of(item) in OUTPUTS else None
+        orphan = isinstance(id, str) and id not in called  # its call may be gone
+        if orphan and item.get("name") is None:
+            found[number] = {**item, "name": UNKNOWN}
+    return found
+
+
+def known_item(item: Any, reading: Reading) -> list[Any]:
+    """The item, or some for it: that of a chat may be calls and a result, too."""
+    if not isinstance(item, Mapping):
+        return [item]
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "message":
+        return from_chat(dict(item))
+    if not isinstance(kind, str) or kind in MODELS:
+        return [item]
+    reading.ignore(f"input.{kind}")
+    if kind == "compaction_trigger":
+        return []
+    told = {k: v for k, v in item.items() if k not in ("id", "type", "status")}
+    text = "" if "encrypted_content" in told else str(as_text(told))[:MOST_TOLD]
+    words = f"[{kind[:50]}{': ' * bool(text)}{text}]"
+    return [{"role": "assistant", "phase": "commentary", "content": words}]
+
+
+def from_chat(item: Item) -> list[Any]:
+    """A message as responses have it, with calls and results as items."""
+    role, calls = item.get("role"), item.pop("tool_calls", None)
+    if isinstance(role, str):
+        role = item["role"] = ROLES.get(role.lower(), role.lower())
+    if role in ("tool", "function"):
+        ids = {"call_id": item.get("tool_call_id", role)}
+        kind = "function_call_output"
+        return [{"type": kind, "output": item.get("content"), **ids}]
+    if role != "assistant" or not isinstance(calls, list):
+        return [item]
+    found = [item] if item.get("content") else []
+    for call in calls:
+        call = call if isinstance(call, Mapping) else {}
+        named = {name: flat(call).get(name) for name in ("name", "arguments")}
+        found.append({"type": "function_call", "call_id": call.get("id"), **named})
+    return found
+
+
+def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
+    """A body's input, text or items, as we keep it; ``key`` makes ids.
+
+    Raises APIError for a reference to an item that ``store`` hasn't.
+    """
+    if isinstance(given, str):
+        given = [SentMessage(role="user", content=given)]
+    return [
+        referred(item.id, store, f"input[{number}]")
+        if isinstance(item, ItemReference)
+        else item.kept(key, number)
+        for number, item in enumerate(given)
+    ]
+
+
+def referred(id: str, store: ResponseStore, where: str) -> Item:
+    """The item of this id that a kept response has."""
+    if (found := store.find_item(id)) is None:
+        message = f"{where}: item {short(id)} is not here, or no longer"
+        raise APIError(404, message, param=f"{where}.id", code="item_not_found")
+    return found
 
 
 def shell_text(chunk: Any) -> str:
@@ -249,9 +414,9 @@ def to_harmony(
                 found.append(call_message({"id": id, "function": function}, "input"))
             case kind if kind in OUTPUTS:
                 id = item["call_id"]
-                wanted = f"the id of a call before it ({list(called) or 'none'})"
-                ok = id in called or "name" in item
-                expect(ok, f"input[{number}].call_id", id, wanted)
+                if id not in called and "name" not in item:
+                    wanted = f"the id of a call before it ({list(called) or 'none'})"
+                    expect(False, f"input[{number}].call_id", id, wanted)
                 name = called.get(id) or shown_tool(OUTPUTS[kind], item)
                 found.append(result_message(name, item["output"], id))
     return found

@@ -48,8 +48,9 @@ def from_openai(
         else:
             call_id = checked_id(message.get("tool_call_id"), where)
             name = called.get(call_id, name)
-            wanted = f"the id of a call before it ({list(called) or 'there is none'})"
-            expect(name is not None, f"{where}.tool_call_id", call_id, wanted)
+            if name is None:
+                wanted = f"the id of a call before it ({list(called) or 'none'})"
+                expect(False, f"{where}.tool_call_id", call_id, wanted)
             found.append(result_message(name, text, call_id))
     text = lead(None, functions)
     if text and not (found and found[0].role == "developer"):
