@@ -64,6 +64,12 @@ def activated(first: Tensor, mlp: Experts | Dense) -> Tensor:
     return ACTIVATIONS[mlp.activation](first)
 
 
+def dense(x: Tensor, mlp: Dense) -> Tensor:
+    """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
+    first = linear(x, mlp.gate_up, mlp.gate_up_bias)
+    return linear(activated(first, mlp), mlp.down, mlp.down_bias)
+
+
 def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
     """The weighted sum of what each token's experts say: x [T, hidden] -> the same.
 
@@ -92,9 +98,3 @@ def experts(x: Tensor, mlp: Experts, num_tokens: Tensor) -> Tensor:
         y = linear(hidden, mlp.down[expert], second_bias)
         out.index_add_(0, tokens, y * scores.flatten()[pair_ids, None])
     return out
-
-
-def dense(x: Tensor, mlp: Dense) -> Tensor:
-    """A feed-forward network for all tokens: x [T, hidden] -> the same shape."""
-    first = linear(x, mlp.gate_up, mlp.gate_up_bias)
-    return linear(activated(first, mlp), mlp.down, mlp.down_bias)
