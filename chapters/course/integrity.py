@@ -1,6 +1,7 @@
 """Whether the books of a `PageManager` agree with each other. For tests and lessons."""
 
-from simplellm.engine.page_manager import NULL, PageManager
+from simplellm.engine.page_books import NULL
+from simplellm.engine.page_manager import PageManager
 
 
 def check_integrity(manager: PageManager) -> None:

@@ -1,10 +1,10 @@
 """The engine: a thread that serves many requests at once, step by step.
 
 `engine.py` is that thread. `request_queues.py` knows who waits and who runs,
-`scheduler.py` says who computes how many tokens in the next step, `page_manager.py`
-which page of the KV cache belongs to whom, `runner.py` runs the step on the device,
-`launch_timer.py` says when, and `graphs.py` records it as a CUDA graph. `sampler.py`
-chooses tokens from logits. `stats.py` counts, `warmup.py` compiles kernels before they
-are needed, and `client.py` has what an engine in another process shares with one in
-this.
+`scheduler.py` says who computes how many tokens in the next step, `page_books.py` knows
+the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
+`runner.py` runs the step on the device, `launch_timer.py` says when, and `graphs.py`
+records it as a CUDA graph. `sampler.py` chooses tokens from logits. `stats.py` counts,
+`warmup.py` compiles kernels before they are needed, and `client.py` has what an engine
+in another process shares with one in this.
 """

@@ -95,46 +95,6 @@ def check_hash_page(hash_page):
     )
 
 
-def check_PageManager__take(PageManager):
-    """First the free pages, then the cached ones from the front."""
-    books = manager(PageManager, 6, 4)
-    taken = [books._take() for _ in range(3)]
-    assert None not in taken, "`_take` took a page and returns None: return the page"
-    assert len(set(taken)) == 3, f"three pages were taken, among them twins: {taken}"
-    assert all(0 <= page < 6 for page in taken), f"there are pages 0 to 5, not {taken}"
-    assert not set(taken) & set(books.free), "a page that is taken is no longer free"
-    assert [books.references[page] for page in taken] == [1, 1, 1], (
-        "a page that was taken has one user; its reference count is "
-        f"{books.references[taken[0]]}"
-    )
-    for page in (taken[1], taken[0], taken[2]):  # in the order of eviction
-        books.references[page] = 0
-        name = (0, bytes([page]))
-        books.hash_of[page], books.page_of[name] = name, page
-        books.cached[page] = None
-        books.kept_longer.add(page)
-    rest = [books._take() for _ in range(3)]
-    assert not set(rest) & set(taken), (
-        "three pages were free, and one was evicted: what is cached may still be "
-        "found, so the free pages go first"
-    )
-    for victim in (taken[1], taken[0], taken[2]):
-        page = books._take()
-        assert page == victim, (
-            f"no page is free: the first in self.cached, {victim}, is the next to be "
-            f"evicted, since it was unused the longest; yours is {page}"
-        )
-        assert page not in books.cached, "a page that is in use is not cached"
-        assert page not in books.hash_of and (0, bytes([page])) not in books.page_of, (
-            "an evicted page gets new content, so it must lose its name, or somebody "
-            "finds it by what it held"
-        )
-        assert page not in books.kept_longer, (
-            "an evicted page is not the one that was found"
-        )
-        assert books.references[page] == 1, "a page that was taken has one user"
-
-
 def check_PageManager__release(PageManager):
     """Every way out of use."""
     books = manager(PageManager, 8, 4)

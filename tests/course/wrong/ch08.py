@@ -42,48 +42,6 @@ def of_python(parent, tokens):
     return hash((parent, tuple(tokens)))
 
 
-@wrong("PageManager._take", "the free pages go first")
-class EvictsFirst(PageManager):
-    def _take(self):
-        if self.cached:
-            page, _ = self.cached.popitem(last=False)
-            self._forget_hash(page)
-        else:
-            page = self.free.pop()
-        self.references[page] = 1
-        return page
-
-
-@wrong("PageManager._take", "unused the longest")
-class EvictsTheLatest(PageManager):
-    def _take(self):
-        if self.free:
-            page = self.free.pop()
-        else:
-            page, _ = self.cached.popitem()
-            self._forget_hash(page)
-        self.references[page] = 1
-        return page
-
-
-@wrong("PageManager._take", "lose its name")
-class KeepsTheName(PageManager):
-    def _take(self):
-        page = self.free.pop() if self.free else self.cached.popitem(last=False)[0]
-        self.references[page] = 1
-        return page
-
-
-@wrong("PageManager._take", "one user")
-class NobodyUsesIt(PageManager):
-    def _take(self):
-        if self.free:
-            return self.free.pop()
-        page, _ = self.cached.popitem(last=False)
-        self._forget_hash(page)
-        return page
-
-
 @wrong("PageManager._release", "still in use")
 class FreesWhatOthersUse(PageManager):
     def _release(self, page, behind=False):
@@ -560,12 +518,6 @@ class AListOfAll:
                 after.setdefault(known[:end], set()).add(known[end])
         parts = {p for p, tokens in after.items() if p and len(tokens) > 1}
         return len(self.all | parts)
-
-
-@wrong("PageManager._take", "return the page")
-class TakesAndTellsNobody(PageManager):
-    def _take(self):
-        super()._take()
 
 
 @wrong("PageManager.allocate", "4 are needed")

@@ -1,0 +1,109 @@
+"""Which pages of the KV cache there are, who holds them, and what they're called.
+
+Plain books. `PageManager` takes, shares and releases pages by them.
+"""
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from simplellm.base.config import expect
+
+NULL = -1  # in a table, in place of a page that fell behind the window
+
+
+@dataclass
+class PageTable:
+    """The pages of one sequence: ``groups[g][i]`` holds positions from i * page_size.
+
+    In the group of the sliding layers the entries before ``first[g]`` are NULL.
+    """
+
+    groups: "list[array[int]]"
+    first: list[int]
+    num_computed_tokens: int  # tokens whose keys and values are in the pages
+    page_hashes: list[bytes]  # of the full pages, as far as their tokens are known
+    prompt: int  # full pages of the tokens that it began with
+
+
+class PageBooks:
+    """All pages, each of them in use, free or cached, and the tables of sequences.
+
+    A page has room for ``page_size`` positions of one group of layers: the full ones
+    or, if ``window`` is given, the sliding ones. All ``num_pages`` serve either group.
+    With ``share``, full pages are found again by the tokens they were computed from,
+    until they are evicted, the longest unused first. ``max_chunk`` is the most tokens
+    that a sequence computes in one step, None any number; the smaller it is, the
+    longer may a sequence get. Raises ValueError for fewer pages than a sequence needs.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        window: int | None = None,
+        share: bool = True,
+        max_chunk: int | None = None,
+    ) -> None:
+        least = 1 if window is None else 2
+        name = f"the number of pages of {page_size} tokens"
+        expected = f"at least {least}: more cache_bytes or num_pages, or a smaller "
+        expect(num_pages >= least, name, num_pages, expected + "page_size")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.windows = (None,) if window is None else (None, window)
+        self.share = share
+        self.max_chunk = max_chunk
+        self.tables: dict[int, PageTable] = {}
+        self.references = [0] * num_pages
+        self.free = list(range(num_pages))[::-1]  # hold nothing that anyone could use
+        self.cached: OrderedDict[int, None] = OrderedDict()  # unused, next victim first
+        # Pages that some sequence was given by `add`, or that the next turn of a chat
+        # will ask for: those that the token behind a prompt's last full page can see.
+        self.kept_longer: set[int] = set()
+        self.hash_of: dict[int, tuple[int, bytes]] = {}  # page -> (group, digest)
+        self.page_of: dict[tuple[int, bytes], int] = {}  # and back
+        self._copies: list[tuple[int, int]] = []
+        self.max_tokens = self._longest()
+
+    def _longest(self) -> int:
+        """The most tokens that a sequence can have if it is alone."""
+        count = self.num_pages // len(self.windows)
+        if self.windows[-1] is not None and self.max_chunk is not None:
+            # At worst the oldest position in view is the last one of its page.
+            span = self.windows[-1] - 1 + self.max_chunk
+            sliding = (span + self.page_size - 2) // self.page_size + 1
+            count = max(count, self.num_pages - sliding)
+        return count * self.page_size
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had: those that hold nothing and those not in use."""
+        return len(self.free) + len(self.cached)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of a new sequence that find room even if no page is shared."""
+        return self.free_pages // len(self.windows) * self.page_size
+
+    @property
+    def usage(self) -> float:
+        """The share of all pages that sequences hold."""
+        return 1 - self.free_pages / self.num_pages
+
+    def snapshot(self) -> dict[str, Any]:
+        """Who holds which pages: plain data that nobody changes later."""
+        return {
+            "num_pages": self.num_pages,
+            "page_size": self.page_size,
+            "windows": list(self.windows),
+            "free": len(self.free),
+            "cached": list(self.cached),
+            "references": list(self.references),
+            "tables": {
+                number: [list(pages) for pages in table.groups]
+                for number, table in self.tables.items()
+            },
+        }
