@@ -107,9 +107,9 @@ def test_a_row_is_made_again_only_when_its_bits_change() -> None:
     assert [row for _, row in seen] == rows
     assert seen[0][0] == seen[1][0] and seen[2][0] == seen[3][0]
     assert masks.arrange([free]) is None
-    assert len(masks.known) == 1
+    assert len(masks.allowed) == 1
     del careful
-    assert not masks.known, "who has ended is forgotten"
+    assert not masks.allowed, "who has ended is forgotten"
 
 
 def test_words_are_cut_at_the_beginning_and_after_a_space(llm: LLM) -> None:

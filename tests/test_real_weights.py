@@ -30,7 +30,7 @@ from serving import serving
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from simplellm import LLM
-from simplellm.checkpoint.folder import open_config, place_of, small_files
+from simplellm.checkpoint.folder import open_config, path_of, small_files
 from simplellm.checkpoint.gguf.container import open_container
 from simplellm.text.dialects.dialect import open_text
 
@@ -150,7 +150,7 @@ CHATS: list[list[dict[str, str]]] = [
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_chats_are_rendered_as_by_transformers(smollm2: LLM, chat: Any) -> None:
-    metadata = open_container(place_of("smollm2")).metadata
+    metadata = open_container(path_of("smollm2")).metadata
     template = metadata["tokenizer.chat_template"]
     text, _ = render_jinja_template(
         [chat], chat_template=template, add_generation_prompt=True

@@ -341,7 +341,7 @@ as_frame = wire.as_frame
 
 def odd(content):
     if isinstance(content, dict) and content.get("steps", 0) >= 100:
-        content["told"] = [(99, None, None)]
+        content["answers"] = [(99, None, None)]
     return as_frame(content)
 
 wire.as_frame = odd

@@ -36,34 +36,34 @@ class Format:
     where: str = "response_format"
 
 
-def as_format(given: Any, where: str = "response_format") -> Format:
+def as_format(value: Any, where: str = "response_format") -> Format:
     """OpenAI's ``response_format``, which stands at ``where``; None is any text.
 
     The fields of a json_schema may also stand in it as they are, as /v1/responses has
     it. Raises TypeError or ValueError.
     """
-    if isinstance(given, Format | None):
-        return given or Format()
+    if isinstance(value, Format | None):
+        return value or Format()
     asks = where
-    expect_type(where, given, Mapping, "an object")
-    kind = given.get("type")
+    expect_type(where, value, Mapping, "an object")
+    kind = value.get("type")
     one_of(f"{where}.type", kind, ("text", "json_object", "json_schema"))
-    if kind == "json_object" and given.get("schema") is not None:  # as llama.cpp has it
-        given = {"name": "output", "schema": given["schema"]}
+    if kind == "json_object" and value.get("schema") is not None:  # as llama.cpp has it
+        value = {"name": "output", "schema": value["schema"]}
     elif kind != "json_schema":
         rules = schema_rules(OBJECT, where) if kind == "json_object" else None
         return Format(rules, "", asks)
-    if "json_schema" in given:
-        where, given = f"{where}.json_schema", given["json_schema"]
-        expect_type(where, given, Mapping, "an object")
-    name, about = given.get("name"), given.get("description") or ""
-    schema, strict = given.get("schema"), given.get("strict")
+    if "json_schema" in value:
+        where, value = f"{where}.json_schema", value["json_schema"]
+        expect_type(where, value, Mapping, "an object")
+    name, about = value.get("name"), value.get("description") or ""
+    schema, strict = value.get("schema"), value.get("strict")
     expect_type(f"{where}.name", name, str, "a string")
     expect_type(f"{where}.description", about, str, "a string")
     expect_type(f"{where}.schema", schema, Mapping, "an object")
     expect_type(f"{where}.strict", strict, bool | None, "true or false")
-    wanted = "up to 64 letters, digits, '_' and '-'"
-    expect(FORMAT_NAME.fullmatch(str(name)), f"{where}.name", name, wanted)
+    expected = "up to 64 letters, digits, '_' and '-'"
+    expect(FORMAT_NAME.fullmatch(str(name)), f"{where}.name", name, expected)
     rules = schema_rules(schema, f"{where}.schema")
     return Format(rules, format_text(str(name), about, schema or {}), asks)
 
@@ -99,8 +99,10 @@ def named_tools(choices: Sequence[Any], tools: Sequence[Tool]) -> list[Tool]:
         name = choice.get("function", choice) if isinstance(choice, Mapping) else None
         names.append(name.get("name") if isinstance(name, Mapping) else name)
         ok = any(tool.name == names[-1] for tool in tools)
-        known = short([tool.name for tool in tools])
-        expect(ok, "tool_choice", names[-1], f"the name of one of the tools ({known})")
+        offered = short([tool.name for tool in tools])
+        expect(
+            ok, "tool_choice", names[-1], f"the name of one of the tools ({offered})"
+        )
     return [tool for tool in tools if tool.name in names]
 
 
@@ -140,10 +142,10 @@ def answer_parts(
     outputs: StructuredOutputs | None, answer: Format | None
 ) -> dict[str, Rules]:
     """The rules of a text, or of a final answer, by what asks for them."""
-    found = {} if not answer or answer.rules is None else {answer.where: answer.rules}
+    rules = {} if not answer or answer.rules is None else {answer.where: answer.rules}
     if outputs is None:
-        return found
-    expect(not found, WHERE, outputs, f"None beside {', '.join(found)}")
+        return rules
+    expect(not rules, WHERE, outputs, f"None beside {', '.join(rules)}")
     return {WHERE: output_rules(outputs)}
 
 
@@ -169,8 +171,11 @@ def turn_constraint(
         return None
     final = None if must else next(iter(parts.values()), FREE)
     names, calls = {tool.name for tool in some}, dict[str, Rules]()
-    count, wanted = len(names), f"at most {MAX_CALLS}, where a grammar tells them apart"
-    expect(count <= MAX_CALLS, "the number of tools", count, wanted, param="tools")
+    count, expected = (
+        len(names),
+        f"at most {MAX_CALLS}, where a grammar tells them apart",
+    )
+    expect(count <= MAX_CALLS, "the number of tools", count, expected, param="tools")
     length, most = len(rules_text(*parts.values())), 2 * MAX_TEXT
     for number, tool in enumerate(tools):
         if tool.name not in names:
@@ -179,7 +184,7 @@ def turn_constraint(
         parts[where] = calls[tool.name] = arguments_rules(tool, where)
         # At each of them, since to check those that are too many takes its time, too.
         length += len(rules_text(parts[where]))
-        wanted = f"at most {most} characters"
+        expected = f"at most {most} characters"
         name = "the length of schemas in tools"
-        expect(length <= most, name, length, wanted, param="tools")
+        expect(length <= most, name, length, expected, param="tools")
     return Constraint(grammar(final, calls), parts)

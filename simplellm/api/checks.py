@@ -33,8 +33,8 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     prompts = plain(prompts)
-    wanted = "text, a list of token ids, or a list of these"
-    expect_type("prompts", prompts, list | tuple, wanted)
+    expected = "text, a list of token ids, or a list of these"
+    expect_type("prompts", prompts, list | tuple, expected)
     expect(prompts, "prompts", prompts, "at least one prompt")
     one = all(isinstance(item, int) or type(plain(item)) is int for item in prompts)
     return [list(prompts)] if one else list(prompts)

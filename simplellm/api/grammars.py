@@ -29,7 +29,7 @@ class GrammarCompiler:
     compiler: Callable[[str], Grammar] | None  # another process's; None: its own
 
     @cached_property
-    def own(self) -> Grammars:
+    def local(self) -> Grammars:
         """What compiles in this process."""
         assert self.tokenizer is not None
         return Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
@@ -41,7 +41,7 @@ class GrammarCompiler:
         """
         if self.tokenizer is not None and find_spec("llguidance"):
             with suppress(Exception):
-                self.own.vocabulary  # noqa: B018  (it is kept)
+                self.local.vocabulary  # noqa: B018  (it is kept)
 
     @cached_property
     def compile(self) -> Callable[[str], Grammar]:
@@ -50,7 +50,7 @@ class GrammarCompiler:
 
     def compile_anew(self, text: str) -> Grammar:
         """The same, of which nothing is kept."""
-        return (self.compiler or self.own.compile)(text)
+        return (self.compiler or self.local.compile)(text)
 
     def compile_constraint(self, constraint: Constraint) -> Grammar:
         """The compiled grammar. Raises ValueError that names the part to blame."""
@@ -76,13 +76,13 @@ class GrammarCompiler:
 
 def once_for_each(constrain: Constrain) -> Constrain:
     """``constrain``, which then isn't asked again for what it has been asked before."""
-    known: list[tuple[StructuredOutputs | None, Constraint | None]] = []
+    compiled: list[tuple[StructuredOutputs | None, Constraint | None]] = []
 
     def remembered(outputs: StructuredOutputs | None) -> Constraint | None:
-        for one, constraint in known:
+        for one, constraint in compiled:
             if one is outputs:
                 return constraint
-        known.append((outputs, constrain(outputs)))
-        return known[-1][1]
+        compiled.append((outputs, constrain(outputs)))
+        return compiled[-1][1]
 
     return remembered

@@ -81,9 +81,9 @@ class InputProcessor:
     warned: list[str] = field(default_factory=list)  # control tokens' names
 
     @classmethod
-    def open(cls, place: Path, config: ModelConfig) -> "InputProcessor":
+    def open(cls, path: Path, config: ModelConfig) -> "InputProcessor":
         """That of a checkpoint at its place, with room for all that the model has."""
-        files = small_files(place)
+        files = small_files(path)
         tokenizer, dialect = open_text(files, config)
         params, listed = read_generation_config(files, config.vocab_size)
         ends = turn_ends(config, tokenizer, listed, dialect.ends)
@@ -126,13 +126,13 @@ class InputProcessor:
         ids = tokenizer.encode(text, special=bool(parse_special))
         if parse_special is None and not self.warned:
             names = (match[0] for match in LIKE_CONTROL.finditer(text))
-            found = next((name for name in names if name in tokenizer.special), None)
-            if found is not None:
-                self.warned.append(found)
+            name = next((name for name in names if name in tokenizer.special), None)
+            if name is not None:
+                self.warned.append(name)
                 LOGGER.warning(
                     "a prompt has %r, a control token's name, which is taken as text; "
                     "with parse_special=True it would be the control token",
-                    found,
+                    name,
                 )
         return (
             ids if not add_special_tokens or ids[: len(begin)] == begin else begin + ids
@@ -140,8 +140,8 @@ class InputProcessor:
 
     def parser(self, spec: RequestSpec) -> TurnParser:
         """What reads the turn that a chat asks for."""
-        known = self.need_tokenizer(), spec.tokens, spec.grammar
-        return self.dialect.parser(*known, spec.tools)
+        parts = self.need_tokenizer(), spec.tokens, spec.grammar
+        return self.dialect.parser(*parts, spec.tools)
 
     def process_all(
         self,
@@ -155,11 +155,11 @@ class InputProcessor:
         each = isinstance(sampling_params, list | tuple)
         if isinstance(sampling_params, SamplingParams | None):
             sampling_params = [sampling_params] * len(every)
-        wanted = "SamplingParams or a list of them"
-        expect_type("sampling_params", sampling_params, list | tuple, wanted)
-        given, name = len(sampling_params), "the number of sampling_params"
-        wanted = f"1 for all prompts or {len(every)}, one each"
-        expect(given == len(every), name, given, wanted, param="sampling_params")
+        expected = "SamplingParams or a list of them"
+        expect_type("sampling_params", sampling_params, list | tuple, expected)
+        count, name = len(sampling_params), "the number of sampling_params"
+        expected = f"1 for all prompts or {len(every)}, one each"
+        expect(count == len(every), name, count, expected, param="sampling_params")
         if (outputs := overrides.get("structured_outputs")) is not None:
             made = StructuredOutputs.of(outputs)  # the same for all
             overrides = {**overrides, "structured_outputs": made}
@@ -201,13 +201,13 @@ class InputProcessor:
         expect(ok, "messages", messages, "a list of at least one message")
         # A message is a token at least: to render more of them would only take time.
         self.check_length(len(messages), 0, "fewer messages")
-        wanted = "an object"
-        given: Any = chat_template_kwargs
-        expect_type("chat_template_kwargs", given, Mapping | None, wanted)
+        expected = "an object"
+        variables: Any = chat_template_kwargs
+        expect_type("chat_template_kwargs", variables, Mapping | None, expected)
         check_kind("parallel_tool_calls", parallel_tool_calls, bool)
         odd = next((key for key in ENCODING if key in overrides), None)
-        wanted = "it beside a text that is no chat: messages hold no control tokens"
-        expect(odd is None, str(odd), "given", wanted)
+        expected = "it beside a text that is no chat: messages hold no control tokens"
+        expect(odd is None, str(odd), "given", expected)
         functions = [] if tool_choice == "none" else as_tools(tools or ())
         wanted_format = as_format(response_format)
         harmony = [message for message in messages if isinstance(message, Message)]
@@ -228,16 +228,16 @@ class InputProcessor:
             sampling_params = replace(self.default_params, max_tokens=CHAT_MAX_TOKENS)
         alone = self.dialect.several_calls and not parallel_tool_calls
         grammar = partial(self.dialect.grammar, tokenizer, ids, alone=alone)
-        asked = wanted_format, functions, tool_choice
-        constrain = partial(turn_constraint, *asked, grammar=grammar, alone=alone)
+        options = wanted_format, functions, tool_choice
+        constrain = partial(turn_constraint, *options, grammar=grammar, alone=alone)
         spec = self.process(ids, sampling_params, overrides, constrain)
         return replace(spec, tools=functions)
 
-    def check_length(self, tokens: int, needed: int, wanted: str = "fewer") -> None:
+    def check_length(self, tokens: int, needed: int, expected: str = "fewer") -> None:
         """Raise ContextLengthError unless a prompt leaves as many as are ``needed``."""
         limit = self.max_model_len
         if tokens + needed > limit:
-            raise ContextLengthError(tokens, limit - needed, limit, wanted)
+            raise ContextLengthError(tokens, limit - needed, limit, expected)
 
     def process(
         self,
@@ -269,8 +269,8 @@ class InputProcessor:
             bad = bad_sequences(params.bad_words, self.need_tokenizer())
         grammar = None
         if (constraint := constrain(params.structured_outputs)) is not None:
-            wanted = "False where the text has to fit something: it ends then"
-            expect(not params.ignore_eos, "ignore_eos", True, wanted)
+            expected = "False where the text has to fit something: it ends then"
+            expect(not params.ignore_eos, "ignore_eos", True, expected)
             grammar = self.grammars.compile_constraint(constraint)
         room, most_tokens = limit - len(ids), params.max_tokens
         spec = RequestSpec(

@@ -20,7 +20,7 @@ from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import MAX_SIZE, EngineConfig, ModelConfig, expect
 from simplellm.checkpoint.checkpoint import Upload, open_weights
 from simplellm.checkpoint.families import title
-from simplellm.checkpoint.folder import place_of
+from simplellm.checkpoint.folder import path_of
 from simplellm.checkpoint.mxfp4 import MXFP4, Weight
 from simplellm.checkpoint.scaled import Scaled
 from simplellm.checkpoint.source import Source
@@ -58,7 +58,7 @@ def load(
     config = (config or EngineConfig()).changed(options or {}).resolved(device.type)
     dtype = find_dtype(dtype, device)
     source = open_weights(path, dtype, device, random_weights, seed)
-    input_processor = InputProcessor.open(place_of(path), source.config)
+    input_processor = InputProcessor.open(path_of(path), source.config)
     with ThreadPoolExecutor(1) as beside:  # it takes seconds, and so do the weights
         beside.submit(input_processor.grammars.prepare)
         engine, how, seconds = load_engine(source, config, dtype, device)

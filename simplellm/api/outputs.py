@@ -166,15 +166,15 @@ class BaseReply:
         """
         if self.tokenizer is None:
             return [*entries]
-        spell, found = self.tokenizer.token_bytes, []
+        spell, with_texts = self.tokenizer.token_bytes, []
         for entry in entries:
             if entry is not None:
                 some = entry.top if len(entry.top) <= MAX_LOGPROBS else ()
                 texts = [spell(token).decode(errors="replace") for token, _ in some]
                 own = spell(entry.token_id).decode(errors="replace")
                 entry = replace(entry, decoded_token=own, decoded_top=(*texts,))
-            found.append(entry)
-        return found
+            with_texts.append(entry)
+        return with_texts
 
     def origin(self) -> dict[str, Any]:
         """The fields of a `Sample` that tell where it comes from, and why it ended."""

@@ -23,8 +23,8 @@ def usage(samples: Readers) -> Usage:
     )
 
 
-def complete(samples: Readers, found: list[Any]) -> list[Any]:
-    """``found``, which has None in place of what failed.
+def complete(samples: Readers, results: list[Any]) -> list[Any]:
+    """``results``, which has None in place of what failed.
 
     Raises the error of what failed; of several prompts, EngineError with the first
     one's index, and with what was found.
@@ -36,22 +36,22 @@ def complete(samples: Readers, found: list[Any]) -> list[Any]:
         if error is not None:
             several = f"of {len(errors)} prompts, the one at index {index} failed"
             failure = EngineError(f"{several}: {error}")
-            failure.index, failure.outputs = index, found
+            failure.index, failure.outputs = index, results
             raise failure from error.__cause__ or error
-    return found
+    return results
 
 
 def outputs(samples: Readers) -> list[RequestOutput]:
     """What `LLM.generate` gives."""
     readers = chain.from_iterable(samples)
-    found = [None if r.error else r.reply.output() for r in readers]
-    return complete(samples, found)
+    results = [None if r.error else r.reply.output() for r in readers]
+    return complete(samples, results)
 
 
 def turns(samples: Readers) -> list[ChatOutput]:
     """What `LLM.chat` gives for several conversations."""
-    found = [None if any(r.error for r in some) else turn([some]) for some in samples]
-    return complete(samples, found)
+    results = [None if any(r.error for r in some) else turn([some]) for some in samples]
+    return complete(samples, results)
 
 
 def turn(samples: Readers) -> ChatOutput:

@@ -105,8 +105,8 @@ class Parts:
         for index, parts in self.inbox.take().items():
             ends = [parts.pop()] if is_end(parts[-1]) else []
             self.left -= ends == [END]
-            told = [] if ends == [END] and not self.ends else ends
-            self.taken += [(index, part) for part in [*join(parts), *told]]
+            last = [] if ends == [END] and not self.ends else ends
+            self.taken += [(index, part) for part in [*join(parts), *last]]
 
     def next(self) -> tuple[int, Any]:
         """The next part. What went wrong with one reply ends all, and is raised."""

@@ -91,24 +91,26 @@ class Case:
 def numbers(name: str, text: str, width: int, expected: str) -> list[tuple[int, ...]]:
     """What an option such as "1,8,64" or "32x2048,1x2048" lists; may be nothing."""
     try:
-        found = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
+        entries = [tuple(map(int, part.split("x"))) for part in text.split(",") if text]
     except ValueError:
-        found = [()]
-    right = all(len(entry) == width for entry in found)
+        entries = [()]
+    right = all(len(entry) == width for entry in entries)
     expect(right, f"--{name}", text, expected)
-    return found
+    return entries
 
 
 def plan_steps(
     batch: str, input_len: int, output_len: int, prefill: str, context: str
 ) -> Plan:
     """What the options ask to be measured of an engine."""
-    wanted = "prompts x tokens such as 32x2048,1x2048"
+    expected = "prompts x tokens such as 32x2048,1x2048"
     return Plan(
         batches=[n for (n,) in numbers("batch", batch, 1, "integers such as 1,8,64")],
         input_len=input_len,
         output_len=output_len,
-        prefills=[(n, length) for n, length in numbers("prefill", prefill, 2, wanted)],
+        prefills=[
+            (n, length) for n, length in numbers("prefill", prefill, 2, expected)
+        ],
         contexts=[n for (n,) in numbers("context", context, 1, "integers")],
     )
 
@@ -357,26 +359,26 @@ def measure(
     of batch and length follow from the plan. Raises TypeError or ValueError before
     anything is loaded, where it can be known.
     """
-    place = find_device(device)
-    dtype, seed = find_dtype(None, place), plan.seed if random_weights else None
-    source = open_weights(model, dtype, place, random_weights, seed)
-    config = (config or EngineConfig()).resolved(place.type)
+    target = find_device(device)
+    dtype, seed = find_dtype(None, target), plan.seed if random_weights else None
+    source = open_weights(model, dtype, target, random_weights, seed)
+    config = (config or EngineConfig()).resolved(target.type)
     limit = source.config.max_position_embeddings
     cases = plan_cases(plan, config.max_num_batched_tokens, limit)
     config = engine_config(cases, config)
-    machine = measure_machine(place, sum(weight_bytes(source.config, 4).values()))
+    machine = measure_machine(target, sum(weight_bytes(source.config, 4).values()))
     ground = Ground(source.config, machine, dtype.itemsize)
-    if place.type == "cuda":
+    if target.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     options: dict[str, Any] = {"random_weights": random_weights, "seed": seed}
-    with start(model, config, device=place, **options) as llm:
+    with start(model, config, device=target, **options) as llm:
         seconds = time.perf_counter() - began
         room = llm.engine.runner.pool.memory.nbytes
         check_cache(room, ground, config, cases)
         bench = Bench(llm, torch.Generator().manual_seed(plan.seed))
         rows = measure_cases(bench, cases, ground)
-        return circumstances(model, place, command) | {
+        return circumstances(model, target, command) | {
             "weights": "random" if random_weights else "checkpoint",
             "backend": llm.how,
             "plan": asdict(plan),

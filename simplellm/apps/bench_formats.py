@@ -20,7 +20,7 @@ from simplellm.apps.quantize import TARGETS
 from simplellm.apps.report import circumstances
 from simplellm.base.config import BLOCK, EngineConfig, ModelConfig
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.checkpoint.folder import EMBEDDED, place_of
+from simplellm.checkpoint.folder import EMBEDDED, path_of
 from simplellm.checkpoint.formats import NumberFormat, is_matrix
 from simplellm.checkpoint.mxfp4 import Weight
 from simplellm.checkpoint.names import is_expert_weight, tensor_names, tensor_shapes
@@ -47,7 +47,7 @@ class Recoded:
 
     def __init__(self, source: Source, form: NumberFormat) -> None:
         self.source = source
-        forms = dict.fromkeys(wanted(source.config, form), form)
+        forms = dict.fromkeys(rounded_weights(source.config, form), form)
         self.config = replace(source.config, formats=forms)
         self.names, self.stored = source.names, source.stored
         self.files, self.mapped = source.files, False
@@ -59,7 +59,7 @@ class Recoded:
         return encoded(form, weight) if form else weight
 
 
-def wanted(config: ModelConfig, form: NumberFormat) -> Iterator[str]:
+def rounded_weights(config: ModelConfig, form: NumberFormat) -> Iterator[str]:
     """The weights that are rounded; rows that MXFP4's blocks do not fill are not."""
     shapes = tensor_shapes(config)
     for ours, name in tensor_names(config).items():
@@ -76,13 +76,13 @@ def count_right(llm: Any) -> str:
     """
     problems = json.loads(PROBLEMS.read_text(encoding="utf-8"))
     chats = [[{"role": "user", "content": one["question"]}] for one in problems]
-    found = llm.chat(chats, temperature=0, max_tokens=300)
-    pairs = zip(found, problems, strict=True)
-    right = sum(one.content == known["answer"] for one, known in pairs)
+    answers = llm.chat(chats, temperature=0, max_tokens=300)
+    pairs = zip(answers, problems, strict=True)
+    right = sum(one.content == problem["answer"] for one, problem in pairs)
     return f"{right} of {len(chats)}"
 
 
-def measure_row(llm: Any, name: str, nbytes: int, asked: bool) -> dict[str, Any]:
+def measure_row(llm: Any, name: str, nbytes: int, asks: bool) -> dict[str, Any]:
     """A model in one format, on an LLM that does nothing else."""
     bench = Bench(llm, torch.Generator().manual_seed(0))
     cases = [Case("decode", batch, INPUT_LEN, OUTPUT_LEN) for batch in BATCHES]
@@ -93,7 +93,7 @@ def measure_row(llm: Any, name: str, nbytes: int, asked: bool) -> dict[str, Any]
         "weights": nbytes,
         "one": one,
         "eight": eight,
-        "right": count_right(llm) if asked else "not asked",
+        "right": count_right(llm) if asks else "not asked",
         "backend": llm.how,
     }
 
@@ -111,24 +111,24 @@ def measure_formats(
     These are the formats that some of its weights may have. ``start`` is the class
     `LLM`. The embedded model's answers are counted, too.
     """
-    place = find_device(device)
-    dtype = find_dtype(None, place)
-    source = open_weights(model, dtype, place, random_weights, None)
-    config = EngineConfig(max_num_seqs=32).resolved(place.type)
-    input_processor = InputProcessor.open(place_of(model), source.config)
+    target = find_device(device)
+    dtype = find_dtype(None, target)
+    source = open_weights(model, dtype, target, random_weights, None)
+    config = EngineConfig(max_num_seqs=32).resolved(target.type)
+    input_processor = InputProcessor.open(path_of(model), source.config)
     load = os.getloadavg()[0]
-    rows, asked = [], model is None and not random_weights
+    rows, asks = [], model is None and not random_weights
     forms: dict[str, NumberFormat | None] = {"as stored": None, **TARGETS}
     for name, form in tqdm(forms.items(), disable=None, leave=False):
-        if form and not any(wanted(source.config, form)):
+        if form and not any(rounded_weights(source.config, form)):
             continue
         one: Any = Recoded(source, form) if form else source
         size = weight_bytes(one.config, dtype.itemsize)
-        engine, how, seconds = load_engine(one, config, dtype, place)
+        engine, how, seconds = load_engine(one, config, dtype, target)
         limited = replace(input_processor, max_model_len=engine.max_model_len)
         with start.of(Loaded(engine, limited, how, seconds)) as llm:
-            rows.append(measure_row(llm, name, sum(size.values()), asked))
-    return circumstances(model, place, command) | {
+            rows.append(measure_row(llm, name, sum(size.values()), asks))
+    return circumstances(model, target, command) | {
         "dtype": str(dtype).removeprefix("torch."),
         "load_average": load,  # of the machine, before
         "input_len": INPUT_LEN,

@@ -52,12 +52,12 @@ class PromptGroup(TyperGroup):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first, known = args[0], [*self.commands, "help"]
+        first, commands = args[0], [*self.commands, "help"]
         if first == "help":
             args = [*args[1:], "--help"]
-        elif first not in {*known, "-h", "--help", "--version"}:
+        elif first not in {*commands, "-h", "--help", "--version"}:
             # Closer than "hello" is to "help".
-            near = get_close_matches(first, known, n=1, cutoff=0.7)
+            near = get_close_matches(first, commands, n=1, cutoff=0.7)
             if near and " " not in first and not first.startswith("-"):
                 ctx.fail(
                     f"there is no command {first!r}; did you mean {near[0]!r}? To ask "
@@ -95,15 +95,15 @@ def load_llm(
     with screen.waiting("Starting PyTorch"):
         import simplellm.api.load  # noqa: F401  (which the LLM will ask for)
         from simplellm.api.llm import LLM
-    given = {name: value for name, value in choices.items() if value is not None}
-    return LLM(model, device=device, **given)
+    options = {name: value for name, value in choices.items() if value is not None}
+    return LLM(model, device=device, **options)
 
 
 def options_of(ctx: typer.Context) -> dict[str, Any]:
     """What a chat is asked with, by the options that both commands have."""
-    given = ctx.params
-    tools = [CALCULATOR] if given["calculator"] else None
-    effort = given["reasoning_effort"]
+    params = ctx.params
+    tools = [CALCULATOR] if params["calculator"] else None
+    effort = params["reasoning_effort"]
     return options.sampling(ctx) | {"reasoning_effort": effort, "tools": tools}
 
 
@@ -146,11 +146,11 @@ def answer_question(
         prompt = sys.stdin.buffer.read().decode().rstrip("\n")
     if not prompt.strip():
         raise ValueError("the prompt is empty; expected a question")
-    asked = options_of(ctx)
+    settings = options_of(ctx)
     choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
     with load_llm(model, device, screen, yes, **choices) as llm:
         messages = [*begun(developer), {"role": "user", "content": prompt}]
-        respond(llm.stream_chat, messages, screen, **asked)
+        respond(llm.stream_chat, messages, screen, **settings)
 
 
 @app.command("chat", help=CHAT_HELP)
@@ -175,12 +175,12 @@ def hold_chat(
     screen = Screen()
     if sys.stdin is None:
         raise ValueError("standard input is closed; expected a terminal or a file")
-    asked = options_of(ctx)
+    settings = options_of(ctx)
     choices: dict[str, Any] = {"dtype": dtype, "cache_bytes": cache_bytes}
     with load_llm(model, device, screen, yes, **choices) as llm:
 
         def answer(messages: list[dict[str, Any]]) -> None:
-            respond(llm.stream_chat, messages, screen, **asked)
+            respond(llm.stream_chat, messages, screen, **settings)
 
         help = greeting(model)
         if sys.stdin.isatty():

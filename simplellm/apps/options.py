@@ -129,10 +129,10 @@ def sampling(ctx: typer.Context) -> dict[str, Any]:
 
     Raises TypeError or ValueError for what is wrong with them, before a model loads.
     """
-    given = {name: x for name, x in ctx.params.items() if x not in (None, ())}
-    found = {name: given[name] for name in SAMPLING if name in given}
-    SamplingParams(**found)
-    return found
+    options = {name: x for name, x in ctx.params.items() if x not in (None, ())}
+    params = {name: options[name] for name in SAMPLING if name in options}
+    SamplingParams(**params)
+    return params
 
 
 def check_folder(file: Path) -> None:

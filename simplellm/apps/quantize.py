@@ -66,11 +66,11 @@ def chosen(
     """
     config = source.config
     spelled = FAMILIES[config.model_type].spelled
-    found = {spelled(name): info for name, info in infos.items()}
+    by_name = {spelled(name): info for name, info in infos.items()}
     forms: dict[str, NumberFormat | None] = dict.fromkeys(infos)
     for ours, name in tensor_names(config).items():
         names = stored_names(name, config.num_local_experts)
-        parts = [found[part] for part in names if part in found]
+        parts = [by_name[part] for part in names if part in by_name]
         if form is MXFP4_EXPERTS:
             ok = is_expert_weight(ours)
         else:
@@ -125,7 +125,7 @@ def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
             "weight_block_size": [*SQUARES.tile],
             "modules_to_not_convert": left,
         }
-    kind, bits, strategy = next(key for key, known in SCHEMES.items() if known is form)
+    kind, bits, strategy = next(key for key, one in SCHEMES.items() if one is form)
     numbers = {"num_bits": bits, "type": kind, "symmetric": True}
     weights = {**numbers, "strategy": strategy, "dynamic": False}
     inputs = {**numbers, "strategy": "token", "dynamic": True} if form.inputs else None
@@ -148,29 +148,31 @@ def described(form: NumberFormat, left: list[str]) -> dict[str, Any]:
 
 def find_source(source: Path) -> tuple[list[Path], dict[str, str]]:
     """The files of a checkpoint's weights and its index, {} when it has none."""
-    place = check_downloaded(source)
-    wanted = "a folder of safetensors files: a GGUF file's numbers are rounded already"
-    expect(not is_gguf(place), "IN", str(source), wanted)
-    return find_shards(place)
+    path = check_downloaded(source)
+    expected = (
+        "a folder of safetensors files: a GGUF file's numbers are rounded already"
+    )
+    expect(not is_gguf(path), "IN", str(source), expected)
+    return find_shards(path)
 
 
 def unrounded_config(source: Path) -> dict[str, Any]:
     """A checkpoint's config.json, which must not be of rounded weights already."""
     with raising(CheckpointError, source / "config.json"):
         config = read_json(source / "config.json")
-    known = config.get("quantization_config")
-    expect(known is None, "quantization_config", known, "none: weights as trained")
+    name, expected = "quantization_config", "none: weights as trained"
+    expect(config.get(name) is None, name, config.get(name), expected)
     return config
 
 
 def wanted_tiles(form: NumberFormat, format: str, config: ModelConfig) -> str:
     """What a checkpoint needs for some of its weights to be rounded."""
     high, wide = form.tile[0], BLOCK if form.is_mxfp4 else form.tile[1] or ALIGNED
-    wanted = (
+    expected = (
         f"a checkpoint with weights that {format} is for: of whole tiles, {high} x "
         f"{wide}, where hidden_size is {config.hidden_size}"
     )
-    return wanted + (" (int8's are 1 x 16)" if format == "fp8" else "")
+    return expected + (" (int8's are 1 x 16)" if format == "fp8" else "")
 
 
 def quantize_checkpoint(source: Path, target: Path, format: str) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions that decide how fast this is; cuda is None on a CPU."""
-    found = {
+    versions_of = {
         "simplellm": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -69,8 +69,8 @@ def versions() -> dict[str, str | None]:
     with suppress(ImportError):
         from triton import __version__ as triton
 
-        found["triton"] = triton
-    return found
+        versions_of["triton"] = triton
+    return versions_of
 
 
 def circumstances(
@@ -101,16 +101,16 @@ def describe_memory(model: Model, cache: int) -> dict[str, int | None]:
 # What the command says
 
 
-def write_json(found: Mapping[str, Any], path: Path) -> None:
+def write_json(report: Mapping[str, Any], path: Path) -> None:
     """Write what was found as JSON."""
-    text = json.dumps(found, indent=1)
+    text = json.dumps(report, indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def show(record: Mapping[str, Any], console: Console) -> None:
     """Print what was measured of an engine and on what, at most 80 columns wide."""
     machine, memory = record["machine"], record["memory"]
-    known = [f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size]
+    sizes = [f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size]
     lines = (
         f"{record['model']}, {record['weights']} weights, {record['date']}",
         f"{record['device']['name']}: {record['backend']}",
@@ -118,7 +118,7 @@ def show(record: Mapping[str, Any], console: Console) -> None:
         f"{machine['flops_per_second'] / 1e12:,.2f} TFLOP/s",
         f"weights loaded in {record['load_seconds']:.1f} s, engine ready in "
         f"{record['engine_seconds']:.1f} s more",
-        f"GB of memory: {', '.join(known)}",
+        f"GB of memory: {', '.join(sizes)}",
     )
     for line in lines:
         console.out(line, highlight=False)
@@ -139,22 +139,22 @@ def tabulate(rows: Sequence[Mapping[str, Any]], columns: Headings) -> Table:
     return table
 
 
-def show_traffic(found: Mapping[str, Any], console: Console) -> None:
+def show_traffic(report: Mapping[str, Any], console: Console) -> None:
     """Print what became of a workload, at most 80 columns wide."""
-    cached = found["cached_tokens"] / max(1, found["prompt_tokens"])
+    cached = report["cached_tokens"] / max(1, report["prompt_tokens"])
     lines = [
-        f"{found['answered']:,} of {found['requests']:,} requests answered in "
-        f"{found['seconds']:,.1f} s, {found['requests_per_second']:,.2f} a second",
-        *(f"{count:,} errors: {kind}" for kind, count in found["errors"].items()),
-        f"{found['prompt_tokens']:,} tokens of prompts, {cached:.1%} of them cached",
-        f"{found['output_tokens']:,} new ones, {found['tokens_per_second']:,.1f} a "
-        f"second, seed {found['seed']}",
+        f"{report['answered']:,} of {report['requests']:,} requests answered in "
+        f"{report['seconds']:,.1f} s, {report['requests_per_second']:,.2f} a second",
+        *(f"{count:,} errors: {kind}" for kind, count in report["errors"].items()),
+        f"{report['prompt_tokens']:,} tokens of prompts, {cached:.1%} of them cached",
+        f"{report['output_tokens']:,} new ones, {report['tokens_per_second']:,.1f} a "
+        f"second, seed {report['seed']}",
     ]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("milliseconds")
     for share in ("p50", "p90", "p99"):
         table.add_column(share, justify="right", min_width=9)
-    for name, times in found["milliseconds"].items():
+    for name, times in report["milliseconds"].items():
         cells = ("" if ms is None else f"{ms:,.1f}" for ms in times.values())
         table.add_row(name, *cells)
     for line in lines:

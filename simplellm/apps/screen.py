@@ -153,8 +153,8 @@ def greeting(model: str | None) -> str:
     """What a conversation with a ``model`` begins with; None is the embedded one."""
     if model is None:
         return GREETING.format(model="The embedded model", about=EMBEDDED_ABOUT)
-    if found := packaged(model):
-        model = f"{found.title} (license {found.license})"
+    if package := packaged(model):
+        model = f"{package.title} (license {package.license})"
     return GREETING.format(model=model, about="")
 
 

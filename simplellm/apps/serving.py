@@ -100,8 +100,8 @@ def served_name(model: str | None) -> str:
     """What clients call a checkpoint unless they are told otherwise."""
     if model is None:
         return EMBEDDED_NAME
-    place = Path(model).resolve()
-    return place.stem if place.suffix == ".gguf" else place.name
+    path = Path(model).resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def serve_model(
@@ -129,8 +129,8 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    given: Any = max_num_seqs  # None: what suits the machine
-    config = EngineConfig(max_num_seqs=given, cache_bytes=cache_bytes)
+    most: Any = max_num_seqs  # None: what suits the machine
+    config = EngineConfig(max_num_seqs=most, cache_bytes=cache_bytes)
     check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
     check_number("--grace", grace, float, 0, MAX_SIZE)
     check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)

@@ -156,9 +156,9 @@ def take_events(lines: Iterable[bytes], outcome: Outcome) -> None:
         for choice in event.get("choices", ()):
             outcome.finish_reason = choice["finish_reason"] or outcome.finish_reason
             texts = {"text": choice.get("text")} | choice.get("delta", {})
-            told = any(texts.get(name) for name in SPOKEN)
-            found = choice.get("token_ids")
-            tokens += [UNTOLD] * told if found is None else found
+            has_text = any(texts.get(name) for name in SPOKEN)
+            ids = choice.get("token_ids")
+            tokens += [UNTOLD] * has_text if ids is None else ids
     outcome.push(tokens)
 
 
@@ -200,7 +200,7 @@ def run_traffic(
     conversation has nothing to follow. ``file`` gets a line for each request.
     """
     talks = conversations(arrivals)
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
 
     async def converse(send: Send, talk: Sequence[Arrival], due: float) -> None:
         error = None
@@ -210,7 +210,7 @@ def run_traffic(
                 await ask(send, arrival, outcome)
             outcome.ended = due = time.monotonic()
             error = outcome.error and FAILED
-            found[arrival.custom_id] = outcome
+            outcomes[arrival.custom_id] = outcome
             if file is not None:
                 line = asdict(replace(arrival, result=asdict(outcome)))
                 file.write(json.dumps(line) + "\n")
@@ -234,7 +234,7 @@ def run_traffic(
         asyncio.Runner(loop_factory=find_loop()) as runner,
     ):
         runner.run(run())
-    return [found[one.custom_id] for one in arrivals]
+    return [outcomes[one.custom_id] for one in arrivals]
 
 
 # What is found

@@ -80,47 +80,47 @@ def draw_conversation(
     and each prompt begins with the one before it.
     """
 
-    def said() -> str:
+    def user_text() -> str:
         return say(chance, draw_length(chance, *kind.prompt))
 
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": said()})
+    messages.append({"role": "user", "content": user_text()})
     tools = {"tools": [{"type": "function", "function": LOOKUP}]}
-    found: list[Arrival] = []
+    arrivals: list[Arrival] = []
     for turn in range(kind.turns):
         length = draw_length(chance, *kind.output)
         body: dict[str, Any] = {"messages": [*messages], "max_tokens": length}
         body |= tools if kind.turns > 1 else {}
-        after = found[-1].custom_id if found else None
+        after = arrivals[-1].custom_id if arrivals else None
         url = "/v1/chat/completions"
-        found.append(Arrival(f"{name}-{turn}", url, body, after=after))
+        arrivals.append(Arrival(f"{name}-{turn}", url, body, after=after))
         query = json.dumps({"query": say(chance, length)})
         call = {"name": LOOKUP["name"], "arguments": query}
         calls = [{"id": f"call_{turn}", "type": "function", "function": call}]
         messages += [
             {"role": "assistant", "content": None, "tool_calls": calls},
-            {"role": "tool", "tool_call_id": f"call_{turn}", "content": said()},
+            {"role": "tool", "tool_call_id": f"call_{turn}", "content": user_text()},
         ]
-    return found
+    return arrivals
 
 
 def draw_workload(kind: Workload, requests: int, seed: int) -> list[Arrival]:
     """So many requests, all of which come at once. Each answer has a seed, too."""
     chance = Random(seed)
     system = say(chance, kind.shared)
-    found: list[Arrival] = []
-    while len(found) < requests:
-        name = str(len(found))
+    arrivals: list[Arrival] = []
+    while len(arrivals) < requests:
+        name = str(len(arrivals))
         if kind.chat:
-            found += draw_conversation(kind, chance, name, system)
+            arrivals += draw_conversation(kind, chance, name, system)
         else:
             prompt = say(chance, draw_length(chance, *kind.prompt))
             length = draw_length(chance, *kind.output)
             body = {"prompt": prompt, "max_tokens": length}
-            found.append(Arrival(name, "/v1/completions", body))
+            arrivals.append(Arrival(name, "/v1/completions", body))
     return [
         replace(one, body=one.body | {"ignore_eos": True, "seed": seed + number})
-        for number, one in enumerate(found[:requests])
+        for number, one in enumerate(arrivals[:requests])
     ]
 
 
@@ -143,7 +143,7 @@ def conversations(arrivals: Iterable[Arrival]) -> list[list[Arrival]]:
     Raises ValueError for an id that comes twice, and for a request that waits for none
     of those before it, or for the same one as another.
     """
-    found: list[list[Arrival]] = []
+    groups: list[list[Arrival]] = []
     latest: dict[str, list[Arrival]] = {}  # conversations, by their last request so far
     seen: set[str] = set()
     for one in arrivals:
@@ -152,25 +152,25 @@ def conversations(arrivals: Iterable[Arrival]) -> list[list[Arrival]]:
         seen.add(name)
         if former is None:
             latest[name] = []
-            found.append(latest[name])
+            groups.append(latest[name])
         else:
-            wanted = "the id of an earlier request, for which no other waits"
-            expect(former in latest, "after", former, wanted)
+            expected = "the id of an earlier request, for which no other waits"
+            expect(former in latest, "after", former, expected)
             latest[name] = latest.pop(former)
         latest[name].append(one)
-    return found
+    return groups
 
 
 def read_workload(path: Path) -> list[Arrival]:
     """The requests of a file. Raises ValueError that names the line that is not one."""
-    found = []
+    arrivals = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
         try:
-            found.append(Arrival(**json.loads(line)))
+            arrivals.append(Arrival(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: line {number}: {error}") from None
-    expect(found, str(path), "empty", "a line for each request")
-    return found
+    expect(arrivals, str(path), "empty", "a line for each request")
+    return arrivals
 
 
 def plan_load(
@@ -186,8 +186,8 @@ def plan_load(
         arrivals = draw_workload(WORKLOADS[load], requests, seed)
         burst = WORKLOADS[load].burst
     else:
-        wanted = f"{', '.join(WORKLOADS)} or a file"
-        expect(Path(load).is_file(), "--load", load, wanted)
+        expected = f"{', '.join(WORKLOADS)} or a file"
+        expect(Path(load).is_file(), "--load", load, expected)
         arrivals = read_workload(Path(load))
     if rate is None:
         return arrivals

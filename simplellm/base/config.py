@@ -77,49 +77,51 @@ def expect(
     ok: object,
     name: str,
     value: object,
-    wanted: str,
+    expected: str,
     error: type[Exception] = ValueError,
     param: str | None = None,
 ) -> None:
-    """Raise a ParameterError unless ``ok``: what ``value`` is, and what was ``wanted``.
+    """Raise a ParameterError unless ``ok``: what ``value`` is and what is ``expected``.
 
     It is a TypeError too where ``error`` says so. ``param`` is the parameter that is
     wrong, if ``name`` calls it otherwise.
     """
     if not ok:
         kind = ParameterTypeError if error is TypeError else ParameterError
-        raise kind(f"{name} is {short(value)}; expected {wanted}", param or name)
+        raise kind(f"{name} is {short(value)}; expected {expected}", param or name)
 
 
 def one_of(
-    name: str, value: object, known: Sequence[object], param: str | None = None
+    name: str, value: object, allowed: Sequence[object], param: str | None = None
 ) -> None:
     """Raise ValueError for something of ``name`` that is not known here."""
-    wanted = f"one of {', '.join(map(repr, known))}"
-    expect(value in known, name, value, wanted, param=param)
+    expected = f"one of {', '.join(map(repr, allowed))}"
+    expect(value in allowed, name, value, expected, param=param)
 
 
-def check_names(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+def check_names(what: str, names: Iterable[str], allowed: Sequence[str]) -> None:
     """Raise TypeError for the first of ``names`` that is not a ``what`` we know."""
-    if (name := next((name for name in names if name not in known), None)) is not None:
-        wrong = f"there is no {what} {name!r}; expected one of {', '.join(known)}"
+    if (
+        name := next((name for name in names if name not in allowed), None)
+    ) is not None:
+        wrong = f"there is no {what} {name!r}; expected one of {', '.join(allowed)}"
         raise ParameterTypeError(wrong, name)
 
 
 def expect_type(
-    name: str, value: object, kinds: Any, wanted: str, param: str | None = None
+    name: str, value: object, kinds: Any, expected: str, param: str | None = None
 ) -> None:
     """Raise TypeError unless ``value`` is of these ``kinds``; it names the type."""
     if not isinstance(value, kinds):
-        wrong = f"{name} is {type(value).__name__}; expected {wanted}"
+        wrong = f"{name} is {type(value).__name__}; expected {expected}"
         raise ParameterTypeError(wrong, param or name)
 
 
 def check_kind(name: str, value: object, kind: type, param: str | None = None) -> None:
     """Raise TypeError unless ``value`` is of a ``kind`` in KINDS. A bool is no int."""
-    allowed, wanted = KINDS[kind]
+    allowed, expected = KINDS[kind]
     ok = isinstance(value, allowed) and (kind is bool or not isinstance(value, bool))
-    expect(ok, name, value, wanted, TypeError, param)
+    expect(ok, name, value, expected, TypeError, param)
 
 
 def check_number(
@@ -136,10 +138,10 @@ def check_number(
     ``kind`` is int or float; an int is as good as a float.
     """
     check_kind(name, value, kind, param)
-    inside, wanted = low <= value <= high, f"{low} to {high}"  # NaN is in no bounds
+    inside, expected = low <= value <= high, f"{low} to {high}"  # NaN is in no bounds
     if above is not None:
-        inside, wanted = above < value <= high, f"more than {above}, up to {high}"
-    expect(inside, name, value, wanted, param=param)
+        inside, expected = above < value <= high, f"more than {above}, up to {high}"
+    expect(inside, name, value, expected, param=param)
 
 
 def as_texts(name: str, value: Any, most: int, most_chars: int) -> tuple[str, ...]:
@@ -199,18 +201,18 @@ def read(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     null counts as absent. Raises TypeError or ValueError for a value that does not fit,
     and for an absent one without a default.
     """
-    found = {}
+    values = {}
     for spec in fields(kind):
         if not spec.metadata:
             continue
         value = data.get(spec.name)
         if value is not None:
             check_value(spec.name, value, spec)
-            found[spec.name] = float(value) if spec.type is float else value
+            values[spec.name] = float(value) if spec.type is float else value
         elif spec.default is MISSING:
-            wanted = KINDS[spec.type][1]
-            raise ValueError(f"{spec.name} is missing; expected {wanted}")
-    return found
+            expected = KINDS[spec.type][1]
+            raise ValueError(f"{spec.name} is missing; expected {expected}")
+    return values
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
@@ -233,12 +235,12 @@ def end_token_ids(data: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
 
     Raises ValueError for anything else.
     """
-    found = data.get("eos_token_id")
-    ids = () if found is None else found if isinstance(found, list) else (found,)
-    ok = all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    wanted = f"a token id or a list of them, each 0 to {vocab_size - 1}"
-    expect(ok, "eos_token_id", found, wanted)
-    return tuple(ids)
+    ids = data.get("eos_token_id")
+    token_ids = () if ids is None else ids if isinstance(ids, list) else (ids,)
+    ok = all(type(i) is int and 0 <= i < vocab_size for i in token_ids)
+    expected = f"a token id or a list of them, each 0 to {vocab_size - 1}"
+    expect(ok, "eos_token_id", ids, expected)
+    return tuple(token_ids)
 
 
 # What an entry of config.json may have beside the fields of `RopeScaling`.
@@ -301,8 +303,8 @@ class RopeScaling:
         fast, slow = self.beta_fast, self.beta_slow
         expect(fast > slow, "beta_fast", fast, f"more than beta_slow, {slow}")
         low, high = self.low_freq_factor, self.high_freq_factor
-        wanted = f"more than low_freq_factor, {low}"
-        expect(high > low, "high_freq_factor", high, wanted)
+        expected = f"more than low_freq_factor, {low}"
+        expect(high > low, "high_freq_factor", high, expected)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RopeScaling | None":
@@ -314,8 +316,8 @@ class RopeScaling:
         one_of("rope_type", kind, ROPE_TYPES)
         known = {spec.name for spec in fields(cls)} | ROPE_KEYS
         for name in data.keys() - known:
-            wanted = "no such field in an entry of RoPE"
-            expect(data[name] is None, name, data[name], wanted)
+            expected = "no such field in an entry of RoPE"
+            expect(data[name] is None, name, data[name], expected)
         # Dynamic RoPE is plain up to max_position_embeddings, and no text is longer.
         if kind in ("default", "dynamic"):
             return None
@@ -392,19 +394,19 @@ class ModelConfig:
         ok = least <= chosen <= most
         expect(ok, "num_experts_per_tok", chosen, f"{least} to {most}")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        wanted = f"a multiple of num_key_value_heads, {groups}"
-        expect(heads % groups == 0, "num_attention_heads", heads, wanted)
+        expected = f"a multiple of num_key_value_heads, {groups}"
+        expect(heads % groups == 0, "num_attention_heads", heads, expected)
         scaling = self.rope_scaling
         if scaling and scaling.rope_type == "longrope":
             for name in ("short_factor", "long_factor"):
                 count, pairs = len(getattr(scaling, name)), self.head_dim // 2
-                wanted = f"{pairs}, one for each pair of head_dim"
-                expect(count == pairs, f"the length of {name}", count, wanted)
+                expected = f"{pairs}, one for each pair of head_dim"
+                expect(count == pairs, f"the length of {name}", count, expected)
         odd = self.head_dim % 2
         expect(not odd, "head_dim", self.head_dim, "an even number, for RoPE")
         count, layers = len(self.layer_types), self.num_hidden_layers
-        wanted = f"one for each of the {layers} layers"
-        expect(count == layers, "the number of layer_types", count, wanted)
+        expected = f"one for each of the {layers} layers"
+        expect(count == layers, "the number of layer_types", count, expected)
         for layer_type in self.layer_types:
             one_of("an entry of layer_types", layer_type, LAYER_TYPES)
         window, full = self.sliding_window, {*self.layer_types} <= {"full_attention"}
@@ -470,8 +472,8 @@ class EngineConfig:
         name, each = "max_num_batched_tokens", "a token for each of max_num_seqs"
         expect(tokens >= seqs, name, tokens, f"at least {seqs}, {each}")
         # A kernel may have a program for each token and each sequence.
-        wanted = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
-        expect(tokens + seqs < MAX_LAUNCH, name, tokens, wanted)
+        expected = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
+        expect(tokens + seqs < MAX_LAUNCH, name, tokens, expected)
 
     def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
         """This config with some fields replaced."""

@@ -12,7 +12,7 @@ class SmallFiles(Protocol):
     They are known by their names there, wherever what they say really stands.
     """
 
-    def place(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Where it stands, for messages."""
 
     def json(self, name: str) -> dict[str, Any] | None:
@@ -28,13 +28,13 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def place(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         return self.path / name
 
     def json(self, name: str) -> dict[str, Any] | None:
-        file = self.place(name)
+        file = self.path_of(name)
         return read_json(file) if file.is_file() else None
 
     def text(self, name: str) -> str | None:
-        file = self.place(name)
+        file = self.path_of(name)
         return file.read_bytes().decode(errors="replace") if file.is_file() else None

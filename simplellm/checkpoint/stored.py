@@ -24,9 +24,9 @@ def decoded(form: NumberFormat, parts: Sequence[Tensor]) -> Coded:
     if values.dtype == torch.int32:  # four a word, the first lowest, all plus 128
         values = (values.view(torch.uint8) ^ 128).view(torch.int8)
         values = values[..., : int(shape[0][-1])]
-    wanted = f"torch.{form.dtype}"
-    ok = str(values.dtype) == wanted
-    expect(ok, "a weight", values.dtype, wanted, TypeError)
+    expected = f"torch.{form.dtype}"
+    ok = str(values.dtype) == expected
+    expect(ok, "a weight", values.dtype, expected, TypeError)
     tile = form.tile[0], form.tile[1] or values.shape[-1]
     if form.one_scale:
         scales = scales.reshape(1, 1).expand(values.shape[0], 1)

@@ -82,8 +82,8 @@ def one_of_each(model: ModelConfig) -> ModelConfig:
         forms = [(n.removeprefix(begin), f) for n, f in stored if n.startswith(begin)]
         kinds[layer_type, layer in model.dense_layers, *forms] = None
     formats = {n: form for n, form in stored if not n.startswith("layers.")}
-    for place, (_, _, *forms) in enumerate(kinds):
-        formats |= {f"layers.{place}.{name}": form for name, form in forms}
+    for index, (_, _, *forms) in enumerate(kinds):
+        formats |= {f"layers.{index}.{name}": form for name, form in forms}
     return replace(
         model,
         num_hidden_layers=len(kinds),

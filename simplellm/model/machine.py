@@ -17,21 +17,21 @@ def find_device(device: str | torch.device | None) -> torch.device:
     """The device to run on, the GPU if there is one. Raises ValueError."""
     gpu = torch.cuda.is_available()
     try:
-        found = torch.device(device or ("cuda" if gpu else "cpu"))
+        chosen = torch.device(device or ("cuda" if gpu else "cpu"))
     except RuntimeError:
         raise ValueError(
             f"device is {device!r}; expected a device's name, such as cpu or cuda"
         ) from None
-    one_of("the kind of device", found.type, ("cpu", "cuda"))
-    ok = gpu or found.type != "cuda"
-    expect(ok, "device", str(found), "cpu: PyTorch finds no GPU")
-    if found.type == "cuda" and found.index is not None:
+    one_of("the kind of device", chosen.type, ("cpu", "cuda"))
+    ok = gpu or chosen.type != "cuda"
+    expect(ok, "device", str(chosen), "cpu: PyTorch finds no GPU")
+    if chosen.type == "cuda" and chosen.index is not None:
         count = torch.cuda.device_count()
-        wanted = f"one of the {count} GPUs: up to cuda:{count - 1}"
-        expect(found.index < count, "device", str(found), wanted)
-    if found.type == "cuda" and found.index is None:
+        expected = f"one of the {count} GPUs: up to cuda:{count - 1}"
+        expect(chosen.index < count, "device", str(chosen), expected)
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen
 
 
 def find_dtype(dtype: Any, device: torch.device) -> torch.dtype:
@@ -74,8 +74,8 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"dtype is {dtype}, and the kernels compute with bfloat16"
     if (have := capability(device)) < leading(OLDEST_GPU):
-        found = ".".join(map(str, have))
-        return f"the GPU's compute capability is {found}, below {OLDEST_GPU}"
+        version = ".".join(map(str, have))
+        return f"the GPU's compute capability is {version}, below {OLDEST_GPU}"
     cuda = torch.version.cuda
     if cuda is None or leading(cuda) < leading(OLDEST_CUDA):
         return f"PyTorch was built with CUDA {cuda}, not {OLDEST_CUDA} or later"

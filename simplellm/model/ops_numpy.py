@@ -158,7 +158,7 @@ def attend(
     scaled = q[: group.decodes].numpy() * np.float32(dim**-0.5)
     scaled = scaled.reshape(-1, kv_heads, heads // kv_heads, dim)  # [n, K, G, D]
     sink = -np.inf if sinks is None else sinks.numpy().reshape(kv_heads, -1, 1)
-    found = out.numpy().reshape(-1, kv_heads, heads // kv_heads, dim)
+    output = out.numpy().reshape(-1, kv_heads, heads // kv_heads, dim)
     rows_of = [pages.numpy().reshape(-1, dim) for pages in (keys, values)]
     every = np.arange(kv_heads)[:, None]
     for rows, slots, masked in group.gather_plans:
@@ -174,7 +174,7 @@ def attend(
         total += np.exp(sink - top)
         mixed = np.matmul(weights, v)
         mixed /= total
-        found[rows] = mixed
+        output[rows] = mixed
     if group.decodes < len(q):
         ops.attend_chunks(q, keys, values, group, sinks, out)
     return out

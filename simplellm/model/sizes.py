@@ -29,12 +29,12 @@ def by_kind(config: ModelConfig, size: Callable[[str, Shape], int]) -> dict[str,
 
     ``size`` gets our name and the shape; `names.kind` names the parts.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for ours, shape in tensor_shapes(config).items():
-        found[kind(ours)] = found.get(kind(ours), 0) + size(ours, shape)
+        sizes[kind(ours)] = sizes.get(kind(ours), 0) + size(ours, shape)
     if config.tie_word_embeddings:
-        del found["embedding"]  # it is the LM head
-    return found
+        del sizes["embedding"]  # it is the LM head
+    return sizes
 
 
 class Counts(NamedTuple):
@@ -52,10 +52,10 @@ def count_parameters(config: ModelConfig) -> Counts:
     are num_experts_per_tok of the experts and everything else except the embedding,
     of which a token reads one row.
     """
-    found = by_kind(config, lambda ours, shape: math.prod(shape))
-    total, experts = sum(found.values()), found.get("experts", 0)
+    counts = by_kind(config, lambda ours, shape: math.prod(shape))
+    total, experts = sum(counts.values()), counts.get("experts", 0)
     used = experts * config.num_experts_per_tok // max(1, config.num_local_experts)
-    return Counts(total, total - experts + used - found.get("embedding", 0), found)
+    return Counts(total, total - experts + used - counts.get("embedding", 0), counts)
 
 
 def weight_bytes(config: ModelConfig, itemsize: int = 2) -> dict[str, int]:
@@ -114,8 +114,8 @@ def free_bytes(device: torch.device) -> tuple[int, int]:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
         return total, total
-    found = dict(line.split(":") for line in lines)
-    return limited(int(found["MemAvailable"].split()[0]) * 1024), total
+    fields = dict(line.split(":") for line in lines)
+    return limited(int(fields["MemAvailable"].split()[0]) * 1024), total
 
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -169,8 +169,8 @@ def num_pages(
         share = int(free_bytes(device)[0] * CPU_CACHE_SHARE)
         room = max(CPU_CACHE_BYTES, min(share, wanted_room))
     each = page_bytes(model, config.page_size, itemsize)
-    wanted = f"at least one page of {each} bytes"
-    expect(room >= each, "the room for pages, in bytes,", room, wanted)
+    expected = f"at least one page of {each} bytes"
+    expect(room >= each, "the room for pages, in bytes,", room, expected)
     return room // each
 
 

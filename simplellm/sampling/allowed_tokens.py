@@ -18,12 +18,12 @@ Bits = np.ndarray  # uint32 [W]
 
 def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """The tokens of each of ``words`` at the beginning of a text and after a space."""
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip()
         for text in (bare, " " + bare) if bare else (word,):
-            found[tuple(tokenizer.encode(text))] = None
-    return [*found]
+            sequences[tuple(tokenizer.encode(text))] = None
+    return [*sequences]
 
 
 def pack(allowed: np.ndarray) -> Bits:
@@ -58,7 +58,7 @@ class AllowedTokens:
                 allowed[last] = False
         self.narrow = not allowed.all()
         self.always = pack(allowed)
-        self.early = without(self.always, request.stop_ids)  # before min_tokens
+        self.before_min = without(self.always, request.stop_ids)  # before min_tokens
         # What masks.py has sent to the device, and what it is for.
         self.row: Any = None
         self.state: object = None
@@ -82,13 +82,13 @@ class AllowedTokens:
             if len(beginning) <= longest and tokens[-len(beginning) :] == beginning
         )
 
-    def bits(self, early: bool, completed: Collection[int]) -> Bits:
-        """The bits, ``early`` or not, without the tokens ``completed``.
+    def bits(self, before_min: bool, completed: Collection[int]) -> Bits:
+        """The bits, ``before_min`` or not, without the tokens ``completed``.
 
         Should that leave none, such a token may complete its word: something has to
         come. `InputProcessor.process` refuses what leaves none from the beginning.
         """
-        bits = self.early if early else self.always
+        bits = self.before_min if before_min else self.always
         left = without(bits, completed) if completed else bits
         return left if left.any() else bits
 

@@ -50,7 +50,7 @@ def score_prompts(
     A request whose ``prompt_logprobs`` is None wants none, or has got them. ``head``
     never computes a whole prompt: at most ROWS rows, and no more than ``logits`` has.
     """
-    found, row = [], 0
+    parts, row = [], 0
     for request, start, length, _ in scheduled:
         count = request.params.prompt_logprobs
         stop = min(start + length, request.num_prompt - 1)
@@ -59,9 +59,9 @@ def score_prompts(
             targets = upload(tokens, torch.int64, hidden.device)
             rows = hidden[row : row + stop - start]
             scores = score_rows(rows, targets, count, head, logits[:ROWS])
-            found.append(PromptScores(request, start + 1, scores))
+            parts.append(PromptScores(request, start + 1, scores))
         row += length
-    return found
+    return parts
 
 
 def score_rows(
@@ -90,17 +90,17 @@ def token_logprobs(
     ``scores``, on the host, are those of `score`, or nothing if no row asked. ``full``
     has the ids and the values of the rows that asked for the vocabulary.
     """
-    found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+    entries: list[list[TokenLogprobs] | None] = [None] * len(tokens)
     if not scores:
-        return found
+        return entries
     chosen, ranks, ids, values = (column.tolist() for column in scores)
     rest = zip(*(column.tolist() for column in full), strict=True)
     for row, count in enumerate(counts):
         if count is not None:
             some = ids[row][:count], values[row][:count]
             top = tuple(zip(*(next(rest) if count < 0 else some), strict=True))
-            found[row] = [TokenLogprobs(tokens[row], chosen[row], top, ranks[row])]
-    return found
+            entries[row] = [TokenLogprobs(tokens[row], chosen[row], top, ranks[row])]
+    return entries
 
 
 def prompt_entries(part: PromptScores) -> list[TokenLogprobs]:

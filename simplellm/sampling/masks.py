@@ -61,7 +61,7 @@ class Masks:
     def __init__(self, vocab_size: int, most: int, device: torch.device) -> None:
         self.vocab_size, self.most, self.device = vocab_size, most, device
         # Kept even while a request sits out a step.
-        self.known: WeakKeyDictionary[Request, AllowedTokens] = WeakKeyDictionary()
+        self.allowed: WeakKeyDictionary[Request, AllowedTokens] = WeakKeyDictionary()
         self.rows: dict[int, Tensor] = {}  # of a mask that may serve again
         self.mask: Mask | None = None
         self.filler = BitmaskFiller()
@@ -88,8 +88,10 @@ class Masks:
         for index, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
                 continue
-            if (allowed := self.known.get(request)) is None:
-                allowed = self.known[request] = AllowedTokens(request, self.vocab_size)
+            if (allowed := self.allowed.get(request)) is None:
+                allowed = self.allowed[request] = AllowedTokens(
+                    request, self.vocab_size
+                )
             if allowed.walk is None:
                 rows[index] = on_device(allowed, request, self.device)
                 continue
@@ -111,7 +113,7 @@ class Masks:
         """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
-        allowed = [self.known[request] for request in walking]
+        allowed = [self.allowed[request] for request in walking]
         self.filler.fill([one.walk for one in allowed if one.walk], bits)
         for row, request, one in zip(bits, walking, allowed, strict=True):
             if request.params.restricts:

@@ -25,8 +25,8 @@ class TokenCounts:
 
     def forget(self) -> None:
         """Count from the tokens of the requests again."""
-        self.places: dict[int, int] = {}  # the rows of a step, by requests' numbers
-        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
+        self.row_of: dict[int, int] = {}  # the rows of a step, by requests' numbers
+        self.counts: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
     def arrange(self, requests: Sequence[Request]) -> bool:
         """Bring the counts into the order of a step's rows; False if none needs any.
@@ -34,24 +34,26 @@ class TokenCounts:
         A request that was not in the step before is counted anew; all of its tokens are
         known.
         """
-        wanted = {
-            place: request
-            for place, request in enumerate(requests)
+        penalized = {
+            row: request
+            for row, request in enumerate(requests)
             if request.params.penalizes
         }
-        places = {request.number: place for place, request in wanted.items()}
-        if [*places.items()] == [*self.places.items()]:
-            return bool(places)
-        counts = [self.known.get(r.number) or self.count(r) for r in wanted.values()]
+        row_of = {request.number: row for row, request in penalized.items()}
+        if [*row_of.items()] == [*self.row_of.items()]:
+            return bool(row_of)
+        counts = [
+            self.counts.get(r.number) or self.count(r) for r in penalized.values()
+        ]
         self.forget()
         if not counts:
             return False
-        self.places = places
+        self.row_of = row_of
         self.in_prompt, self.in_output = map(torch.stack, zip(*counts, strict=True))
         rows = zip(self.in_prompt, self.in_output, strict=True)
-        self.known = dict(zip(places, rows, strict=True))
-        self.rows = upload([*wanted], torch.int64, self.device)  # [P] of B
-        params = [request.params for request in wanted.values()]
+        self.counts = dict(zip(row_of, rows, strict=True))
+        self.rows = upload([*penalized], torch.int64, self.device)  # [P] of B
+        params = [request.params for request in penalized.values()]
         self.repetition, self.presence, self.frequency = (
             upload(column, torch.float32, self.device)[:, None]
             for column in (

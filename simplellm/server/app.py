@@ -110,10 +110,10 @@ class Gate:
         given = key.strip() if kind.lower() == "bearer" else ""
         given = given or request.headers.get("x-api-key", "")  # Anthropic's clients
         if not same(given, self.service.key):
-            wanted = "expected the header Authorization: Bearer with the server's key"
+            expected = "expected the header Authorization: Bearer with the server's key"
             # In OpenAI's words, by which LiteLLM tells it from other bad requests.
             what = "Incorrect API key provided" if given else "No API key provided"
-            message = f"{what}; {wanted}"
+            message = f"{what}; {expected}"
             headers = {"www-authenticate": "Bearer"}
             raise APIError(401, message, code="invalid_api_key", headers=headers)
 
@@ -128,11 +128,11 @@ class Gate:
             code = ROUTING.get(error.status_code)
             status, headers = error.status_code, dict(error.headers or {})
             return APIError(status, message, code=code, headers=headers)
-        if (found := as_api_error(error)) is not None:
+        if (api_error := as_api_error(error)) is not None:
             if isinstance(error, APIError):
-                return found
+                return api_error
             LOGGER.warning("request %s: %r", call.id, error)
-            return found
+            return api_error
         LOGGER.error("request %s failed", call.id, exc_info=error)
         return APIError(500, "the server failed; its log says how", code="internal")
 

@@ -40,10 +40,10 @@ def bind(host: str, port: int) -> socket.socket:
     So that a port which is taken is known before a model is loaded. Raises ValueError.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ValueError(f"host is {host!r}, which has no address: {error}") from None
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -94,8 +94,8 @@ def spawn_each(count: int, device: str | None) -> list[Spawn]:
     """
     gpus = [] if device == "cpu" else visible_gpus()
     if gpus:
-        wanted = f"at most {len(gpus)}, the GPUs that there are"
-        expect(count <= len(gpus), "--replicas", count, wanted)
+        expected = f"at most {len(gpus)}, the GPUs that there are"
+        expect(count <= len(gpus), "--replicas", count, expected)
     affinity = getattr(os, "sched_getaffinity", None)  # not on every system
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count)))

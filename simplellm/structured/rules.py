@@ -96,8 +96,8 @@ def lark_rules(grammar: str) -> dict[str, Any]:
     most = f"at most {MAX_RULES} lines and brackets"
     expect(count <= MAX_RULES, where, f"{count} of them", most)
     odd = LARK_REFUSED.search(bare)
-    wanted = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
-    expect(odd is None, f"what {where} has", odd and odd[0], wanted, param=where)
+    expected = "no special tokens, no '@', '~' or '&', no '%' but %ignore and %import"
+    expect(odd is None, f"what {where} has", odd and odd[0], expected, param=where)
     return {"lark_grammar": grammar}
 
 
@@ -110,11 +110,11 @@ def schema_rules(schema: Any, where: str) -> dict[str, Any]:
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         if len(text) <= MAX_TEXT:
-            found = json.loads(text)
-            problem = problem_of(found, where)
+            schema = json.loads(text)
+            problem = problem_of(schema, where)
     except (TypeError, ValueError, RecursionError) as error:
         problem = f"{where} is no JSON that can be read: {error}"
     if problem is not None:
         raise ParameterError(problem, where)
     checked_text(text, where)
-    return {"json_schema": found | {"x-guidance": COMPACT}}
+    return {"json_schema": schema | {"x-guidance": COMPACT}}

@@ -115,8 +115,8 @@ Place = tuple[str, Any]  # a schema with its path
 
 def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
     """The list under ``key``; empty if there is none."""
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
+    values = schema.get(key)
+    return values if isinstance(values, list) else []
 
 
 def required_of(schema: Mapping[str, Any]) -> set[str]:
@@ -194,14 +194,14 @@ def levels_of(schema: Any, path: str) -> list[list[Place]]:
 def target_of(root: Any, pointer: Any) -> Any:
     """The schema inside ``root`` that a $ref leads to; None if there is none."""
     first, *words = pointer.split("/") if isinstance(pointer, str) else [""]
-    found = root if first == "#" else None
+    target = root if first == "#" else None
     for word in map(unquote, words):
         name = word.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal():
-            found = dict(enumerate(found)).get(int(name[:9]))
+        if isinstance(target, list) and name.isdecimal():
+            target = dict(enumerate(target)).get(int(name[:9]))
         else:
-            found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
+            target = target.get(name) if isinstance(target, dict) else None
+    return target if isinstance(target, dict) else None
 
 
 def circle_of(
@@ -231,19 +231,19 @@ def common_multiple(schemas: Sequence[Mapping[str, Any]]) -> int:
 
     Once it is more than there may be, the rest doesn't count.
     """
-    given = [schema.get("multipleOf") for schema in schemas]
-    some = {repr(number) for number in given if isinstance(number, int | float)}
+    multiples = [schema.get("multipleOf") for schema in schemas]
+    some = {repr(number) for number in multiples if isinstance(number, int | float)}
     numbers = [Decimal(number).normalize() for number in some]
     exponents = [number.as_tuple().exponent for number in numbers]
     least = min((e for e in exponents if isinstance(e, int)), default=0)
-    found = 1
+    multiple = 1
     for number, exponent in zip(numbers, exponents, strict=True):
         if not isinstance(exponent, int) or exponent - min(least, 0) > 9:
             return MAX_MULTIPLE + 1
-        found = lcm(found, abs(int(number.scaleb(-min(least, 0)))) or 1)
-        if found > MAX_MULTIPLE:
+        multiple = lcm(multiple, abs(int(number.scaleb(-min(least, 0)))) or 1)
+        if multiple > MAX_MULTIPLE:
             break
-    return found
+    return multiple
 
 
 def scalars(value: Any) -> Iterator[Any]:
@@ -284,8 +284,8 @@ def pattern_problem(schema: Mapping[str, Any], path: str) -> str | None:
         if not isinstance(pattern, str):
             continue
         if not PATTERN.fullmatch(pattern) or CONTROL.search(pattern):
-            wanted = "no lookarounds, flags, sets of sets or control characters"
-            return f"{path}.{key} is {short(pattern)}; expected {wanted}"
+            expected = "no lookarounds, flags, sets of sets or control characters"
+            return f"{path}.{key} is {short(pattern)}; expected {expected}"
     return None
 
 
@@ -412,8 +412,8 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
             return f"{path}.{key}: this keyword is not supported"
     reference, form = schema.get("$ref"), schema.get("format")
     if reference is not None and target_of(root, reference) is None:
-        wanted = "'#' or a pointer '#/...' to a schema inside this one"
-        return f"{path}.$ref is {short(reference)}; expected {wanted}"
+        expected = "'#' or a pointer '#/...' to a schema inside this one"
+        return f"{path}.$ref is {short(reference)}; expected {expected}"
     if reference is not None and VALUE_WITHIN.search(unquote(reference)):
         return f"{path}.$ref is {short(reference)}; expected none into a const or enum"
     kinds = schema.get("type", "string")  # of numbers it says nothing
@@ -428,11 +428,11 @@ def keyword_problem(schema: Mapping[str, Any], path: str, root: Any) -> str | No
     least = schema.get("minProperties")
     if isinstance(least, int) and least > len(required_of(schema)) + 1:
         # A property that isn't named may come twice, and llguidance counts both.
-        wanted = "at most one more than there are required properties"
-        return f"{path}.minProperties is {short(least)}; expected {wanted}"
+        expected = "at most one more than there are required properties"
+        return f"{path}.minProperties is {short(least)}; expected {expected}"
     if (left := optional_properties(schema)) > MAX_OPTIONAL:
-        wanted = f"at most {MAX_OPTIONAL} that are not required"
-        return f"{path}.properties has {left} of them; expected {wanted}"
+        expected = f"at most {MAX_OPTIONAL} that are not required"
+        return f"{path}.properties has {left} of them; expected {expected}"
     return value_problem(schema, path) or pattern_problem(schema, path)
 
 

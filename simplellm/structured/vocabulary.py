@@ -62,17 +62,17 @@ class Vocabulary:
             ids = self.tokenizer.encode("\n" + text)
             lines = [n for n, id in enumerate(ids, 1) if self.tokens[id] == b"\n"]
             ids = ids[lines[0] :] if lines else []
-        found, start = [], 0
+        prefix, start = list[int](), 0
         for id in ids:
             if not bytes_.startswith(self.tokens[id], start):
                 break
-            found.append(id)
+            prefix.append(id)
             start += len(self.tokens[id])
         for byte in bytes_[start:]:
             if byte not in self.bytes:  # what no token spells fits no answer
                 break
-            found.append(self.bytes[byte])
-        return found
+            prefix.append(self.bytes[byte])
+        return prefix
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class Grammars:
     def vocabulary(self) -> Any:
         """llguidance's tokenizer; 0.5 s for 200,000 tokens, in which no thread runs."""
         library, ends = llguidance(), sorted(self.eos_token_ids)
-        given = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
-        wrapped = library.TokenizerWrapper(given)
+        library_vocabulary = Vocabulary(self.tokenizer, self.vocab_size, ends[0])
+        wrapped = library.TokenizerWrapper(library_vocabulary)
         return library.LLTokenizer(wrapped, self.vocab_size, ends)
 
     def compile(self, text: str) -> "Grammar":
         """``text`` is Lark or JSON, as llguidance takes it. Raises GrammarError."""
-        library, known = llguidance(), (self.vocabulary, text)
+        library, inputs = llguidance(), (self.vocabulary, text)
         limits, begin = library.LLParserLimits(**LIMITS), time.thread_time()
-        matcher = library.LLMatcher(*known, log_level=0, limits=limits)
+        matcher = library.LLMatcher(*inputs, log_level=0, limits=limits)
         # Some that allow no text at all, or too much at once, show it with a mask only.
         first = matcher.deep_copy()
         first.compute_bitmask()
@@ -104,7 +104,7 @@ class Grammars:
             raise GrammarError(" ... ".join(dict.fromkeys([reason[0], reason[-1]])))
         more = MOST_LEXERS - 1 if time.thread_time() - begin < QUICK else 0
         others = [
-            library.LLMatcher(*known, log_level=0, limits=limits) for _ in range(more)
+            library.LLMatcher(*inputs, log_level=0, limits=limits) for _ in range(more)
         ]
         return Grammar(text, matcher, others)
 

@@ -56,12 +56,12 @@ def family_config(data: Data) -> ModelConfig:
     That is also for what would need the checkpoint's own Python code, and for formats
     of weights that nobody here reads.
     """
-    wanted = "none: Python code that comes with a checkpoint is never run"
-    expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), wanted)
-    wanted = "that of the hub: this is OpenAI's own, of a folder named original; the "
-    wanted += "folder that it lies in has the same weights"
+    expected = "none: Python code that comes with a checkpoint is never run"
+    expect(not data.get("auto_map"), "auto_map", data.get("auto_map"), expected)
+    expected = "that of the hub: this is OpenAI's own, of a folder named original; the "
+    expected += "folder that it lies in has the same weights"
     layout = "rope_scaling_factor" in data and "model_type" not in data
-    expect(not layout, "the layout", "original", wanted)
+    expect(not layout, "the layout", "original", expected)
     one_of("model_type", data.get("model_type"), tuple(FAMILIES))
     config = FAMILIES[data["model_type"]].config(data)
     old = data.get("compression_config")  # compressed-tensors' own field once

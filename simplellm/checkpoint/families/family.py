@@ -121,8 +121,10 @@ class Family:
             return self._config(data)
         except (TypeError, ValueError) as error:
             theirs = {ours: key for key, ours in self.keys.items()}
-            told = re.sub(r"\w+", lambda word: theirs.get(word[0], word[0]), str(error))
-            error.args = (told,)
+            message = re.sub(
+                r"\w+", lambda word: theirs.get(word[0], word[0]), str(error)
+            )
+            error.args = (message,)
             raise
 
     def _config(self, outer: Data) -> ModelConfig:
@@ -135,10 +137,10 @@ class Family:
         known = self._known | fixed.keys()
         for key, value in given.items():
             harmless = key in self.ignores or key in HARMLESS or PRIVATE.search(key)
-            wanted = (
+            expected = (
                 f"no such field: what it changes in a {self.name} is not known here"
             )
-            expect(key in known or harmless or value is None, key, value, wanted)
+            expect(key in known or harmless or value is None, key, value, expected)
         defaults = dict(self.defaults)
         if given.get("rope_parameters") or given.get("rope_scaling"):
             defaults.pop("rope_scaling", None)
@@ -152,24 +154,24 @@ class Family:
         for key, values in fixed.items():
             one_of(key, data.get(key), values)
         scaling, theta = rope(data)
-        found = read(ModelConfig, {**sizes(data), "rope_theta": theta})
-        ends = (end_token_ids(part, found["vocab_size"]) for part in (outer, text))
+        fields = read(ModelConfig, {**sizes(data), "rope_theta": theta})
+        ends = (end_token_ids(part, fields["vocab_size"]) for part in (outer, text))
         if scaling and scaling.rope_type == "yarn":
             length = int(scaling.original_max_position_embeddings * scaling.factor)
-            longest = max(length, found["max_position_embeddings"])
-            found["max_position_embeddings"] = longest
-        count = found["num_hidden_layers"]
+            longest = max(length, fields["max_position_embeddings"])
+            fields["max_position_embeddings"] = longest
+        count = fields["num_hidden_layers"]
         types = data.get("layer_types") or ["full_attention"] * count
         expect(isinstance(types, list), "layer_types", types, "a list")
-        found |= {
+        fields |= {
             "activation": self.activation,
             "layer_types": tuple(types),
-            **self.fields({**data, **found}),
+            **self.fields({**data, **fields}),
         }
-        if "sliding_attention" not in found["layer_types"]:
-            found["sliding_window"] = None
+        if "sliding_attention" not in fields["layer_types"]:
+            fields["sliding_window"] = None
         return ModelConfig(
-            **found,
+            **fields,
             model_type=outer["model_type"],
             names=self.names,
             rope_scaling=scaling,
@@ -184,10 +186,10 @@ def sizes(data: Data) -> dict[str, Any]:
     for name in names:
         check_number(name, data.get(name), int, 1, MAX_SIZE)
     hidden, heads = (data[name] for name in names)
-    wanted = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
+    expected = f"a multiple of num_attention_heads, {heads}, or a head_dim beside it"
     whole = "head_dim" in given or hidden % heads == 0
-    expect(whole, "hidden_size", hidden, wanted)
-    found = {
+    expect(whole, "hidden_size", hidden, expected)
+    fields = {
         "attention_bias": False,
         "mlp_bias": False,
         "num_local_experts": 0,
@@ -196,7 +198,7 @@ def sizes(data: Data) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "intermediate_size": 4 * hidden,
     }
-    return found | given
+    return fields | given
 
 
 def rope(data: Data) -> tuple[RopeScaling | None, Any]:
@@ -205,13 +207,13 @@ def rope(data: Data) -> tuple[RopeScaling | None, Any]:
         value = data.get(name)
         expect(isinstance(value, dict | None), name, value, "an object")
     names = [name for name in ("rope_parameters", "rope_scaling") if data.get(name)]
-    found = [rope_entry(name, data) for name in names] or [(None, None)]
-    if len(found) == 2:  # transformers takes the older one, which others don't
-        (first, _), (second, _) = found
-        wanted = "what rope_parameters says, or none beside it"
-        expect(first == second, "rope_scaling", data["rope_scaling"], wanted)
-    thetas = [theta for _, theta in found if theta is not None]
-    return found[0][0], thetas[0] if thetas else data.get("rope_theta")
+    entries = [rope_entry(name, data) for name in names] or [(None, None)]
+    if len(entries) == 2:  # transformers takes the older one, which others don't
+        (first, _), (second, _) = entries
+        expected = "what rope_parameters says, or none beside it"
+        expect(first == second, "rope_scaling", data["rope_scaling"], expected)
+    thetas = [theta for _, theta in entries if theta is not None]
+    return entries[0][0], thetas[0] if thetas else data.get("rope_theta")
 
 
 def rope_entry(name: str, data: Data) -> tuple[RopeScaling | None, Any]:

@@ -15,8 +15,8 @@ def without_rope(data: Data) -> dict[str, Any]:
     rotates = as_ids("no_rope_layers", data.get("no_rope_layers"))
     if data.get("no_rope_layers") is None:
         rotates = tuple((n + 1) % every for n in range(count))
-    wanted = f"0 or 1 for each of the {count} layers"
-    expect(len(rotates) == count, "no_rope_layers", rotates, wanted)
+    expected = f"0 or 1 for each of the {count} layers"
+    expect(len(rotates) == count, "no_rope_layers", rotates, expected)
     still = tuple(n for n, turns in enumerate(rotates) if not turns)
     return {"nope_layers": still, "sliding_window": None}
 

@@ -86,14 +86,14 @@ class Header:
         """Little-endian numbers, as `struct` writes their ``codes``."""
         form = struct.Struct("<" + codes)
         self.expect_bytes(form.size)
-        found = form.unpack_from(self.data, self.at)
+        values = form.unpack_from(self.data, self.at)
         self.at += form.size
-        return found
+        return values
 
     def expect_bytes(self, size: int) -> None:
         rest = len(self.data) - self.at
-        wanted = f"{size} more bytes of a header; the file is cut off or damaged"
-        expect(size <= rest, "the rest of the file", rest, wanted)
+        expected = f"{size} more bytes of a header; the file is cut off or damaged"
+        expect(size <= rest, "the rest of the file", rest, expected)
 
     def text(self) -> str:
         return self.texts(1)[0]
@@ -101,16 +101,16 @@ class Header:
     def texts(self, count: int) -> list[str]:
         """Many, as fast as may be: vocabularies have hundreds of thousands."""
         self.expect_bytes(LENGTH.size * count)
-        data, at, found = self.data, self.at, []
+        data, at, texts = self.data, self.at, []
         for _ in range(count):
             start = at + LENGTH.size
             if start > len(data):
                 break
             at = start + LENGTH.unpack_from(data, at)[0]
-            found.append(data[start:at])
+            texts.append(data[start:at])
         self.at = min(at, len(data) + 1)
         self.expect_bytes(0)
-        return [text.decode(errors="replace") for text in found]
+        return [text.decode(errors="replace") for text in texts]
 
     def value(self, kind: int, depth: int = 0) -> Any:
         """A value of metadata; an array is a list."""
@@ -127,8 +127,8 @@ class Header:
             self.expect_bytes(12 * count)  # of arrays' own types and lengths
             return [self.value(kind, depth + 1) for _ in range(count)]
         expect(kind in CODES, "the type of a value", kind, "0 to 12")
-        (found,) = self.unpack(CODES[kind])
-        return shortest(found) if kind == FLOAT32 else found
+        (number,) = self.unpack(CODES[kind])
+        return shortest(number) if kind == FLOAT32 else number
 
 
 def shortest(number: float) -> float:
@@ -165,12 +165,12 @@ def read_gguf_header(
     tensors = []
     for name, kind, sides, offset in entries:
         tensor = located(file, name, kind, sides, start + offset)
-        end, wanted = (
+        end, expected = (
             tensor.offset + tensor.nbytes,
             f"up to {len(data)}, the file's end",
         )
-        wanted += "; the file is cut off, or has not been downloaded to its end"
-        expect(end <= len(data), f"the end of {name!r}", end, wanted)
+        expected += "; the file is cut off, or has not been downloaded to its end"
+        expect(end <= len(data), f"the end of {name!r}", end, expected)
         tensors.append(tensor)
     return metadata, tensors
 
@@ -195,8 +195,8 @@ def located(
     expect(kind in TYPES, f"the type of {name!r}", said, f"one of {known}")
     type, elements, nbytes = TYPES[kind]
     ok = min(sides) > 0 and sides[0] % elements == 0
-    wanted = f"rows of a multiple of {elements} elements, for {type}"
-    expect(ok, f"the shape of {name!r}", [*sides[::-1]], wanted)
+    expected = f"rows of a multiple of {elements} elements, for {type}"
+    expect(ok, f"the shape of {name!r}", [*sides[::-1]], expected)
     size = math.prod(sides) // elements * nbytes
     return GGUFTensor(name, type, sides[::-1], size, file, offset)
 
@@ -204,17 +204,17 @@ def located(
 def shards_of(path: Path, count: int) -> list[Path]:
     """The files of a model whose first one says that there are so many."""
     named = SHARD.fullmatch(path.name)
-    wanted = f"name-00001-of-{count:05}.gguf, the first of its {count} files"
+    expected = f"name-00001-of-{count:05}.gguf, the first of its {count} files"
     ok = named and (int(named[2]), int(named[3])) == (1, count)
-    expect(ok, "the file's name", path.name, wanted)
+    expect(ok, "the file's name", path.name, expected)
     assert named is not None
-    found = [
+    shards = [
         path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf")
         for number in range(1, count + 1)
     ]
-    missing = [file.name for file in found if not file.is_file()]
+    missing = [file.name for file in shards if not file.is_file()]
     expect(not missing, "the missing files of this model", missing, "none")
-    return found
+    return shards
 
 
 def open_container(path: str | Path) -> Container:
@@ -249,7 +249,7 @@ def open_container(path: str | Path) -> Container:
             read(file)
         with raising(CheckpointError, path):
             total = metadata.get("split.tensors.count", len(tensors))
-            wanted = f"{total}, as split.tensors.count says"
+            expected = f"{total}, as split.tensors.count says"
             name = f"the number of tensors in {count} files"
-            expect(len(tensors) == total, name, len(tensors), wanted)
+            expect(len(tensors) == total, name, len(tensors), expected)
     return Container(path, metadata, tensors, data)

@@ -132,15 +132,15 @@ def formats_of(
     config: ModelConfig, container: Container, kept: Mapping[str, NumberFormat]
 ) -> dict[str, NumberFormat]:
     """By our name, the formats of weights that aren't made ordinary numbers."""
-    found = {}
+    formats = {}
     for ours, name in tensor_names(config).items():
         stored = stored_as(ours, config.model_type)
         types = {container.tensors[n].type for n in stored if n in container.tensors}
         form = kept.get(min(types)) if len(types) == 1 else None
         experts = is_expert_weight(ours) and form is MXFP4_EXPERTS
         if form and ours.startswith("layers.") and (is_matrix(name) or experts):
-            found[ours] = form
-    return found
+            formats[ours] = form
+    return formats
 
 
 def config_data(container: Container) -> dict[str, Any]:
@@ -170,10 +170,10 @@ def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     A list of one number for each layer is that number. Raises ValueError for what is
     not known here.
     """
-    found = {}
+    fields = {}
     for key, value in metadata.items():
-        place, _, name = key.partition(".")
-        if place != arch:
+        prefix, _, name = key.partition(".")
+        if prefix != arch:
             continue
         expect(name in KNOWN, key, value, "no such field: nobody here knows it")
         if isinstance(value, list) and name != "attention.sliding_window_pattern":
@@ -182,8 +182,8 @@ def fields_of(arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
             value = value[0]
         if name in NEUTRAL:
             one_of(key, value, NEUTRAL[name])
-        found[name] = value
-    return found
+        fields[name] = value
+    return fields
 
 
 def model_type_of(arch: str, fields: Mapping[str, Any]) -> str:
@@ -222,9 +222,9 @@ def sizes_of(
 
 def biases_of(model_type: str, container: Container) -> dict[str, Any]:
     """What config.json says of biases in the families in which it does."""
-    asked = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
+    names = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
     known = {"llama": 2, "qwen3": 1, "qwen3_moe": 1}.get(model_type, 0)
-    pairs = [*asked.items()][:known]
+    pairs = [*names.items()][:known]
     return {name: True for name, tensor in pairs if tensor in container.tensors}
 
 
@@ -275,12 +275,12 @@ def llama3_scaling(
     """
     theta, largest = fields.get("rope.freq_base", 10_000.0), max(factors)
     low, high, length = LLAMA3_ROPE.values()
-    wanted = []
+    expected = []
     for n in range(len(factors)):
         wave = 2 * math.pi * theta ** (n / len(factors))
         smooth = min(max((length / wave - low) / (high - low), 0.0), 1.0)
-        wanted.append(1 / ((1 - smooth) / largest + smooth))
-    pairs = zip(factors, wanted, strict=True)
+        expected.append(1 / ((1 - smooth) / largest + smooth))
+    pairs = zip(factors, expected, strict=True)
     same = all(math.isclose(one, other, rel_tol=1e-4) for one, other in pairs)
     expect(same, ROPE_FACTORS, [*factors], "the factors of Llama 3.1")
     if largest == 1.0:

@@ -33,10 +33,10 @@ STORED_OF_GPT_OSS = STORED | {"mlp_norm.weight": "post_attention_norm.weight"}
 def stored_as(ours: str, model_type: str) -> list[str]:
     """What is in the file for our tensor ``ours``: one name, or those of its parts."""
     table = STORED_OF_GPT_OSS if model_type == "gpt_oss" else STORED
-    place, layer, rest = "", "", ours
+    prefix, layer, rest = "", "", ours
     if ours.startswith("layers."):
         _, layer, rest = ours.split(".", 2)
-        place = f"blk.{layer}."
+        prefix = f"blk.{layer}."
     before, _, others = table[rest].partition("{")
     parts, _, after = others.partition("}")
-    return [place + before + part + after for part in parts.split(",")]
+    return [prefix + before + part + after for part in parts.split(",")]

@@ -109,9 +109,12 @@ class GGUFCheckpoint:
 
     def _check_names(self) -> None:
         """Raise ValueError if the file holds other tensors than it should."""
-        found = {*self.container.tensors} - {ROPE_FACTORS}
+        present = {*self.container.tensors} - {ROPE_FACTORS}
         expected = {name for names in self._names.values() for name in names}
-        for names, said in ((expected - found, "lacks"), (found - expected, "holds")):
+        for names, said in (
+            (expected - present, "lacks"),
+            (present - expected, "holds"),
+        ):
             wanted = f"the {len(expected)} tensors that its metadata implies"
             expect(not names, f"what it {said}", sorted(names), wanted)
 
@@ -141,5 +144,5 @@ class GGUFCheckpoint:
             for name in names
         }
         ready = types <= ORDINARY.keys() or find_spec("gguf")
-        wanted = "it installed, as by pip install 'simplellm[gguf]'"
-        expect(ready, "the library gguf", "missing", wanted)
+        expected = "it installed, as by pip install 'simplellm[gguf]'"
+        expect(ready, "the library gguf", "missing", expected)

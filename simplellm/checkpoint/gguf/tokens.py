@@ -29,9 +29,14 @@ class Cut(NamedTuple):
 
 def split(pattern: str) -> list[dict[str, Any]]:
     """A step that cuts out what a regular expression finds."""
-    found = {"Regex": pattern}
+    pattern_data = {"Regex": pattern}
     return [
-        {"type": "Split", "pattern": found, "behavior": "Isolated", "invert": False}
+        {
+            "type": "Split",
+            "pattern": pattern_data,
+            "behavior": "Isolated",
+            "invert": False,
+        }
     ]
 
 
@@ -96,11 +101,11 @@ class Vocabulary(NamedTuple):
 
         Those that are spelled by nothing are left out: no text has them.
         """
-        found: dict[str, int] = {}
+        ids_of: dict[str, int] = {}
         for text, id in self.of(NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE):
             if text:
-                found.setdefault(text, id)
-        return found
+                ids_of.setdefault(text, id)
+        return ids_of
 
 
 def vocabulary_of(metadata: Mapping[str, Any]) -> Vocabulary | None:
@@ -149,13 +154,13 @@ def added_tokens(vocabulary: Vocabulary) -> list[dict[str, Any]]:
 
     Of two with one name the first counts.
     """
-    found: dict[str, dict[str, Any]] = {}
+    tokens: dict[str, dict[str, Any]] = {}
     for special, kinds in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
         for text, id in filter(itemgetter(0), vocabulary.of(*kinds)):
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
             flags |= {"normalized": False, "special": special}
-            found.setdefault(text, {"id": id, "content": text, **flags})
-    return sorted(found.values(), key=lambda token: token["id"])
+            tokens.setdefault(text, {"id": id, "content": text, **flags})
+    return sorted(tokens.values(), key=lambda token: token["id"])
 
 
 def byte_level(metadata: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -225,10 +230,10 @@ def implied_merges(tokens: Sequence[str]) -> list[tuple[str, str]]:
     """
     known = {*tokens}
     return [
-        (token[:place], token[place:])
+        (token[:index], token[index:])
         for token in tokens
-        for place in range(len(token) - 1, 0, -1)
-        if token[:place] in known and token[place:] in known
+        for index in range(len(token) - 1, 0, -1)
+        if token[:index] in known and token[index:] in known
     ]
 
 
@@ -262,7 +267,7 @@ def settings_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The generation_config.json of a file: what ends a turn, and how to sample."""
-    found = {
+    data = {
         ours: metadata[f"general.sampling.{key}"]
         for key, ours in SAMPLING.items()
         if f"general.sampling.{key}" in metadata
@@ -273,7 +278,7 @@ def generation_data(metadata: Mapping[str, Any]) -> dict[str, Any]:
     # Of gpt-oss the format of its chats says what ends a turn.
     if vocabulary and metadata.get("general.architecture") != "gpt-oss":
         ends += [id for text, id in vocabulary.of(CONTROL) if text in TURN_ENDS]
-    return found | {"eos_token_id": list(dict.fromkeys(ends))}
+    return data | {"eos_token_id": list(dict.fromkeys(ends))}
 
 
 class GGUFFiles:
@@ -282,7 +287,7 @@ class GGUFFiles:
     def __init__(self, container: Container) -> None:
         self.container = container
 
-    def place(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         return self.container.path
 
     def json(self, name: str) -> dict[str, Any] | None:

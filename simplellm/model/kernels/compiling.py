@@ -76,9 +76,9 @@ class Jobs:
         """The first job that can go on, or None if there is no job left."""
         with self.changed:
             while self.todo:
-                for place, (job, lock) in enumerate(self.todo):
+                for index, (job, lock) in enumerate(self.todo):
                     if lock is None or not lock.locked():
-                        del self.todo[place]
+                        del self.todo[index]
                         return job
                 self.changed.wait()
         return None

@@ -111,8 +111,8 @@ def tally_kernel(
             tl.atomic_add(tallies + ranges, counts, counts > 0, sem="relaxed")
         else:
             shift = tl.load(shifts_ptr + row)
-            place = (depth - tl.load(starts_ptr + row)) >> shift
-            inside = counted & (place >= 0) & (place < BINS)
+            bin_index = (depth - tl.load(starts_ptr + row)) >> shift
+            inside = counted & (bin_index >= 0) & (bin_index < BINS)
             if (shift > 0) | (tl.max(inside.to(tl.int32), 0) > 0):
                 amount = counted.to(tl.int64)
                 if WEIGHTS:
@@ -120,9 +120,9 @@ def tally_kernel(
                 if shift > 0:
                     if WEIGHTS:
                         tl.atomic_add(tallies + TOTAL, tl.sum(amount, 0), sem="relaxed")
-                    above = tl.sum(tl.where(place < 0, amount, 0), 0)
+                    above = tl.sum(tl.where(bin_index < 0, amount, 0), 0)
                     tl.atomic_add(tallies + ABOVE, above, sem="relaxed")
-                tl.atomic_add(tallies + place, amount, inside, sem="relaxed")
+                tl.atomic_add(tallies + bin_index, amount, inside, sem="relaxed")
 
 
 @triton.jit
@@ -200,11 +200,11 @@ def pick_kernel(
             else:
                 limit = tl.load(top_k_ptr + row).to(tl.float64)
             short = (tl.cumsum(bins, 0) + above).to(tl.float64) < limit
-            place = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
+            bin_index = tl.minimum(tl.sum(short.to(tl.int32), 0), BINS - 1)
             width = tl.load(shifts_ptr + row)
-            start += place << width
+            start += bin_index << width
             if width > 0:
-                above += tl.sum(tl.where(tl.arange(0, BINS) < place, bins, 0), 0)
+                above += tl.sum(tl.where(tl.arange(0, BINS) < bin_index, bins, 0), 0)
                 following = tallies + tl.num_programs(0) * (TOTAL + 1)
                 tl.store(following + ABOVE, above)
                 tl.store(following + TOTAL, total)
@@ -236,7 +236,7 @@ def bounds(
     """
     rows, vocabulary = logits.shape
     searches = [False] * filters.some_top_k + [True] * filters.some_top_p
-    found, shifts = best.new_full([rows], LAST), torch.empty_like(best)
+    deepest, shifts = best.new_full([rows], LAST), torch.empty_like(best)
     shape = len(searches), 3, rows, TOTAL.value + 1
     tallies = logits.new_zeros(shape, dtype=torch.int64)
     floors, grid = filters.min_p.log(), (-(-vocabulary // TALLY_BLOCK), rows, 1)
@@ -245,7 +245,9 @@ def bounds(
         bins = torch.empty_like(best), shifts
         for number, sums in enumerate(passes):
             tally, pick = filter_launchers(weights, number == 0, logits.is_cuda)
-            tally(grid, logits, best, *columns, floors, found, *bins, sums, vocabulary)
-            pick((rows, 1, 1), *columns, found, *bins, sums, vocabulary)
-        found = bins[0]
-    return found, floors
+            tally(
+                grid, logits, best, *columns, floors, deepest, *bins, sums, vocabulary
+            )
+            pick((rows, 1, 1), *columns, deepest, *bins, sums, vocabulary)
+        deepest = bins[0]
+    return deepest, floors

@@ -30,9 +30,9 @@ def attend(
     counts = group.lengths - group.offsets  # places [B] of which the table names pages
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
     sequence = torch.arange(len(counts), device=q.device).repeat_interleave(counts)
-    place = torch.arange(len(sequence), device=q.device) - ends[sequence]
-    pages = group.tables[sequence, place // group.page_size].long()
-    cells = pages * group.page_size + place % group.page_size
+    index = torch.arange(len(sequence), device=q.device) - ends[sequence]
+    pages = group.tables[sequence, index // group.page_size].long()
+    cells = pages * group.page_size + index % group.page_size
     queries = group.queries.tolist()
     total = queries[-1]
     out, lse, _ = flash_attn_varlen_func(

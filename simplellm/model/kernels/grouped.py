@@ -136,8 +136,8 @@ def choose_grouping(
     are none for the largest tiles.
     """
     mean = tokens * top_k / experts
-    found = next(grouping for most, grouping in GROUPINGS if mean <= most)
-    return found._replace(tokens=min(found.tokens, 64)) if scaled else found
+    best = next(grouping for most, grouping in GROUPINGS if mean <= most)
+    return best._replace(tokens=min(best.tokens, 64)) if scaled else best
 
 
 @cache

@@ -28,18 +28,18 @@ def penalize_kernel(
 ):
     """One program changes BLOCK logits of a row in place."""
     pdl_wait(PDL)
-    place = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary
-    logits = logits_ptr + tl.load(rows_ptr + place) * vocabulary + tokens
-    counts = place * vocabulary + tokens
+    logits = logits_ptr + tl.load(rows_ptr + row) * vocabulary + tokens
+    counts = row * vocabulary + tokens
     times = tl.load(in_output_ptr + counts, inside, 0)
     seen = tl.load(in_prompt_ptr + counts, inside, 0).to(tl.int1) | (times > 0)
     x = tl.load(logits, seen & inside, 0.0)
-    repetition = tl.load(repetition_ptr + place) + tl.zeros([BLOCK], tl.float32)
+    repetition = tl.load(repetition_ptr + row) + tl.zeros([BLOCK], tl.float32)
     x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-    x -= tl.load(frequency_ptr + place) * times.to(tl.float32)
-    x -= tl.where(times > 0, tl.load(presence_ptr + place), 0.0)
+    x -= tl.load(frequency_ptr + row) * times.to(tl.float32)
+    x -= tl.where(times > 0, tl.load(presence_ptr + row), 0.0)
     tl.store(logits, x, seen & inside)
 
 

@@ -238,12 +238,12 @@ def library_multiplies(tile: tuple[int, int], device: torch.device) -> bool:
     x, y = (torch.randn(256, 512, device=device, generator=generator) for _ in "xy")
     weight = Scaled.of(y, tile, E4M3, True)
     try:
-        found = multiply_by_library(x.bfloat16(), weight).float()
+        product = multiply_by_library(x.bfloat16(), weight).float()
     except (RuntimeError, ValueError) as error:
         LOGGER.info("FP8 is multiplied by Triton alone: %s", error)
         return False
     exact = weight.product(x.bfloat16().float())
-    return bool((found - exact).norm() < 0.02 * exact.norm())
+    return bool((product - exact).norm() < 0.02 * exact.norm())
 
 
 def library_suits(x: Tensor | Rounded, weight: Scaled) -> bool:

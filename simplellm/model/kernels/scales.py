@@ -27,11 +27,11 @@ def load_scales(
 
     ``scales_ptrs`` [rows, 1] are those of column 0; x's are [C, room].
     """
-    place = tl.minimum(k, K - 1) // COLUMNS
-    scales = tl.load(scales_ptrs + place, has_row, 0)
+    tile = tl.minimum(k, K - 1) // COLUMNS
+    scales = tl.load(scales_ptrs + tile, has_row, 0)
     x_scales = tl.full([1, 1], 1.0, tl.float32)
     if x_scales_ptr is not None:
-        where = place.to(tl.int64) * room + t[None, :]
+        where = tile.to(tl.int64) * room + t[None, :]
         x_scales = tl.load(x_scales_ptr + where, (t < room)[None, :], 0)
     return scales, x_scales
 
@@ -129,7 +129,7 @@ def round_input(x, scales, least, MOST: tl.constexpr):
 
 @triton.jit
 def scaled_gemv_times(
-    held,
+    weights,
     held_scales,
     x_ptr,
     x_scales_ptr,
@@ -147,7 +147,7 @@ def scaled_gemv_times(
     x is that of ``token``, rounded, with x_scales [C, room]; or they are None, and it
     is rounded here, unless MOST is 0.
     """
-    first, rest = held
+    first, rest = weights
     row_scales, scales, more_scales = held_scales
     if x_scales_ptr is not None:
         x_scales_ptr += token

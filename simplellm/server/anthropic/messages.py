@@ -42,8 +42,8 @@ def levels(data: Any) -> int:
 def input_json(text: str) -> str:
     """A call's arguments as the JSON of an object; none at all are an empty one."""
     try:
-        found = orjson.loads(text or "{}")
-        if isinstance(found, dict) and levels(found) <= MOST_LEVELS:
+        arguments = orjson.loads(text or "{}")
+        if isinstance(arguments, dict) and levels(arguments) <= MOST_LEVELS:
             return text or "{}"
     except (ValueError, RecursionError):
         pass
@@ -145,7 +145,7 @@ class AnthropicMessage(Generation):
         choice = body.tool_choice
         input_processor = call.service.llm.input_processor
         dialect = input_processor.dialect
-        asked = input_processor.process_chat(
+        spec = input_processor.process_chat(
             **body.shown(dialect),
             tool_choice=None if choice is None else choice.as_openai,
             parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
@@ -155,15 +155,15 @@ class AnthropicMessage(Generation):
             priority=body.priority,
             **body.sampling,
         )
-        if body.begins_answer and asked.grammar is None and dialect.reopened:
+        if body.begins_answer and spec.grammar is None and dialect.reopened:
             tokenizer = input_processor.need_tokenizer()
-            tokens = dialect.reopened(tokenizer, asked.tokens)
-            asked = replace(asked, tokens=tokens)
-        super().__init__([asked], chat=True, stream=body.stream)
+            tokens = dialect.reopened(tokenizer, spec.tokens)
+            spec = replace(spec, tokens=tokens)
+        super().__init__([spec], chat=True, stream=body.stream)
         # Whether nothing is to be answered; what the model then writes is nobody's.
         self.silent = body.max_tokens == 0
         # Whether the context ends before as many tokens as may come.
-        self.short = asked.max_tokens < body.max_tokens
+        self.short = spec.max_tokens < body.max_tokens
         self.key = uuid.uuid4().hex
         self.tools = body.client_tools()
         self.blocks = Blocks(self.key, self.tools)
@@ -200,19 +200,19 @@ class AnthropicMessage(Generation):
         return {"stop_reason": reason, "stop_sequence": None}
 
     def first(self) -> list[dict[str, Any]]:
-        asked = Usage(len(self.requests[0].tokens), 0, 0, 0)  # as far as is known
+        so_far = Usage(len(self.requests[0].tokens), 0, 0, 0)  # as far as is known
         end = {"stop_reason": None, "stop_sequence": None}
-        message = self.object([], end, asked)
+        message = self.object([], end, so_far)
         return [{"type": "message_start", "message": message}, PING]
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
         return [] if self.silent else self.blocks.push(part)
 
     def last(self, outputs: Sequence[ChatChoice], usage: Usage) -> list[dict[str, Any]]:
-        delta, told = self.end_of(outputs[0]), self.usage(usage)
+        delta, fields = self.end_of(outputs[0]), self.usage(usage)
         return [
             *self.blocks.close(),
-            {"type": "message_delta", "delta": delta, "usage": told},
+            {"type": "message_delta", "delta": delta, "usage": fields},
             {"type": "message_stop"},
         ]
 

@@ -180,9 +180,9 @@ class CountBody(Body):
 
     def offered(self) -> list[Tool]:
         """The tools that the model is told of. Raises TypeError or ValueError."""
-        found = as_tools(self.client_tools().functions)
+        tools = as_tools(self.client_tools().functions)
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
-        return [] if hidden else found
+        return [] if hidden else tools
 
     @property
     def begins_answer(self) -> bool:
@@ -201,19 +201,19 @@ class CountBody(Body):
         tools, called = self.offered(), dict[str, str]()
         system = "" if self.system is None else text_in(self.system, "system")
         lead = dialect.lead(system, tools)
-        found = [Message("developer", lead)] if lead else []
+        messages = [Message("developer", lead)] if lead else []
         expect(self.messages, "messages", self.messages, "at least one message")
         for number, message in enumerate(self.messages):
             where = f"messages[{number}]"
             expect_type(where, message, Mapping, "an object")
             one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
-            found += shown_messages(message, where, called, dialect)
-        count, most = len(found), MOST_MESSAGES
-        ok, wanted = count <= most, f"at most {most}"
-        expect(ok, "the number of messages", count, wanted, param="messages")
+            messages += shown_messages(message, where, called, dialect)
+        count, most = len(messages), MOST_MESSAGES
+        ok, expected = count <= most, f"at most {most}"
+        expect(ok, "the number of messages", count, expected, param="messages")
         if text := self.format.text:
-            found = [*dialect.with_format(found, tools, text)]
-        return {"messages": found, "tools": tools, "reasoning_effort": self.effort}
+            messages = [*dialect.with_format(messages, tools, text)]
+        return {"messages": messages, "tools": tools, "reasoning_effort": self.effort}
 
 
 class MessageBody(CountBody, SampledBody):
@@ -258,15 +258,15 @@ def blocks_in(
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     expect_type(where, content, list, "a string or a list of blocks")
-    kinds, found = BLOCKS[role], []
+    kinds, blocks = BLOCKS[role], []
     for number, block in enumerate(content):
-        place = f"{where}[{number}]"
-        expect_type(place, block, Mapping, "an object")
-        one_of(f"{place}.type", block.get("type"), tuple(kinds))
+        path = f"{where}[{number}]"
+        expect_type(path, block, Mapping, "an object")
+        one_of(f"{path}.type", block.get("type"), tuple(kinds))
         for name in kinds[block["type"]]:
-            expect_type(f"{place}.{name}", block.get(name), str, "a string")
-        found.append((place, block))
-    return found
+            expect_type(f"{path}.{name}", block.get(name), str, "a string")
+        blocks.append((path, block))
+    return blocks
 
 
 def joined(blocks: Any) -> str:
@@ -287,27 +287,27 @@ def shown_messages(
     blocks = blocks_in(message.get("content"), where, role)
     if role == "system":
         return [Message("developer", dialect.lead(joined(blocks), ()))]
-    found = []
+    messages = []
     if role == "user":
         for kind, group in groupby(blocks, key=lambda pair: pair[1]["type"]):
             if kind == "text":
-                found.append(Message("user", joined(group)))
+                messages.append(Message("user", joined(group)))
             else:
-                found += [shown_result(block, place, called) for place, block in group]
-        return found
+                messages += [shown_result(block, path, called) for path, block in group]
+        return messages
     calls = any(block["type"] == "tool_use" for _, block in blocks)
-    for place, block in blocks:
+    for path, block in blocks:
         match block["type"]:
             case "text":
                 channel = "commentary" if calls else "final"
-                found.append(Message("assistant", block["text"], channel=channel))
+                messages.append(Message("assistant", block["text"], channel=channel))
             case "thinking" if block["thinking"]:
                 thought = block["thinking"]
-                found.append(Message("assistant", thought, channel="analysis"))
+                messages.append(Message("assistant", thought, channel="analysis"))
             case "tool_use":
                 called[block["id"]] = shown_name(block["name"])
-                found.append(shown_call(block, place))
-    return found  # without what is redacted: none but its writer can read it
+                messages.append(shown_call(block, path))
+    return messages  # without what is redacted: none but its writer can read it
 
 
 def shown_call(block: Mapping[str, Any], where: str) -> Message:
@@ -324,9 +324,9 @@ def shown_result(
     block: Mapping[str, Any], where: str, called: Mapping[str, str]
 ) -> Message:
     id, content = block["tool_use_id"], block.get("content")
-    wanted = f"the id of a call before it ({short(list(called))})"
+    expected = f"the id of a call before it ({short(list(called))})"
     name = called.get(id, block.get("name"))
-    expect(isinstance(name, str), f"{where}.tool_use_id", id, wanted)
+    expect(isinstance(name, str), f"{where}.tool_use_id", id, expected)
     text = "" if content is None else text_in(content, f"{where}.content")
     if block.get("is_error"):  # harmony has no place for that
         text = f"Error: {text}"

@@ -48,10 +48,10 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     form, config = data.pop("output_format", None), data.get("output_config", {})
     if not isinstance(config, Mapping):
         return data
-    found = dict(config)
+    output = dict(config)
     if form is not None:
-        found.setdefault("format", form)
-    return data | ({"output_config": found} if found else {})
+        output.setdefault("format", form)
+    return data | ({"output_config": output} if output else {})
 
 
 def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:
@@ -78,13 +78,13 @@ class BlockRewriter:
         self.called: set[str] = set()  # the ids of calls so far
 
     def messages(self, messages: Sequence[Any]) -> list[Any]:
-        found = []
+        kept_messages = []
         for number, message in enumerate(messages):
             if isinstance(message, Mapping):
                 last = number == len(messages) - 1
                 message = self.message(message, f"messages[{number}]", last)
-            found.append(message)
-        return found
+            kept_messages.append(message)
+        return kept_messages
 
     def message(self, given: Mapping[str, Any], where: str, last: bool) -> Any:
         """One message; the ``last`` one is what the user asks now."""
@@ -96,8 +96,8 @@ class BlockRewriter:
         if content is None or isinstance(content, int | float):
             message["content"] = "" if content is None else str(content)
         elif isinstance(content, list) and isinstance(role, str) and role in BLOCKS:
-            found = self.blocks(content, role, f"{where}.content")
-            message["content"] = found
+            blocks = self.blocks(content, role, f"{where}.content")
+            message["content"] = blocks
             kinds = [kind_of(block) for block in content]
             if kinds and not {*kinds} & {*BLOCKS["user"], *DOCUMENTS, None}:
                 refuse_alone(role, last, f"{where}.content", [str(k) for k in kinds])
@@ -105,22 +105,22 @@ class BlockRewriter:
 
     def blocks(self, content: Sequence[Any], role: str, where: str) -> list[Any]:
         """The blocks of a content of ``role``."""
-        found = []
+        blocks = []
         for block in content:
             if isinstance(block, str):
                 block = {"type": "text", "text": block}
             kind = kind_of(block)
             if kind is None:
-                found.append(block)
+                blocks.append(block)
             elif kind == "tool_use" and role == "assistant":
-                found.append(self.call(block))
+                blocks.append(self.call(block))
             elif kind == "tool_result" and role == "user":
-                found.append(self.result(block, where))
+                blocks.append(self.result(block, where))
             elif kind in BLOCKS[role]:
-                found.append(block)
+                blocks.append(block)
             else:
-                found.append({"type": "text", "text": self.told(block, kind)})
-        return found
+                blocks.append({"type": "text", "text": self.text_for(block, kind)})
+        return blocks
 
     def call(self, block: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(id := block.get("id"), str):
@@ -130,17 +130,17 @@ class BlockRewriter:
 
     def result(self, block: Mapping[str, Any], where: str) -> dict[str, Any]:
         """What came of a call, as text; its call may be gone."""
-        found, content = dict(block), block.get("content")
+        result, content = dict(block), block.get("content")
         id = block.get("tool_use_id")
         if isinstance(id, str) and id not in self.called:
-            found["name"] = UNKNOWN
+            result["name"] = UNKNOWN
         if isinstance(content, list):
-            found["content"] = self.blocks(content, "system", where)
+            result["content"] = self.blocks(content, "system", where)
         elif content is not None and not isinstance(content, str):
-            found["content"] = as_text(content)
-        return found
+            result["content"] = as_text(content)
+        return result
 
-    def told(self, block: Mapping[str, Any], kind: str) -> str:
+    def text_for(self, block: Mapping[str, Any], kind: str) -> str:
         """The text of a block, or a few words in its place."""
         if kind in DOCUMENTS and (text := document_text(block)):
             return text
@@ -150,8 +150,8 @@ class BlockRewriter:
         if kind in PICTURES:
             return text_instead(kind)
         hidden = ("type", "cache_control", "id", "source", "encrypted_content")
-        told = {k: v for k, v in block.items() if k not in hidden}
-        return f"[{kind[:50]}: {str(as_text(told))[:MOST_SHOWN]}]"
+        fields = {k: v for k, v in block.items() if k not in hidden}
+        return f"[{kind[:50]}: {str(as_text(fields))[:MOST_SHOWN]}]"
 
 
 PICTURES = ("image", "document", "container_upload")

@@ -404,8 +404,10 @@ def either(tag: Callable[[Any], str | None], *kinds: type[Part]) -> GetPydanticS
     """Makes a Part one of ``kinds`` in an annotation: ``tag`` gives its name."""
     named = tuple(Annotated[kind, Tag(kind.__name__)] for kind in kinds)
     types = [name for kind in kinds for name in types_of(kind)]
-    wanted = f"one of {', '.join(types)}"
-    told = Discriminator(tag, custom_error_type=OTHER_KIND, custom_error_message=wanted)
+    expected = f"one of {', '.join(types)}"
+    told = Discriminator(
+        tag, custom_error_type=OTHER_KIND, custom_error_message=expected
+    )
     some: Any = Annotated[Union[named], told]  # noqa: UP007
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(some))
 
@@ -495,11 +497,11 @@ def refusal(error: ValidationError) -> ParameterError:
     same = [
         one for one, other in zip(errors, paths, strict=True) if other == paths[first]
     ]
-    wanted = dict.fromkeys(
+    expected = dict.fromkeys(
         WANTED.get(one["type"], one["msg"].removeprefix("Input should be "))
         for one in same
     )
-    wrong = f"{name} is {short(given)}; expected {' or '.join(wanted)}"
+    wrong = f"{name} is {short(given)}; expected {' or '.join(expected)}"
     return ParameterError(wrong, path)
 
 
@@ -550,6 +552,6 @@ def checked_samples(requests: list[RequestSpec], n: int) -> list[RequestSpec]:
     """
     tokens = sum(len(request.tokens) for request in requests)
     most = min(MAX_SAMPLES // len(requests), MAX_COPIES // tokens)
-    wanted = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
-    expect(n <= most, "n", n, wanted)
+    expected = f"at most {most} for {len(requests)} prompts of {tokens} tokens"
+    expect(n <= most, "n", n, expected)
     return requests

@@ -179,10 +179,10 @@ class Generation:
         Both are called once more if all begins again.
         """
 
-    def end(self, told: bool) -> None:
+    def end(self, started: bool) -> None:
         """Nothing more will be said, unless `failure` is asked for.
 
-        ``told``: whether a client has seen the beginning of a stream.
+        ``started``: whether a client has seen the beginning of a stream.
         """
 
     def first(self) -> list[dict[str, Any]]:
@@ -258,13 +258,13 @@ class Endpoint:
         except Exception as error:
             kinds = [kind for kind in (self.body, self.query) if kind is not None]
             known = {name for kind in kinds for name in kind.known()}
-            if (found := as_api_error(error, known)) is None:
+            if (api_error := as_api_error(error, known)) is None:
                 raise
             if isinstance(error, UNMEANT):
                 LOGGER.warning(
                     "request %s is refused by accident", call.id, exc_info=True
                 )
-            raise found from None
+            raise api_error from None
         if isinstance(answer, Generation):
             work = generate(call, answer, send)
             await (work if answer.detached else while_there(receive, work))
@@ -400,18 +400,18 @@ async def generate(call: Call, answer: Generation, send: Send) -> None:
                 # Waits while the client reads slowly; parts merge meanwhile.
                 await send(body_part(data, more=answer.stream))
     except Exception as error:
-        found = as_api_error(error)
-        if not started or found is None:
+        api_error = as_api_error(error)
+        if not started or api_error is None:
             raise
-        call.fail(found)
+        call.fail(api_error)
         if not answer.stream:  # the object is there, for whoever reads it
             if answer.detached:
-                answer.failure(found)
+                answer.failure(api_error)
             return
         # If the client has stopped reading, this can't be sent either.
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS):
-                await send(body_part(sse.event(answer.failure(found)), more=False))
+                await send(body_part(sse.event(answer.failure(api_error)), more=False))
         return
     if answer.stream:
         await send(body_part(b"", more=False))
@@ -437,15 +437,15 @@ async def texts(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]:
     happens once: it may have been the request that ended it.
     """
     for last in (False, True):
-        told = False
+        started = False
         try:
             async with aclosing(attempt(call, answer)) as written:
                 async for data in written:
-                    told = True
+                    started = True
                     yield data
             return
         except EngineError as error:
-            if told or last or not isinstance(error.__cause__, DistantError):
+            if started or last or not isinstance(error.__cause__, DistantError):
                 raise
 
 
@@ -457,12 +457,12 @@ async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]
     replies.ends = answer.stream
     numbers = [reader.request.number for reader in replies.readers]
     call.service.calls |= dict.fromkeys(numbers, call.id)
-    told = False
+    started = False
     try:
         answer.begin(replies)
         waiting = answer.first()
         if answer.detached and not answer.stream:
-            told = True
+            started = True
             yield orjson.dumps(answer.now())
         if not (answer.stream or answer.gathers):
             await replies.finish()
@@ -477,7 +477,7 @@ async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]
                 if call.body.counts:
                     so_far = {"usage": usage_fields(replies.usage())}
                     waiting = [event | so_far for event in waiting]
-                told = True
+                started = True
                 yield b"".join(map(sse.event, waiting))
             waiting = []
         outputs, usage = replies.outputs(), replies.usage()
@@ -491,10 +491,10 @@ async def attempt(call: Call, answer: Generation) -> AsyncGenerator[bytes, None]
             yield b"".join(map(sse.event, waiting)) + answer.ending
         else:
             whole = answer.whole(outputs, usage)
-            if not told:
+            if not started:
                 yield orjson.dumps(whole)
     finally:
-        answer.end(told)
+        answer.end(started)
         for number in numbers:
             del call.service.calls[number]
         await replies.aclose()

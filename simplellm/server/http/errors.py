@@ -73,10 +73,10 @@ def anthropic_form(error: APIError) -> dict[str, Any]:
     """The body of an error in Anthropic's form, which is that of a stream's event."""
     kind = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, kind)
-    found: dict[str, Any] = {"type": kind, "message": error.message}
+    fields: dict[str, Any] = {"type": kind, "message": error.message}
     if error.details is not None:
-        found["details"] = error.details
-    return {"type": "error", "error": found}
+        fields["details"] = error.details
+    return {"type": "error", "error": fields}
 
 
 def unavailable(message: str, code: str) -> APIError:
@@ -84,8 +84,8 @@ def unavailable(message: str, code: str) -> APIError:
     return APIError(503, message, code=code, headers=RETRY)
 
 
-def param_of(error: Exception, known: Container[str]) -> str | None:
-    """The parameter among ``known`` that a refusal is about, as far as it says so.
+def param_of(error: Exception, params: Container[str]) -> str | None:
+    """The parameter among ``params`` that a refusal is about, as far as it says so.
 
     A path such as "messages[0].role" stays whole; Python's prompts are a prompt here,
     and that of a chat are its messages.
@@ -93,22 +93,22 @@ def param_of(error: Exception, known: Container[str]) -> str | None:
     param = getattr(error, "param", "")
     names = [param, param.removesuffix("s")]
     names += ["messages", "input"] if param == "prompt" else []
-    return next((n for n in names if re.split(r"[.\[]", n)[0] in known), None)
+    return next((n for n in names if re.split(r"[.\[]", n)[0] in params), None)
 
 
-def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | None:
+def as_api_error(error: Exception, params: Container[str] = ()) -> APIError | None:
     """What a client is told of ``error``; None for what nobody foresaw."""
     match error:
         case APIError():
             return error
         case ContextLengthError():
-            param = param_of(error, known)
+            param = param_of(error, params)
             return APIError(400, str(error), param=param, code=TOO_LONG)
         case QueueFullError():
             return APIError(429, str(error), code="queue_full", headers=RETRY)
         case UnfitError():
-            wanted = "simpler structured_outputs, response format or tools"
-            return APIError(400, f"{error}; expected {wanted}", code="grammar_error")
+            expected = "simpler structured_outputs, response format or tools"
+            return APIError(400, f"{error}; expected {expected}", code="grammar_error")
         case EngineError():
             return unavailable(str(error), "engine_error")
         case TimeoutError():
@@ -116,5 +116,5 @@ def as_api_error(error: Exception, known: Container[str] = ()) -> APIError | Non
             return APIError(504, message, code="timeout")
     if isinstance(error, REFUSALS):
         message = str(error) or repr(error)
-        return APIError(400, message, param=param_of(error, known))
+        return APIError(400, message, param=param_of(error, params))
     return None

@@ -75,20 +75,20 @@ def tokenize(call: Call) -> dict[str, Any]:
             body.prompt, body.parse_special, body.add_special_tokens
         )
     else:
-        asked = input_processor.process_chat(
+        spec = input_processor.process_chat(
             body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort
         )
-        ids = asked.tokens
-    found = {
+        ids = spec.tokens
+    answer = {
         "tokens": ids,
         "count": len(ids),
         "max_model_len": input_processor.max_model_len,
     }
     if body.return_token_strs:
-        found["token_strs"] = [
+        answer["token_strs"] = [
             tokenizer.token_bytes(id).decode(errors="replace") for id in ids
         ]
-    return found
+    return answer
 
 
 class DetokenizeBody(Body):
@@ -106,8 +106,8 @@ def detokenize(call: Call) -> dict[str, Any]:
     most = input_processor.config.vocab_size - 1
     for token in body.tokens:
         ok = 0 <= token <= most
-        wanted = f"a token id, 0 to {most}"
-        expect(ok, "an entry of tokens", token, wanted, param="tokens")
+        expected = f"a token id, 0 to {most}"
+        expect(ok, "an entry of tokens", token, expected, param="tokens")
     return {"prompt": input_processor.need_tokenizer().decode(body.tokens)}
 
 

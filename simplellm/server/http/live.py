@@ -74,13 +74,13 @@ def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_pages(table: list[int], most: int) -> dict[str, int]:
     """The first ``most`` pages of a table that are there, by their places in it."""
-    found: dict[str, int] = {}
-    for place, page in enumerate(table):
+    pages: dict[str, int] = {}
+    for index, page in enumerate(table):
         if page >= 0:
-            found[str(place)] = page
-            if len(found) == most:
+            pages[str(index)] = page
+            if len(pages) == most:
                 break
-    return found
+    return pages
 
 
 class Lookout:
@@ -99,13 +99,13 @@ class Lookout:
             now = time.monotonic()
             if now - self.looked >= EVERY:
                 engine = self.service.engine
-                found, stats = cut(engine.snapshot()), engine.stats()
-                found["totals"] |= {
+                snapshot, stats = cut(engine.snapshot()), engine.stats()
+                snapshot["totals"] |= {
                     "tokens": stats.generated_tokens,
                     "found": stats.cached_tokens,
                     "preemptions": stats.preemptions,
                 }
-                self.seen, self.looked = found, now
+                self.seen, self.looked = snapshot, now
             return self.seen
 
     def answer(self, call: Call) -> Response:
@@ -140,18 +140,18 @@ class View(Response):
         sent = time.monotonic()
         while not service.draining and service.engine.dead is None:
             with suppress(EngineError):
-                told = await run_in_threadpool(self.told)  # the engine may be far
-                data = sse.event(told) if told != latest else b""
+                state = await run_in_threadpool(self.state)  # the engine may be far
+                data = sse.event(state) if state != latest else b""
                 if not data and time.monotonic() - sent >= QUIET:
                     data = ALIVE
                 if data:
                     async with asyncio.timeout(STALLED):
                         await send(body_part(data, more=True))
-                    latest, sent = told, time.monotonic()
+                    latest, sent = state, time.monotonic()
             await asyncio.sleep(EVERY)
         await send(body_part(b"", more=False))
 
-    def told(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """What is seen, with those requests marked that are this viewer's."""
         seen = self.lookout.look()
         calls, own = self.call.service.calls, self.call.id

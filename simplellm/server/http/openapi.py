@@ -140,15 +140,15 @@ def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
         answers["200"]["content"]["text/event-stream"] = {}
     for status, why in STATUSES.items():
         answers[str(status)] = {"description": why, "content": error}
-    found: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
+    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
     if endpoint.body is not None:
         reference = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
         content = {"application/json": {"schema": reference}}
-        found["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": True, "content": content}
     if endpoint.open:
-        found["security"] = []
+        operation["security"] = []
     names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
-    found["parameters"] = [
+    operation["parameters"] = [
         {
             "name": name.partition(":")[0],
             "in": "path",
@@ -159,11 +159,11 @@ def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:
     ]
     if (query := endpoint.query) is not None:
         properties = schemas_of_body(query, strict)[query.__name__]["properties"]
-        found["parameters"] += [
+        operation["parameters"] += [
             {"name": name, "in": "query", "schema": schema}
             for name, schema in properties.items()
         ]
-    return found
+    return operation
 
 
 def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
@@ -176,13 +176,13 @@ def openapi(service: Service, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
             endpoint, service.strict
         )
         if (body := endpoint.body) is not None:
-            found = schemas_of_body(body, service.strict)
-            properties = found[body.__name__]["properties"]
+            bodies = schemas_of_body(body, service.strict)
+            properties = bodies[body.__name__]["properties"]
             properties["model"] = {"enum": [*service.names, None]}
             if "tokens" in properties:
                 most = service.llm.input_processor.config.vocab_size - 1
                 properties["tokens"]["items"] |= {"minimum": 0, "maximum": most}
-            schemas |= found
+            schemas |= bodies
     components: dict[str, Any] = {"schemas": schemas}
     document: dict[str, Any] = {
         "openapi": "3.1.0",

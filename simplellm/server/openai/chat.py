@@ -106,8 +106,8 @@ class ChatBody(SampledBody):
 
     @property
     def compiles(self) -> bool:
-        asked = self.response_format or self.tools or self.functions
-        return super().compiles or bool(asked)
+        options = self.response_format or self.tools or self.functions
+        return super().compiles or bool(options)
 
 
 class Chat(Generation):
@@ -128,7 +128,7 @@ class Chat(Generation):
         choice = body.function_call if older else body.tool_choice
         if older and isinstance(choice, dict):
             choice = {"type": "function", **choice}
-        asked = input_processor.process_chat(
+        spec = input_processor.process_chat(
             in_functions(body.messages),
             tools=tools.functions,
             tool_choice=tools.choice(choice),
@@ -139,7 +139,7 @@ class Chat(Generation):
             priority=body.priority,
             **params,
         )
-        requests = checked_samples([asked], body.n)
+        requests = checked_samples([spec], body.n)
         super().__init__(requests, n=body.n, chat=True, stream=body.stream)
         self.body, self.tokenizer = body, input_processor.need_tokenizer()
         self.id, self.created = new_id("chatcmpl"), int(time.time())
@@ -185,8 +185,8 @@ class Chat(Generation):
             choice["logprobs"] = self.logprobs(part)
             if self.body.return_token_ids:
                 choice["token_ids"] = list(part.token_ids)
-        found = self.object("chat.completion.chunk", [choice])
-        return found | {"usage": None} if self.body.include_usage else found
+        chunk = self.object("chat.completion.chunk", [choice])
+        return chunk | {"usage": None} if self.body.include_usage else chunk
 
     def first(self) -> list[dict[str, Any]]:
         begin = {"role": "assistant", "content": ""}
@@ -194,8 +194,8 @@ class Chat(Generation):
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
         delta = self.turns[index].push(part)
-        told = delta or part.token_ids
-        return [self.event(index, delta, part)] if told else []
+        visible = delta or part.token_ids
+        return [self.event(index, delta, part)] if visible else []
 
     def ended(self, index: int, output: ChatChoice) -> list[dict[str, Any]]:
         if output.finish_reason == "abort":  # the server ends, and the stream says so
@@ -223,12 +223,12 @@ class Chat(Generation):
             if self.body.return_token_ids:
                 choice["token_ids"] = output.token_ids
             choices.append(choice)
-        found = self.object("chat.completion", choices)
+        body = self.object("chat.completion", choices)
         if self.body.return_token_ids:
-            found["prompt_token_ids"] = self.requests[0].tokens
+            body["prompt_token_ids"] = self.requests[0].tokens
         if self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
-        return found | {"usage": usage_fields(usage)}
+            body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+        return body | {"usage": usage_fields(usage)}
 
 
 CHATS = [

@@ -117,13 +117,13 @@ def offered_tools(
 
 def named_format(given: Mapping[str, Any]) -> dict[str, Any]:
     """A response_format whose schema has a name as OpenAI wants it."""
-    found = dict(given)
+    fields = dict(given)
     if given.get("type") != "json_schema":
-        return found
+        return fields
     inner = given.get("json_schema")
     if isinstance(inner, Mapping) and "schema" in inner:
-        return found | {"json_schema": named_schema(inner)}
-    return named_schema(found) if "schema" in found else found
+        return fields | {"json_schema": named_schema(inner)}
+    return named_schema(fields) if "schema" in fields else fields
 
 
 def named_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,15 +134,15 @@ def named_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lenient_messages(messages: Sequence[Any], reading: Reading) -> list[Any]:
-    found, called = [], set[Any]()
+    result, called = [], set[Any]()
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            found.append(message)
+            result.append(message)
             continue
         last = number == len(messages) - 1
         reader = MessageReader(message, f"messages[{number}]", last, reading)
-        found.append(reader.read(called))
-    return found
+        result.append(reader.read(called))
+    return result
 
 
 class MessageReader:
@@ -183,25 +183,25 @@ class MessageReader:
         role = self.message.get("role")
         if role == "tool" and not all(map(is_part, content)):
             return as_text(content)  # a result that is a list
-        found, others = [], []
+        texts, others = [], []
         for part in content:
             if isinstance(part, str):
                 part = {"type": "text", "text": part}
             kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
             if kind == "refusal":
-                found.append({"type": "text", "text": part.get("refusal")})
+                texts.append({"type": "text", "text": part.get("refusal")})
             elif kind in THOUGHT_TYPES and role == "assistant":
                 thought = part.get("thinking", part.get("text"))
                 self.message.setdefault("reasoning_content", thought)
             elif kind in TEXT_TYPES:
-                found.append(part)
+                texts.append(part)
             else:
                 others.append(str(kind))
                 self.reading.ignore(f"{self.where}.content.{kind}"[:100])
-                found.append({"type": "text", "text": text_instead(str(kind)[:50])})
+                texts.append({"type": "text", "text": text_instead(str(kind)[:50])})
         if others and len(others) == len(content):
             refuse_alone(role, self.last, f"{self.where}.content", others)
-        return found
+        return texts
 
     def assistant(self, called: set[Any]) -> None:
         """What an assistant's message has beside its content."""

@@ -91,9 +91,9 @@ class Completion(Generation):
             alone = body.n == 1 or not body.stream
             expect(alone, "n", body.n, "1 for a stream with echo and logprobs")
         prompts = as_prompts(body.prompt)
-        count, wanted = len(prompts), f"at most {MAX_SAMPLES}"
+        count, expected = len(prompts), f"at most {MAX_SAMPLES}"
         ok = count <= MAX_SAMPLES
-        expect(ok, "the number of prompts", count, wanted, param="prompt")
+        expect(ok, "the number of prompts", count, expected, param="prompt")
         answer = as_format(body.response_format)
         constrain = partial(text_constraint, answer=answer)
         requests = input_processor.process_all(prompts, None, params, constrain)
@@ -167,8 +167,8 @@ class Completion(Generation):
 
     def event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """An event of a stream; the usage, where asked for, comes in the last one."""
-        found = self.object(choices)
-        return found | {"usage": None} if self.body.include_usage else found
+        chunk = self.object(choices)
+        return chunk | {"usage": None} if self.body.include_usage else chunk
 
     def first(self) -> list[dict[str, Any]]:
         if not self.body.echo or self.scored:
@@ -189,8 +189,8 @@ class Completion(Generation):
         if self.scored and part.prompt_logprobs is not None:
             return [self.event([self.scored_choice(index, part, part)])]
         choice = self.choice(index, part)
-        told = part.text or part.finish_reason or part.logprobs
-        if not (told or self.body.return_token_ids):
+        visible = part.text or part.finish_reason or part.logprobs
+        if not (visible or self.body.return_token_ids):
             return []
         return [self.event([choice])]
 

@@ -90,7 +90,7 @@ class LegacyLogprobs:
 
         In a ``prompt`` control tokens are part of the text.
         """
-        found: dict[str, list[Any]] = {
+        columns: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -102,11 +102,11 @@ class LegacyLogprobs:
                 logprob = max(entry.logprob, LEAST)
                 pairs = [*entry.top, (token, logprob)]
                 named = {token_name(t, self.tokenizer): max(p, LEAST) for t, p in pairs}
-            found["tokens"].append(token_name(token, self.tokenizer))
-            found["token_logprobs"].append(logprob)
-            found["top_logprobs"].append(named)
-            found["text_offset"].append(self.offset)
+            columns["tokens"].append(token_name(token, self.tokenizer))
+            columns["token_logprobs"].append(logprob)
+            columns["top_logprobs"].append(named)
+            columns["text_offset"].append(self.offset)
             skip = self.skip_special and not prompt
             spelled = self.tokenizer.token_bytes(token, skip_special=skip)
             self.offset += len(self.decoder.decode(spelled))
-        return found
+        return columns

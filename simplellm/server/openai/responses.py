@@ -67,11 +67,11 @@ class Response(Generation):
         self.id, self.created = f"resp_{self.key}", int(time.time())
         before = items_before(self.store, body.previous_response_id)
         given = kept_items(body.input, self.key, self.store)
-        self.asked = before + given
-        self.asked_bytes = len(orjson.dumps(self.asked))
-        expect(self.asked, "input", body.input, "at least one item")
+        self.input_items = before + given
+        self.asked_bytes = len(orjson.dumps(self.input_items))
+        expect(self.input_items, "input", body.input, "at least one item")
         self.tools = ClientTools(body.tools or ())
-        self.tools.add_missing(tools_in(self.asked))
+        self.tools.add_missing(tools_in(self.input_items))
         offered = [] if body.tool_choice == "none" else self.tools.functions
         tools = as_tools(offered)
         params = {"max_tokens": input_processor.max_model_len, **body.sampling}
@@ -79,7 +79,7 @@ class Response(Generation):
             params["max_tokens"] = body.max_output_tokens
         if body.logprobs:
             params["logprobs"] = body.top_logprobs
-        asked = input_processor.process_chat(
+        spec = input_processor.process_chat(
             to_harmony(
                 before, given, body.instructions, tools, input_processor.dialect.lead
             ),
@@ -91,7 +91,7 @@ class Response(Generation):
             priority=body.priority,
             **params,
         )
-        super().__init__([asked], chat=True, stream=body.stream)
+        super().__init__([spec], chat=True, stream=body.stream)
         self.body, self.detached = body, body.background
         self.output = Output(self.key, input_processor.need_tokenizer(), self.tools)
         self.replies: Replies | None = None  # while they come
@@ -149,10 +149,10 @@ class Response(Generation):
         if self.body.store:
             self.store.begin(self.id, self)
 
-    def end(self, told: bool) -> None:
+    def end(self, started: bool) -> None:
         if self.replies is None or self.detached:  # over, or what went wrong is told
             return
-        if told:  # the client is gone
+        if started:  # the client is gone
             self.settle(self.object("cancelled", self.replies.usage()))
         else:  # nobody was told its id
             self.store.forget(self.id)
@@ -160,7 +160,7 @@ class Response(Generation):
     def settle(self, response: dict[str, Any]) -> dict[str, Any]:
         """``response`` is what there is from now on."""
         self.status, self.replies = response["status"], None
-        self.store.end(self.id, Kept(response, self.asked, self.asked_bytes))
+        self.store.end(self.id, Kept(response, self.input_items, self.asked_bytes))
         return response
 
     def now(self) -> dict[str, Any]:
@@ -173,9 +173,9 @@ class Response(Generation):
             await self.replies.aclose()
 
     def first(self) -> list[dict[str, Any]]:
-        found = self.object(self.status)
+        response = self.object(self.status)
         kinds = ("response.created", "response.in_progress")
-        return [self.output.event(kind, response=found) for kind in kinds]
+        return [self.output.event(kind, response=response) for kind in kinds]
 
     def part(self, index: int, part: Delta) -> list[dict[str, Any]]:
         return self.output.push(part)
@@ -202,8 +202,8 @@ class Response(Generation):
 
     def failure(self, error: APIError) -> dict[str, Any]:
         code = TOO_LONG if error.code == TOO_LONG else "server_error"
-        told = {"code": code, "message": error.message}
-        response = self.settle(self.object("failed", error=told))
+        details = {"code": code, "message": error.message}
+        response = self.settle(self.object("failed", error=details))
         return self.output.event("response.failed", response=response)
 
 
@@ -216,11 +216,11 @@ def answer_response(call: Call) -> Any:
     try:
         return Response(call)
     except ContextLengthError as error:
-        found = as_api_error(error, {"input"})
-        if found is None or not call.body.stream:
+        api_error = as_api_error(error, {"input"})
+        if api_error is None or not call.body.stream:
             raise
-        call.fail(found)
-        return failed_stream(call, found)
+        call.fail(api_error)
+        return failed_stream(call, api_error)
 
 
 def failed_stream(call: Call, error: APIError) -> EventStream:
@@ -248,8 +248,8 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "function") != "function":
         return tool
     names = ("name", "description", "parameters")
-    told = {"type": "function", **{name: tool.get(name) for name in names}}
-    return told | {"strict": bool(tool.get("strict"))}
+    fields = {"type": "function", **{name: tool.get(name) for name in names}}
+    return fields | {"strict": bool(tool.get("strict"))}
 
 
 def stored_response(store: ResponseStore, id: str, previous: bool = False) -> Stored:
@@ -257,24 +257,24 @@ def stored_response(store: ResponseStore, id: str, previous: bool = False) -> St
 
     As a ``previous`` one it is a parameter, and no part of the path.
     """
-    found = store.find(id)
-    if found is None:
+    stored = store.find(id)
+    if stored is None:
         param = "previous_response_id" if previous else None
         code = f"{'previous_' * previous}response_not_found"
         message = f"response {id!r} is not here, or no longer"
         raise APIError(400 if previous else 404, message, param=param, code=code)
-    return found
+    return stored
 
 
 def items_before(store: ResponseStore, id: str | None) -> list[dict[str, Any]]:
     """What a response that follows response ``id`` begins with."""
     if id is None:
         return []
-    found = stored_response(store, id, previous=True)
-    response, wanted = found.now(), "one that is no longer being written"
-    expect(response["status"] != "in_progress", "previous_response_id", id, wanted)
+    stored = stored_response(store, id, previous=True)
+    response, expected = stored.now(), "one that is no longer being written"
+    expect(response["status"] != "in_progress", "previous_response_id", id, expected)
     output: list[dict[str, Any]] = response["output"]
-    return found.asked + output
+    return stored.input_items + output
 
 
 def named_response(call: Call) -> Stored:
@@ -301,17 +301,17 @@ def get_response(call: Call) -> dict[str, Any]:
 
 async def cancel_response(call: Call) -> dict[str, Any]:
     """End a response; one that is over stays as it is."""
-    found = named_response(call)
-    await found.cancel()
-    return found.now()
+    stored = named_response(call)
+    await stored.cancel()
+    return stored.now()
 
 
 async def delete_response(call: Call) -> dict[str, Any]:
     """Forget a response; one that is being written ends."""
-    found = named_response(call)
-    id = found.now()["id"]
+    stored = named_response(call)
+    id = stored.now()["id"]
     call.service.responses.forget(id)
-    await found.cancel()
+    await stored.cancel()
     return {"id": id, "object": "response", "deleted": True}
 
 
@@ -329,7 +329,7 @@ class ItemsQuery(Body):
 def list_items(call: Call) -> dict[str, Any]:
     """All that the model was asked, the items of earlier responses first."""
     query: ItemsQuery = call.query
-    items = named_response(call).asked
+    items = named_response(call).input_items
     if query.order == "desc":
         items = items[::-1]
     if query.after is not None:

@@ -177,8 +177,8 @@ class ResponseBody(SampledBody):
     def check(self) -> Self:
         check_include(self.include)
         alone = self.logprobs or not self.top_logprobs
-        wanted = f"0 without {LOGPROBS!r} in include"
-        expect(alone, "top_logprobs", self.top_logprobs, wanted)
+        expected = f"0 without {LOGPROBS!r} in include"
+        expect(alone, "top_logprobs", self.top_logprobs, expected)
         check_labels(self.metadata or {})
         expect(self.store or not self.background, "store", False, "true in background")
         return self
@@ -206,8 +206,8 @@ class ResponseBody(SampledBody):
         if given["type"] != "json_schema":
             return {"type": given["type"]}
         fields = given.get("json_schema", given)  # which may stand as in chats
-        told = {name: fields.get(name) for name in ("name", "description", "schema")}
-        return {"type": "json_schema", **told, "strict": True}
+        fields = {name: fields.get(name) for name in ("name", "description", "schema")}
+        return {"type": "json_schema", **fields, "strict": True}
 
     @property
     def told_choice(self) -> str | dict[str, Any]:
@@ -240,8 +240,8 @@ def check_labels(labels: Mapping[str, Any]) -> None:
         name = f"metadata.{key}"
         expect_type(name, text, str, "a string")
         short = len(key) <= MAX_LABEL and len(text) <= MAX_LABEL_TEXT
-        wanted = f"keys of at most {MAX_LABEL} characters, texts of {MAX_LABEL_TEXT}"
-        expect(short, name, text, wanted)
+        expected = f"keys of at most {MAX_LABEL} characters, texts of {MAX_LABEL_TEXT}"
+        expect(short, name, text, expected)
 
 
 def with_included(data: dict[str, Any], reading: Reading) -> dict[str, Any]:

@@ -61,8 +61,8 @@ OUTPUTS = {f"{name}_output": kind for name, kind in CALLS.items()}
 
 def text_part(text: str, *, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     """Text of the assistant, as messages hold it."""
-    found = {"type": "output_text", "text": text, "annotations": []}
-    return found | {"logprobs": list(logprobs)}
+    fields = {"type": "output_text", "text": text, "annotations": []}
+    return fields | {"logprobs": list(logprobs)}
 
 
 def reasoning_part(text: str) -> dict[str, Any]:
@@ -361,10 +361,10 @@ def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
 
 def referred(id: str, store: ResponseStore, where: str) -> Item:
     """The item of this id that a kept response has."""
-    if (found := store.find_item(id)) is None:
+    if (stored := store.find_item(id)) is None:
         message = f"{where}: item {short(id)} is not here, or no longer"
         raise APIError(404, message, param=f"{where}.id", code="item_not_found")
-    return found
+    return stored
 
 
 def shell_text(chunk: Any) -> str:
@@ -380,7 +380,7 @@ def text_of(item: Item) -> str:
 
 def to_harmony(
     before: Sequence[Item],
-    given: Sequence[Item],
+    items: Sequence[Item],
     instructions: str | None,
     tools: Sequence[Tool],
     lead: Lead,
@@ -391,35 +391,35 @@ def to_harmony(
     Without them the first item does, if it is the developer's. Raises ValueError for
     results of no call.
     """
-    items = [*before, *given]
+    items = [*before, *items]
     leads = items and items[0].get("role") in ("system", "developer")
     skipped = int(instructions is None and bool(leads))
     if skipped:
         instructions = text_of(items[0])
     first = lead(instructions, tools)
-    found = [Message("developer", first)] if first else []
+    messages = [Message("developer", first)] if first else []
     called: dict[str, str] = {}  # the function behind each call_id
     for number, item in enumerate(items[skipped:], start=skipped - len(before)):
         match item["type"]:
             case "message":
-                found.append(shown_message(item, lead))
+                messages.append(shown_message(item, lead))
             case "reasoning":
                 text = text_of(item)
                 thought = Message("assistant", text, channel="analysis")
-                found += [thought] if text else []
+                messages += [thought] if text else []
             case kind if kind in CALLS:
                 id, arguments = item["call_id"], arguments_of_call(CALLS[kind], item)
                 called[id] = name = shown_tool(CALLS[kind], item)
                 function = {"name": name, "arguments": arguments}
-                found.append(call_message({"id": id, "function": function}, "input"))
+                messages.append(call_message({"id": id, "function": function}, "input"))
             case kind if kind in OUTPUTS:
                 id = item["call_id"]
                 if id not in called and "name" not in item:
-                    wanted = f"the id of a call before it ({list(called) or 'none'})"
-                    expect(False, f"input[{number}].call_id", id, wanted)
+                    expected = f"the id of a call before it ({list(called) or 'none'})"
+                    expect(False, f"input[{number}].call_id", id, expected)
                 name = called.get(id) or shown_tool(OUTPUTS[kind], item)
-                found.append(result_message(name, item["output"], id))
-    return found
+                messages.append(result_message(name, item["output"], id))
+    return messages
 
 
 def shown_tool(kind: str, item: Item) -> str:

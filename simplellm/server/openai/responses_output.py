@@ -46,7 +46,7 @@ class Output:
     ) -> None:
         self.key, self.tokenizer = key, tokenizer
         self.tools = tools or ClientTools()
-        self.told = 0  # events
+        self.num_events = 0  # events
         self.done: list[Item] = []
         # The item being written: its kind, what it is without its text, and the text.
         self.kind: tuple[str, int] | None = None
@@ -55,7 +55,7 @@ class Output:
         self.texts: list[str] = []
         self.logprobs: list[dict[str, Any]] = []
         # Those of tokens whose text is to come, and the kind of item that it begins.
-        self.held: tuple[tuple[str, int] | None, list[TokenLogprobs]] = None, []
+        self.pending: tuple[tuple[str, int] | None, list[TokenLogprobs]] = None, []
 
     def items(self, status: str = "in_progress") -> list[Item]:
         """All there is; ``status`` is that of an item that is open."""
@@ -64,8 +64,8 @@ class Output:
 
     def event(self, type: str, **fields: Any) -> dict[str, Any]:
         """An event with the next number."""
-        self.told += 1
-        return {"type": type, "sequence_number": self.told - 1, **fields}
+        self.num_events += 1
+        return {"type": type, "sequence_number": self.num_events - 1, **fields}
 
     def push(self, part: Delta) -> list[dict[str, Any]]:
         """The events for the next part of the turn.
@@ -75,15 +75,15 @@ class Output:
         """
         kind = item_kind(part)
         # No channel: a message that lacks one, or perhaps a header.
-        told = kind[0] == "message" and part.channel is not None
-        entries = [*part.logprobs] if told and part.logprobs is not None else []
-        if self.held[0] == kind:
-            entries = [*self.held[1], *entries]
+        has_text = kind[0] == "message" and part.channel is not None
+        entries = [*part.logprobs] if has_text and part.logprobs is not None else []
+        if self.pending[0] == kind:
+            entries = [*self.pending[1], *entries]
         begins = kind != self.kind
         if begins and not part.text and part.call is None:
-            self.held = kind, entries
+            self.pending = kind, entries
             return []
-        self.held = None, []
+        self.pending = None, []
         events = [*self.close(), *self.open(kind, part)] if begins else []
         if part.text or entries:
             events += self.add(part.text, entries)
@@ -133,8 +133,8 @@ class Output:
             return [self.of_item("function_call_arguments.delta", delta=text)]
         if self.kind[0] == "reasoning":
             return [self.of_item("reasoning_text.delta", delta=text)]
-        told = chat_logprobs(entries, self.tokenizer)
-        logprobs = [] if told is None else told["content"]
+        scores = chat_logprobs(entries, self.tokenizer)
+        logprobs = [] if scores is None else scores["content"]
         self.logprobs += logprobs
         return [self.of_item("output_text.delta", delta=text, logprobs=logprobs)]
 
@@ -152,8 +152,8 @@ class Output:
             events.append(self.of_item("content_part.done", part=part))
         else:
             (part,) = item["content"]
-            told = {"text": part["text"], "logprobs": part["logprobs"]}
-            events = [self.of_item("output_text.done", **told)]
+            fields = {"text": part["text"], "logprobs": part["logprobs"]}
+            events = [self.of_item("output_text.done", **fields)]
             events.append(self.of_item("content_part.done", part=part))
         index = len(self.done)
         events.append(
@@ -166,8 +166,8 @@ class Output:
     def call_events(self, item: Item) -> list[dict[str, Any]]:
         """Those that end a call; the items of shells and patches say all themselves."""
         if self.tool == "function":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            return [self.of_item("function_call_arguments.done", **told)]
+            fields = {"name": item["name"], "arguments": item["arguments"]}
+            return [self.of_item("function_call_arguments.done", **fields)]
         if self.tool != "custom":
             return []
         name, text = "custom_tool_call_input", item["input"]
@@ -177,17 +177,17 @@ class Output:
     def snapshot(self, status: str = "in_progress") -> Item:
         """The item that is open, as it stands."""
         assert self.kind is not None
-        found, text = self.item | {"status": status}, "".join(self.texts)
+        fields, text = self.item | {"status": status}, "".join(self.texts)
         if self.kind[0] == "function_call":
             begins = self.tool != "function" and status == "in_progress"
-            return found | call_fields(self.tool, "" if begins else text)
+            return fields | call_fields(self.tool, "" if begins else text)
         if self.kind[0] == "reasoning":
-            return found | {"content": [reasoning_part(text)]}
-        return found | {"content": [text_part(text, logprobs=self.logprobs)]}
+            return fields | {"content": [reasoning_part(text)]}
+        return fields | {"content": [text_part(text, logprobs=self.logprobs)]}
 
     def of_item(self, type: str, **fields: Any) -> dict[str, Any]:
         """An event of the item that is open."""
-        place = {"item_id": self.item["id"], "output_index": len(self.done)}
+        where = {"item_id": self.item["id"], "output_index": len(self.done)}
         if self.kind is not None and self.kind[0] != "function_call":
-            place["content_index"] = 0  # items have one part
-        return self.event(f"response.{type}", **place, **fields)
+            where["content_index"] = 0  # items have one part
+        return self.event(f"response.{type}", **where, **fields)

@@ -17,7 +17,7 @@ class Stored(Protocol):
     """A response that can be asked for, whether it is being written or over."""
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
+    def input_items(self) -> list[dict[str, Any]]:
         """The items that the model was given, those of earlier responses first."""
 
     def now(self) -> dict[str, Any]:
@@ -32,13 +32,13 @@ class Kept:
     """A response that is over."""
 
     response: dict[str, Any]
-    asked: list[dict[str, Any]]
-    # Of ``asked`` as JSON: they are many, and an event loop shouldn't count them.
+    input_items: list[dict[str, Any]]
+    # Of ``input_items`` as JSON: they are many, and an event loop shouldn't count them.
     asked_bytes: int = 0
 
     def own_items(self, id: str) -> list[dict[str, Any]]:
         """Those whose ids are made of the response's ``id``: nobody can guess them."""
-        items = [*self.response["output"], *self.asked]
+        items = [*self.response["output"], *self.input_items]
         return [item for item in items if id.removeprefix("resp_") in item["id"]]
 
     def now(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class ResponseStore:
         self.lock = threading.Lock()
         self._running: dict[str, Stored] = {}
         # With the time at which it is forgotten, and its bytes; the oldest one first.
-        self._kept: dict[str, tuple[Kept, float, int]] = {}
+        self._finished: dict[str, tuple[Kept, float, int]] = {}
         # The items of kept responses that have ids of ours, with their responses' ids.
         self._items: dict[str, tuple[str, dict[str, Any]]] = {}
 
@@ -81,11 +81,11 @@ class ResponseStore:
         """``kept`` is to be found under this id from now on, if anything was."""
         size = len(orjson.dumps(kept.response)) + kept.asked_bytes
         with self.lock:
-            if id not in self._running and id not in self._kept:
+            if id not in self._running and id not in self._finished:
                 return
             self._forget(id)
             self._items |= {item["id"]: (id, item) for item in kept.own_items(id)}
-            self._kept[id] = kept, self.clock() + self.seconds, size
+            self._finished[id] = kept, self.clock() + self.seconds, size
             self.bytes += size
             self._tidy()
 
@@ -98,8 +98,8 @@ class ResponseStore:
         """The response of this id, if there is one."""
         with self.lock:
             self._tidy()
-            found = self._kept.get(id)
-            return self._running.get(id) if found is None else found[0]
+            entry = self._finished.get(id)
+            return self._running.get(id) if entry is None else entry[0]
 
     def find_item(self, id: str) -> dict[str, Any] | None:
         """The item of this id that a kept response was given, or has written."""
@@ -109,22 +109,22 @@ class ResponseStore:
 
     def __len__(self) -> int:
         with self.lock:
-            return len(self._kept)
+            return len(self._finished)
 
     def _tidy(self) -> None:
         """Forget the oldest responses while they are too old or all are too many."""
         now = self.clock()
-        while self._kept:
-            oldest = next(iter(self._kept))
-            full = len(self._kept) > self.most or self.bytes > self.most_bytes
-            if not full and now < self._kept[oldest][1]:
+        while self._finished:
+            oldest = next(iter(self._finished))
+            full = len(self._finished) > self.most or self.bytes > self.most_bytes
+            if not full and now < self._finished[oldest][1]:
                 break
             self._forget(oldest)
 
     def _forget(self, id: str) -> None:
         self._running.pop(id, None)
-        if (found := self._kept.pop(id, None)) is not None:
-            self.bytes -= found[2]
-            for item in found[0].own_items(id):
+        if (entry := self._finished.pop(id, None)) is not None:
+            self.bytes -= entry[2]
+            for item in entry[0].own_items(id):
                 if self._items.get(item["id"], ("",))[0] == id:
                     del self._items[item["id"]]

@@ -85,7 +85,7 @@ class ClientTools:
 
     def __init__(self, tools: Sequence[Any] = ()) -> None:
         self.functions: list[dict[str, Any]] = []
-        self.known: dict[str, ClientTool] = {}
+        self.by_name: dict[str, ClientTool] = {}
         for number, tool in enumerate(tools):
             self.add(tool, f"tools[{number}]")
 
@@ -94,8 +94,8 @@ class ClientTools:
         for tool in tools:
             one = ClientTools([tool])
             for function in one.functions:
-                if (name := function["function"]["name"]) not in self.known:
-                    self.known[name] = one.known[name]
+                if (name := function["function"]["name"]) not in self.by_name:
+                    self.by_name[name] = one.by_name[name]
                     self.functions.append(function)
 
     def add(self, tool: Any, where: str, namespace: str | None = None) -> None:
@@ -117,35 +117,34 @@ class ClientTools:
         shown = shown_name(name, namespace)
         function = {**tool, **BUILT_IN.get(kind, {}), "name": shown}
         if kind == "custom":
-            function |= {"description": told_of(tool), "parameters": CUSTOM}
-        expect(shown not in self.known, f"{where}.name", name, "a name of its own")
-        self.known[shown] = ClientTool(kind, name, namespace)
+            function |= {"description": description_of(tool), "parameters": CUSTOM}
+        expect(shown not in self.by_name, f"{where}.name", name, "a name of its own")
+        self.by_name[shown] = ClientTool(kind, name, namespace)
         self.functions.append({"type": "function", "function": function})
 
-    def choice(self, given: Any) -> Any:
+    def choice(self, tool_choice: Any) -> Any:
         """A tool_choice with the names that the model knows."""
-        if not isinstance(given, Mapping):
-            return given
-        given = flat(given)
-        if given.get("type") == "allowed_tools":
-            inner = given.get("tools")
+        if not isinstance(tool_choice, Mapping):
+            return tool_choice
+        tool_choice = flat(tool_choice)
+        if tool_choice.get("type") == "allowed_tools":
+            inner = tool_choice.get("tools")
             some = inner if isinstance(inner, list) else []
             names = [self.choice(one) for one in some if isinstance(one, Mapping)]
-            return {**given, "tools": names}
-        name, namespace = given.get("name"), given.get("namespace")
-        if given.get("type") in BUILT_IN:
-            name = given["type"]
-        if not isinstance(name, str) or given.get("type") not in KINDS:
-            return given
+            return {**tool_choice, "tools": names}
+        name, namespace = tool_choice.get("name"), tool_choice.get("namespace")
+        if tool_choice.get("type") in BUILT_IN:
+            name = tool_choice["type"]
+        if not isinstance(name, str) or tool_choice.get("type") not in KINDS:
+            return tool_choice
         return {"type": "function", "name": shown_name(name, namespace)}
 
     def called(self, recipient: str | None) -> ClientTool:
         """The tool that the model calls by ``recipient``, whatever it wrote."""
         word = (recipient or "").removeprefix("functions.")
         name = function_name(word)
-        return (
-            self.known.get(word) or self.known.get(name) or ClientTool("function", name)
-        )
+        tool = self.by_name.get(word) or self.by_name.get(name)
+        return tool or ClientTool("function", name)
 
 
 def in_functions(messages: Any) -> Any:
@@ -156,7 +155,7 @@ def in_functions(messages: Any) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    found = []
+    result = []
     for message in messages:
         if isinstance(message, Mapping):
             message = dict(message)
@@ -169,8 +168,8 @@ def in_functions(messages: Any) -> Any:
                 message["tool_calls"] = [in_function(call) for call in calls]
             if isinstance(name := message.get("name"), str) and name:
                 message["name"] = shown_name(name)
-        found.append(message)
-    return found
+        result.append(message)
+    return result
 
 
 def in_function(call: Any) -> Any:
@@ -190,7 +189,7 @@ def in_function(call: Any) -> Any:
     return {"id": call.get("id"), "function": function}
 
 
-def told_of(tool: Mapping[str, Any]) -> str:
+def description_of(tool: Mapping[str, Any]) -> str:
     """The description of a custom tool, with the format of its input, if it has one."""
     description, form = tool.get("description") or "", tool.get("format")
     form = flat(form) if isinstance(form, Mapping) else {}
@@ -203,10 +202,10 @@ def told_of(tool: Mapping[str, Any]) -> str:
 def text_argument(arguments: str, name: str) -> str:
     """One of a call's arguments; all of them, if the model wrote no such JSON."""
     try:
-        found = json.loads(arguments)
+        fields = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    text = found.get(name) if isinstance(found, dict) else None
+    text = fields.get(name) if isinstance(fields, dict) else None
     return text if isinstance(text, str) else arguments
 
 
@@ -223,12 +222,12 @@ def call_fields(kind: str, arguments: str) -> dict[str, Any]:
             return {"action": {"commands": commands}}
         case "apply_patch":
             names = ("type", "path", "diff")
-            found = {name: text_argument(arguments, name) for name in names}
-            if found["type"] not in OPERATIONS:
-                found["type"] = "update_file"
-            if found["type"] == "delete_file":
-                del found["diff"]
-            return {"operation": found}
+            operation = {name: text_argument(arguments, name) for name in names}
+            if operation["type"] not in OPERATIONS:
+                operation["type"] = "update_file"
+            if operation["type"] == "delete_file":
+                del operation["diff"]
+            return {"operation": operation}
     return {"arguments": arguments}
 
 
@@ -236,18 +235,18 @@ def arguments_of_call(kind: str, item: Mapping[str, Any]) -> str:
     """The arguments of an item of a call, as the model would have written them."""
     match kind:
         case "custom":
-            found: Any = {"input": item["input"]}
+            arguments: Any = {"input": item["input"]}
         case "local_shell":
             command = item["action"]["command"]
-            found = {
+            arguments = {
                 "command": command[2]
                 if command[:2] == ["bash", "-lc"]
                 else " ".join(command)
             }
         case "shell":
-            found = {"command": "\n".join(item["action"]["commands"])}
+            arguments = {"command": "\n".join(item["action"]["commands"])}
         case "apply_patch":
-            found = item["operation"]
+            arguments = item["operation"]
         case _:
             return str(item["arguments"])
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(arguments, ensure_ascii=False)

@@ -18,7 +18,7 @@ from simplellm.api.input_processor import InputProcessor, Loaded
 from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
-from simplellm.checkpoint.folder import open_config, place_of
+from simplellm.checkpoint.folder import open_config, path_of
 from simplellm.engine.client import EngineBase, EngineClient, failure
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.wire import (
@@ -99,20 +99,20 @@ class RemoteEngine(EngineBase):
         self.still = 0.0  # seconds since one has, or since it told that none was due
         self.hung = False
 
-    def load(self, wanted: dict[str, Any]) -> None:
-        """Let it load what is ``wanted``; `loaded` tells of it, two times."""
+    def load(self, options: dict[str, Any]) -> None:
+        """Let it load a model with ``options``; `loaded` tells of it, two times."""
         with suppress(OSError):  # if it is gone, `loaded` says so
-            self.link.sendall(as_frame(wanted))
+            self.link.sendall(as_frame(options))
 
     def loaded(self) -> dict[str, Any]:
         """Wait for what it says next of loading. Raises what that has raised."""
-        told: dict[str, Any] | None = next(self.frames, None)
-        if told is None:
+        reply: dict[str, Any] | None = next(self.frames, None)
+        if reply is None:
             wrong = f"the engine's process {self._end()} while it loaded"
-            told = {"failed": as_plain(EngineError(wrong))}
-        if "failed" in told:
-            raise as_error(told["failed"])
-        return told
+            reply = {"failed": as_plain(EngineError(wrong))}
+        if "failed" in reply:
+            raise as_error(reply["failed"])
+        return reply
 
     def start(self) -> None:
         """Let requests go out."""
@@ -144,8 +144,8 @@ class RemoteEngine(EngineBase):
 
     def snapshot(self) -> dict[str, Any]:
         """`Engine.snapshot`; its dicts have text for keys."""
-        found: dict[str, Any] = self._ask("snapshot")
-        return found
+        snapshot: dict[str, Any] = self._ask("snapshot")
+        return snapshot
 
     def compile(self, text: str) -> Grammar:
         """A grammar that the engine's process keeps. Raises GrammarError."""
@@ -215,15 +215,15 @@ class RemoteEngine(EngineBase):
             for frame in self.frames:
                 if frame["steps"] != self.steps or not self.open:
                     self.steps, self.still = frame["steps"], 0.0
-                for told in frame["events"]:
-                    event = event_of(told)
+                for data in frame["events"]:
+                    event = event_of(data)
                     if event.finish_reason is not None:
                         self.open.discard(event.number)
                     yield event
-                for number, found, error in frame["told"]:
+                for number, answer_data, error in frame["answers"]:
                     answer = self.answers.pop(number)
                     if error is None:
-                        answer.set_result(found)
+                        answer.set_result(answer_data)
                     else:
                         answer.set_exception(as_error(error))
                 if "dead" in frame:
@@ -276,7 +276,7 @@ def load_remote(
     Other arguments and errors are those of `LLM`. Here is what makes text and requests:
     the tokenizer, and no weights. Nothing here needs PyTorch.
     """
-    wanted = {
+    options = {
         "path": path,
         "config": asdict(config or EngineConfig()),
         "device": device,
@@ -286,16 +286,16 @@ def load_remote(
         "log_level": log_level,
     }
     try:
-        engine.load(wanted)
+        engine.load(options)
         engine.loaded()  # its folder, which is a checkpoint: we can read it meanwhile
-        place, found = place_of(path), open_config(path, random_weights)
-        input_processor = InputProcessor.open(place, found)
-        told = engine.loaded()
+        folder, config_data = path_of(path), open_config(path, random_weights)
+        input_processor = InputProcessor.open(folder, config_data)
+        reply = engine.loaded()
     except BaseException:
         engine.shutdown(cancel=True)
         raise
     limit, how, seconds = (
-        told[name] for name in ("max_model_len", "how", "weights_seconds")
+        reply[name] for name in ("max_model_len", "how", "weights_seconds")
     )
     input_processor = replace(
         input_processor, max_model_len=limit, compiler=engine.compile

@@ -24,7 +24,7 @@ from simplellm.base.config import EngineConfig
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import Event
 from simplellm.checkpoint.checkpoint import open_weights
-from simplellm.checkpoint.folder import place_of
+from simplellm.checkpoint.folder import path_of
 from simplellm.engine.engine import Engine
 from simplellm.model.machine import find_device, find_dtype
 from simplellm.server.remote.wire import as_frame, as_one, frames, request_of
@@ -49,19 +49,19 @@ class Core:
         # Events, answers, and None behind the last event.
         self.outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.events: dict[int, Event] = {}  # that wait, by their request's number
-        self.told: list[Any] = []  # answers that wait
+        self.answers: list[Any] = []  # answers that wait
         self.over = False  # nothing more will come
         self.pool = ThreadPoolExecutor(4)  # for what nobody else should wait for
 
-    def load(self, path: str | None, config: dict[str, Any], **wanted: Any) -> Any:
+    def load(self, path: str | None, config: dict[str, Any], **options: Any) -> Any:
         """Load the engine; what the server has to know of it."""
-        device = find_device(wanted["device"])
+        device = find_device(options["device"])
         resolved = EngineConfig(**config).resolved(device.type)
-        dtype = find_dtype(wanted["dtype"], device)
-        random = wanted["random_weights"], wanted["seed"]
+        dtype = find_dtype(options["dtype"], device)
+        random = options["random_weights"], options["seed"]
         source = open_weights(path, dtype, device, *random)
         self.link.sendall(as_frame({}))  # the server may read the folder, too
-        self.place = place_of(path)
+        self.path = path_of(path)
         self.config = source.config
         # Beside the weights: the first grammar would stop everybody.
         prepared = self.pool.submit(lambda: self.input_processor.grammars.prepare())
@@ -73,12 +73,13 @@ class Core:
 
     # What the server asks
 
-    def listen(self, asked: Iterator[Any]) -> None:
+    def listen(self, calls: Iterator[Any]) -> None:
         """Do what is asked for as long as the server is there."""
-        known = {f.__name__: f for f in (self.submit, self.abort, self.ask, self.close)}
+        methods = self.submit, self.abort, self.ask, self.close
+        by_name = {method.__name__: method for method in methods}
         try:
-            for name, *arguments in asked:
-                known[name](*arguments)
+            for name, *arguments in calls:
+                by_name[name](*arguments)
         except BaseException:
             LOGGER.exception("the engine's process failed")
         os._exit(1)  # there is nobody left to compute for
@@ -103,19 +104,19 @@ class Core:
 
     def ask(self, number: int, name: str, *arguments: Any) -> None:
         """Answer a question: stats, snapshot, or whether a grammar compiles."""
-        known: dict[str, Callable[..., Any]] = {
+        answers: dict[str, Callable[..., Any]] = {
             "stats": self.engine.stats,
             "snapshot": self.engine.snapshot,
             "compile": lambda text: self.compile(text).text,
         }
 
         def answer() -> None:
-            found = error = None
+            result = error = None
             try:
-                found = known[name](*arguments)
+                result = answers[name](*arguments)
             except Exception as raised:
                 error = raised
-            self.outgoing.put((number, found, error))
+            self.outgoing.put((number, result, error))
 
         self.pool.submit(answer)
 
@@ -126,7 +127,7 @@ class Core:
     @cached_property
     def input_processor(self) -> InputProcessor:
         """What knows the tokenizer, which only grammars need here."""
-        return InputProcessor.open(self.place, self.config)
+        return InputProcessor.open(self.path, self.config)
 
     # What it is told
 
@@ -134,7 +135,7 @@ class Core:
         """Run steps and send what comes of them, until the engine ends."""
         self.engine.start()
         while not self.over:
-            self.collect(wait=not (self.events or self.told))
+            self.collect(wait=not (self.events or self.answers))
             self.send({})
         self.send({"dead": self.engine.dead and repr(self.engine.dead)})
 
@@ -145,23 +146,23 @@ class Core:
         """
         with suppress(queue.Empty):
             while True:
-                found = self.outgoing.get(wait, BEAT)
+                item = self.outgoing.get(wait, BEAT)
                 wait = False
-                if found is None:
+                if item is None:
                     self.over = True
-                elif isinstance(found, Event):
-                    before = self.events.get(found.number)
-                    event = found if before is None else as_one(before, found)
-                    self.events[found.number] = event
+                elif isinstance(item, Event):
+                    before = self.events.get(item.number)
+                    event = item if before is None else as_one(before, item)
+                    self.events[item.number] = event
                 else:
-                    self.told.append(found)
+                    self.answers.append(item)
 
     def send(self, more: dict[str, Any]) -> None:
         """Send what waits, and ``more``. What comes meanwhile waits for the next."""
-        frame = {"events": [*self.events.values()], "told": self.told, **more}
+        frame = {"events": [*self.events.values()], "answers": self.answers, **more}
         # Not `Engine.stats`, which waits for a lock that a step may never give back.
         frame["steps"] = self.engine.meter.steps
-        self.events, self.told = {}, []
+        self.events, self.answers = {}, []
         data = memoryview(as_frame(frame))
         while data:
             _, ready, _ = select.select([], [self.link], [], LOOK)
@@ -173,19 +174,19 @@ class Core:
 
 def run_core(link: socket.socket) -> int:
     """Load what the server asks for, then run it; the exit status."""
-    asked = frames(link)
-    if (wanted := next(asked, None)) is None:
+    calls = frames(link)
+    if (options := next(calls, None)) is None:
         return 1
-    logging.basicConfig(level=wanted.pop("log_level").upper())
+    logging.basicConfig(level=options.pop("log_level").upper())
     core = Core(link)
-    threading.Thread(target=core.listen, args=[asked], daemon=True).start()
+    threading.Thread(target=core.listen, args=[calls], daemon=True).start()
     try:
-        told = core.load(**wanted)
+        reply = core.load(**options)
     except Exception as error:
-        told = {"failed": error}
+        reply = {"failed": error}
     freeze_objects()
-    link.sendall(as_frame(told))
-    if "failed" in told:
+    link.sendall(as_frame(reply))
+    if "failed" in reply:
         return 1
     core.run()
     return int(core.engine.dead is not None)

@@ -123,15 +123,15 @@ class Replicas(EngineBase):
 
     # The engines
 
-    def load(self, wanted: dict[str, Any]) -> None:
-        """Let each of them load what is ``wanted``; together they have one queue."""
-        config = wanted["config"]
+    def load(self, options: dict[str, Any]) -> None:
+        """Let each of them load a model with ``options``; they share one queue."""
+        config = options["config"]
         share = -(-config["max_waiting"] // len(self.slots))
-        wanted = {**wanted, "config": {**config, "max_waiting": share}}
+        options = {**options, "config": {**config, "max_waiting": share}}
         for slot in self.slots:
             threading.Thread(
                 target=self._keep,
-                args=[slot, wanted],
+                args=[slot, options],
                 name="simplellm-replica",
                 daemon=True,
             ).start()
@@ -146,11 +146,11 @@ class Replicas(EngineBase):
     def start(self) -> None:
         """Each of them has begun when it was loaded."""
 
-    def _keep(self, slot: ReplicaSlot, wanted: dict[str, Any]) -> None:
+    def _keep(self, slot: ReplicaSlot, options: dict[str, Any]) -> None:
         """Have an engine in ``slot``, and another one whenever that ends."""
         while not self.closing:
             try:
-                engine = self._load(slot, wanted)
+                engine = self._load(slot, options)
             except Exception as error:
                 for future in slot.loading:
                     if not future.done():
@@ -167,14 +167,14 @@ class Replicas(EngineBase):
             if not self.closing:
                 LOGGER.error("a replica ended, %r; another one comes", engine.dead)
 
-    def _load(self, slot: ReplicaSlot, wanted: dict[str, Any]) -> RemoteEngine:
+    def _load(self, slot: ReplicaSlot, options: dict[str, Any]) -> RemoteEngine:
         engine = RemoteEngine(*slot.spawn(), self.watchdog_timeout)
         with self.lock:
             slot.engine = engine
             late = self.closing
         if late:
             engine.shutdown(cancel=True)
-        engine.load(wanted)
+        engine.load(options)
         slot.set_loaded(0, engine.loaded())
         facts = engine.loaded()
         engine.start()

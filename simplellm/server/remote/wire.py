@@ -68,9 +68,9 @@ def frames(link: socket.socket) -> Iterator[Any]:
                 yield orjson.loads(data)
 
 
-def as_error(told: Sequence[str]) -> Exception:
+def as_error(data: Sequence[str]) -> Exception:
     """An error as `as_plain` wrote it."""
-    name, message = told
+    name, message = data
     return ERROR_KINDS[name](message)
 
 
@@ -89,14 +89,14 @@ def as_samples(first: Request) -> dict[str, Any]:
     }
 
 
-def request_of(told: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
+def request_of(data: dict[str, Any], compile: Callable[[str], Grammar]) -> Request:
     """The request that `as_samples` was given, with its siblings."""
-    params, samples = told.pop("params"), told.pop("samples")
-    grammar, deadline = told.pop("grammar"), told.pop("deadline")
+    params, samples = data.pop("params"), data.pop("samples")
+    grammar, deadline = data.pop("grammar"), data.pop("deadline")
     if (bias := params["logit_bias"]) is not None:
         params["logit_bias"] = {int(token): added for token, added in bias.items()}
     spec = RequestSpec(
-        **told | {"stop_ids": frozenset(told["stop_ids"])},
+        **data | {"stop_ids": frozenset(data["stop_ids"])},
         params=SamplingParams(**params),
         grammar=None if grammar is None else compile(grammar),
         deadline=math.inf if deadline is None else deadline,
@@ -124,11 +124,11 @@ def as_one(first: Event, second: Event) -> Event:
     )
 
 
-def event_of(told: Sequence[Any]) -> Event:
+def event_of(data: Sequence[Any]) -> Event:
     """An event as `as_plain` wrote it."""
-    event = Event(*told)
+    event = Event(*data)
     if event.error is not None:
-        event = event._replace(error=as_error(told[Event._fields.index("error")]))
+        event = event._replace(error=as_error(data[Event._fields.index("error")]))
     if event.logprobs is None and event.prompt_logprobs is None:
         return event
     scores, ours = event.prompt_logprobs, event.logprobs
@@ -138,15 +138,15 @@ def event_of(told: Sequence[Any]) -> Event:
     )
 
 
-def entry_of(told: Any) -> Any:
+def entry_of(data: Any) -> Any:
     """Log-probabilities at one step; None at a prompt's first token."""
-    if told is None:
+    if data is None:
         return None
-    top = tuple((token, logprob_of(value)) for token, value in told["top"])
+    top = tuple((token, logprob_of(value)) for token, value in data["top"])
     return TokenLogprobs(
-        told["token_id"], logprob_of(told["logprob"]), top, told["rank"]
+        data["token_id"], logprob_of(data["logprob"]), top, data["rank"]
     )
 
 
-def logprob_of(told: float | None) -> float:
-    return -math.inf if told is None else told
+def logprob_of(number: float | None) -> float:
+    return -math.inf if number is None else number

@@ -69,8 +69,8 @@ def render_harmony(
     **options: Any,
 ) -> list[int]:
     """`render`, which has no ``variables``. Raises ValueError if there are some."""
-    wanted = "none: harmony is no template"
-    expect(not variables, "chat_template_kwargs", variables, wanted)
+    expected = "none: harmony is no template"
+    expect(not variables, "chat_template_kwargs", variables, expected)
     return render(messages, tokenizer, **options)
 
 
@@ -116,18 +116,18 @@ def open_text(
     gpt-oss to 201,088. Raises TokenizerError, or ConfigError if it has more, and for a
     chat template that cannot be used.
     """
-    place = files.place("tokenizer.json")
+    path = files.path_of("tokenizer.json")
     data = tokenizer_data(files)
     if data is None:
         return None, HARMONY
     if config.model_type == "gpt_oss":
-        with raising(TokenizerError, place):
+        with raising(TokenizerError, path):
             tokenizer, dialect = Tokenizer.from_json(data), HARMONY
     else:
         tokenizer, dialect = open_family(files, data, config.vocab_size)
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{place}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
+            f"{path}: the tokenizer has {tokenizer.vocab_size} token ids; expected at "
             f"most the model's vocab_size, {config.vocab_size}"
         )
     return tokenizer, dialect
@@ -135,7 +135,7 @@ def open_text(
 
 def tokenizer_data(files: SmallFiles) -> dict[str, Any] | None:
     """What its tokenizer.json says, if there is one. Raises TokenizerError."""
-    with raising(TokenizerError, files.place("tokenizer.json")):
+    with raising(TokenizerError, files.path_of("tokenizer.json")):
         return files.json("tokenizer.json")
 
 
@@ -146,8 +146,8 @@ def open_family(
 
     ``data`` is what its tokenizer.json says.
     """
-    place = files.place("tokenizer.json")
-    with raising(TokenizerError, place):
+    path = files.path_of("tokenizer.json")
+    with raising(TokenizerError, path):
         needs("tokenizers")
         needs("jinja2")
     from simplellm.text.dialects.template import (
@@ -157,11 +157,11 @@ def open_family(
         special_tokens,
     )
 
-    with raising(ConfigError, files.place("tokenizer_config.json")):
+    with raising(ConfigError, files.path_of("tokenizer_config.json")):
         settings = files.json("tokenizer_config.json") or {}
     source = TemplateSource.read(files, settings)
     naming = [*special_names(settings), *(source.texts() if source else ())]
-    tokenizer, encoder = read_tokenizer(place, data, rows, naming)
+    tokenizer, encoder = read_tokenizer(path, data, rows, naming)
     named = special_tokens(settings)
     first = tokenizer.special.get(named.get("bos_token", ""))
     begin = encoder.begin
@@ -184,10 +184,10 @@ def open_family(
 
 def no_template(*conversation: Any, **options: Any) -> list[int]:
     """Refuse to render: what base models are asked is text. Raises ValueError."""
-    wanted = (
+    expected = (
         "chat_template.jinja, or chat_template in tokenizer_config.json; a model "
         "without one continues a text: ask it by `generate`, `simplellm batch` or "
         "/v1/completions"
     )
-    expect(False, "the chat template of this model", None, wanted)
+    expect(False, "the chat template of this model", None, expected)
     return []

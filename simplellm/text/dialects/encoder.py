@@ -78,8 +78,8 @@ class Encoder:
         twice = len(ids) - len({*ids})
         expect(not twice, "the number of ids that two tokens have", twice, "0")
         self.begin = first_ids(config)  # in front of a text that is no chat
-        known = {*self.begin} <= {*self.special.values()}
-        expect(known, "post_processor", self.begin, "ids of control tokens")
+        special = {*self.begin} <= {*self.special.values()}
+        expect(special, "post_processor", self.begin, "ids of control tokens")
         texts = {token["content"] for token in plain["added_tokens"]}
         self.tokens = bytes_of(vocab, texts, json.dumps(config.get("decoder")))
         self._first = LibraryTokenizer.from_str(json.dumps(plain))
@@ -123,19 +123,19 @@ class Encoder:
 
 
 @contextmanager
-def guarded(kind: Callable[[str], ValueError], place: object) -> Iterator[None]:
+def guarded(kind: Callable[[str], ValueError], where: object) -> Iterator[None]:
     """Turn whatever goes wrong with a stranger's file or program into a ``kind``."""
     try:
         yield
     except Exception as error:
         named = "" if type(error) in (TypeError, ValueError) else type(error).__name__
-        raise kind(": ".join(filter(None, [str(place), named, str(error)]))) from None
+        raise kind(": ".join(filter(None, [str(where), named, str(error)]))) from None
 
 
 def part(where: str, config: Mapping[str, Any], name: str, kind: type) -> Any:
     """A field of a parsed file. Raises TypeError unless it is of a ``kind``."""
-    wanted = "a list" if kind is list else "an object"
-    expect_type(where + name, config.get(name), kind, wanted)
+    expected = "a list" if kind is list else "an object"
+    expect_type(where + name, config.get(name), kind, expected)
     return config[name]
 
 
@@ -164,18 +164,18 @@ def merges_of(
         )
         return [[left, right] for left, right in cuts if {left, right} <= vocab.keys()]
     expect_type("model.merges", given, list, "a list")
-    found = []
+    merges = []
     for merge in given:
         parts = merge.split(" ") if isinstance(merge, str) else [*merge]
         if not any(token in removed for token in [*parts, "".join(parts)]):
-            found.append(parts)
-    return found
+            merges.append(parts)
+    return merges
 
 
 def needs(library: str) -> None:
     """Raise ValueError if a ``library`` of the extra "families" is not installed."""
-    wanted = "it installed, as by pip install 'simplellm[families]'"
-    expect(find_spec(library), f"the library {library}", "missing", wanted)
+    expected = "it installed, as by pip install 'simplellm[families]'"
+    expect(find_spec(library), f"the library {library}", "missing", expected)
 
 
 def bytes_of(
@@ -187,8 +187,8 @@ def bytes_of(
     stand for no byte.
     """
     level, byte_of = '"ByteLevel"' in decoder, printed_bytes()
-    known = level or '"ByteFallback"' in decoder
-    expect(known, "decoder", decoder, "one with ByteLevel or ByteFallback")
+    ok = level or '"ByteFallback"' in decoder
+    expect(ok, "decoder", decoder, "one with ByteLevel or ByteFallback")
     spelled = {}
     for token, id in vocab.items():
         if level and token not in texts and byte_of.keys() >= {*token}:
@@ -201,7 +201,7 @@ def bytes_of(
 
 
 def read_tokenizer(
-    place: Path,
+    path: Path,
     data: Mapping[str, Any],
     rows: int = MAX_SIZE,
     naming: Sequence[str] = (),
@@ -211,7 +211,7 @@ def read_tokenizer(
     Its bytes are exact. So what SentencePiece puts in front of a text, a space, is
     decoded as one, though the library leaves it out. Raises TokenizerError.
     """
-    with guarded(TokenizerError, place):
+    with guarded(TokenizerError, path):
         encoder = Encoder(data, rows, naming)
         return Tokenizer(encoder.tokens, encoder.special, encoder), encoder
 

@@ -130,7 +130,7 @@ def xml_parameters(
     ValueError for a text that has to fit something else.
     """
     around = {key: schema[key] for key in AROUND if key in schema}
-    needed, found = schema.get("required") or (), list[str]()
+    needed, parts = schema.get("required") or (), list[str]()
     texts = dict[str, Rules]()
     for number, (key, one) in enumerate((schema.get("properties") or {}).items()):
         one = one if isinstance(one, dict) else {}
@@ -144,12 +144,12 @@ def xml_parameters(
         else:
             every = [one, *(one.get("anyOf") or ())]
             odd = next((key for key in HELD for part in every if key in part), None)
-            wanted = "none where arguments are XML, which bounds no text"
-            expect(odd is None, f"{odd} of the parameter {key}", "given", wanted)
+            expected = "none where arguments are XML, which bounds no text"
+            expect(odd is None, f"{odd} of the parameter {key}", "given", expected)
             value = "value"
         opening = quoted(f"<parameter={key}>\n")
-        found.append(f"{opening} {value}" if key in needed else f"({opening} {value})?")
-    return " ".join(found), texts
+        parts.append(f"{opening} {value}" if key in needed else f"({opening} {value})?")
+    return " ".join(parts), texts
 
 
 def may_begin_blank(answer: Rules) -> bool:
@@ -164,11 +164,11 @@ def filled(lark: str, special: Mapping[str, int], function: str = "") -> str:
     """Lark with the control tokens of ``lark`` by their ids, and a function's name."""
     names = {"NAME": function, "JSON_NAME": json.dumps(function, ensure_ascii=False)}
 
-    def found(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         name = names.get(match[0])
         return f"<[{special[match[0]]}]>" if name is None else quoted(name)
 
-    return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", found, lark)
+    return re.sub(f"(?:JSON_)?NAME|{TAG.pattern}", replacement, lark)
 
 
 def is_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
@@ -191,8 +191,8 @@ def tags_grammar(
     no other. Raises ValueError where it is unknown how calls are written.
     """
     special = tokenizer.special
-    wanted = "none where something has to fit: this model's calls have no tags"
-    expect(form or not calls, "tools", list(calls), wanted)
+    expected = "none where something has to fit: this model's calls have no tags"
+    expect(form or not calls, "tools", list(calls), expected)
     odd = next((name for name in calls if not name.isprintable()), None)
     expect(odd is None, "a name in tools", odd, "characters that need no escape")
     texts, some = dict[str, Rules](), list[str]()

@@ -65,8 +65,8 @@ class Adapted(NodeTransformer):
     def hide(self, every: Sequence[nodes.Node]) -> None:
         """Hide the constants in some expressions."""
         for one in every:
-            found = [one] if isinstance(one, nodes.Const) else one.find_all(nodes.Const)
-            for constant in found:
+            inner = [one] if isinstance(one, nodes.Const) else one.find_all(nodes.Const)
+            for constant in inner:
                 if isinstance(constant.value, str):
                     constant.value = constant.value.translate(self.hidden)
 

@@ -215,10 +215,10 @@ class TagParser:
             return held[end.end() :]
         listed = held.startswith("[") and not self._tag
         xml = self._tag == CALL_START and held.startswith(XML)
-        if (found := OPENING.match(held)) and not listed:
-            name = next(group for group in found.groups() if group)
+        if (match := OPENING.match(held)) and not listed:
+            name = next(group for group in match.groups() if group)
             deltas.append(self._call(re.sub(r'\\(["\\])', r"\1", name)))
-            return held[found.end() :]
+            return held[match.end() :]
         whole = not listed and (xml or ARGUMENTS_FIRST.match(held))
         if whole and (">" if xml else "}") in text:
             call = xml_call(held, self._tools, None) if xml else json_call(held)

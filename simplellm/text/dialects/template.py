@@ -34,11 +34,11 @@ from simplellm.text.tokenizer import Tokenizer, TokenizerError
 class TemplateSource:
     """The templates of a folder, parsed, by their names; most have one, "default".
 
-    ``place`` is their file and field.
+    ``path`` is their file and field.
     """
 
     trees: Mapping[str, nodes.Template]
-    place: Path
+    path: Path
 
     @classmethod
     def read(
@@ -50,32 +50,34 @@ class TemplateSource:
         """
         name = "tokenizer_config.json"
         given: Any = config.get("chat_template")
-        place = files.place(name).with_name(f"{files.place(name).name}: chat_template")
+        path = files.path_of(name).with_name(
+            f"{files.path_of(name).name}: chat_template"
+        )
         if (own := files.text("chat_template.jinja")) is not None:
-            given, place = own, files.place("chat_template.jinja")
+            given, path = own, files.path_of("chat_template.jinja")
         if not given:
             return None
         if isinstance(given, str):
             given = [{"name": "default", "template": given}]
-        with guarded(ConfigError, place):
-            wanted = "text or a list of named ones"
-            expect_type("a chat template", given, list, wanted)
+        with guarded(ConfigError, path):
+            expected = "text or a list of named ones"
+            expect_type("a chat template", given, list, expected)
             trees = {}
             for one in given:
                 expect_type("a named chat template", one, Mapping, "an object")
                 source = one.get("template")
                 expect_type("a named chat template's text", source, str, "text")
                 trees[one.get("name")] = parsed(source)
-        return cls(trees, place)
+        return cls(trees, path)
 
     def texts(self) -> list[str]:
         """The texts that stand in the templates, which name control tokens."""
-        found = list[str]()
+        parts = list[str]()
         for tree in self.trees.values():
-            found += [node.data for node in tree.find_all(nodes.TemplateData)]
+            parts += [node.data for node in tree.find_all(nodes.TemplateData)]
             values = [node.value for node in tree.find_all(nodes.Const)]
-            found += [value for value in values if isinstance(value, str)]
-        return found
+            parts += [value for value in values if isinstance(value, str)]
+        return parts
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class ChatTemplate:
 
     templates: Mapping[str, CodeType]
     tools: frozenset[str]
-    place: str
+    path: str
     tokens: Mapping[str, str]
     encoder: Encoder
 
@@ -98,13 +100,13 @@ class ChatTemplate:
     ) -> "ChatTemplate":
         """Compile ``source``. Raises ConfigError."""
         tools, templates = set[str](), {}
-        with guarded(ConfigError, source.place):
+        with guarded(ConfigError, source.path):
             for name, tree in source.trees.items():
                 if any(node.name == "tools" for node in tree.find_all(nodes.Name)):
                     tools.add(name)
                 templates[name] = compiled(tree, encoder.hidden)
-        place = source.place.name  # for clients, who don't know the folder
-        return cls(templates, frozenset(tools), place, tokens, encoder)
+        path = source.path.name  # for clients, who don't know the folder
+        return cls(templates, frozenset(tools), path, tokens, encoder)
 
     def render(
         self,
@@ -125,9 +127,9 @@ class ChatTemplate:
         one_of("reasoning_effort", reasoning_effort, EFFORTS)
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         one_of("a chat template", name, [*self.templates])
-        wanted = "none: this model's chat template has no place for tools"
+        expected = "none: this model's chat template has no place for tools"
         named = [tool.name for tool in tools]
-        expect(name in self.tools or not tools, "tools", named, wanted)
+        expect(name in self.tools or not tools, "tools", named, expected)
         given: dict[str, Any] = {
             **(variables or {}),
             "messages": conversation(messages),
@@ -142,7 +144,7 @@ class ChatTemplate:
             "reasoning_effort": reasoning_effort,
             "add_generation_prompt": True,
         }
-        with guarded(partial(ParameterError, param="messages"), self.place):
+        with guarded(partial(ParameterError, param="messages"), self.path):
             text = rendered(self.templates[name], variables)
         return self.encoder.mixed(text)
 
@@ -163,26 +165,27 @@ def concealed(value: Any, hidden: Mapping[int, int]) -> Any:
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """What a tokenizer_config.json calls special tokens: `bos_token` and so on."""
-    found = {}
+    names = {}
     for name, value in config.items():
         if isinstance(value, Mapping):  # with flags
             value = value.get("content")
         if name.endswith("_token") and isinstance(value, str):
-            found[name] = value
-    return found
+            names[name] = value
+    return names
 
 
 def special_names(config: Mapping[str, Any]) -> list[str]:
     """The names of all that a tokenizer_config.json calls special."""
-    found: list[Any] = [*special_tokens(config).values()]
+    special: list[Any] = [*special_tokens(config).values()]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         some = config.get(key)
         if isinstance(some, list | Mapping):
-            found += some.values() if isinstance(some, Mapping) else some
+            special += some.values() if isinstance(some, Mapping) else some
     known = config.get("added_tokens_decoder")
     tokens = known.values() if isinstance(known, Mapping) else ()
-    found += [one for one in tokens if isinstance(one, Mapping) and one.get("special")]
-    names = [one.get("content") if isinstance(one, Mapping) else one for one in found]
+    added = [one for one in tokens if isinstance(one, Mapping)]
+    special += [one for one in added if one.get("special")]
+    names = [one.get("content") if isinstance(one, Mapping) else one for one in special]
     return [name for name in names if isinstance(name, str)]
 
 
@@ -203,7 +206,7 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     nine digits, as Mistral wants them. A result has that of the call whose ``call_id``
     it names; without one, of the first call of its function that has no result yet.
     """
-    found: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's, under way
     waiting: list[tuple[Message, dict[str, Any]]] = []  # calls without a result
     for message in messages:
@@ -213,11 +216,11 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
             begun = turn is not None and (turn["content"] or "tool_calls" in turn)
             if turn is None or thinks or (begun and not message.recipient):
                 turn = {"role": "assistant", "content": ""}
-                found.append(turn)
+                turns.append(turn)
             if message.recipient:
                 name = message.recipient.removeprefix("functions.")
                 function = {"name": name, "arguments": arguments_of(text)}
-                number = sum(len(one.get("tool_calls", ())) for one in found)
+                number = sum(len(one.get("tool_calls", ())) for one in turns)
                 call = {"id": f"{number:09}", "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
                 waiting.append((message, call))
@@ -232,8 +235,8 @@ def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
             waiting = [pair for pair in waiting if pair not in own[:1]]
         elif message.role == "developer":
             one["role"] = "system"
-        found.append(one)
-    return found
+        turns.append(one)
+    return turns
 
 
 def answers(result: Message, call: Message) -> bool:
@@ -247,7 +250,7 @@ def answers(result: Message, call: Message) -> bool:
 def arguments_of(text: str) -> Any:
     """A call's arguments as an object, if they are one: most templates write it."""
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else text
+        arguments = None
+    return arguments if isinstance(arguments, dict) else text

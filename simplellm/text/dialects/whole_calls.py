@@ -33,9 +33,9 @@ def xml_call(text: str, tools: Sequence[Tool], complete: bool | None) -> Call | 
     properties = (schemas.get(name[1]) or {}).get("properties")
     properties = properties if isinstance(properties, dict) else {}
     arguments, start = dict[str, Any](), name.end()
-    while found := PARAMETER.match(text, start):
-        arguments[found[1]] = value_of(found[2], properties.get(found[1]))
-        start = found.end()
+    while match := PARAMETER.match(text, start):
+        arguments[match[1]] = value_of(match[2], properties.get(match[1]))
+        start = match.end()
     written = json.dumps(arguments, ensure_ascii=False)
     if end is None and complete is False:
         written = written[:-1]
@@ -62,8 +62,8 @@ def all_kinds(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     kinds, inner = schema.get("type", []), schema.get("anyOf")
-    found = {kinds} if isinstance(kinds, str) else {*kinds}
-    return found.union(*map(all_kinds, inner if isinstance(inner, list) else []))
+    kinds_here = {kinds} if isinstance(kinds, str) else {*kinds}
+    return kinds_here.union(*map(all_kinds, inner if isinstance(inner, list) else []))
 
 
 def json_call(text: str) -> Call | None:
@@ -71,10 +71,10 @@ def json_call(text: str) -> Call | None:
     if (begin := ARGUMENTS_FIRST.match(text)) is None:
         return None
     try:
-        found, end = READER.raw_decode(text, begin.start(1))
+        call, end = READER.raw_decode(text, begin.start(1))
     except (ValueError, RecursionError):
         return None
-    name, arguments = found.get("name"), found[begin[2]]
+    name, arguments = call.get("name"), call[begin[2]]
     if not isinstance(name, str):
         return None
     if not isinstance(arguments, str):

@@ -24,7 +24,7 @@ def from_openai(
     "tool_calls" become calls and its "content" the final answer, or commentary beside
     calls. Raises ValueError or TypeError for what is not such a message.
     """
-    found: list[Message] = []
+    result: list[Message] = []
     functions = as_tools(tools)
     called: dict[str | None, str] = {}  # the function behind each tool_call_id
     for number, message in enumerate(messages):
@@ -36,26 +36,26 @@ def from_openai(
         name: Any = message.get("name")
         if role in ("system", "developer"):
             text = lead(text, functions if number == 0 else ())
-            found += [Message("developer", text)] if text else []
+            result += [Message("developer", text)] if text else []
         elif role == "user":
             ok = isinstance(name, str | None)
             expect(ok, f"{where}.name", name, "a str", TypeError)
-            found.append(Message("user", text, name=name))
+            result.append(Message("user", text, name=name))
         elif role == "assistant":
-            found += assistant_messages(message, text, where)
+            result += assistant_messages(message, text, where)
             for call in message.get("tool_calls") or ():
                 called[checked_id(call.get("id"), where)] = call["function"]["name"]
         else:
             call_id = checked_id(message.get("tool_call_id"), where)
             name = called.get(call_id, name)
             if name is None:
-                wanted = f"the id of a call before it ({list(called) or 'none'})"
-                expect(False, f"{where}.tool_call_id", call_id, wanted)
-            found.append(result_message(name, text, call_id))
+                expected = f"the id of a call before it ({list(called) or 'none'})"
+                expect(False, f"{where}.tool_call_id", call_id, expected)
+            result.append(result_message(name, text, call_id))
     text = lead(None, functions)
-    if text and not (found and found[0].role == "developer"):
-        found.insert(0, Message("developer", text))
-    return found
+    if text and not (result and result[0].role == "developer"):
+        result.insert(0, Message("developer", text))
+    return result
 
 
 def assistant_messages(
@@ -64,21 +64,21 @@ def assistant_messages(
     """What an assistant's message is in harmony; ``text`` is its content."""
     thought: Any = None
     for name in ("reasoning_content", "reasoning"):
-        given = message.get(name)
-        ok = isinstance(given, str | None)
-        expect(ok, f"{where}.{name}", given, "a str", TypeError)
-        thought = given or thought
+        value = message.get(name)
+        ok = isinstance(value, str | None)
+        expect(ok, f"{where}.{name}", value, "a str", TypeError)
+        thought = value or thought
     calls: Any = message.get("tool_calls")
     ok = isinstance(calls, list | tuple | None)
     expect(ok, f"{where}.tool_calls", calls, "a list", TypeError)
     calls = calls or ()
-    found = []
+    messages = []
     if thought:
-        found.append(Message("assistant", thought, channel="analysis"))
+        messages.append(Message("assistant", thought, channel="analysis"))
     if text or not (thought or calls):
         channel = "commentary" if calls else "final"
-        found.append(Message("assistant", text, channel=channel))
-    return found + [call_message(call, where) for call in calls]
+        messages.append(Message("assistant", text, channel=channel))
+    return messages + [call_message(call, where) for call in calls]
 
 
 def content_text(content: Any, where: str) -> str:
@@ -90,8 +90,8 @@ def content_text(content: Any, where: str) -> str:
         part.get("text") if isinstance(part, Mapping) else None for part in parts
     ]
     ok = all(isinstance(text, str) for text in texts)
-    wanted = "a str or a list of text parts"
-    expect(ok, f"{where}.content", content, wanted, TypeError)
+    expected = "a str or a list of text parts"
+    expect(ok, f"{where}.content", content, expected, TypeError)
     return "".join(texts)
 
 
@@ -108,8 +108,8 @@ def call_message(call: Mapping[str, Any], where: str) -> Message:
     function = function if isinstance(function, Mapping) else {}
     name, arguments = function.get("name"), function.get("arguments")
     ok = isinstance(name, str) and "arguments" in function
-    wanted = "id and function: name, arguments"
-    expect(ok, f"a tool call of {where}", call, wanted, param=where)
+    expected = "id and function: name, arguments"
+    expect(ok, f"a tool call of {where}", call, expected, param=where)
     if not isinstance(arguments, str):
         try:
             arguments = json.dumps(arguments, ensure_ascii=False)

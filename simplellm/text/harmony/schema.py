@@ -38,9 +38,9 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
     Raises TypeError or ValueError for what cannot be declared.
     """
     expect(isinstance(tools, list | tuple), "tools", tools, "a list", TypeError)
-    found: dict[Any, Tool] = {}
+    by_name: dict[Any, Tool] = {}
     for number, tool in enumerate(tools):
-        where, given = f"tools[{number}]", tool
+        where, value = f"tools[{number}]", tool
         try:
             if not isinstance(tool, Tool):
                 function = tool["function"]
@@ -50,16 +50,16 @@ def as_tools(tools: Sequence[Tool | Mapping[str, Any]]) -> list[Tool]:
             function_type(tool)
             named = HEADER_WORD.fullmatch(tool.name)
         except (AttributeError, KeyError, TypeError):
-            wanted = "a dict with function: name, description, parameters"
-            wrong = f"{where} is {given!r}; expected {wanted}"
+            expected = "a dict with function: name, description, parameters"
+            wrong = f"{where} is {value!r}; expected {expected}"
             raise ParameterError(wrong, where) from None
-        alone = named and tool.name not in found
-        wanted = "a name of its own, without spaces and '<'"
-        expect(alone, f"{where}.name", tool.name, wanted)
+        alone = named and tool.name not in by_name
+        expected = "a name of its own, without spaces and '<'"
+        expect(alone, f"{where}.name", tool.name, expected)
         ok = isinstance(tool.strict, bool)
         expect(ok, f"{where}.strict", tool.strict, "true or false", TypeError)
-        found[tool.name] = tool
-    return list(found.values())
+        by_name[tool.name] = tool
+    return list(by_name.values())
 
 
 def developer_text(instructions: str | None, tools: Sequence[Tool] = ()) -> str:
