@@ -12,21 +12,22 @@ import codecs
 import functools
 import inspect
 import pkgutil
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from course import PACKAGE, unwrapped
-from course.mutation import Mutation
+from course.mutation import Mutation, copy_of
+from course.widgets import Widget, live, widget
+from course.widgets.live import LiveEngine
 from simplellm.api.input_processor import Loaded
 from simplellm.api.llm import LLM
 from simplellm.api.load import build_engine, load
 from simplellm.base.config import EngineConfig
-
-PLAIN = "simplellm.model.ops"  # whose mistakes PyTorch's operations have, not NumPy's
 
 
 def mutation(number: int) -> Mutation:
@@ -38,7 +39,8 @@ def mutation(number: int) -> Mutation:
     found = {
         key: codecs.decode(value, "rot13") for key, value in sealed[number - 1].items()
     }
-    function = pkgutil.resolve_name(found["function"])
+    (name,) = suspects(found["function"])
+    function = pkgutil.resolve_name(name)
     return Mutation(function, found["old"], found["new"])
 
 
@@ -64,28 +66,52 @@ def healthy(**options: Any) -> LLM:
 
 def case(number: int, **options: Any) -> LLM:
     """`healthy`, but for the mistake of a case. No other engine has it."""
-    module = mutation(number).module()
-    if module.__name__ == PLAIN:
-        options = {"operations": "plain"} | options
     llm = healthy(**options)
-    infect(llm.engine, module)
+    infect(llm.engine, mutation(number))
     return llm
 
 
-def infect(engine: Any, module: ModuleType) -> None:
-    """Let the parts of an engine that come from ``module``'s original come from it."""
+def infect(engine: Any, mistake: Mutation) -> None:
+    """Let an engine's parts and operations come from modules with the mistake."""
     runner, scheduler = engine.runner, engine.scheduler
-    for part in (scheduler, scheduler.manager, runner, runner.pool):
-        if type(part).__module__ == module.__name__:
-            part.__class__ = getattr(module, type(part).__name__)
+    parts = [scheduler, scheduler.manager, runner, runner.pool]
     table = runner.model.ops
-    operations = {
-        name: getattr(module, function.__name__)
-        for name, function in vars(table).items()
-        if getattr(function, "__module__", "") == module.__name__
-        and hasattr(module, function.__name__)
-    }
-    runner.model.ops = replace(table, **operations)
+    homes = {type(part).__module__ for part in parts}
+    homes |= {getattr(x, "__module__", "") for x in vars(table).values()} - {""}
+    copies = copies_with(mistake, homes)
+    for part in parts:
+        if (copy := copies.get(type(part).__module__)) is not None:
+            part.__class__ = getattr(copy, type(part).__name__)
+    changed = {name: counterpart(copies, x) for name, x in vars(table).items()}
+    runner.model.ops = replace(table, **{k: x for k, x in changed.items() if x})
+
+
+def copies_with(mistake: Mutation, homes: set[str]) -> dict[str, ModuleType]:
+    """Copies of the module with the mistake, and of those of ``homes`` that call it."""
+    copies = {mistake.function.__module__: mistake.module()}
+    while callers := [
+        name
+        for name in homes - copies.keys()
+        if any(counterpart(copies, x) for x in vars(sys.modules[name]).values())
+    ]:
+        copies |= {name: copy_of(name) for name in callers}
+    for copy in copies.values():
+        for name, value in [*vars(copy).items()]:
+            if (other := counterpart(copies, value)) is not None:
+                setattr(copy, name, other)
+    return copies
+
+
+def counterpart(copies: dict[str, ModuleType], value: Any) -> Any:
+    """What stands for a function or a module of the package in its copy, if any."""
+    if isinstance(value, ModuleType):
+        known = value is sys.modules.get(value.__name__)
+        return copies.get(value.__name__) if known else None
+    if not isinstance(value, FunctionType) or value.__module__ not in copies:
+        return None
+    name = value.__name__
+    known = value is getattr(sys.modules[value.__module__], name, None)
+    return getattr(copies[value.__module__], name) if known else None
 
 
 def steps_of(llm: LLM) -> list[dict[int, int]]:
@@ -103,6 +129,29 @@ def steps_of(llm: LLM) -> list[dict[int, int]]:
 
     llm.engine.scheduler.schedule = recorded
     return steps
+
+
+class SickEngine(LiveEngine):
+    """The live view's engine, with the mistake of a case."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(healthy())
+        self.mistake = mutation(number)
+
+    def start(self, requests: int, pages: int) -> dict[str, Any]:
+        told = super().start(requests, pages)
+        infect(self.engine, self.mistake)
+        return told
+
+
+def watch(number: int) -> Widget:
+    """The live view of an engine with the mistake of a case, for a notebook."""
+    return widget(
+        "engine",
+        {"choices": live.CHOICES},
+        alt=f"The engine of case {number} at work on up to six questions.",
+        answer=SickEngine(number).answer,
+    )
 
 
 # Solving it

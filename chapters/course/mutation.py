@@ -1,6 +1,7 @@
 """A mistake on purpose: one snippet in the source of one function, replaced."""
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,17 +36,23 @@ class Mutation:
         return mutant.__code__
 
     def module(self) -> ModuleType:
-        """A copy of the function's module, with the mistake in it, for whoever wants.
-
-        The package keeps its own. Tracebacks and `inspect` show the lines of that one.
-        """
-        home = inspect.getmodule(self.function)
-        assert home is not None
+        """A copy of the function's module, with the mistake in it."""
         right = inspect.getsource(self.function)
         indentation = right[: len(right) - len(right.lstrip())]
         wrong = textwrap.indent(self.source(), indentation)
-        copy = ModuleType(home.__name__)
-        copy.__file__ = home.__file__
-        source = inspect.getsource(home).replace(right, wrong)
-        exec(compile(source, str(home.__file__), "exec"), vars(copy))
-        return copy
+        return copy_of(self.function.__module__, right, wrong)
+
+
+def copy_of(name: str, right: str = "", wrong: str = "") -> ModuleType:
+    """A copy of module ``name`` with another text in the place of ``right``.
+
+    The module itself stays as it is, and it is its lines that `inspect` and tracebacks
+    show of the copy.
+    """
+    home = sys.modules[name]
+    source = inspect.getsource(home)
+    copy = ModuleType(name)
+    copy.__file__ = home.__file__
+    code = source.replace(right, wrong) if right else source
+    exec(compile(code, str(home.__file__), "exec"), vars(copy))
+    return copy
