@@ -48,44 +48,7 @@ def brackets():
     return chain(byte("["), either(EMPTY, BRACKETS), byte("]"))
 
 
-def endless():
-    """Brackets that always hold another pair."""
-    return chain(byte("["), ENDLESS, byte("]"))
-
-
 BRACKETS = ("rule", brackets)
-ENDLESS = ("rule", endless)
-NULLABLE = [
-    (A, False, "a byte is never the empty text"),
-    (MAYBE, True, "one option of an either that's empty is enough"),
-    (NOTHING, False, "nothing matches no text, not even the empty one"),
-    (EMPTY, True, "nothing, any number of times, is the empty text"),
-    (("many", A), True, "many may be none at all"),
-    (("many", MAYBE), True, "many may be none at all"),
-    (("then", A, B), False, "ab isn't empty"),
-    (("then", MAYBE, B), False, "both parts of a then have to be empty, and b isn't"),
-    (("then", A, MAYBE), False, "both parts of a then have to be empty, and a isn't"),
-    (("then", MAYBE, ("many", B)), True, "both parts of this then may be empty"),
-    (either(A, B), False, "no option of an either is empty here"),
-    (either(A, ("then", MAYBE, MAYBE)), True, "one option that's empty is enough"),
-    (BRACKETS, False, "a rule is what its function returns"),
-    (ENDLESS, False, "a rule is what its function returns"),
-    (("rule", lambda: MAYBE), True, "a rule is what its function returns"),
-]
-
-
-def check_nullable(nullable):
-    """Each kind, by itself and within others."""
-    for node, expected, why in NULLABLE:
-        try:
-            found = nullable(node)
-        except RecursionError:
-            raise AssertionError(
-                "a rule that holds itself never ends, if you ask about the rest of a "
-                "then though its first part can't be empty"
-            ) from None
-        assert found is not None, f"nullable({node}) is None; does it return?"
-        assert bool(found) == expected, f"nullable({node}) is {found}: {why}"
 
 
 def is_empty(node) -> bool:

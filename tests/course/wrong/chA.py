@@ -6,8 +6,6 @@ import queue
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
 from simplellm.api.outputs import is_reasoning
 from simplellm.api.reader import END, Reader
 from simplellm.server.http.sse import DONE, HEADERS, event
@@ -360,18 +358,7 @@ async def waits_in_the_loop(llm, scope, receive, send):
     await send(piece(chunk({}, stream.output().finish_reason) + DONE, more=False))
 
 
-@wrong("A.1", "UTF-8")
-def characters(texts, wrap):
-    return sum(map(len, texts)) / sum(len(event(wrap(text)).decode()) for text in texts)
-
-
-@wrong("A.1", "frames")
-def without_line_ends_of_events(texts, wrap):
-    total = sum(len(orjson.dumps(wrap(text))) for text in texts)
-    return sum(len(text.encode()) for text in texts) / total
-
-
-@wrong("A.3", "lost")
+@wrong("A.2", "lost")
 async def cancels_its_source(pieces, seconds):
     while True:
         try:
@@ -404,16 +391,16 @@ def pinging(ping=b": ping\n\n", steady=False):
     return with_pings
 
 
-wrong("A.3", "comment")(pinging(b"event: ping\n\n"))
-wrong("A.3", "only silence")(pinging(steady=True))
+wrong("A.2", "comment")(pinging(b"event: ping\n\n"))
+wrong("A.2", "only silence")(pinging(steady=True))
 
 
-@wrong("A.4", "copies all that waits")
+@wrong("A.3", "copies all that waits")
 class StillJoins(Box):
     pass
 
 
-@wrong("A.4", "a few more")
+@wrong("A.3", "a few more")
 class NeverJoins(Box):
     merges = False
 
@@ -487,7 +474,7 @@ async def drops_at_the_end_only(delivery, request, reply):
     delivery.drop([reader])
 
 
-@wrong("A.2", "nobody's")
+@wrong("A.1", "nobody's")
 async def others_go_on(llm, prompts, params):
     async def ask(index):
         parts = llm.stream_async(prompts[index], params[index])
@@ -567,7 +554,7 @@ async def wakes_up_to_look(delivery, request, reply):
         delivery.drop([reader])
 
 
-@wrong("A.2", "cancel their tasks")
+@wrong("A.1", "cancel their tasks")
 async def leaves_the_others(llm, prompts, params):
     async def ask(index):
         parts = llm.stream_async(prompts[index], params[index])

@@ -34,50 +34,16 @@ def either(*parts):
     return options.pop() if options else NOTHING
 
 
-def empty(node, *, both=all, some=any, many=True, byte=False, rules=True):
-    """The kept version, with what students change as switches."""
-    again = partial(empty, both=both, some=some, many=many, byte=byte, rules=rules)
+def empty(node):
+    """Whether an expression matches the empty text."""
     match node:
-        case "byte", values:
-            return byte and not values
         case "then", first, rest:
-            return both(map(again, (first, rest)))
+            return empty(first) and empty(rest)
         case "either", options:
-            return some(map(again, options))
-        case "many", inner:
-            return many or again(inner)
+            return any(map(empty, options))
         case "rule", make:
-            return rules and again(make())
-
-
-@wrong("nullable", "both parts")
-def either_part(node):
-    return empty(node, both=any)
-
-
-@wrong("nullable", "never ends")
-def asks_both_parts(node):
-    return empty(node, both=lambda parts: all([*parts]))
-
-
-@wrong("nullable", "one option")
-def all_options(node):
-    return empty(node, some=all)
-
-
-@wrong("nullable", "is enough")
-def many_is_some(node):
-    return empty(node, many=False)
-
-
-@wrong("nullable", "nothing matches no text")
-def nothing_is_empty(node):
-    return empty(node, byte=True)
-
-
-@wrong("nullable", "what its function returns")
-def rules_are_not(node):
-    return empty(node, rules=False)
+            return empty(make())
+    return node[0] == "many"
 
 
 def derived(node, number, *, skips=True, adds=True, rounds=True, make=(then, either)):
