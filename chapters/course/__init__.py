@@ -32,6 +32,8 @@ from matplotlib.rcsetup import cycler
 import simplellm
 from course import checks
 from course.dark import with_dark_style
+from simplellm.base.config import CheckpointError
+from simplellm.checkpoint.packages import find_packaged
 
 PACKAGE = str(Path(simplellm.__file__).parent)
 PARENTS = Path(__file__).resolve().parents
@@ -232,19 +234,33 @@ def keep(name: str, candidate: Any) -> Any:
     return names[root]
 
 
-def run_mine(prompt: str) -> None:
-    """Let the embedded model answer ``prompt``, on an engine with your functions in it.
+def run_mine(*prompts: str, model: str | None = None) -> None:
+    """Let the embedded model answer, on an engine with your functions in it.
 
     Yours are those that this notebook's checks found right; the others are ours. Prints
-    the answer and how often the engine called each. `make mine` does the same with the
-    functions of all chapters.
+    the answers and how often the engine called each. `make mine` does the same with the
+    functions of all chapters. Another ``model``, "smollm2", answers in a few words, if
+    it `has_model`.
     """
+    names = caller_names()
+    if model is not None and not has_model(model):
+        return
     tools = str(Path(PACKAGE).parent / "tools")
     if tools not in sys.path:
         sys.path.append(tools)
     from mine import ask_here  # which imports this module
 
-    ask_here(caller_names(), prompt)
+    ask_here(names, prompts, model)
+
+
+def has_model(model: str) -> bool:
+    """Whether a model is installed; if not, this says how to get it."""
+    try:
+        find_packaged(model)
+    except CheckpointError as error:
+        print(textwrap.fill(str(error), WIDTH))
+        return False
+    return True
 
 
 def verdict(

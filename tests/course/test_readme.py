@@ -88,11 +88,16 @@ def test_published_weights_are_those_of_the_record(tmp_path):
     assert "No model has run" in tables.real(tmp_path)
     row: dict[str, object] = {"model": "M", "license": "L", "format": "F"}
     row |= {"where": "W", "tokens_per_second": 31.2, "compared": "C"}
-    record = {"date": "D", "command": "X", "rows": [row]}
-    (tmp_path / "real-weights.json").write_text(json.dumps(record))
+    record: dict[str, object] = {"date": "D", "command": "X", "rows": [row]}
+    record |= {"versions": {"transformers": "5", "gguf": "1"}}
+    path = tmp_path / "real-weights.json"
+    path.write_text(json.dumps(record))
     said = tables.real(tmp_path)
-    assert "| M | L | F | W | 31 | C |" in said
-    assert said.endswith("Recorded D with `X`.")
+    assert "| M | L | F | W | C | 31 |" in said
+    assert said.endswith("Recorded D with transformers 5 and gguf 1 by `X`.")
+    row["tokens_per_second"] = None  # the machine was busy
+    path.write_text(json.dumps(record))
+    assert "| M | L | F | W | C |\n" in tables.real(tmp_path)
 
 
 def test_clients_of_the_record_are_those_that_the_tests_run():

