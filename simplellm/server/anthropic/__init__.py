@@ -1,3 +1,2 @@
 """Anthropic's interface: `messages.py` answers, `messages_body.py` reads what is asked,
-`blocks.py` has the kinds of blocks and tools,
-and `messages_lenient.py` rewrites what clients send into that."""
+with the messages of `blocks.py` and the tools of `client_tools.py`."""

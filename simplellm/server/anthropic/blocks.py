@@ -1,91 +1,229 @@
-"""The blocks of a message's content, and the tools that clients run."""
+"""The messages of a conversation as Anthropic's clients send them, and their blocks."""
 
-from typing import Any
+from collections.abc import Mapping
+from itertools import groupby
+from reprlib import repr as short
+from typing import Annotated, Any, Literal
 
-from simplellm.server.http.answers import list_of
+from simplellm.base.config import ParameterError
+from simplellm.server.http.bodies import (
+    Part,
+    Reading,
+    Several,
+    either,
+    text_instead,
+    types_of,
+)
+from simplellm.server.openai.chat_lenient import ROLES, UNKNOWN, as_text
+from simplellm.server.openai.tools import shown_name
+from simplellm.text.dialects.dialect import Dialect
+from simplellm.text.harmony import Message, result_message
+from simplellm.text.harmony.openai import call_message
 
-# The blocks that there are, by who writes them, with the strings that they must have.
-BLOCKS: dict[str, dict[str, tuple[str, ...]]] = {
-    "system": {"text": ("text",)},
-    "user": {"text": ("text",), "tool_result": ("tool_use_id",)},
-    "assistant": {
-        "text": ("text",),
-        "thinking": ("thinking",),  # whatever its signature
-        "redacted_thinking": (),
-        "tool_use": ("id", "name"),
-    },
+RAW = "_raw"  # holds what the model wrote as a call's input, if that is no object
+MOST_SHOWN = 2000  # characters of a block that nobody here knows
+PICTURES = ("image", "document", "container_upload")
+DOCUMENTS = ("document", "search_result", "compaction")
+
+
+class TextBlock(Part):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Part):
+    """A thought, whatever its signature."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinking(Part):
+    """A thought that none but its writer can read."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUse(Part):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        return {"input": {}, **data}
+
+    def shown(self) -> Message:
+        raw = self.input.get(RAW)
+        arguments = raw if isinstance(raw, str) and len(self.input) == 1 else self.input
+        function = {"name": shown_name(self.name), "arguments": arguments}
+        return call_message({"id": self.id, "function": function}, "messages")
+
+
+KINDS_OF_ROLE: dict[str, tuple[type[Part], ...]] = {
+    "system": (TextBlock,),
+    "assistant": (TextBlock, ThinkingBlock, RedactedThinking, ToolUse),
 }
-BLOCK_TYPES = sorted({kind for kinds in BLOCKS.values() for kind in kinds})
-SOME_BLOCK: dict[str, Any] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": BLOCK_TYPES}},
-}
-SOME_CONTENT = {"anyOf": [{"type": "string"}, list_of(SOME_BLOCK)]}
-SOME_MESSAGE: dict[str, Any] = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": [*BLOCKS]}, "content": SOME_CONTENT},
-}
-CUSTOM_TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string"},
-        "input_schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+Texts = str | Several[Annotated[Part, either("type", TextBlock)]]
 
 
-def of_texts(*needed: str, **others: str) -> dict[str, Any]:
-    """The input_schema of a tool, whose properties are texts but for ``others``."""
-    types = dict.fromkeys(needed, "string") | others
-    properties = {name: {"type": kind} for name, kind in types.items()}
-    return {"type": "object", "properties": properties, "required": [*needed]}
+class ToolResult(Part):
+    """What came of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    name: str | None = None
+    content: Texts = ""
+    is_error: Any = None
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        """As text; its call may be gone."""
+        content = data.get("content", "")
+        if isinstance(content, list):
+            data["content"] = [known_block(b, "system", reading) for b in content]
+        elif not isinstance(content, str):
+            data["content"] = as_text(content)
+        return {**data, "name": UNKNOWN}
+
+    def shown(self, called: Mapping[str, str], where: str) -> Message:
+        """As the model is shown it; ``called`` has the tool behind each id."""
+        id = self.tool_use_id
+        if (name := called.get(id, self.name)) is None:
+            wrong = f"{where}.tool_use_id is {short(id)}; expected the id of a call"
+            wrong = f"{wrong} before it ({short(list(called))})"
+            raise ParameterError(wrong, f"{where}.tool_use_id")
+        text = text_in(self.content)
+        # Harmony has no place for errors.
+        return result_message(name, f"Error: {text}" if self.is_error else text, id)
 
 
-# Tools of Anthropic's that a client runs, by how their types begin.
-BUILT_IN_TOOLS: dict[str, dict[str, Any]] = {
-    "bash_": {
-        "description": "Runs a command in a shell that stays open.",
-        "input_schema": of_texts("command", restart="boolean"),
-    },
-    "text_editor_": {
-        "description": "Views and edits files. The commands are view, create "
-        "(file_text), str_replace (old_str, new_str) and insert (insert_line, "
-        "insert_text).",
-        "input_schema": of_texts(
-            "command",
-            "path",
-            file_text="string",
-            old_str="string",
-            new_str="string",
-            insert_line="integer",
-            insert_text="string",
-            view_range="array",
-        ),
-    },
-    "memory_": {
-        "description": "Keeps notes as files under /memories. The commands are view, "
-        "create, str_replace, insert, delete and rename.",
-        "input_schema": of_texts(
-            "command",
-            path="string",
-            file_text="string",
-            old_str="string",
-            new_str="string",
-            insert_line="integer",
-            insert_text="string",
-            old_path="string",
-            new_path="string",
-        ),
-    },
-}
+KINDS_OF_ROLE["user"] = (TextBlock, ToolResult)
 
 
-def built_in(kind: str) -> dict[str, Any] | None:
-    """What the model is told of a tool of Anthropic's, if a client runs it."""
-    return next(
-        (t for name, t in BUILT_IN_TOOLS.items() if kind.startswith(name)), None
-    )
+class SentTurn(Part):
+    """A message: text, or the blocks that its role may have."""
+
+    role: str
+    content: Any
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        content, role = data.get("content", ""), data["role"]
+        if isinstance(content, list):
+            content = [known_block(block, role, reading) for block in content]
+        elif isinstance(content, int | float):
+            content = str(content)
+        return {**data, "content": content}
+
+    def blocks(self) -> list[Any]:
+        if isinstance(self.content, str):
+            return [TextBlock(type="text", text=self.content)]
+        return list(self.content)
+
+
+class SystemTurn(SentTurn):
+    role: Literal["system"]
+    content: Texts
+
+
+class UserTurn(SentTurn):
+    role: Literal["user"]
+    content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["user"])]]
+
+
+class AssistantTurn(SentTurn):
+    role: Literal["assistant"]
+    content: str | Several[Annotated[Part, either("type", *KINDS_OF_ROLE["assistant"])]]
+
+
+SomeTurn = Annotated[SentTurn, either("role", SystemTurn, UserTurn, AssistantTurn)]
+
+
+def with_role(message: Any) -> Any:
+    """A message whose role is one of ours."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str):
+        return message
+    role = ROLES.get(role.lower(), role.lower())
+    return {**message, "role": "system" if role == "developer" else role}
+
+
+def known_block(block: Any, role: str, reading: Reading) -> Any:
+    """A block that ``role`` may have, with a few words for all others."""
+    if isinstance(block, str):
+        return {"type": "text", "text": block}
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    known = {name for one in KINDS_OF_ROLE[role] for name in types_of(one, "type")}
+    if not isinstance(kind, str) or kind in known:
+        return block
+    return {"type": "text", "text": told_block(block, kind, reading)}
+
+
+def told_block(block: Mapping[str, Any], kind: str, reading: Reading) -> str:
+    """The text of a block, or a few words in its place."""
+    if kind in DOCUMENTS and (text := document_text(block)):
+        return text
+    if kind == "tool_reference":
+        return f"[tool: {str(block.get('tool_name'))[:100]}]"
+    reading.ignore(f"messages.content.{kind}")
+    if kind in PICTURES:
+        return text_instead(kind)
+    hidden = ("type", "cache_control", "id", "source", "encrypted_content")
+    told = {k: v for k, v in block.items() if k not in hidden}
+    return f"[{kind[:50]}: {str(as_text(told))[:MOST_SHOWN]}]"
+
+
+def document_text(block: Mapping[str, Any]) -> str:
+    """The title and the text of a block that may hold some; "" if it doesn't."""
+    source, content = block.get("source"), block.get("content")
+    if isinstance(source, Mapping):  # of a document
+        is_text = source.get("type") == "text"
+        content = source.get("data") if is_text else source.get("content")
+    parts = [{"text": content}] if isinstance(content, str) else content
+    parts = [part for part in parts or () if isinstance(part, Mapping)]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    if not texts:
+        return ""
+    title = block.get("title")
+    return "\n\n".join([*([title] if isinstance(title, str) else []), *texts])
+
+
+def text_in(content: Any) -> str:
+    """The text of blocks that are text, which are as much apart as paragraphs."""
+    if isinstance(content, str):
+        return content
+    return "\n\n".join(block.text for block in content)
+
+
+def shown_turn(
+    turn: SentTurn, where: str, called: dict[str, str], dialect: Dialect
+) -> list[Message]:
+    """A message as the model is shown it; ``called`` has the tool behind each id."""
+    blocks, found = turn.blocks(), list[Message]()
+    if turn.role == "system":
+        return [Message("developer", dialect.lead(text_in(blocks), ()))]
+    if turn.role == "user":
+        numbered = enumerate(blocks)
+        for kind, group in groupby(numbered, key=lambda pair: pair[1].type):
+            if kind == "text":
+                found.append(Message("user", text_in([block for _, block in group])))
+            else:
+                found += [b.shown(called, f"{where}.content[{n}]") for n, b in group]
+        return found
+    calls = any(isinstance(block, ToolUse) for block in blocks)
+    for block in blocks:
+        match block:
+            case TextBlock():
+                channel = "commentary" if calls else "final"
+                found.append(Message("assistant", block.text, channel=channel))
+            case ThinkingBlock() if block.thinking:
+                thought = block.thinking
+                found.append(Message("assistant", thought, channel="analysis"))
+            case ToolUse():
+                called[block.id] = shown_name(block.name)
+                found.append(block.shown())
+    return found

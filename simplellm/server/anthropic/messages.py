@@ -15,7 +15,8 @@ import orjson
 
 from simplellm.api.outputs import ChatChoice, Usage
 from simplellm.api.streams import Replies
-from simplellm.server.anthropic.messages_body import RAW, CountBody, MessageBody
+from simplellm.server.anthropic.blocks import RAW
+from simplellm.server.anthropic.messages_body import CountBody, MessageBody
 from simplellm.server.http import answers
 from simplellm.server.http.endpoint import Call, Endpoint, Generation
 from simplellm.server.http.errors import APIError, anthropic_form

@@ -1,27 +1,25 @@
-"""The bodies of /v1/messages: what a client may ask for, and how the model is shown it.
+"""The bodies of /v1/messages: what a client may ask for, as the model is shown it."""
 
-A message's content is text or a list of blocks: text, thinking, calls of tools
-("tool_use") and what came of them ("tool_result").
-"""
-
-from collections.abc import Mapping
-from itertools import groupby
-from reprlib import repr as short
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
 from simplellm.api.chat_options import Format, as_format
-from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type, one_of
+from simplellm.base.config import MAX_SIZE, as_texts, expect, expect_type
 from simplellm.base.sampling_params import MAX_STOP_CHARACTERS, MAX_STOPS
 from simplellm.server.anthropic.blocks import (
-    BLOCKS,
-    CUSTOM_TOOL,
-    SOME_CONTENT,
-    SOME_MESSAGE,
-    built_in,
+    DOCUMENTS,
+    AssistantTurn,
+    SomeTurn,
+    TextBlock,
+    Texts,
+    known_block,
+    shown_turn,
+    text_in,
+    with_role,
 )
-from simplellm.server.anthropic.messages_lenient import lenient_conversation
+from simplellm.server.anthropic.client_tools import CUSTOM_TOOL, built_in
 from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
     NOT_HERE,
@@ -30,18 +28,20 @@ from simplellm.server.http.bodies import (
     Effort,
     Reading,
     SampledBody,
+    Several,
     Unsupported,
     refuse,
+    refuse_unread,
 )
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.tools import ClientTools, shown_name
 from simplellm.text.dialects.dialect import Dialect
-from simplellm.text.harmony import Message, Tool, result_message
-from simplellm.text.harmony.openai import call_message
+from simplellm.text.harmony import Message, Tool
 from simplellm.text.harmony.schema import as_tools
 
 MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
-RAW = "_raw"  # holds what the model wrote as a call's input, if that is no object
+THINKING = ("enabled", "adaptive", "disabled")
+READABLE = ("text", "tool_result", *DOCUMENTS)  # blocks that a user may have alone
 OUTPUT_FORMAT: dict[str, Any] = {
     "type": "object",
     "required": ["type", "schema"],
@@ -133,8 +133,8 @@ class CountBody(Body):
 
     model: str | None = None
     """One that is served."""
-    messages: Annotated[list[Any], WithJsonSchema(list_of(SOME_MESSAGE))]
-    system: Annotated[str | list[Any], WithJsonSchema(SOME_CONTENT)] | None = None
+    messages: Several[SomeTurn]
+    system: Texts | None = None
     tools: Annotated[list[Any], WithJsonSchema(list_of(CUSTOM_TOOL))] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -145,7 +145,29 @@ class CountBody(Body):
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        return lenient_conversation(super().mapped(data, reading), reading)
+        data = with_output(super().mapped(data, reading))
+        if isinstance(name := data.get("model"), str) and name not in reading.models:
+            del data["model"]  # clients have names of Anthropic's built in
+            reading.ignore("model")
+        thinking = data.get("thinking")
+        if isinstance(thinking, Mapping) and thinking.get("type") not in THINKING:
+            data["thinking"] = {**thinking, "type": "adaptive"}
+        if isinstance(tools := data.get("tools"), list):
+            data["tools"] = offered_here(tools, reading)
+            if data.get("mcp_servers") and tools:
+                del data["mcp_servers"]
+                reading.ignore("mcp_servers")
+        if "stop" in data and "stop_sequences" not in data:
+            stops = data.pop("stop")
+            data["stop_sequences"] = [stops] if isinstance(stops, str) else stops
+        if isinstance(stops := data.get("stop_sequences"), list):
+            data["stop_sequences"] = [stop for stop in stops if stop != ""]
+        if isinstance(system := data.get("system"), list):
+            data["system"] = [known_block(b, "system", reading) for b in system]
+        if isinstance(messages := data.get("messages"), list):
+            refuse_unread(messages, "messages", READABLE)
+            data["messages"] = [with_role(message) for message in messages]
+        return data
 
     @property
     def format(self) -> Format:
@@ -190,24 +212,20 @@ class CountBody(Body):
 
         As Anthropic has it, it is text.
         """
-        last = self.messages[-1] if self.messages else {}
-        content = last.get("content")
-        ends = content[-1:] if isinstance(content, list) else [{"type": "text"}]
-        is_text = any(block.get("type") == "text" for block in ends)
-        return last.get("role") == "assistant" and is_text
+        last = self.messages[-1] if self.messages else None
+        ends = last.blocks()[-1:] if isinstance(last, AssistantTurn) else []
+        return any(isinstance(block, TextBlock) for block in ends)
 
     def shown(self, dialect: Dialect) -> dict[str, Any]:
         """The conversation as `render` takes it. Raises TypeError or ValueError."""
         tools, called = self.offered(), dict[str, str]()
-        system = "" if self.system is None else text_in(self.system, "system")
+        system = text_in(self.system or "")
         lead = dialect.lead(system, tools)
         messages = [Message("developer", lead)] if lead else []
         expect(self.messages, "messages", self.messages, "at least one message")
         for number, message in enumerate(self.messages):
             where = f"messages[{number}]"
-            expect_type(where, message, Mapping, "an object")
-            one_of(f"{where}.role", message.get("role"), tuple(BLOCKS))
-            messages += shown_messages(message, where, called, dialect)
+            messages += shown_turn(message, where, called, dialect)
         count, most = len(messages), MOST_MESSAGES
         ok, expected = count <= most, f"at most {most}"
         expect(ok, "the number of messages", count, expected, param="messages")
@@ -236,7 +254,7 @@ class MessageBody(CountBody, SampledBody):
     max_tokens: int = Field(ge=0, le=MAX_SIZE)
     """Thinking included. 0 only reads the conversation, so that the next one is quick.
     """
-    stop_sequences: list[str] | None = None
+    stop_sequences: Several[str] | None = None
     metadata: dict[str, Any] | None = None
     """Nothing is done with it."""
 
@@ -251,83 +269,28 @@ class MessageBody(CountBody, SampledBody):
         return self
 
 
-def blocks_in(
-    content: Any, where: str, role: str
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """The blocks of a content with their places, checked. Raises as `shown`."""
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    expect_type(where, content, list, "a string or a list of blocks")
-    kinds, blocks = BLOCKS[role], []
-    for number, block in enumerate(content):
-        path = f"{where}[{number}]"
-        expect_type(path, block, Mapping, "an object")
-        one_of(f"{path}.type", block.get("type"), tuple(kinds))
-        for name in kinds[block["type"]]:
-            expect_type(f"{path}.{name}", block.get(name), str, "a string")
-        blocks.append((path, block))
-    return blocks
+def with_output(data: dict[str, Any]) -> dict[str, Any]:
+    """Effort and format where output_config has them."""
+    form, config = data.pop("output_format", None), data.get("output_config", {})
+    if not isinstance(config, Mapping):
+        return data
+    found = dict(config)
+    if form is not None:
+        found.setdefault("format", form)
+    return data | ({"output_config": found} if found else {})
 
 
-def joined(blocks: Any) -> str:
-    """The text of some blocks, which are as much apart as paragraphs."""
-    return "\n\n".join(block["text"] for _, block in blocks)
-
-
-def text_in(content: Any, where: str) -> str:
-    """The text of a content that may hold nothing else."""
-    return joined(blocks_in(content, where, "system"))
-
-
-def shown_messages(
-    message: Mapping[str, Any], where: str, called: dict[str, str], dialect: Dialect
-) -> list[Message]:
-    """A message as the model is shown it; ``called`` has the tool behind each id."""
-    role, where = message["role"], f"{where}.content"
-    blocks = blocks_in(message.get("content"), where, role)
-    if role == "system":
-        return [Message("developer", dialect.lead(joined(blocks), ()))]
-    messages = []
-    if role == "user":
-        for kind, group in groupby(blocks, key=lambda pair: pair[1]["type"]):
-            if kind == "text":
-                messages.append(Message("user", joined(group)))
-            else:
-                messages += [shown_result(block, path, called) for path, block in group]
-        return messages
-    calls = any(block["type"] == "tool_use" for _, block in blocks)
-    for path, block in blocks:
-        match block["type"]:
-            case "text":
-                channel = "commentary" if calls else "final"
-                messages.append(Message("assistant", block["text"], channel=channel))
-            case "thinking" if block["thinking"]:
-                thought = block["thinking"]
-                messages.append(Message("assistant", thought, channel="analysis"))
-            case "tool_use":
-                called[block["id"]] = shown_name(block["name"])
-                messages.append(shown_call(block, path))
-    return messages  # without what is redacted: none but its writer can read it
-
-
-def shown_call(block: Mapping[str, Any], where: str) -> Message:
-    name: str = block["name"]
-    given: Any = block.get("input")
-    expect_type(f"{where}.input", given, Mapping, "an object")
-    raw = given.get(RAW)
-    arguments = raw if isinstance(raw, str) and len(given) == 1 else given
-    function = {"name": shown_name(name), "arguments": arguments}
-    return call_message({"id": block["id"], "function": function}, where)
-
-
-def shown_result(
-    block: Mapping[str, Any], where: str, called: Mapping[str, str]
-) -> Message:
-    id, content = block["tool_use_id"], block.get("content")
-    expected = f"the id of a call before it ({short(list(called))})"
-    name = called.get(id, block.get("name"))
-    expect(isinstance(name, str), f"{where}.tool_use_id", id, expected)
-    text = "" if content is None else text_in(content, f"{where}.content")
-    if block.get("is_error"):  # harmony has no place for that
-        text = f"Error: {text}"
-    return result_message(str(name), text, id)
+def offered_here(tools: Sequence[Any], reading: Reading) -> list[Any]:
+    """The tools without those that Anthropic runs, unless there are no others."""
+    kept, left_out = [], []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind != "custom" and built_in(kind) is None:
+            left_out.append(kind)
+        else:
+            kept.append(tool)
+    if not kept:
+        return [*tools]
+    for kind in left_out:
+        reading.ignore(f"tools.{kind}")
+    return kept

@@ -10,7 +10,7 @@ made from the same models.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from reprlib import repr as short
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args
@@ -140,6 +140,11 @@ ResponseFormat = Annotated[
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
 
 
+Some = TypeVar("Some")
+Several = Annotated[  # whose first error is enough: there may be a million
+    list[Some],
+    GetPydanticSchema(lambda kind, handler: {**handler(kind), "fail_fast": True}),
+]
 STRICT = Reading(strict=True)  # of what no client has sent
 
 
@@ -232,7 +237,7 @@ def json_field(spec: Any) -> tuple[Any, Any]:
     return kind, Field(default, **limits)
 
 
-ONE_OR_MORE = str | list[str]
+ONE_OR_MORE = str | Several[str]
 LOGIT_BIAS: dict[str, Any] = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]+$"},
@@ -253,8 +258,8 @@ STRUCTURED_OUTPUTS: dict[str, Any] = {
 JSON_TYPES: dict[str, Any] = {
     "stop": ONE_OR_MORE | None,
     "bad_words": ONE_OR_MORE | None,
-    "stop_token_ids": list[int] | None,
-    "allowed_token_ids": list[int] | None,
+    "stop_token_ids": Several[int] | None,
+    "allowed_token_ids": Several[int] | None,
     "logit_bias": Annotated[
         dict[str, Any], WithJsonSchema(LOGIT_BIAS), AfterValidator(with_integer_keys)
     ]
@@ -400,21 +405,33 @@ class SampledBody(Body):
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
-def either(tag: Callable[[Any], str | None], *kinds: type[Part]) -> GetPydanticSchema:
-    """Makes a Part one of ``kinds`` in an annotation: ``tag`` gives its name."""
-    named = tuple(Annotated[kind, Tag(kind.__name__)] for kind in kinds)
-    types = [name for kind in kinds for name in types_of(kind)]
-    expected = f"one of {', '.join(types)}"
-    told = Discriminator(
-        tag, custom_error_type=OTHER_KIND, custom_error_message=expected
+def either(key: str, *kinds: type[Part], default: str | None = None) -> Any:
+    """Makes a Part one of ``kinds`` in an annotation, told apart by what ``key`` says.
+
+    ``default`` is what one says that hasn't it, but a role.
+    """
+    models = {name: kind.__name__ for kind in kinds for name in types_of(kind, key)}
+
+    def tag(part: Any) -> str | None:
+        if not isinstance(part, Mapping):
+            return kinds[0].__name__  # which says that it is no object
+        name = part.get(key, default if "role" in part else None)
+        return models.get(name) if isinstance(name, str) else None
+
+    discriminator = Discriminator(
+        tag,
+        custom_error_type=OTHER_KIND,
+        custom_error_message=f"one of {', '.join(models)}",
+        custom_error_context={"key": key},
     )
-    some: Any = Annotated[Union[named], told]  # noqa: UP007
+    named = tuple(Annotated[kind, Tag(kind.__name__)] for kind in kinds)
+    some: Any = Annotated[Union[named], discriminator]  # noqa: UP007
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(some))
 
 
-def types_of(kind: type[Part]) -> tuple[str, ...]:
-    """What the type of a part may be."""
-    return get_args(kind.model_fields["type"].annotation)
+def types_of(kind: type[Part], key: str) -> tuple[str, ...]:
+    """What ``key`` of a part may say."""
+    return get_args(kind.model_fields[key].annotation)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -488,7 +505,8 @@ def refusal(error: ValidationError) -> ParameterError:
         return inner
     given = entry["input"]
     if entry["type"] == OTHER_KIND:
-        path, given = f"{path}.type", given.get("type")
+        key = entry["ctx"]["key"]
+        path, given = f"{path}.{key}", given.get(key)
     name = path or "the body"
     if entry["type"] == "missing":
         return ParameterError(f"{name} is missing; expected a value", path)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from simplellm.base.config import expect
 from simplellm.base.request import EngineError
 from simplellm.server.http import answers
-from simplellm.server.http.bodies import Body, Effort
+from simplellm.server.http.bodies import Body, Effort, Several
 from simplellm.server.http.endpoint import Call, Endpoint
 from simplellm.server.openai.chat_schema import Messages, Tools
 
@@ -95,7 +95,7 @@ class DetokenizeBody(Body):
     """What /detokenize takes."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Several[int]
 
 
 def detokenize(call: Call) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from simplellm.server.http.bodies import (
     Reading,
     ResponseFormat,
     SampledBody,
+    Several,
     Unsupported,
     checked_samples,
 )
@@ -63,7 +64,7 @@ class ChatBody(SampledBody):
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     """None: "auto" where there are tools."""
-    functions: list[dict[str, Any]] | None = None
+    functions: Several[dict[str, Any]] | None = None
     """OpenAI's older name for tools. Answers have a function_call then."""
     function_call: str | dict[str, Any] | None = None
     """Their tool_choice."""

@@ -16,6 +16,7 @@ from simplellm.server.http.bodies import (
     Effort,
     Reading,
     SampledBody,
+    Several,
     Unsupported,
     refuse_unread,
 )
@@ -123,7 +124,7 @@ class ResponseBody(SampledBody):
         "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
     }
 
-    input: str | list[SomeItem]
+    input: str | Several[SomeItem]
     instructions: str | None = None
     """What comes first; those of earlier responses are not shown again."""
     previous_response_id: str | None = None

@@ -17,7 +17,14 @@ from pydantic import (
 )
 
 from simplellm.base.config import expect
-from simplellm.server.http.bodies import Part, Reading, either, text_instead, types_of
+from simplellm.server.http.bodies import (
+    Part,
+    Reading,
+    Several,
+    either,
+    text_instead,
+    types_of,
+)
 from simplellm.server.http.errors import APIError
 from simplellm.server.openai.chat_lenient import ROLES, UNKNOWN, as_text, is_part
 from simplellm.server.openai.responses_store import ResponseStore
@@ -90,7 +97,7 @@ class TextPart(Part):
         return data if kind is None else {**data, "type": kind}
 
 
-Content = str | list[TextPart]
+Content = str | Several[TextPart]
 
 
 def joined_text(content: Content) -> str:
@@ -184,7 +191,7 @@ class CustomCall(SentCall):
 class LocalShellAction(Part):
     type: Literal["exec"] = "exec"
     env: dict[str, Any] = Field(default_factory=dict)
-    command: list[str]
+    command: Several[str]
 
 
 class LocalShellCall(SentCall):
@@ -193,7 +200,7 @@ class LocalShellCall(SentCall):
 
 
 class ShellAction(Part):
-    commands: list[str]
+    commands: Several[str]
 
 
 class ShellCall(SentCall):
@@ -254,7 +261,7 @@ class SentTools(SentItem):
     """Tools that a conversation brings."""
 
     type: Literal["additional_tools", "tool_search_output"]
-    tools: list[Any]
+    tools: Several[Any]
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
@@ -274,7 +281,7 @@ ITEMS: tuple[type[Part], ...] = (
     *(SentMessage, SentReasoning, FunctionCall, CustomCall, LocalShellCall, ShellCall),
     *(ApplyPatchCall, CallOutput, SentTools, ItemReference),
 )
-MODELS = {kind: model.__name__ for model in ITEMS for kind in types_of(model)}
+ITEM_TYPES = [kind for model in ITEMS for kind in types_of(model, "type")]
 
 
 def type_of(item: Any) -> str | None:
@@ -283,15 +290,7 @@ def type_of(item: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def kind_of_item(item: Any) -> str | None:
-    """The name of the model of an item; None if nobody here knows it."""
-    if not isinstance(item, Mapping):
-        return SentMessage.__name__
-    kind = item.get("type", "message" if "role" in item else None)
-    return MODELS.get(kind) if isinstance(kind, str) else None
-
-
-SomeItem = Annotated[Part, either(kind_of_item, *ITEMS)]
+SomeItem = Annotated[Part, either("type", *ITEMS, default="message")]
 
 
 def known_items(items: Sequence[Any], reading: Reading) -> list[Any]:
@@ -314,7 +313,7 @@ def known_item(item: Any, reading: Reading) -> list[Any]:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "message":
         return from_chat(dict(item))
-    if not isinstance(kind, str) or kind in MODELS:
+    if not isinstance(kind, str) or kind in ITEM_TYPES:
         return [item]
     reading.ignore(f"input.{kind}")
     if kind == "compaction_trigger":
