@@ -29,6 +29,9 @@ from simplellm.api.llm import LLM
 from simplellm.api.load import build_engine, load
 from simplellm.base.config import EngineConfig
 
+METHODS = (FunctionType, staticmethod, property)
+PAGES = {"num_pages": 512}  # of an engine, unless its options say; 25 MB
+
 
 def mutation(number: int) -> Mutation:
     """The mistake of a case. Raises LookupError for a case that there isn't."""
@@ -50,12 +53,12 @@ def mutation(number: int) -> Mutation:
 @functools.cache
 def weights(operations: str) -> Loaded:
     """The embedded model, read once for all engines."""
-    return load(device="cpu", options={"operations": operations})
+    return load(device="cpu", options={"operations": operations} | PAGES)
 
 
 def healthy(**options: Any) -> LLM:
     """An LLM of the embedded model on the CPU; ``options`` are `EngineConfig`'s."""
-    config = EngineConfig(**options).resolved("cpu")
+    config = EngineConfig(**PAGES | options).resolved("cpu")
     loaded = weights(config.operations)
     base: Any = loaded.engine
     model = replace(base.runner.model)  # a copy, with the same weights
@@ -76,14 +79,23 @@ def infect(engine: Any, mistake: Mutation) -> None:
     runner, scheduler = engine.runner, engine.scheduler
     parts = [scheduler, scheduler.manager, runner, runner.pool]
     table = runner.model.ops
-    homes = {type(part).__module__ for part in parts}
+    homes = {kind.__module__ for part in parts for kind in type(part).__mro__}
     homes |= {getattr(x, "__module__", "") for x in vars(table).values()} - {""}
     copies = copies_with(mistake, homes)
     for part in parts:
-        if (copy := copies.get(type(part).__module__)) is not None:
-            part.__class__ = getattr(copy, type(part).__name__)
+        part.__class__ = kind_with(copies, type(part))
     changed = {name: counterpart(copies, x) for name, x in vars(table).items()}
     runner.model.ops = replace(table, **{k: x for k, x in changed.items() if x})
+
+
+def kind_with(copies: dict[str, ModuleType], kind: type) -> type:
+    """A class like ``kind``, with the methods that it or a base has in ``copies``."""
+    methods: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        home = copies.get(base.__module__)
+        found = base if home is None else getattr(home, base.__name__)
+        methods |= {k: x for k, x in vars(found).items() if isinstance(x, METHODS)}
+    return type(kind.__name__, (kind,), methods)
 
 
 def copies_with(mistake: Mutation, homes: set[str]) -> dict[str, ModuleType]:
