@@ -81,7 +81,7 @@ def directed(folder: Path, steps: Sequence[Step]) -> Iterator[Served]:
     """A server whose model takes ``steps``."""
     director = Director(steps)
     with LLM(folder, ROOMY, max_model_len=120_000) as llm:
-        runner = llm.engine.runner
+        runner = llm.engine_core.runner
 
         def start(
             scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]

@@ -62,7 +62,7 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
         else list(script)
         for script in scripts
     ]
-    runner = llm.engine.runner
+    runner = llm.engine_core.runner
     start = runner.start
 
     def scripted(

@@ -162,8 +162,8 @@ def noted(llm: LLM) -> Iterator[list[list[int]]]:
 def idle(llm: LLM) -> bool:
     """Whether nothing runs and no page is held."""
     stats = llm.stats()
-    held = llm.engine.snapshot()["pages"]
-    return not (stats.running or stats.waiting) and stats.cache_usage == 0 and held
+    held = any(llm.engine.snapshot()["pages"]["references"])
+    return not (stats.running or stats.waiting or stats.cache_usage or held)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
 
     So the same request, streamed or not, gets the same tokens, whatever runs beside it.
     """
-    runner = llm.engine.runner
+    runner = llm.engine_core.runner
     start = runner.start
 
     def scripted(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
@@ -183,7 +183,7 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
                 favor(runner.logits[row], token)
                 runner.output[row] = token
 
-    runner.start = scripted  # type: ignore[method-assign]
+    runner.start = scripted  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -193,17 +193,17 @@ def babbling(llm: LLM, babble: Callable[[int, int], int]) -> Iterator[None]:
 @contextmanager
 def slow(llm: LLM) -> Iterator[None]:
     """Every step takes a while."""
-    start = llm.engine.runner.start
+    start = llm.engine_core.runner.start
 
     def late(works: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         time.sleep(STEP)
         start(works, sampling)
 
-    llm.engine.runner.start = late  # type: ignore[method-assign]
+    llm.engine_core.runner.start = late  # type: ignore[assignment]
     try:
         yield
     finally:
-        llm.engine.runner.start = start  # type: ignore[method-assign]
+        llm.engine_core.runner.start = start  # type: ignore[method-assign]
 
 
 def run(coroutine: Any) -> Any:

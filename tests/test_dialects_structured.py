@@ -423,7 +423,7 @@ def served(answering: Served) -> Served:
 @contextmanager
 def brief(llm: LLM) -> Iterator[None]:
     """The model's random turns come to an end: it likes tags, then brackets."""
-    runner = llm.engine.runner
+    runner = llm.engine_core.runner
     start, tokens = runner.start, llm.tokenizer.tokens.items()
     closers = [id for id, text in tokens if text in CLOSERS]
     ends = [id for id, text in tokens if text in (b"}", b"]", b'"}')]
@@ -435,7 +435,7 @@ def brief(llm: LLM) -> Iterator[None]:
             runner.logits[:, ends] += 100
             runner.logits[:, [*llm.tokenizer.special.values()]] += 300
 
-    runner.start = started  # type: ignore[method-assign]
+    runner.start = started  # type: ignore[assignment]
     try:
         yield
     finally:

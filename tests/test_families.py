@@ -253,7 +253,7 @@ def test_longrope_of_short_texts(theirs) -> None:
     oracle = theirs("Llama longrope")
     config = replace(ENGINE, max_model_len=100)
     with LLM(oracle.folder, config, device="cpu") as llm:
-        found = llm.engine.runner.model.logits(IDS[:90])
+        found = llm.engine_core.runner.model.logits(IDS[:90])
     expected = oracle.model(IDS[None, :90]).logits[0]
     assert (
         worst(found, expected) < TOLERANCE < worst(logits(oracle.folder)[:90], expected)
@@ -331,7 +331,7 @@ def test_yarn_makes_room_for_longer_texts(theirs) -> None:
     found = load_model(oracle.folder, device="cpu").logits(ids)
     assert worst(found, expected) < TOLERANCE
     with LLM(oracle.folder, ENGINE, device="cpu") as llm:
-        assert llm.engine.max_model_len == 800
+        assert llm.engine_core.max_model_len == 800
     llama = read_config(theirs("Llama llama3").folder / "config.json")
     assert llama.max_position_embeddings == 256  # long as it is
 

@@ -56,8 +56,8 @@ def llm() -> Iterator[LLM]:
 def test_the_fast_path_is_the_one_taken(
     llm: LLM, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert llm.model.ops.name == "Triton" and llm.engine.runner.captured
-    assert llm.engine.depth == 1
+    assert llm.model.ops.name == "Triton" and llm.engine_core.runner.captured
+    assert llm.engine_core.depth == 1
     with (
         caplog.at_level(logging.INFO, "simplellm"),
         LLM(config=EngineConfig(**ALONE), device="cuda"),
@@ -92,7 +92,7 @@ def test_graphs_and_overlap_change_no_bit(switch: str) -> None:
     for on in (True, False):
         options = ALONE | {"batch_invariant": True, switch: on}
         with LLM(config=EngineConfig(**options), device="cuda") as llm:
-            runner = llm.engine.runner
+            runner = llm.engine_core.runner
             assert bool(runner.mixed) == (on or switch != "cuda_graphs")
             found.append([bits(ask(llm, n, logprobs=1)) for n in (1, 8, 48)])
     assert found[0] == found[1]

@@ -187,7 +187,7 @@ def test_broken_compiler(caplog: pytest.LogCaptureFixture) -> None:
         mock.patch.object(fused, "add_norm", broken_norm),
         LLM(config=EngineConfig(**SMALL)) as llm,
     ):
-        sizes = [graph.size for graph in llm.engine.runner.captured]
+        sizes = [graph.size for graph in llm.engine_core.runner.captured]
         assert sizes == SIZES, f"graphs for {sizes} of {SIZES}"
         assert "132" in answer(llm), "47 + 85 is not 132"
     assert "add_norm" in said(caplog)

@@ -102,13 +102,13 @@ def test_forced_tokens_take_no_step_of_their_own(
     assert forced.text == alone.text and forced.text.startswith(text)
     assert forced.token_ids == alone.token_ids
     seen: list[int] = []
-    start = llm.engine.runner.start
+    start = llm.engine_core.runner.start
 
     def watch(scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]) -> None:
         seen.append(len(scheduled))
         start(scheduled, sampling)
 
-    llm.engine.runner.start = watch  # type: ignore[method-assign]
+    llm.engine_core.runner.start = watch  # type: ignore[method-assign]
     try:
         run(llm, [ask(llm, grammar)])
         quick = len(seen)
@@ -117,7 +117,7 @@ def test_forced_tokens_take_no_step_of_their_own(
         monkeypatch.setattr("simplellm.sampling.masks.FORCING", 0)
         (among,) = run(llm, [ask(llm, grammar)])
     finally:
-        del llm.engine.runner.start
+        del llm.engine_core.runner.start
     assert quick <= 6 and slow - quick >= len(alone.token_ids)
     assert among.token_ids == forced.token_ids
     assert len(seen) - slow >= len(among.token_ids)
@@ -267,7 +267,7 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
     broken.matcher.consume_tokens(llm.tokenizer.encode("x"))
     others = [ask(llm, None, ignore_eos=True) for _ in range(6)]
     wanted = [output.token_ids for output in run(llm, others)]
-    launch, sizes, failed = llm.engine.runner.launch, list[int](), list[int]()
+    launch, sizes, failed = llm.engine_core.runner.launch, list[int](), list[int]()
 
     def counting(scheduled: Sequence[ScheduledChunk]) -> Any:
         sizes.append(len(scheduled))
@@ -277,7 +277,7 @@ def test_who_fails_by_its_grammar_holds_up_nobody(
             failed.append(len(sizes))
             raise
 
-    monkeypatch.setattr(llm.engine.runner, "launch", counting)
+    monkeypatch.setattr(llm.engine_core.runner, "launch", counting)
     futures = [
         future_of(llm, llm._delivery, llm._samples([one]), outputs)
         for one in (*others, ask(llm, broken))

@@ -208,7 +208,7 @@ def test_each_request_stops_by_itself(llm: LLM, say: Any) -> None:
 
 def test_what_does_not_fit_is_refused_or_cut(folder: Path) -> None:
     with LLM(folder, replace(SMALL, num_pages=20), device="cpu") as llm:
-        room = llm.engine.max_model_len
+        room = llm.engine_core.max_model_len
         assert room < 100
         for prompt in ([1] * room, [1] * 5000):
             with pytest.raises(ValueError, match=f": {len(prompt)} tokens > "):
@@ -955,8 +955,8 @@ def test_the_embedded_model_adds() -> None:
 def test_keywords_replace_fields_of_the_config(folder: Path) -> None:
     given = {"max_model_len": 30, "gpu_memory_utilization": 0.9, "dtype": "float32"}
     with LLM(model=folder, config=SMALL, device="cpu", **given) as llm:
-        assert llm.engine.max_model_len == 30
-        assert llm.engine.scheduler.max_num_seqs == SMALL.max_num_seqs
+        assert llm.engine_core.max_model_len == 30
+        assert llm.engine_core.scheduler.max_num_seqs == SMALL.max_num_seqs
         assert llm.model.dtype == torch.float32
     with LLM(folder, SMALL, device="cpu", dtype="auto") as llm:
         assert llm.model.dtype == torch.float32

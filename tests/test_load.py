@@ -330,6 +330,6 @@ def test_an_engine_that_would_refuse_every_prompt_is_refused(
 def test_the_smallest_engine_answers(folder: Path) -> None:
     config = EngineConfig(num_pages=4, page_size=1, max_num_seqs=1)
     with LLM(folder, config, device="cpu") as llm:
-        assert llm.engine.max_model_len == 2
+        assert llm.engine_core.max_model_len == 2
         (output,) = llm.generate([5], max_tokens=9, temperature=0).result()
         assert len(output.token_ids) == 1

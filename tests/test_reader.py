@@ -91,13 +91,13 @@ def before_each_step(
     llm: LLM, look: Callable[[Sequence[ScheduledChunk]], object]
 ) -> None:
     """Calls ``look``, which may raise, with the works of a step before it begins."""
-    launch = llm.engine.runner.launch
+    launch = llm.engine_core.runner.launch
 
     def watched(scheduled: Sequence[ScheduledChunk]) -> Any:
         look(scheduled)
         return launch(scheduled)
 
-    llm.engine.runner.launch = watched  # type: ignore[method-assign]
+    llm.engine_core.runner.launch = watched  # type: ignore[method-assign]
 
 
 def fail_at(token: int) -> Callable[[Sequence[ScheduledChunk]], None]:

@@ -199,7 +199,7 @@ def test_the_engine_dies(folder: Path) -> None:
         def broken() -> None:
             raise RuntimeError("broken on purpose")
 
-        llm.engine.scheduler.schedule = broken  # type: ignore[assignment]
+        llm.engine_core.scheduler.schedule = broken  # type: ignore[assignment]
         *_, last, rest = unchunked(everything(client)).split("\n\n")
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["type"] == "server_error" and rest == ""

@@ -60,7 +60,7 @@ def far(folder: Path) -> Iterator[LLM]:
     with remote(folder, MANY) as llm:
         yield llm
         until(lambda: not llm._delivery.readers)
-        assert not llm.engine.open and not llm.engine.answers
+        assert not far_engine(llm).open and not far_engine(llm).answers
         assert llm.stats().cache_usage == 0
 
 
@@ -71,6 +71,11 @@ def near(folder: Path) -> Iterator[LLM]:
 
 
 # What crosses
+
+
+def far_engine(llm: LLM) -> RemoteEngine:
+    assert isinstance(llm.engine, RemoteEngine)
+    return llm.engine
 
 
 def crossed(content: Any) -> Any:
@@ -223,7 +228,7 @@ def test_grammars(near: LLM, far: LLM) -> None:
         refusals.append(str(caught.value))
     assert refusals[0] == refusals[1]
     with pytest.raises(GrammarError):
-        far.engine.compile("start: missing")
+        far_engine(far).compile("start: missing")
 
 
 def test_a_chat_and_its_stream(near: LLM, far: LLM) -> None:
@@ -279,7 +284,7 @@ def test_whoever_leaves_ends_the_requests(far: LLM) -> None:
     future = far.generate("x", n=3, **LONG)
     assert future.cancel()
     until(lambda: far.stats().finished.get("abort", 0) == before + 4)
-    until(lambda: not far.engine.open)
+    until(lambda: not far_engine(far).open)
 
 
 def test_a_full_queue(folder: Path) -> None:
@@ -300,7 +305,7 @@ def test_a_full_queue(folder: Path) -> None:
         assert llm.stats().refused == 6
         running.cancel()
         assert [len(one.result(PATIENCE)) for one in waiting] == [1, 1]
-        assert not llm.engine.open
+        assert not far_engine(llm).open
 
 
 # One of the two ends, or does nothing
@@ -387,12 +392,12 @@ def test_an_engine_that_is_killed(folder: Path) -> None:
     with remote(folder) as llm:
         future, stream = llm.generate([1], n=2, **LONG), llm.stream([2], **LONG)
         next(stream)
-        llm.engine.process.kill()
+        far_engine(llm).process.kill()
         for call in (future.result, lambda: [*stream]):
             with pytest.raises(EngineError, match="the engine died: its process ended"):
                 call()
         calls = [llm.stats, llm.engine.snapshot, llm.engine.check]
-        calls += [lambda: llm.generate([1]), lambda: llm.engine.compile("x")]
+        calls += [lambda: llm.generate([1]), lambda: far_engine(llm).compile("x")]
         for again in calls:
             with pytest.raises(EngineError, match="status -9"):
                 again()
@@ -443,7 +448,7 @@ def test_an_engine_that_hangs(
         stream = llm.stream([1], **LONG)
         next(stream)
         if first is None:
-            os.kill(llm.engine.process.pid, signal.SIGSTOP)
+            os.kill(far_engine(llm).process.pid, signal.SIGSTOP)
         futures = [llm.generate([first or 2], **LONG)]
 
         def asked_in_vain() -> bool:
@@ -458,15 +463,15 @@ def test_an_engine_that_hangs(
                 call()
         for future in futures:
             future.exception(PATIENCE)
-        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+        assert far_engine(llm).process.wait(PATIENCE) == -signal.SIGKILL
 
 
 def test_an_idle_engine_that_hangs(folder: Path) -> None:
     """Nobody has to ask first."""
     with watched(folder) as llm:
-        os.kill(llm.engine.process.pid, signal.SIGSTOP)
+        os.kill(far_engine(llm).process.pid, signal.SIGSTOP)
         until(lambda: llm.engine.dead)
-        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+        assert far_engine(llm).process.wait(PATIENCE) == -signal.SIGKILL
 
 
 @pytest.mark.exhaustive
@@ -480,8 +485,8 @@ def test_a_slow_engine_does_not_hang(
             start = time.monotonic()
             future = llm.generate([number] * 80, max_tokens=1)  # in steps of 16
             assert len(future.result(PATIENCE)[0].token_ids) == 1
-            assert time.monotonic() - start > llm.engine.watchdog_timeout + 1
-            time.sleep(llm.engine.watchdog_timeout + 1)
+            assert time.monotonic() - start > far_engine(llm).watchdog_timeout + 1
+            time.sleep(far_engine(llm).watchdog_timeout + 1)
         assert llm.engine.stats().steps >= 10
 
 
@@ -495,7 +500,7 @@ def test_what_cannot_be_read_ends_the_engine(
         for call in (partial(future.result, PATIENCE), lambda: [*stream], llm.stats):
             with pytest.raises(EngineError, match="can't be read: KeyError"):
                 call()
-        assert llm.engine.process.wait(PATIENCE) == -signal.SIGKILL
+        assert far_engine(llm).process.wait(PATIENCE) == -signal.SIGKILL
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -582,7 +587,8 @@ def test_the_end_of_an_llm(folder: Path) -> None:
         if not cancel:
             assert len(output.token_ids) == 60
         assert output.finish_reason == ("abort" if cancel else "length")
-        assert llm.engine.process.poll() is not None and llm.engine.dead is None
+        engine = far_engine(llm)
+        assert engine.process.poll() is not None and engine.dead is None
         for call in (partial(llm.generate, [1]), llm.stats):
             with pytest.raises(EngineError, match="closed"):
                 call()

@@ -68,7 +68,7 @@ def both(folder: Path, tmp_path_factory: Any) -> Iterator[LLM]:
         with together(folder, watchdog_timeout=WATCHDOG) as llm:
             yield llm
             until(lambda: not llm._delivery.readers)
-            until(lambda: not (llm.engine.slot_of or llm.engine.pending))
+            until(lambda: not (replicas_of(llm).slot_of or replicas_of(llm).pending))
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,14 @@ def near(folder: Path) -> Iterator[LLM]:
 @pytest.fixture
 def served(both: LLM) -> Iterator[Served]:
     """A server of both, which are there."""
-    until(lambda: all(slot.ready for slot in both.engine.slots))
+    until(lambda: all(slot.ready for slot in replicas_of(both).slots))
     with serving(both) as found:
         yield found
+
+
+def replicas_of(llm: LLM) -> Replicas:
+    assert isinstance(llm.engine, Replicas)
+    return llm.engine
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
@@ -193,7 +198,7 @@ def test_nobody_tries_again_what_nobody_wants() -> None:
 
 
 def test_the_same_tokens_as_of_one_engine(near: LLM, both: LLM) -> None:
-    given = [slot.num_submitted for slot in both.engine.slots]
+    given = [slot.num_submitted for slot in replicas_of(both).slots]
     prompts = [[n, 7, 8] for n in range(20, 32)]
     options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "seed": 3, "n": 2}
     wanted, found = (
@@ -202,7 +207,7 @@ def test_the_same_tokens_as_of_one_engine(near: LLM, both: LLM) -> None:
     )
     assert found == wanted
     counts = [
-        p.num_submitted - g for p, g in zip(both.engine.slots, given, strict=True)
+        p.num_submitted - g for p, g in zip(replicas_of(both).slots, given, strict=True)
     ]
     assert sum(counts) == 12 and min(counts) == 6  # the samples of a prompt together
 
@@ -213,7 +218,7 @@ def test_an_equal_beginning_is_found_in_the_cache(both: LLM) -> None:
     assert output.num_cached_tokens >= 36
     (slot,) = (
         p
-        for p in both.engine.slots
+        for p in replicas_of(both).slots
         if p.match_prefix(replicas.digests_of(prompt(60))) == 2
     )
     assert slot.ready
@@ -228,7 +233,7 @@ def test_grammars(near: LLM, both: LLM) -> None:
     ]
     assert texts[0] == texts[1] and all({*text} <= {*"ab"} for text in texts[1])
     with pytest.raises(GrammarError):
-        both.engine.compile("start: missing")
+        replicas_of(both).compile("start: missing")
 
 
 def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
@@ -236,7 +241,7 @@ def test_what_is_told_of_them_adds_up(both: LLM, served: Served) -> None:
     futures = [both.generate(prompt(n), **LONG) for n in (1, 2)]
     until(lambda: both.stats().prompt_tokens == before.prompt_tokens + 80)
     snapshot, pages = both.engine.snapshot(), SMALL.num_pages
-    assert [slot.load for slot in both.engine.slots] == [1, 1]
+    assert [slot.load for slot in replicas_of(both).slots] == [1, 1]
     told = snapshot["pages"]
     assert told["num_pages"] == 2 * pages == len(told["references"])
     assert len(snapshot["running"]) == len(told["tables"]) == 2
@@ -286,11 +291,11 @@ def test_a_full_queue_is_full_in_all_of_them(folder: Path) -> None:
             answer = served.post(COMPLETE, {"prompt": "x"})
             assert answer.status_code == 429 and answer.headers["retry-after"]
         assert llm.stats().refused == 3
-        assert [slot.num_submitted for slot in llm.engine.slots] == [5, 4]
+        assert [slot.num_submitted for slot in replicas_of(llm).slots] == [5, 4]
         for one in running:
             one.cancel()
         assert [len(one.result(PATIENCE)) for one in waiting] == [1, 1]
-        until(lambda: not llm.engine.slot_of)
+        until(lambda: not replicas_of(llm).slot_of)
 
 
 # One of them ends
@@ -300,7 +305,7 @@ def home_of(llm: LLM, tokens: list[int]) -> ReplicaSlot:
     """Where a request with this prompt runs."""
     numbers = {r.request.number for r in llm._delivery.readers.values()
                if r.request.tokens[: len(tokens)] == tokens}  # fmt: skip
-    (slot,) = {p for n, p in llm.engine.slot_of.items() if n in numbers}
+    (slot,) = {p for n, p in replicas_of(llm).slot_of.items() if n in numbers}
     return slot
 
 
@@ -377,7 +382,7 @@ def test_a_prompt_that_hangs_its_engine(both: LLM, served: Served) -> None:
     assert sum(len(e["choices"][0]["token_ids"]) for e in events) == 19
     assert "its process made no progress in 8 seconds" in last["error"]["message"]
     assert served.post(COMPLETE, body([15], max_tokens=2)).status_code == 200
-    until(lambda: all(slot.ready for slot in both.engine.slots))
+    until(lambda: all(slot.ready for slot in replicas_of(both).slots))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -400,7 +405,7 @@ def test_every_kind_of_answer_begins_again(
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(served.post, path, asked)
         until(lambda: both.stats().generated_tokens > before + 70)
-        (slot,) = (slot for slot in both.engine.slots if slot.load)
+        (slot,) = (slot for slot in replicas_of(both).slots if slot.load)
         killed(slot)
         found = answer.result(PATIENCE)
     assert found.status_code == 200
@@ -419,11 +424,11 @@ def said(answer: Any) -> Any:
 def test_a_prompt_that_ends_its_engine_is_tried_twice(
     both: LLM, served: Served
 ) -> None:
-    lost = both.engine.lost
+    lost = replicas_of(both).lost
     answer = served.post(COMPLETE, body([13, 14], max_tokens=2))
     assert answer.status_code == 503 and "status 9" in answer.text
     # Nobody is there now.
-    for one in both.engine.slots:
+    for one in replicas_of(both).slots:
         until(lambda one=one: not one.ready)
     health = served.client.get("/health")
     assert health.status_code == 503 and "replicas is 0" in health.text
@@ -432,22 +437,22 @@ def test_a_prompt_that_ends_its_engine_is_tried_twice(
     with pytest.raises(EngineError, match="replicas is 0"):
         both.stats()
     assert served.client.get("/metrics").status_code == 200
-    until(lambda: all(slot.ready for slot in both.engine.slots))
+    until(lambda: all(slot.ready for slot in replicas_of(both).slots))
     assert served.client.get("/health").status_code == 200
     assert served.post(COMPLETE, body([1], max_tokens=2)).status_code == 200
-    assert both.engine.lost - lost == 2
+    assert replicas_of(both).lost - lost == 2
 
 
 # Beginning and end
 
 
 def test_whoever_leaves_ends_the_requests(both: LLM) -> None:
-    until(lambda: all(slot.ready for slot in both.engine.slots))
+    until(lambda: all(slot.ready for slot in replicas_of(both).slots))
     stream = both.stream(prompt(90), **LONG)
     next(stream)
     stream.close()
     assert both.generate([prompt(91), prompt(92)], n=2, **LONG).cancel()
-    until(lambda: not any(slot.load for slot in both.engine.slots))
+    until(lambda: not any(slot.load for slot in replicas_of(both).slots))
 
 
 @pytest.mark.parametrize("cancel", [False, True])
@@ -458,7 +463,7 @@ def test_the_end_of_all(folder: Path, cancel: bool) -> None:
     llm.close(cancel=cancel)
     reason = "abort" if cancel else "length"
     assert [output.finish_reason for output in future.result(PATIENCE)] == [reason] * 2
-    for slot in llm.engine.slots:
+    for slot in replicas_of(llm).slots:
         assert slot.engine is not None and slot.engine.process.poll() is not None
     for call in (lambda: llm.generate([1]), llm.stats):
         with pytest.raises(EngineError, match="closed"):

@@ -202,7 +202,7 @@ def reasoning() -> Iterator[Served]:
 @contextmanager
 def calling(llm: LLM) -> Iterator[None]:
     """The model likes nothing more than to call something."""
-    runner, (token, *_) = llm.engine.runner, llm.tokenizer.encode(" to=functions")
+    runner, (token, *_) = llm.engine_core.runner, llm.tokenizer.encode(" to=functions")
     start = runner.start
 
     def started(*step: Any) -> None:
@@ -210,7 +210,7 @@ def calling(llm: LLM) -> Iterator[None]:
         with torch.inference_mode():
             runner.logits[:, token] += 100
 
-    runner.start = started  # type: ignore[method-assign]
+    runner.start = started  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ def test_what_is_left_behind_is_found():
     ledger = soak.Ledger(asked=2)
     ledger.end(["length"])
     llm = LLM(device="cpu", config=soak.CONFIG)
-    manager = llm.engine.scheduler.manager
+    manager = llm.engine_core.scheduler.manager
     manager.add(-1, [1] * 20)
     assert manager.allocate(-1, 20)
     wrong = soak.find_leaks(llm, ledger, threading.active_count() - 2)

@@ -275,7 +275,7 @@ class Client:
 
 def inject_faults(llm: LLM, every: int) -> set[int]:
     """One request of ``every`` makes its steps fail; the numbers of those that did."""
-    runner, failed = llm.engine.runner, set()
+    runner, failed = llm.engine_core.runner, set()
     launch = runner.launch
 
     def faulty(works: Any) -> Any:
@@ -287,7 +287,7 @@ def inject_faults(llm: LLM, every: int) -> set[int]:
                 raise StepFault("one of the faults of the soak")
         return launch(works)
 
-    runner.launch = faulty
+    runner.launch = faulty  # type: ignore[method-assign, assignment]
     return failed
 
 
@@ -295,7 +295,7 @@ def find_leaks(
     llm: LLM, ledger: Ledger, threads_before: int, failed: Collection[int] = ()
 ) -> list[str]:
     """What is left behind when all clients are done; closes the engine."""
-    engine = llm.engine
+    engine = llm.engine_core
     limit = time.monotonic() + PATIENCE
     while engine.scheduler.requests and time.monotonic() < limit:
         gc.collect()  # streams that nobody holds end their requests
@@ -368,7 +368,7 @@ def soak(
         time.sleep(min(1.0, seconds / 20))
     del clients, client, some
     wrong = find_leaks(llm, ledger, threads_before, failed)
-    stats = llm.engine.meter.stats(llm.engine.scheduler)  # even if it died
+    stats = llm.engine_core.meter.stats(llm.engine_core.scheduler)  # even if it died
     flat = flatness(memory)
     if flat["growth"] > FLAT:
         wrong.append(f"memory grew: {flat}")

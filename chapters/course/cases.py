@@ -132,14 +132,15 @@ def steps_of(llm: LLM) -> list[dict[int, int]]:
     That is a number of tokens by the number of the request.
     """
     steps: list[dict[int, int]] = []
-    schedule = llm.engine.scheduler.schedule
+    scheduler = llm.engine_core.scheduler
+    schedule = scheduler.schedule
 
     def recorded() -> Any:
         scheduled = schedule()
         steps.append({chunk.request.number: chunk.length for chunk in scheduled})
         return scheduled
 
-    llm.engine.scheduler.schedule = recorded
+    scheduler.schedule = recorded  # type: ignore[method-assign]
     return steps
 
 

@@ -13,9 +13,10 @@ from simplellm.api.reply import ChatReply, Reply, TextReply
 from simplellm.api.results import outputs, turn, turns
 from simplellm.api.streams import AsyncStream, Replies, Stream
 from simplellm.base.config import EngineConfig, check_number, expect
-from simplellm.base.request import Request
+from simplellm.base.request import EngineError, Request
 from simplellm.base.request_spec import RequestSpec
 from simplellm.base.sampling_params import SamplingParams
+from simplellm.engine.client import EngineClient
 from simplellm.engine.stats import Stats
 from simplellm.text.harmony import Delta
 from simplellm.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ from simplellm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:  # an engine may be in another process, and PyTorch there alone
     import torch
 
+    from simplellm.engine.engine import Engine
     from simplellm.model.model import Model
 
 
@@ -73,7 +75,7 @@ class LLM:
         return llm
 
     def _begin(self, loaded: Loaded) -> None:
-        self.engine: Any = loaded.engine  # an EngineClient; some look inside
+        self.engine: EngineClient = loaded.engine
         self.config = loaded.input_processor.config
         self.how = loaded.how
         self.weights_seconds = loaded.weights_seconds
@@ -87,10 +89,18 @@ class LLM:
         self._delivery.start()
 
     @property
+    def engine_core(self) -> "Engine":
+        """The engine itself. Raises EngineError if it isn't in this process."""
+        from simplellm.engine.engine import Engine
+
+        if not isinstance(self.engine, Engine):
+            raise EngineError(f"the engine is a {type(self.engine).__name__}")
+        return self.engine
+
+    @property
     def model(self) -> "Model":
-        """What computes, if the engine is in this process."""
-        model: Model = self.engine.runner.model
-        return model
+        """What computes. Raises EngineError if that isn't in this process."""
+        return self.engine_core.runner.model
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -3,10 +3,11 @@
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from simplellm.base.grammar import GrammarError
 from simplellm.base.request import EngineError, Event, Request
+from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 
 
@@ -63,13 +64,13 @@ class EngineClient(Protocol):
     def stats(self) -> Stats:
         """How the engine is doing. Raises EngineError if it can't say."""
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Who waits, who runs and who holds which pages, as plain data.
 
         Raises EngineError if the engine can't say.
         """
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, dict[str, int]]:
         """What there is to say of an engine that `check` finds well."""
 
     def check(self) -> None:
@@ -114,6 +115,6 @@ class EngineBase:
         if self.closing:
             raise EngineError("this LLM is closed; expected one that is open")
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, dict[str, int]]:
         """What there is to say of an engine that `check` finds well."""
         return {}

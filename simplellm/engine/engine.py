@@ -23,6 +23,7 @@ from simplellm.engine.client import EngineBase, failure
 from simplellm.engine.launch_timer import LaunchTimer
 from simplellm.engine.runner import Flight, Runner
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
+from simplellm.engine.snapshot import RequestSnapshot, Snapshot
 from simplellm.engine.stats import Meter, Stats
 
 LOGGER = logging.getLogger("simplellm")
@@ -186,14 +187,14 @@ class Engine(EngineBase):
         with self.lock:
             return self.meter.stats(self.scheduler)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Who waits, who runs and who holds which pages, between two steps.
 
         Plain data that nobody changes later. Raises EngineError if the engine is dead.
         """
         self.check()
 
-        def describe(request: Request) -> dict[str, Any]:
+        def describe(request: Request) -> RequestSnapshot:
             return {
                 "number": request.number,
                 "prompt": request.num_prompt,

@@ -6,9 +6,9 @@ Plain books. `PageManager` takes, shares and releases pages by them.
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 from simplellm.base.config import expect
+from simplellm.engine.snapshot import PagesSnapshot
 
 NULL = -1  # in a table, in place of a page that fell behind the window
 
@@ -93,7 +93,7 @@ class PageBooks:
         """The share of all pages that sequences hold."""
         return 1 - self.free_pages / self.num_pages
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> PagesSnapshot:
         """Who holds which pages: plain data that nobody changes later."""
         return {
             "num_pages": self.num_pages,

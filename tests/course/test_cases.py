@@ -135,22 +135,22 @@ def test_nobody_reads_a_mistake_by_accident() -> None:
 
 def test_other_engines_stay_as_they_are() -> None:
     with healthy(num_pages=50) as llm, case(10, num_pages=50) as sick:
-        ours, theirs = (type(x.engine.scheduler.manager) for x in (llm, sick))
+        ours, theirs = (type(x.engine_core.scheduler.manager) for x in (llm, sick))
         assert ours is PageManager
         assert theirs is not PageManager
         options = {"temperature": 0, "max_tokens": 150, "ignore_eos": True}
         for one in (llm, sick):
             one.generate("Once", **options).result()
-        check_integrity(llm.engine.scheduler.manager)
+        check_integrity(llm.engine_core.scheduler.manager)
         with pytest.raises(AssertionError, match="reference counts"):
-            check_integrity(sick.engine.scheduler.manager)
+            check_integrity(sick.engine_core.scheduler.manager)
 
 
 def test_parts_of_other_modules_are_left_alone() -> None:
     with healthy() as llm:
-        before = vars(llm.engine.runner.model.ops).copy()
+        before = vars(llm.engine_core.runner.model.ops).copy()
         infect(llm.engine, mutation(3))
-        assert vars(llm.engine.runner.model.ops) == before
+        assert vars(llm.engine_core.runner.model.ops) == before
 
 
 def test_the_live_view_shows_it() -> None:

@@ -56,7 +56,7 @@ def alone(model: str | None, streams: list[int], answer: int) -> tuple[Any, Any]
             bench.run(count, PROMPT, WARM)
             runs = [bench.run(count, PROMPT, answer) for _ in range(TURNS)]
             rates.append([count * answer / run.seconds for run in runs])
-        return describe_device(llm.engine.runner.device), rates
+        return describe_device(llm.engine_core.runner.device), rates
 
 
 def run_server(model: str | None, most: int) -> None:

@@ -64,7 +64,9 @@ def main() -> None:
             shape = options.prompt, options.answer
             turn(llm, requests, options.prompt, 16)  # warms up
             rates = [turn(llm, requests, *shape) for _ in range(TURNS)]
-            given = [slot.num_submitted for slot in llm.engine.slots]
+            engine = llm.engine
+            assert isinstance(engine, Replicas)
+            given = [slot.num_submitted for slot in engine.slots]
         row = {"engines": count, "requests": requests, "rates": rates, "given": given}
         record["rows"].append(row)
         ratio = max(rates) / max(record["rows"][0]["rates"])

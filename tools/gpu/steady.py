@@ -49,7 +49,7 @@ def fitting(prompt: int, answer: int, manager: PageManager) -> int:
 
 def steady(llm: LLM, prompt: int, answer: int, seconds: float) -> dict[str, Any]:
     """What one shape comes to."""
-    scheduler = llm.engine.scheduler
+    scheduler = llm.engine_core.scheduler
     count = min(scheduler.max_num_seqs, fitting(prompt, answer, scheduler.manager))
     chance = random.Random(0)
     running = set()

@@ -7,7 +7,6 @@ text: who may look isn't who may read other people's conversations.
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from simplellm.base.request import EngineError
+from simplellm.engine.snapshot import Snapshot
 from simplellm.server.http import sse
 from simplellm.server.http.endpoint import (
     Call,
@@ -36,7 +36,7 @@ MAX_PAGES = 240  # that are told of one by one
 ALIVE = b": still here\n\n"  # a comment, which readers of events skip
 
 
-def cut(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+def cut(snapshot: Snapshot) -> dict[str, Any]:
     """A snapshot of the engine with as many requests and pages as a screen shows.
 
     Its tables are {place: page} for each group, without pages that are gone, and

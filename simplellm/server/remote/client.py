@@ -20,6 +20,7 @@ from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, Request
 from simplellm.checkpoint.folder import open_config, path_of
 from simplellm.engine.client import EngineBase, EngineClient, failure
+from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.wire import (
     as_error,
@@ -142,9 +143,9 @@ class RemoteEngine(EngineBase):
         """How the engine is doing. Raises EngineError if it can't say."""
         return Stats(**self._ask("stats"))
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """`Engine.snapshot`; its dicts have text for keys."""
-        snapshot: dict[str, Any] = self._ask("snapshot")
+        snapshot: Snapshot = self._ask("snapshot")
         return snapshot
 
     def compile(self, text: str) -> Grammar:

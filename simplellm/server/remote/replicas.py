@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from simplellm.base.grammar import Grammar
 from simplellm.base.request import EngineError, Event, QueueFullError, Request
 from simplellm.engine.client import EngineBase
+from simplellm.engine.snapshot import Snapshot
 from simplellm.engine.stats import Stats
 from simplellm.server.remote.client import DistantError, EventStream, RemoteEngine
 from simplellm.server.start import WATCHDOG_TIMEOUT, Spawn
@@ -276,7 +277,7 @@ class Replicas(EngineBase):
         super().check()
         self._ready()
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, dict[str, int]]:
         """How many engines there are, and how many there should be."""
         alive = sum(slot.ready for slot in self.slots)
         return {"replicas": {"alive": alive, "wanted": len(self.slots)}}
@@ -321,7 +322,7 @@ class Replicas(EngineBase):
             finished["error"] = finished.get("error", 0) + self.lost
         return Stats(**whole)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """`Engine.snapshot` of all; their pages are numbered one after the other."""
         snapshots = [snapshot for _, snapshot in self._ask_all(RemoteEngine.snapshot)]
         first = 0
@@ -331,13 +332,16 @@ class Replicas(EngineBase):
                 table[:] = [[p + first if p >= 0 else p for p in g] for g in table]
             pages["cached"] = [page + first for page in pages["cached"]]
             first += pages["num_pages"]
-        whole: dict[str, Any] = snapshots[0]
+        whole = snapshots[0]
         for one in snapshots[1:]:
-            for name in ("running", "waiting"):
-                whole[name] += one[name]
-            for name in ("num_pages", "free", "cached", "references"):
-                whole["pages"][name] += one["pages"][name]
-            whole["pages"]["tables"] |= one["pages"]["tables"]
+            whole["running"] += one["running"]
+            whole["waiting"] += one["waiting"]
+            ours, pages = whole["pages"], one["pages"]
+            ours["num_pages"] += pages["num_pages"]
+            ours["free"] += pages["free"]
+            ours["cached"] += pages["cached"]
+            ours["references"] += pages["references"]
+            ours["tables"] |= pages["tables"]
         return whole
 
     def compile(self, text: str) -> Grammar:

@@ -1,0 +1,34 @@
+"""What an engine says of its requests and pages, as plain data."""
+
+from typing import TypedDict
+
+
+class RequestSnapshot(TypedDict):
+    """A request that waits or runs; counts of tokens but for its number."""
+
+    number: int
+    prompt: int
+    output: int
+    computed: int
+    preemptions: int
+
+
+class PagesSnapshot(TypedDict):
+    """Who holds which pages."""
+
+    num_pages: int
+    page_size: int
+    windows: list[int | None]  # of each group of layers
+    free: int
+    cached: list[int]  # pages of no request, the oldest first
+    references: list[int]  # how many requests hold each page
+    # Of requests by their numbers, each group's pages; as JSON has it, texts.
+    tables: dict[int, list[list[int]]]
+
+
+class Snapshot(TypedDict):
+    """An engine between two steps, as plain data."""
+
+    running: list[RequestSnapshot]
+    waiting: list[RequestSnapshot]
+    pages: PagesSnapshot
