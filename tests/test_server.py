@@ -529,7 +529,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
     ({"messages": HELLO * 10_000}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ({"messages": HELLO, "tools": [{}]}, "tools[0].name"),
     ({"messages": HELLO, "tools": {}}, "tools"),
     ({"messages": HELLO, "tools": TOOLS * 2}, "tools[1].name"),

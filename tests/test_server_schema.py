@@ -54,7 +54,11 @@ def process(folder: Path, strict: bool) -> Iterator[Process]:
         ("fuzzing", 4 * EXAMPLES),
         # One value at a time, at and beyond its limits, whatever the examples: some
         # 3,900 cases.
-        pytest.param("coverage", 2000, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "coverage",
+            2000,
+            marks=[pytest.mark.exhaustive, pytest.mark.timeout(600)],
+        ),
     ],
 )
 def test_the_document_is_true(

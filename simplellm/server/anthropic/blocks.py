@@ -14,7 +14,7 @@ from simplellm.server.http.bodies import (
     text_instead,
     types_of,
 )
-from simplellm.server.openai.chat_lenient import ROLES, UNKNOWN, as_text
+from simplellm.server.openai.chat_messages import UNKNOWN, as_text, role_of
 from simplellm.server.openai.tools import shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, result_message
@@ -145,10 +145,9 @@ SomeTurn = Annotated[SentTurn, either("role", SystemTurn, UserTurn, AssistantTur
 
 def with_role(message: Any) -> Any:
     """A message whose role is one of ours."""
-    role = message.get("role") if isinstance(message, Mapping) else None
-    if not isinstance(role, str):
+    if not isinstance(message, Mapping):
         return message
-    role = ROLES.get(role.lower(), role.lower())
+    role = role_of(message)
     return {**message, "role": "system" if role == "developer" else role}
 
 

@@ -31,9 +31,9 @@ from simplellm.server.http.bodies import (
     Several,
     Unsupported,
     refuse,
-    refuse_unread,
 )
 from simplellm.server.http.errors import APIError
+from simplellm.server.openai.chat_messages import refuse_unread
 from simplellm.server.openai.tools import ClientTools, shown_name
 from simplellm.text.dialects.dialect import Dialect
 from simplellm.text.harmony import Message, Tool

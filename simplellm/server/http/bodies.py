@@ -10,7 +10,7 @@ made from the same models.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from reprlib import repr as short
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args
@@ -172,7 +172,12 @@ class Part(BaseModel):
             return data
         data = {key: value for key, value in data.items() if value is not None}
         reading = info.context or STRICT
-        return data if reading.strict else cls.mapped(data, reading)
+        return cls.gather(data if reading.strict else cls.mapped(data, reading))
+
+    @classmethod
+    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """What `sort` has left by the fields that hold it."""
+        return data
 
 
 class Body(Part):
@@ -218,11 +223,6 @@ class Body(Part):
             elif value is not None:
                 reading.ignore(name)
         return cls.gather(found)
-
-    @classmethod
-    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """What `sort` has left by the fields that hold it."""
-        return data
 
 
 def json_field(spec: Any) -> tuple[Any, Any]:
@@ -471,7 +471,7 @@ def read_query(
 # What pydantic puts into a path beside names and numbers: which one of a union.
 UNION_PART = re.compile(r"(str|int|float|bool|none|\w+(-\w+)*[\[{(].*|[A-Z]\w*)", re.S)
 OTHER_KIND = "other_kind"  # an error: of a type that no part of a union has
-WANTED = {
+EXPECTED = {
     "dict_type": "an object",
     "model_type": "an object",
     "list_type": "a list",
@@ -516,32 +516,11 @@ def refusal(error: ValidationError) -> ParameterError:
         one for one, other in zip(errors, paths, strict=True) if other == paths[first]
     ]
     expected = dict.fromkeys(
-        WANTED.get(one["type"], one["msg"].removeprefix("Input should be "))
+        EXPECTED.get(one["type"], one["msg"].removeprefix("Input should be "))
         for one in same
     )
     wrong = f"{name} is {short(given)}; expected {' or '.join(expected)}"
     return ParameterError(wrong, path)
-
-
-def refuse_unread(
-    messages: Sequence[Any], where: str, readable: Container[str]
-) -> None:
-    """Raise APIError if all that the user asks now is something else than text.
-
-    Parts of ``readable`` types are text, and so are those without one.
-    """
-    last = messages[-1] if messages else None
-    if not isinstance(last, Mapping) or str(last.get("role")).lower() != "user":
-        return
-    parts = last.get("content")
-    kinds = [
-        part.get("type", "text") if isinstance(part, Mapping) else "text"
-        for part in (parts if isinstance(parts, list) else ())
-    ]
-    if kinds and all(isinstance(k, str) and k not in readable for k in kinds):
-        where = f"{where}[{len(messages) - 1}].content"
-        message = f"{where} has {kinds[0][:50]} and no text; {TEXT_ONLY}"
-        raise APIError(400, message, param=where, code="unsupported_content")
 
 
 def refuse(name: str, entry: Unsupported | None) -> None:

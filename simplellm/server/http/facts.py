@@ -11,7 +11,7 @@ from simplellm.base.request import EngineError
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import Body, Effort, Several
 from simplellm.server.http.endpoint import Call, Endpoint
-from simplellm.server.openai.chat_schema import Messages, Tools
+from simplellm.server.openai.chat_messages import ChatMessage, Tools
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,7 +43,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Several[ChatMessage] | None = None
     tools: Tools | None = None
     reasoning_effort: Effort = "medium"
     return_token_strs: bool = False
@@ -76,7 +76,9 @@ def tokenize(call: Call) -> dict[str, Any]:
         )
     else:
         spec = input_processor.process_chat(
-            body.messages, tools=body.tools, reasoning_effort=body.reasoning_effort
+            [message.as_openai() for message in body.messages or ()],
+            tools=body.tools,
+            reasoning_effort=body.reasoning_effort,
         )
         ids = spec.tokens
     answer = {

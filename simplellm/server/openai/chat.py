@@ -2,23 +2,11 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
-
-from pydantic import Field, model_validator
+from typing import Any
 
 from simplellm.api.outputs import ChatChoice, Usage
-from simplellm.base.config import MAX_SIZE, expect
-from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http import answers
 from simplellm.server.http.bodies import (
-    NOT_HERE,
-    SHARED_UNSUPPORTED,
-    Effort,
-    Reading,
-    ResponseFormat,
-    SampledBody,
-    Several,
-    Unsupported,
     checked_samples,
 )
 from simplellm.server.http.endpoint import (
@@ -28,87 +16,11 @@ from simplellm.server.http.endpoint import (
     new_id,
     usage_fields,
 )
+from simplellm.server.openai.chat_body import ChatBody
 from simplellm.server.openai.chat_calls import ClientTurn, client_message
-from simplellm.server.openai.chat_lenient import lenient_chat
-from simplellm.server.openai.chat_schema import Messages, Tools
 from simplellm.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from simplellm.server.openai.tools import ClientTools, in_functions
+from simplellm.server.openai.tools import ClientTools
 from simplellm.text.harmony import Delta
-
-NO_TEMPLATES = "a model's chats have one format, its own"
-
-
-class ChatBody(SampledBody):
-    """What /v1/chat/completions takes."""
-
-    unsupported: ClassVar = SHARED_UNSUPPORTED | {
-        "modalities": Unsupported("it writes text only", (["text"],)),
-        "audio": Unsupported("it writes text only"),
-        "prediction": Unsupported(NOT_HERE, hint=True),
-        "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
-        "web_search_options": Unsupported(NOT_HERE, hint=True),
-        "store": Unsupported("nothing is stored", (False,), hint=True),
-        "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
-        "chat_template": Unsupported(NO_TEMPLATES),
-        "add_generation_prompt": Unsupported(NO_TEMPLATES, (True,)),
-        "continue_final_message": Unsupported(NOT_HERE, (False,)),
-        "documents": Unsupported("put them into a message", ([],)),
-        "echo": Unsupported(NOT_HERE, (False,)),
-        "add_special_tokens": Unsupported(NO_TEMPLATES, (False,), hint=True),
-        "include_reasoning": Unsupported(
-            "the reasoning is always told", (True,), hint=True
-        ),
-    }
-
-    messages: Messages
-    tools: Tools | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    """None: "auto" where there are tools."""
-    functions: Several[dict[str, Any]] | None = None
-    """OpenAI's older name for tools. Answers have a function_call then."""
-    function_call: str | dict[str, Any] | None = None
-    """Their tool_choice."""
-    response_format: ResponseFormat | None = None
-    parallel_tool_calls: bool = True
-    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
-    reasoning_effort: Effort = "medium"
-    chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
-    """Reasoning included; None: as many as there is room for."""
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    metadata: dict[str, Any] | None = None
-    """OpenAI's label; nothing is done with it."""
-    safety_identifier: str | None = None
-    """OpenAI's label; nothing is done with it."""
-    prompt_cache_key: str | None = None
-    """OpenAI's label; nothing is done with it."""
-
-    @classmethod
-    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        return lenient_chat(super().mapped(data, reading), reading)
-
-    @model_validator(mode="after")
-    def check(self) -> Self:
-        alone = self.logprobs or not self.top_logprobs
-        expect(alone, "top_logprobs", self.top_logprobs, "0 without logprobs")
-        most = self.max_completion_tokens
-        twice = most is not None and "max_tokens" in self.sampling
-        expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
-        choice = self.tool_choice
-        ok = choice in (None, "none") or self.tools is not None
-        expect(ok, "tool_choice", choice, "none without tools")
-        alone = self.tools is None or self.functions is None
-        expect(alone, "functions", self.functions, "none beside tools")
-        choice = self.function_call
-        ok = choice in (None, "none") or self.functions is not None
-        expect(ok, "function_call", choice, "none without functions")
-        return self
-
-    @property
-    def compiles(self) -> bool:
-        options = self.response_format or self.tools or self.functions
-        return super().compiles or bool(options)
 
 
 class Chat(Generation):
@@ -130,7 +42,7 @@ class Chat(Generation):
         if older and isinstance(choice, dict):
             choice = {"type": "function", **choice}
         spec = input_processor.process_chat(
-            in_functions(body.messages),
+            [message.as_openai() for message in body.messages],
             tools=tools.functions,
             tool_choice=tools.choice(choice),
             parallel_tool_calls=body.parallel_tool_calls and not older,

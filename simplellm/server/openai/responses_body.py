@@ -18,13 +18,13 @@ from simplellm.server.http.bodies import (
     SampledBody,
     Several,
     Unsupported,
-    refuse_unread,
 )
-from simplellm.server.openai.chat_lenient import (
+from simplellm.server.openai.chat_body import (
     named_schema,
     offered_tools,
     with_choice,
 )
+from simplellm.server.openai.chat_messages import refuse_unread
 from simplellm.server.openai.responses_items import (
     TEXT_PARTS,
     ItemReference,

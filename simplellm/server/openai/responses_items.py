@@ -26,7 +26,7 @@ from simplellm.server.http.bodies import (
     types_of,
 )
 from simplellm.server.http.errors import APIError
-from simplellm.server.openai.chat_lenient import ROLES, UNKNOWN, as_text, is_part
+from simplellm.server.openai.chat_messages import UNKNOWN, as_text, is_part, role_of
 from simplellm.server.openai.responses_store import ResponseStore
 from simplellm.server.openai.tools import KINDS, arguments_of_call, flat, shown_name
 from simplellm.text.harmony import Message, Tool, result_message
@@ -326,9 +326,8 @@ def known_item(item: Any, reading: Reading) -> list[Any]:
 
 def from_chat(item: Item) -> list[Any]:
     """A message as responses have it, with calls and results as items."""
-    role, calls = item.get("role"), item.pop("tool_calls", None)
-    if isinstance(role, str):
-        role = item["role"] = ROLES.get(role.lower(), role.lower())
+    role, calls = role_of(item), item.pop("tool_calls", None)
+    item["role"] = role
     if role in ("tool", "function"):
         ids = {"call_id": item.get("tool_call_id", role)}
         kind = "function_call_output"

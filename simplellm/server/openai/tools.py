@@ -147,48 +147,6 @@ class ClientTools:
         return tool or ClientTool("function", name)
 
 
-def in_functions(messages: Any) -> Any:
-    """Messages of a chat with functions in the place of all other tools.
-
-    That also holds for OpenAI's older way, in which a message has one "function_call",
-    and the role "function" brings its result. What isn't as expected stays as it is.
-    """
-    if not isinstance(messages, list):
-        return messages
-    result = []
-    for message in messages:
-        if isinstance(message, Mapping):
-            message = dict(message)
-            older = message.pop("function_call", None)
-            if isinstance(older, Mapping):
-                message["tool_calls"] = [{"id": None, "function": older}]
-            if message.get("role") == "function":
-                message["role"] = "tool"
-            if isinstance(calls := message.get("tool_calls"), list):
-                message["tool_calls"] = [in_function(call) for call in calls]
-            if isinstance(name := message.get("name"), str) and name:
-                message["name"] = shown_name(name)
-        result.append(message)
-    return result
-
-
-def in_function(call: Any) -> Any:
-    """A call of a chat, of whatever tool, as that of a function."""
-    if not isinstance(call, Mapping):
-        return call
-    inner = flat(call) if "type" in call else flat({"type": "function", **call})
-    name = inner.get("name")
-    if not isinstance(name, str):
-        return call
-    arguments = inner.get("arguments")
-    if inner.get("type") == "custom" and isinstance(inner.get("input"), str):
-        arguments = arguments_of_call("custom", inner)
-    elif "arguments" not in inner:
-        return call
-    function = {"name": shown_name(name), "arguments": arguments}
-    return {"id": call.get("id"), "function": function}
-
-
 def description_of(tool: Mapping[str, Any]) -> str:
     """The description of a custom tool, with the format of its input, if it has one."""
     description, form = tool.get("description") or "", tool.get("format")

@@ -1,0 +1,212 @@
+"""The body of /v1/chat/completions: what a client may ask for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from simplellm.base.config import MAX_SIZE, expect
+from simplellm.base.sampling_params import MAX_LOGPROBS
+from simplellm.server.http.bodies import (
+    NOT_HERE,
+    SHARED_UNSUPPORTED,
+    Effort,
+    Reading,
+    ResponseFormat,
+    SampledBody,
+    Several,
+    Unsupported,
+)
+from simplellm.server.openai.chat_messages import (
+    TEXT_TYPES,
+    ChatMessage,
+    Tools,
+    refuse_unread,
+)
+from simplellm.server.openai.tools import KINDS
+
+SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
+CHOICES = {"any": "required"}
+NO_TEMPLATES = "a model's chats have one format, its own"
+
+
+class ChatBody(SampledBody):
+    """What /v1/chat/completions takes."""
+
+    unsupported: ClassVar = SHARED_UNSUPPORTED | {
+        "modalities": Unsupported("it writes text only", (["text"],)),
+        "audio": Unsupported("it writes text only"),
+        "prediction": Unsupported(NOT_HERE, hint=True),
+        "verbosity": Unsupported(NOT_HERE, ("medium",), hint=True),
+        "web_search_options": Unsupported(NOT_HERE, hint=True),
+        "store": Unsupported("nothing is stored", (False,), hint=True),
+        "service_tier": Unsupported(NOT_HERE, ("auto", "default"), hint=True),
+        "chat_template": Unsupported(NO_TEMPLATES),
+        "add_generation_prompt": Unsupported(NO_TEMPLATES, (True,)),
+        "continue_final_message": Unsupported(NOT_HERE, (False,)),
+        "documents": Unsupported("put them into a message", ([],)),
+        "echo": Unsupported(NOT_HERE, (False,)),
+        "add_special_tokens": Unsupported(NO_TEMPLATES, (False,), hint=True),
+        "include_reasoning": Unsupported(
+            "the reasoning is always told", (True,), hint=True
+        ),
+    }
+
+    messages: Several[ChatMessage]
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    """None: "auto" where there are tools."""
+    functions: Several[dict[str, Any]] | None = None
+    """OpenAI's older name for tools. Answers have a function_call then."""
+    function_call: str | dict[str, Any] | None = None
+    """Their tool_choice."""
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool = True
+    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
+    reasoning_effort: Effort = "medium"
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
+    """Reasoning included; None: as many as there is room for."""
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    metadata: dict[str, Any] | None = None
+    """OpenAI's label; nothing is done with it."""
+    safety_identifier: str | None = None
+    """OpenAI's label; nothing is done with it."""
+    prompt_cache_key: str | None = None
+    """OpenAI's label; nothing is done with it."""
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        data = with_effort(super().mapped(data, reading), reading)
+        data = with_pairs(data, reading)
+        if isinstance(tools := data.get("tools"), list):
+            data["tools"] = offered_tools(tools, reading)
+        if isinstance(form := data.get("response_format"), Mapping):
+            data["response_format"] = named_format(form)
+        if isinstance(messages := data.get("messages"), list):
+            refuse_unread(messages, "messages", TEXT_TYPES)
+        return data
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        alone = self.logprobs or not self.top_logprobs
+        expect(alone, "top_logprobs", self.top_logprobs, "0 without logprobs")
+        most = self.max_completion_tokens
+        twice = most is not None and "max_tokens" in self.sampling
+        expect(not twice, "max_completion_tokens", most, "none beside max_tokens")
+        choice = self.tool_choice
+        ok = choice in (None, "none") or self.tools is not None
+        expect(ok, "tool_choice", choice, "none without tools")
+        alone = self.tools is None or self.functions is None
+        expect(alone, "functions", self.functions, "none beside tools")
+        choice = self.function_call
+        ok = choice in (None, "none") or self.functions is not None
+        expect(ok, "function_call", choice, "none without functions")
+        return self
+
+    @property
+    def compiles(self) -> bool:
+        options = self.response_format or self.tools or self.functions
+        return super().compiles or bool(options)
+
+
+def with_effort(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """What its many fields say of thinking, as the effort of it."""
+    reasoning = data.pop("reasoning", None)
+    reasoning = reasoning if isinstance(reasoning, Mapping) else {}
+    thinking = data.pop("thinking", None)
+    if isinstance(thinking, Mapping):
+        thinking = thinking.get("type") != "disabled"
+    think, switch = data.pop("think", None), data.pop("enable_thinking", None)
+    budget = data.pop("thinking_token_budget", None)
+    given = data.get("chat_template_kwargs")
+    variables = dict(given) if isinstance(given, Mapping) else {}
+    efforts = [data.get("reasoning_effort"), reasoning.get("effort")]
+    efforts += [think, variables.get("reasoning_effort")]
+    effort = next((one for one in efforts if isinstance(one, str)), None)
+    switches = [reasoning.get("enabled"), thinking, think, switch]
+    switches += [variables.get("enable_thinking"), variables.get("thinking")]
+    thinks = next((one for one in switches if isinstance(one, bool)), None)
+    if budget == 0 or effort == "none":
+        thinks = False
+    if effort is None and thinks is False:
+        effort = "low"
+    if effort is not None:
+        data["reasoning_effort"] = effort
+    if reading.template:
+        if thinks is not None:
+            data["chat_template_kwargs"] = {"enable_thinking": thinks, **variables}
+    elif isinstance(given, Mapping):
+        for name in variables.keys() - SWITCHES:
+            reading.ignore(f"chat_template_kwargs.{name}")
+        del data["chat_template_kwargs"]
+    return data
+
+
+def with_pairs(data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    """Parameters that mean something only beside another one."""
+    for name, other in (("stream_options", "stream"), ("top_logprobs", "logprobs")):
+        if name in data and not data.get(other):
+            del data[name]
+            reading.ignore(name)
+    one, two = data.get("max_tokens"), data.get("max_completion_tokens")
+    if isinstance(one, int | float) and isinstance(two, int | float):
+        data["max_completion_tokens"] = min(one, two)
+        del data["max_tokens"]
+    data = with_choice(data)
+    if not data.get("tools") and not data.get("functions"):
+        for name in ("tool_choice", "function_call"):
+            if data.get(name) in ("auto", "none"):
+                del data[name]
+    return data
+
+
+def with_choice(data: dict[str, Any]) -> dict[str, Any]:
+    """The tool_choice as OpenAI has it."""
+    choice = data.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") in ("auto", "any", "none"):
+        choice = choice["type"]
+    if isinstance(choice, str):
+        data["tool_choice"] = CHOICES.get(choice, choice)
+    return data
+
+
+def offered_tools(
+    tools: Sequence[Any], reading: Reading, where: str = "tools"
+) -> list[Any]:
+    """The tools without those that others run themselves, unless there are no others.
+
+    An answer without them would be another one where nothing can take their place.
+    """
+    kept, left_out = [], []
+    for tool in tools:
+        kind = tool.get("type", "function") if isinstance(tool, Mapping) else None
+        if isinstance(kind, str) and kind not in KINDS:
+            left_out.append(f"{where}.{kind}")
+        else:
+            kept.append(tool)
+    if not kept:
+        return [*tools]
+    for name in left_out:
+        reading.ignore(name)
+    return kept
+
+
+def named_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A response_format whose schema has a name as OpenAI wants it."""
+    fields = dict(given)
+    if given.get("type") != "json_schema":
+        return fields
+    inner = given.get("json_schema")
+    if isinstance(inner, Mapping) and "schema" in inner:
+        return fields | {"json_schema": named_schema(inner)}
+    return named_schema(fields) if "schema" in fields else fields
+
+
+def named_schema(fields: Mapping[str, Any]) -> dict[str, Any]:
+    name = fields.get("name")
+    if not isinstance(name, str | None):
+        return {**fields}
+    return {**fields, "name": re.sub(r"[^\w-]", "_", name or "output")[:64]}

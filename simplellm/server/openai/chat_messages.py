@@ -1,0 +1,233 @@
+"""The messages of a chat as clients send them, for `from_openai` to read.
+
+That also holds for OpenAI's older way, in which a message has one "function_call", and
+the role "function" brings its result. All tools are functions here.
+"""
+
+import json
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from simplellm.server.http.bodies import (
+    TEXT_ONLY,
+    Part,
+    Reading,
+    Several,
+    given_fields,
+    text_instead,
+)
+from simplellm.server.http.errors import APIError
+from simplellm.server.openai.tools import arguments_of_call, flat, shown_name
+
+ROLES = {"model": "assistant", "human": "user", "ai": "assistant"}
+TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
+THOUGHT_TYPES = ("thinking", "reasoning")
+UNKNOWN = "unknown"  # the function behind a result whose call is gone
+CHAT_TOOL: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
+Tools = Annotated[list[Any], WithJsonSchema({"type": "array", "items": CHAT_TOOL})]
+
+
+class ChatText(Part):
+    """Text in a message."""
+
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def sort(cls, data: Any, info: "ValidationInfo[Reading]") -> Any:
+        """A text, or a few words in the place of what is no text."""
+        if info.context.strict:
+            return data
+        if isinstance(data, str):
+            return {"text": data}
+        kind = data.get("type", "text") if isinstance(data, Mapping) else "text"
+        if kind == "refusal":
+            return {"text": data.get("refusal")}
+        if kind in TEXT_TYPES:
+            return data
+        info.context.ignore(f"messages.content.{kind}")
+        return {"text": text_instead(str(kind)[:50])}
+
+
+class PastFunction(BaseModel):
+    name: str
+    arguments: Any
+    """Those that are no text are put into JSON."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class PastCall(Part):
+    """A call that the model has made."""
+
+    id: str | int | None = None
+    function: PastFunction
+
+
+class ChatMessage(Part):
+    """A message of whatever role; each has some of these fields."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Several[ChatText] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Several[PastCall] | None = None
+    tool_call_id: str | int | None = None
+
+    @classmethod
+    def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:
+        data["role"] = role = role_of(data)
+        content: Any = data.get("content")
+        if isinstance(content, Mapping):
+            content = [content] if "type" in content else as_text(content)
+        if isinstance(content, int | float) and not isinstance(content, bool):
+            content = str(content)
+        if isinstance(content, list) and role == "assistant":
+            data, content = with_thoughts(data, content)
+        listed = isinstance(content, list) and role == "tool"
+        if listed and not all(map(is_part, content)):
+            content = as_text(content)  # a result that is a list
+        data["content"] = content
+        if role == "assistant":
+            data["content"] = content or data.get("refusal") or content
+            for key in ("reasoning", "reasoning_content"):
+                if isinstance(thought := data.get(key), Mapping):
+                    data[key] = thought.get("content", thought.get("text"))
+            if isinstance(calls := data.get("tool_calls"), list):
+                data["tool_calls"] = [with_arguments(call) for call in calls]
+        if role == "tool":
+            data.setdefault("name", UNKNOWN)  # unless its call is there
+        if isinstance(name := data.get("name"), str | int):
+            data["name"] = re.sub(r"[\s<]+", "_", str(name)) or None
+        return data
+
+    @classmethod
+    def gather(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """With functions in the place of all other tools."""
+        data = dict(data)
+        if isinstance(older := data.pop("function_call", None), Mapping):
+            data["tool_calls"] = [{"id": None, "function": older}]
+        if data.get("role") == "function":
+            data["role"] = "tool"
+        if isinstance(calls := data.get("tool_calls"), list):
+            data["tool_calls"] = [in_function(call) for call in calls]
+        if isinstance(name := data.get("name"), str) and name:
+            data["name"] = shown_name(name)
+        return data
+
+    def as_openai(self) -> dict[str, Any]:
+        """The message as `from_openai` takes it."""
+        message = given_fields(self)
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        if self.tool_calls is not None:
+            message["tool_calls"] = [
+                {"id": call.id, "function": given_fields(call.function)}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def role_of(message: Mapping[str, Any]) -> Any:
+    """The role of a message, by our name for it."""
+    role = message.get("role")
+    return ROLES.get(role.lower(), role.lower()) if isinstance(role, str) else role
+
+
+def with_thoughts(
+    message: dict[str, Any], content: list[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """An assistant's message with the first thought of its content; the other parts."""
+    rest, thoughts = list[Any](), list[Any]()
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        (thoughts if kind in THOUGHT_TYPES else rest).append(part)
+    for part in thoughts[:1]:
+        thought = part.get("thinking", part.get("text"))
+        message = {"reasoning_content": thought, **message}
+    return message, rest
+
+
+def in_function(call: Any) -> Any:
+    """A call of a chat, of whatever tool, as that of a function."""
+    if not isinstance(call, Mapping):
+        return call
+    inner = flat(call) if "type" in call else flat({"type": "function", **call})
+    name = inner.get("name")
+    if not isinstance(name, str):
+        return call
+    arguments = inner.get("arguments")
+    if inner.get("type") == "custom" and isinstance(inner.get("input"), str):
+        arguments = arguments_of_call("custom", inner)
+    elif "arguments" not in inner:
+        return call
+    function = {"name": shown_name(name), "arguments": arguments}
+    return {"id": call.get("id"), "function": function}
+
+
+def as_text(value: Any) -> Any:
+    """Data as JSON; itself if it is nested too deep for that."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return value
+
+
+def is_part(value: Any) -> bool:
+    """Whether a content can hold ``value``: what has no type is data."""
+    return isinstance(value, str) or (isinstance(value, Mapping) and "type" in value)
+
+
+def with_arguments(call: Any) -> Any:
+    """A call of a function, which may have none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("arguments"):
+        return call
+    return {**call, "function": {**function, "arguments": "{}"}}
+
+
+def refuse_unread(
+    messages: Sequence[Any], where: str, readable: Container[str]
+) -> None:
+    """Raise APIError if all that the user asks now is something else than text.
+
+    Parts of ``readable`` types are text, and so are those without one.
+    """
+    last = messages[-1] if messages else None
+    if not isinstance(last, Mapping) or role_of(last) != "user":
+        return
+    parts = last.get("content")
+    kinds = [
+        part.get("type", "text") if isinstance(part, Mapping) else "text"
+        for part in (parts if isinstance(parts, list) else ())
+    ]
+    if kinds and all(isinstance(k, str) and k not in readable for k in kinds):
+        where = f"{where}[{len(messages) - 1}].content"
+        message = f"{where} has {kinds[0][:50]} and no text; {TEXT_ONLY}"
+        raise APIError(400, message, param=where, code="unsupported_content")
