@@ -34,4 +34,5 @@ def check_integrity(manager: PageManager) -> None:
     assert all(page in manager.hash_of for page in manager.cached)
     assert not any(page in manager.hash_of for page in manager.free)
     assert manager.kept_longer <= set(manager.hash_of)
-    assert manager.page_of == {name: page for page, name in manager.hash_of.items()}
+    inverse = {name: page for page, name in manager.hash_of.items()}
+    assert manager.page_of == inverse, "page_of and hash_of disagree"
