@@ -5,6 +5,7 @@
 the pages of the KV cache, `page_manager.py` says which of them belongs to whom,
 `runner.py` runs the step on the device, `launch_timer.py` says when, and `graphs.py`
 records it as a CUDA graph. `sampler.py` chooses tokens from logits. `stats.py` counts,
-`warmup.py` compiles kernels before they are needed, and `client.py` has what an engine
-in another process shares with one in this.
+`snapshot.py` types what an engine says of its requests and pages, `warmup.py` compiles
+kernels before they are needed, and `client.py` has what an engine in another process
+shares with one in this.
 """
