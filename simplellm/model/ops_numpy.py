@@ -140,12 +140,12 @@ def rope_and_cache(
     where = positions.numpy()
     cos, sin = (table.numpy()[where][:, None] for table in (attn.cos, attn.sin))
     turn_few(x[:, :-kv_heads], cos, sin)
-    places = slots.numpy()  # none is -1: padding is for captured graphs
+    indices = slots.numpy()  # none is -1: padding is for captured graphs
     for pages, new in (
         (keys, x[:, -2 * kv_heads : -kv_heads]),
         (values, x[:, -kv_heads:]),
     ):
-        pages.numpy().reshape(-1, kv_heads, dim)[places] = new
+        pages.numpy().reshape(-1, kv_heads, dim)[indices] = new
     return torch.from_numpy(x)[:, : -2 * kv_heads]
 
 

@@ -75,10 +75,10 @@ class DrainingServer(uvicorn.Server):
         config: uvicorn.Config,
         service: Service,
         grace: float,
-        tell: Callable[[str], object],
+        announce: Callable[[str], object],
     ) -> None:
         super().__init__(config)
-        self.service, self.grace, self.tell = service, grace, tell
+        self.service, self.grace, self.announce = service, grace, announce
         self.deadline = float("inf")  # by time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -107,7 +107,7 @@ class DrainingServer(uvicorn.Server):
         shown = f"[{host}]" if ":" in host else host
         name = self.service.names[0]
         # The address comes last, where a terminal makes a link of it.
-        self.tell(f"{name}, a chat and /docs: served at http://{shown}:{port}")
+        self.announce(f"{name}, a chat and /docs: served at http://{shown}:{port}")
 
 
 def write_access_log() -> None:
@@ -120,11 +120,11 @@ def write_access_log() -> None:
 
 
 def serve(
-    llm: LLM, options: Options, bound: socket.socket, tell: Callable[[str], object]
+    llm: LLM, options: Options, bound: socket.socket, announce: Callable[[str], object]
 ) -> int:
     """Answer requests until a signal comes or the engine dies; the exit status.
 
-    ``tell`` is given the line that says where the server is, once it listens.
+    ``announce`` is given the line that says where the server is, once it listens.
     """
     logging.basicConfig(level=options.log_level.upper())
     if options.access_log != "off":
@@ -149,7 +149,7 @@ def serve(
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     freeze_objects()
-    DrainingServer(config, service, options.grace, tell).run([bound])
+    DrainingServer(config, service, options.grace, announce).run([bound])
     if service.engine.dead is not None:
         LOGGER.error("the engine died: %r", service.engine.dead)
         return 1

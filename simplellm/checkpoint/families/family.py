@@ -89,7 +89,7 @@ class Family:
     # Values that a field of config.json may have.
     fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Fields beside `SHARED` that it reads, and beside `HARMLESS` that change nothing.
-    reads: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
     # Patterns in tensors' names, and what we expect there; None: nobody needs it.
     spellings: tuple[tuple[str, str | None], ...] = (
@@ -109,7 +109,7 @@ class Family:
         """The fields of config.json that are read, by their names there."""
         theirs = {ours: key for key, ours in self.keys.items()}
         defaults = {theirs.get(ours, ours) for ours in self.defaults}
-        return {*SHARED, *defaults, *self.keys, *self.reads}
+        return {*SHARED, *defaults, *self.keys, *self.extra_keys}
 
     @raising(ConfigError)
     def config(self, data: Data) -> ModelConfig:
@@ -132,7 +132,7 @@ class Family:
         expect(isinstance(text, dict), "text_config", text, "an object")
         given = {**outer, **text}
         fixed = {**EVERYWHERE, **self.fixed}
-        for key in self.reads:
+        for key in self.extra_keys:
             fixed.pop(key, None)
         known = self._known | fixed.keys()
         for key, value in given.items():

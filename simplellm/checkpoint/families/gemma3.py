@@ -73,7 +73,7 @@ GEMMA3 = Family(
     activation="geglu",
     fields=gemma_fields,
     fixed={"hidden_activation": ("gelu_pytorch_tanh",)},
-    reads=("sliding_window_pattern", "_sliding_window_pattern"),
+    extra_keys=("sliding_window_pattern", "_sliding_window_pattern"),
     ignores=(
         "vision_config",
         "mm_tokens_per_image",

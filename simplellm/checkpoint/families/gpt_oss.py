@@ -59,7 +59,7 @@ GPT_OSS = Family(
     activation="clamped_swiglu",
     fields=alternating,
     fixed={"attention_bias": (True,)},
-    reads=("swiglu_limit", "swiglu_alpha"),
+    extra_keys=("swiglu_limit", "swiglu_alpha"),
     # The same as other fields say.
     ignores=("experts_per_token", "initial_context_length"),
 )

@@ -21,6 +21,6 @@ LLAMA = Family(
         "max_position_embeddings": 2048,
     },
     fixed={"layer_types": (None,)},
-    reads=("attention_bias", "mlp_bias"),
+    extra_keys=("attention_bias", "mlp_bias"),
     ignores=("sliding_window",),  # transformers' Llama has none
 )

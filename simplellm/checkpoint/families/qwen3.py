@@ -12,5 +12,5 @@ QWEN3 = Family(
     defaults=QWEN | {"head_dim": 128},
     fields=upper_windows,
     fixed=QWEN2.fixed,
-    reads=("attention_bias",),
+    extra_keys=("attention_bias",),
 )

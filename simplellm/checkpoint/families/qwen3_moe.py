@@ -62,5 +62,5 @@ QWEN3_MOE = Family(
     },
     fields=moe_fields,
     fixed={"use_sliding_window": (None, False)},
-    reads=("attention_bias", "num_local_experts", "mlp_only_layers"),
+    extra_keys=("attention_bias", "num_local_experts", "mlp_only_layers"),
 )

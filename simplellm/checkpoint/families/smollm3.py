@@ -41,6 +41,6 @@ SMOLLM3 = Family(
         "no_rope_layer_interval": 4,
     },
     fields=without_rope,
-    reads=("attention_bias", "mlp_bias", "no_rope_layers"),
+    extra_keys=("attention_bias", "mlp_bias", "no_rope_layers"),
     ignores=("max_window_layers",),
 )

@@ -115,8 +115,8 @@ class GGUFCheckpoint:
             (expected - present, "lacks"),
             (present - expected, "holds"),
         ):
-            wanted = f"the {len(expected)} tensors that its metadata implies"
-            expect(not names, f"what it {said}", sorted(names), wanted)
+            implied = f"the {len(expected)} tensors that its metadata implies"
+            expect(not names, f"what it {said}", sorted(names), implied)
 
     def _check_shapes(self) -> None:
         """Raise ValueError for a tensor of another shape than it should have."""

@@ -71,9 +71,9 @@ def few_scales(
     multiplied with. Loaded after x, that is sums, late, and not these, early, for which
     the weights would wait.
     """
-    places = FIRST // COLUMNS + tl.arange(0, TILES)
-    inside = (places * COLUMNS < K)[:, None] & has_row[None, :]
-    where = (strips * tl.cdiv(K, COLUMNS))[None, :] + places[:, None]
+    tiles = FIRST // COLUMNS + tl.arange(0, TILES)
+    inside = (tiles * COLUMNS < K)[:, None] & has_row[None, :]
+    where = (strips * tl.cdiv(K, COLUMNS))[None, :] + tiles[:, None]
     return tl.load(scales_ptr + where, inside, 0)
 
 

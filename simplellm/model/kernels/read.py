@@ -11,8 +11,8 @@ READ_BLOCK = 8192  # numbers of a program: 16 bytes a load, 8 loads a thread
 def read_kernel(x_ptr, sums_ptr, BLOCK: tl.constexpr):
     """One program a block: its sum, which keeps the loads from being left out."""
     block = tl.program_id(0)
-    places = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sums_ptr + block, tl.sum(tl.load(x_ptr + places), 0))
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums_ptr + block, tl.sum(tl.load(x_ptr + offsets), 0))
 
 
 def read_memory(x: Tensor) -> Tensor:

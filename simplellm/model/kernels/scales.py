@@ -51,8 +51,8 @@ def load_tiles(
     if COLUMNS == 0:
         return tl.full([1], 1.0, tl.float32)
     else:
-        places = FIRST // COLUMNS + tl.arange(0, SIZE // COLUMNS)
-        return tl.load(scales_ptr + places, places * COLUMNS < K, 0)
+        tiles = FIRST // COLUMNS + tl.arange(0, SIZE // COLUMNS)
+        return tl.load(scales_ptr + tiles, tiles * COLUMNS < K, 0)
 
 
 @triton.jit
@@ -99,11 +99,11 @@ def scales_of_both(
     if x_scales_ptr is None:
         return scales
     else:
-        places = tl.arange(0, scales.shape[0])
+        tiles = tl.arange(0, scales.shape[0])
         if COLUMNS > 0:
-            places += FIRST // COLUMNS
-        x_scales_ptrs = x_scales_ptr + places.to(tl.int64) * room
-        return scales * tl.load(x_scales_ptrs, places * COLUMNS < K, 0)
+            tiles += FIRST // COLUMNS
+        x_scales_ptrs = x_scales_ptr + tiles.to(tl.int64) * room
+        return scales * tl.load(x_scales_ptrs, tiles * COLUMNS < K, 0)
 
 
 @triton.jit

@@ -128,7 +128,7 @@ class Response(Generation):
             "parallel_tool_calls": body.parallel_tool_calls,
             "max_tool_calls": body.max_tool_calls,
             "reasoning": {"effort": body.effort, "summary": None},
-            "text": {"format": body.told_format, "verbosity": "medium"},
+            "text": {"format": body.format_object, "verbosity": "medium"},
             "max_output_tokens": body.max_output_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,

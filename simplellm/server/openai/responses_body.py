@@ -201,7 +201,7 @@ class ResponseBody(SampledBody):
         return as_format((self.text or Text()).format, "text.format")
 
     @property
-    def told_format(self) -> dict[str, Any]:
+    def format_object(self) -> dict[str, Any]:
         """The format as the response tells it."""
         given = (self.text or Text()).format or {"type": "text"}
         if given["type"] != "json_schema":

@@ -150,22 +150,22 @@ def is_named(name: str, naming: Sequence[str]) -> bool:
 
 
 def merges_of(
-    given: Any, vocab: Mapping[str, int], removed: Container[str]
+    entries: Any, vocab: Mapping[str, int], removed: Container[str]
 ) -> list[Any]:
     """The merges of a BPE but for those of tokens that were ``removed``.
 
     A file without them means all that its tokens allow, in the order of their ids, as
     transformers has it.
     """
-    if given is None:
+    if entries is None:
         tokens = sorted(vocab, key=vocab.__getitem__)
         cuts = (
             (token[:n], token[n:]) for token in tokens for n in range(1, len(token))
         )
         return [[left, right] for left, right in cuts if {left, right} <= vocab.keys()]
-    expect_type("model.merges", given, list, "a list")
+    expect_type("model.merges", entries, list, "a list")
     merges = []
-    for merge in given:
+    for merge in entries:
         parts = merge.split(" ") if isinstance(merge, str) else [*merge]
         if not any(token in removed for token in [*parts, "".join(parts)]):
             merges.append(parts)
