@@ -172,8 +172,8 @@ def told_block(block: Mapping[str, Any], kind: str, reading: Reading) -> str:
     if kind in PICTURES:
         return text_instead(kind)
     hidden = ("type", "cache_control", "id", "source", "encrypted_content")
-    told = {k: v for k, v in block.items() if k not in hidden}
-    return f"[{kind[:50]}: {str(as_text(told))[:MOST_SHOWN]}]"
+    shown = {k: v for k, v in block.items() if k not in hidden}
+    return f"[{kind[:50]}: {str(as_text(shown))[:MOST_SHOWN]}]"
 
 
 def document_text(block: Mapping[str, Any]) -> str:
@@ -202,27 +202,27 @@ def shown_turn(
     turn: SentTurn, where: str, called: dict[str, str], dialect: Dialect
 ) -> list[Message]:
     """A message as the model is shown it; ``called`` has the tool behind each id."""
-    blocks, found = turn.blocks(), list[Message]()
+    blocks, messages = turn.blocks(), list[Message]()
     if turn.role == "system":
         return [Message("developer", dialect.lead(text_in(blocks), ()))]
     if turn.role == "user":
         numbered = enumerate(blocks)
         for kind, group in groupby(numbered, key=lambda pair: pair[1].type):
             if kind == "text":
-                found.append(Message("user", text_in([block for _, block in group])))
+                messages.append(Message("user", text_in([block for _, block in group])))
             else:
-                found += [b.shown(called, f"{where}.content[{n}]") for n, b in group]
-        return found
+                messages += [b.shown(called, f"{where}.content[{n}]") for n, b in group]
+        return messages
     calls = any(isinstance(block, ToolUse) for block in blocks)
     for block in blocks:
         match block:
             case TextBlock():
                 channel = "commentary" if calls else "final"
-                found.append(Message("assistant", block.text, channel=channel))
+                messages.append(Message("assistant", block.text, channel=channel))
             case ThinkingBlock() if block.thinking:
                 thought = block.thinking
-                found.append(Message("assistant", thought, channel="analysis"))
+                messages.append(Message("assistant", thought, channel="analysis"))
             case ToolUse():
                 called[block.id] = shown_name(block.name)
-                found.append(block.shown())
-    return found
+                messages.append(block.shown())
+    return messages

@@ -2,22 +2,20 @@
 
 from typing import Any
 
-CUSTOM_TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {
-        "name": {"type": "string"},
-        "input_schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+from simplellm.server.http.bodies import an_object
+
+CUSTOM_TOOL = an_object(
+    "name",
+    name={"type": "string"},
+    input_schema={"type": "object"},
+    strict={"type": ["boolean", "null"]},
+)
 
 
 def of_texts(*needed: str, **others: str) -> dict[str, Any]:
     """The input_schema of a tool, whose properties are texts but for ``others``."""
     types = dict.fromkeys(needed, "string") | others
-    properties = {name: {"type": kind} for name, kind in types.items()}
-    return {"type": "object", "properties": properties, "required": [*needed]}
+    return an_object(*needed, **{name: {"type": kind} for name, kind in types.items()})
 
 
 # Tools of Anthropic's that a client runs, by how their types begin.

@@ -30,6 +30,7 @@ from simplellm.server.http.bodies import (
     SampledBody,
     Several,
     Unsupported,
+    an_object,
     refuse,
 )
 from simplellm.server.http.errors import APIError
@@ -42,11 +43,9 @@ from simplellm.text.harmony.schema import as_tools
 MOST_MESSAGES = 100_000  # as with Anthropic; to render more would take too long
 THINKING = ("enabled", "adaptive", "disabled")
 READABLE = ("text", "tool_result", *DOCUMENTS)  # blocks that a user may have alone
-OUTPUT_FORMAT: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "schema"],
-    "properties": {"type": {"enum": ["json_schema"]}, "schema": {"type": "object"}},
-}
+OUTPUT_FORMAT = an_object(
+    *("type", "schema"), type={"enum": ["json_schema"]}, schema={"type": "object"}
+)
 CONVERSATION_UNSUPPORTED = {
     "container": Unsupported(NOT_HERE, hint=True),
     "context_management": Unsupported(NOT_HERE, ({"edits": []},), hint=True),

@@ -113,6 +113,11 @@ def nearest_effort(value: Any, info: "ValidationInfo[Reading]") -> Any:
     return EFFORTS.get(value.lower(), value.lower())
 
 
+def an_object(*required: str, **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object; what `as_format` and others read of it."""
+    return {"type": "object", "required": [*required], "properties": properties}
+
+
 SCHEMA_FIELDS: dict[str, Any] = {
     "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
     "description": {"type": ["string", "null"]},
@@ -120,23 +125,10 @@ SCHEMA_FIELDS: dict[str, Any] = {
     "strict": {"type": ["boolean", "null"]},
 }
 FORMATS = {"enum": ["text", "json_object", "json_schema"]}
-ResponseFormat = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["type"],
-            "properties": {
-                "type": FORMATS,
-                "json_schema": {
-                    "type": "object",
-                    "required": ["name", "schema"],
-                    "properties": SCHEMA_FIELDS,
-                },
-            },
-        }
-    ),
-]
+RESPONSE_FORMAT = an_object(
+    "type", type=FORMATS, json_schema=an_object("name", "schema", **SCHEMA_FIELDS)
+)
+ResponseFormat = Annotated[dict[str, Any], WithJsonSchema(RESPONSE_FORMAT)]
 Effort = Annotated[Literal["low", "medium", "high"], BeforeValidator(nearest_effort)]
 
 
@@ -203,17 +195,11 @@ class Body(Part):
         if not reading.strict:
             given = {key: value for key, value in data.items() if value is not None}
             data = cls.mapped(given, reading)
-        found = {}
+        fields = {}
         for key, value in data.items():
             if key in known:
-                if (
-                    isinstance(value, float)
-                    and not reading.strict
-                    and value.is_integer()
-                ):
-                    value = int(value)
                 if value is not None:
-                    found[key] = value
+                    fields[key] = value if reading.strict else whole(value)
                 continue
             name, entry = f"{cls.prefix}{key}", cls.unsupported.get(key)
             if entry is not None and (value is None or value in entry.ignored_values):
@@ -222,7 +208,12 @@ class Body(Part):
                 refuse(name, entry)
             elif value is not None:
                 reading.ignore(name)
-        return cls.gather(found)
+        return cls.gather(fields)
+
+
+def whole(value: Any) -> Any:
+    """A whole number as an integer, whatever it was written as."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def json_field(spec: Any) -> tuple[Any, Any]:
@@ -434,6 +425,17 @@ def types_of(kind: type[Part], key: str) -> tuple[str, ...]:
     return get_args(kind.model_fields[key].annotation)
 
 
+class LabeledBody(SampledBody):
+    """A body with OpenAI's labels; at most, an answer repeats them."""
+
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    parallel_tool_calls: bool = True
+    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -485,13 +487,13 @@ EXPECTED = {
 
 def path_of(location: Sequence[int | str]) -> str:
     """Where an error is, as "messages[0].role"."""
-    found = ""
+    path = ""
     for part in location:
         if isinstance(part, int):
-            found += f"[{part}]"
+            path += f"[{part}]"
         elif part != "sampling" and not UNION_PART.fullmatch(part):
-            found += f".{part[:MAX_NAME]}" if found else part[:MAX_NAME]
-    return found
+            path += f".{part[:MAX_NAME]}" if path else part[:MAX_NAME]
+    return path
 
 
 def refusal(error: ValidationError) -> ParameterError:

@@ -65,12 +65,12 @@ def schemas_of_body(kind: type[Body], strict: bool) -> dict[str, Any]:
     A ``strict`` server takes nothing else.
     """
     schema = schema_of(kind)
-    found = {**schema.pop("$defs", {}), kind.__name__: schema}
-    found.pop("Sampling", None)
+    schemas = {**schema.pop("$defs", {}), kind.__name__: schema}
+    schemas.pop("Sampling", None)
     known = {one.__name__: one for one in (kind, *parts_of(kind))}
     return {
         name: completed(known[name], one, strict) if name in known else one
-        for name, one in found.items()
+        for name, one in schemas.items()
     }
 
 
@@ -121,9 +121,9 @@ def or_absent(schema: dict[str, Any]) -> dict[str, Any]:
     if null in schema.get("anyOf", ()):
         return {name: one for name, one in schema.items() if one is not None}
     about = ("default", "description")
-    told = {name: schema[name] for name in about if schema.get(name) is not None}
+    others = {name: schema[name] for name in about if schema.get(name) is not None}
     bare = {name: one for name, one in schema.items() if name not in about}
-    return {"anyOf": [bare, null], **told}
+    return {"anyOf": [bare, null], **others}
 
 
 def operation_of(endpoint: Endpoint, strict: bool) -> dict[str, Any]:

@@ -7,14 +7,13 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from simplellm.base.config import MAX_SIZE, expect
-from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http.bodies import (
     NOT_HERE,
     SHARED_UNSUPPORTED,
     Effort,
+    LabeledBody,
     Reading,
     ResponseFormat,
-    SampledBody,
     Several,
     Unsupported,
 )
@@ -31,7 +30,7 @@ CHOICES = {"any": "required"}
 NO_TEMPLATES = "a model's chats have one format, its own"
 
 
-class ChatBody(SampledBody):
+class ChatBody(LabeledBody):
     """What /v1/chat/completions takes."""
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {
@@ -62,20 +61,11 @@ class ChatBody(SampledBody):
     function_call: str | dict[str, Any] | None = None
     """Their tool_choice."""
     response_format: ResponseFormat | None = None
-    parallel_tool_calls: bool = True
-    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
     reasoning_effort: Effort = "medium"
     chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Reasoning included; None: as many as there is room for."""
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    metadata: dict[str, Any] | None = None
-    """OpenAI's label; nothing is done with it."""
-    safety_identifier: str | None = None
-    """OpenAI's label; nothing is done with it."""
-    prompt_cache_key: str | None = None
-    """OpenAI's label; nothing is done with it."""
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from simplellm.server.http.bodies import (
     Part,
     Reading,
     Several,
+    an_object,
     given_fields,
     text_instead,
 )
@@ -32,23 +33,17 @@ ROLES = {"model": "assistant", "human": "user", "ai": "assistant"}
 TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 THOUGHT_TYPES = ("thinking", "reasoning")
 UNKNOWN = "unknown"  # the function behind a result whose call is gone
-CHAT_TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"enum": ["function"]},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string"},
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"type": ["boolean", "null"]},
-            },
-        },
-    },
-}
+CHAT_TOOL = an_object(
+    *("type", "function"),
+    type={"enum": ["function"]},
+    function=an_object(
+        "name",
+        name={"type": "string"},
+        description={"type": "string"},
+        parameters={"type": "object"},
+        strict={"type": ["boolean", "null"]},
+    ),
+)
 Tools = Annotated[list[Any], WithJsonSchema({"type": "array", "items": CHAT_TOOL})]
 
 

@@ -7,17 +7,19 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from simplellm.api.chat_options import Format, as_format
 from simplellm.base.config import MAX_SIZE, expect, expect_type, one_of
-from simplellm.base.sampling_params import MAX_LOGPROBS
 from simplellm.server.http.answers import list_of
 from simplellm.server.http.bodies import (
+    FORMATS,
     NOT_HERE,
+    SCHEMA_FIELDS,
     SHARED_UNSUPPORTED,
     Body,
     Effort,
+    LabeledBody,
     Reading,
-    SampledBody,
     Several,
     Unsupported,
+    an_object,
 )
 from simplellm.server.openai.chat_body import (
     named_schema,
@@ -37,28 +39,15 @@ LOGPROBS = "message.output_text.logprobs"
 # What may be asked for beside a response. Our reasoning isn't encrypted: it is there.
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 MAX_LABELS, MAX_LABEL, MAX_LABEL_TEXT = 16, 64, 512  # pairs, and their characters
-TOOL: dict[str, Any] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": [*KINDS]},
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
-TEXT_FORMAT: dict[str, Any] = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["text", "json_object", "json_schema"]},
-        "name": {"type": "string"},
-        "description": {"type": ["string", "null"]},
-        "schema": {"type": "object"},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+TOOL = an_object(
+    "type",
+    type={"enum": [*KINDS]},
+    name={"type": "string"},
+    description={"type": ["string", "null"]},
+    parameters={"type": ["object", "null"]},
+    strict={"type": ["boolean", "null"]},
+)
+TEXT_FORMAT = an_object("type", type=FORMATS, **SCHEMA_FIELDS)
 
 
 class Reasoning(Body):
@@ -93,7 +82,7 @@ class Text(Body):
     format: Annotated[dict[str, Any], WithJsonSchema(TEXT_FORMAT)] | None = None
 
 
-class ResponseBody(SampledBody):
+class ResponseBody(LabeledBody):
     """What /v1/responses takes."""
 
     unsupported: ClassVar = SHARED_UNSUPPORTED | {
@@ -135,8 +124,6 @@ class ResponseBody(SampledBody):
     """Write it though nobody waits: it's asked for later."""
     tools: Annotated[list[Any], WithJsonSchema(list_of(TOOL))] | None = None
     tool_choice: str | dict[str, Any] = "auto"
-    parallel_tool_calls: bool = True
-    """Or a turn has one call at most; that of gpt-oss ends with its first anyway."""
     max_tool_calls: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Of tools that run in the server, of which there are none."""
     reasoning: Reasoning | None = None
@@ -144,13 +131,6 @@ class ResponseBody(SampledBody):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_SIZE)
     """Reasoning included; None: as many as there is room for."""
     include: list[Any] | None = None
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    metadata: dict[str, Any] | None = None
-    """OpenAI's labels, which the response repeats."""
-    safety_identifier: str | None = None
-    """OpenAI's label; nothing is done with it."""
-    prompt_cache_key: str | None = None
-    """OpenAI's label; nothing is done with it."""
 
     @classmethod
     def mapped(cls, data: dict[str, Any], reading: Reading) -> dict[str, Any]:

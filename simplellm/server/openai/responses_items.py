@@ -142,8 +142,8 @@ class SentMessage(SentItem):
         if self.role != "assistant":
             part = {"type": "input_text", "text": text}
             return {"role": self.role, "content": [part]}
-        found: Item = {"role": self.role, "content": [text_part(text)]}
-        return found if self.phase is None else found | {"phase": self.phase}
+        kept: Item = {"role": self.role, "content": [text_part(text)]}
+        return kept if self.phase is None else kept | {"phase": self.phase}
 
 
 class SentReasoning(SentItem):
@@ -295,15 +295,15 @@ SomeItem = Annotated[Part, either("type", *ITEMS, default="message")]
 
 def known_items(items: Sequence[Any], reading: Reading) -> list[Any]:
     """Items of kinds that we know, in the place of all that clients send."""
-    found = [one for item in items for one in known_item(item, reading)]
-    ids = [item.get("call_id") for item in found if type_of(item) in CALLS]
+    known = [one for item in items for one in known_item(item, reading)]
+    ids = [item.get("call_id") for item in known if type_of(item) in CALLS]
     called = {id for id in ids if isinstance(id, str)}
-    for number, item in enumerate(found):
+    for number, item in enumerate(known):
         id = item.get("call_id") if type_of(item) in OUTPUTS else None
         orphan = isinstance(id, str) and id not in called  # its call may be gone
         if orphan and item.get("name") is None:
-            found[number] = {**item, "name": UNKNOWN}
-    return found
+            known[number] = {**item, "name": UNKNOWN}
+    return known
 
 
 def known_item(item: Any, reading: Reading) -> list[Any]:
@@ -318,8 +318,8 @@ def known_item(item: Any, reading: Reading) -> list[Any]:
     reading.ignore(f"input.{kind}")
     if kind == "compaction_trigger":
         return []
-    told = {k: v for k, v in item.items() if k not in ("id", "type", "status")}
-    text = "" if "encrypted_content" in told else str(as_text(told))[:MOST_TOLD]
+    fields = {k: v for k, v in item.items() if k not in ("id", "type", "status")}
+    text = "" if "encrypted_content" in fields else str(as_text(fields))[:MOST_TOLD]
     words = f"[{kind[:50]}{': ' * bool(text)}{text}]"
     return [{"role": "assistant", "phase": "commentary", "content": words}]
 
@@ -334,12 +334,12 @@ def from_chat(item: Item) -> list[Any]:
         return [{"type": kind, "output": item.get("content"), **ids}]
     if role != "assistant" or not isinstance(calls, list):
         return [item]
-    found = [item] if item.get("content") else []
+    items = [item] if item.get("content") else []
     for call in calls:
         call = call if isinstance(call, Mapping) else {}
         named = {name: flat(call).get(name) for name in ("name", "arguments")}
-        found.append({"type": "function_call", "call_id": call.get("id"), **named})
-    return found
+        items.append({"type": "function_call", "call_id": call.get("id"), **named})
+    return items
 
 
 def kept_items(given: Any, key: str, store: ResponseStore) -> list[Item]:
