@@ -9,7 +9,7 @@ import itertools
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from simplellm import LLM, EngineConfig, SamplingParams, load_model
 from simplellm.base.request import Event, Request
 from simplellm.engine import graphs
 from simplellm.engine.page_manager import PageManager
+from simplellm.engine.speculation import Guesses, Speculator
 from simplellm.model.model import Model
 from simplellm.model.ops import PLAIN
 from simplellm.model.ops_numpy import NUMPY
@@ -159,12 +160,47 @@ def make_family(chance: random.Random, numbers: Iterator[int]) -> list[Client]:
     return family
 
 
+class Prophet(Speculator):
+    """It knows what a request gets, and says something else now and then."""
+
+    def __init__(self, alone: Recompute, chance: random.Random) -> None:
+        super().__init__(chance.choice([1, 2, 5]))
+        self.alone, self.chance = alone, chance
+
+    def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
+        guesses = self.guesses.setdefault(request, Guesses())
+        if guesses.length == len(tokens):
+            return guesses
+        prompt = tokens[: request.num_prompt]
+        params = replace(request.params, seed=request.seed)
+        expected, _ = self.alone(tuple(prompt), params)
+        drafts = expected[len(tokens) - len(prompt) :][: self.most]
+        # There may be more of them than it gets.
+        drafts += [3, self.chance.randrange(VOCAB)][: self.most - len(drafts)]
+        for index in range(len(drafts)):
+            if self.chance.random() < 0.2:
+                drafts[index] = self.chance.randrange(VOCAB)
+        guesses.length = len(tokens)
+        guesses.drafts = drafts if self.chance.random() < 0.8 else []
+        return guesses
+
+
 def run_case(
-    model: Model, alone: Recompute, seed: int, captured: bool = False
+    model: Model,
+    alone: Recompute,
+    seed: int,
+    *,
+    captured: bool = False,
+    drafts: bool = False,
 ) -> Counter[str]:
     """One random schedule against the reference; what happened in it."""
     chance = random.Random(seed)
-    engine = make_engine(model, make_config(chance), overlap=chance.random() < 0.5)
+    config, prophet = make_config(chance), Prophet(alone, chance)
+    if drafts:
+        config = replace(config, speculative="suffix", num_speculative_tokens=5)
+    engine = make_engine(model, config, overlap=chance.random() < 0.5)
+    if drafts:
+        engine.scheduler.speculator = prophet
     if captured:
         runner = engine.runner
         runner._pages = lambda scheduled: runner.pages  # type: ignore
@@ -210,14 +246,20 @@ def run_case(
     counts["preemptions"] += engine.scheduler.preemptions
     counts["hits"] += engine.meter.cached_tokens
     counts["evictions"] += len(seen) - len(manager.page_of)
+    if drafts:
+        checked = prophet.counts()
+        counts["drafts"] = checked["draft_tokens"]
+        counts["right"] = sum(checked["accepted_tokens"].values())
     return counts
 
 
-def run_cases(model: Model, alone: Recompute, seeds: range) -> Counter[str]:
+def run_cases(
+    model: Model, alone: Recompute, seeds: range, **options: bool
+) -> Counter[str]:
     counts: Counter[str] = Counter()
     for seed in seeds:
         try:
-            counts += run_case(model, alone, seed)
+            counts += run_case(model, alone, seed, **options)
         except BaseException as error:
             error.add_note(f"run_case(tiny, alone, {seed})")
             raise
@@ -233,6 +275,16 @@ def test_any_schedule_gives_the_tokens_of_a_request_alone(
     assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
     assert counts["preemptions"] >= 20, counts
     assert min(counts["hits"], counts["evictions"], counts["shared"]) >= 300, counts
+
+
+@pytest.mark.bits
+def test_drafts_change_no_token(tiny: Model, alone: Recompute) -> None:
+    """Right ones and wrong ones: of requests that draw, too, and that are penalized."""
+    counts = run_cases(tiny, alone, range(CASES), drafts=True)
+    assert 10 <= counts["overlap"] <= 30
+    assert min(counts[reason] for reason in ("stop", "length", "abort")) >= 10, counts
+    assert counts["preemptions"] >= 20, counts
+    assert 300 <= counts["right"] < counts["drafts"] - 300, counts
 
 
 def test_captured_steps_give_the_tokens_of_a_request_alone(

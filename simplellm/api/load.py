@@ -29,6 +29,8 @@ from simplellm.engine.graphs import MIXED_SIZES, bucket_sizes
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.runner import Runner
 from simplellm.engine.scheduler import Scheduler
+from simplellm.engine.speculation import SpeculativeScheduler, Speculator
+from simplellm.engine.step_times import time_steps
 from simplellm.engine.warmup import warm_up
 from simplellm.model.build import build, plain_norm
 from simplellm.model.kv_pool import KVPool
@@ -238,16 +240,23 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     )
     expected += "page_size or max_model_len"
     expect(min(limits) >= 2, "the limit of a request's tokens", min(limits), expected)
-    scheduler = Scheduler(
-        manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        prefill_chunk=chunk,
-        max_waiting=config.max_waiting,
-        overtakes=config.overtakes,
-        continuous=config.continuous,
-    )
     pool = KVPool(model.config, pages, page_size, model.dtype, model.device)
     runner = Runner(model, pool, manager, config, min(limits))
+    rules: dict[str, Any] = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": budget,
+        "prefill_chunk": chunk,
+        "max_waiting": config.max_waiting,
+        "overtakes": config.overtakes,
+        "continuous": config.continuous,
+    }
+    if config.speculative is None:
+        scheduler = Scheduler(manager, **rules)
+    else:
+        speculator = Speculator.of(
+            config.num_speculative_tokens, partial(time_steps, runner)
+        )
+        rules |= {"speculator": speculator, "max_drafts": config.max_drafts}
+        scheduler = SpeculativeScheduler(manager, **rules)
     overlap = config.overlap and model.device.type == "cuda"
     return Engine(scheduler, runner, min(limits), overlap)

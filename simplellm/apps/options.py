@@ -57,6 +57,21 @@ Where = Annotated[
     typer.Option(help="Where to run.  [cuda where there is one]"),
 ]
 
+Speculative = Annotated[
+    Literal["suffix"] | None,
+    typer.Option(
+        help="Guess tokens and check several in a step; the text stays the same. "
+        "suffix: from what the text has said before."
+    ),
+]
+Drafts = Annotated[
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        help="Guesses in a step.  [as many as are worth it]",
+        show_default=False,
+    ),
+]
 CacheBytes = Annotated[
     int | None,
     typer.Option(help="Bytes for keys and values.  [what the memory allows]"),

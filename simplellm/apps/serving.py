@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from simplellm.apps.install import bring
-from simplellm.apps.options import MODELS_KNOWN, CacheBytes, DType, Where, Yes
+from simplellm.apps.options import (
+    MODELS_KNOWN,
+    CacheBytes,
+    Drafts,
+    DType,
+    Speculative,
+    Where,
+    Yes,
+)
 from simplellm.apps.screen import Screen
 from simplellm.base.config import MAX_SIZE, EngineConfig, check_number
 from simplellm.server.start import (
@@ -118,6 +126,8 @@ def serve_model(
     device: Where = None,
     dtype: DType = None,
     cache_bytes: CacheBytes = None,
+    speculative: Speculative = None,
+    num_speculative_tokens: Drafts = None,
     replicas: Engines = None,
     watchdog_timeout: Watchdog = WATCHDOG_TIMEOUT,
     strict: Strict = False,
@@ -129,11 +139,10 @@ def serve_model(
     SIGTERM or Ctrl-C lets running requests finish and refuses new ones; a second one
     ends all.
     """
-    most: Any = max_num_seqs  # None: what suits the machine
-    config = EngineConfig(max_num_seqs=most, cache_bytes=cache_bytes)
-    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
-    check_number("--grace", grace, float, 0, MAX_SIZE)
-    check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
+    sizes: Any = {"max_num_seqs": max_num_seqs, "cache_bytes": cache_bytes}
+    sizes |= {"num_speculative_tokens": num_speculative_tokens}
+    config = EngineConfig(**sizes, speculative=speculative)
+    check_seconds(timeout, grace, watchdog_timeout)
     screen = Screen()
     options = Options(
         names=served_model_name or [served_name(model)],
@@ -165,6 +174,13 @@ def serve_model(
             return serve(
                 llm, options, bound, lambda line: screen.write(f"{line}\n", aside=True)
             )
+
+
+def check_seconds(timeout: float, grace: float, watchdog_timeout: float) -> None:
+    """Raise ValueError for options that nothing can wait for."""
+    check_number("--timeout", timeout, float, 0, MAX_SIZE, above=0)
+    check_number("--grace", grace, float, 0, MAX_SIZE)
+    check_number("--watchdog-timeout", watchdog_timeout, float, 5, MAX_SIZE)
 
 
 def begin(

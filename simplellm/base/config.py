@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from reprlib import repr as short
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
@@ -176,7 +176,8 @@ def check_value(name: str, value: Any, spec: Field) -> None:
     None is right where the annotation or the default says so. A list or a record is
     left to whoever declares it.
     """
-    kinds = get_args(spec.type) if isinstance(spec.type, UnionType) else (spec.type,)
+    several = get_origin(spec.type) in (UnionType, Union)
+    kinds = get_args(spec.type) if several else (spec.type,)
     if value is None and (NoneType in kinds or spec.default is None):
         return
     kind, *others = (kind for kind in kinds if kind is not NoneType)
@@ -461,11 +462,18 @@ class EngineConfig:
     overlap: bool = True  # schedule the next step while this one is computed
     batch_invariant: bool = False  # tokens do not depend on other requests; slower
     operations: Literal["auto", "plain", "fused"] = "auto"  # PyTorch's or Triton's
+    # Where drafts of the next tokens come from: "suffix", what the text said before.
+    speculative: Literal["suffix"] | None = None
+    # Drafts of a request in a step; None: as many as are worth what they cost.
+    num_speculative_tokens: int | None = declared(None, high=64)
 
     def __post_init__(self) -> None:
         check(self)
         alone = None in (self.num_pages, self.cache_bytes)
         expect(alone, "cache_bytes", self.cache_bytes, "None beside num_pages")
+        number, alone = self.num_speculative_tokens, self.speculative is None
+        name, wanted = "num_speculative_tokens", "None without speculative"
+        expect(not alone or number is None, name, number, wanted)
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is None or seqs is None:
             return
@@ -474,6 +482,14 @@ class EngineConfig:
         # A kernel may have a program for each token and each sequence.
         expected = f"less than {MAX_LAUNCH:,} together with max_num_seqs, {seqs}"
         expect(tokens + seqs < MAX_LAUNCH, name, tokens, expected)
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts that a step checks, of all requests together."""
+        if self.speculative is None:
+            return 0
+        free = self.max_num_batched_tokens - self.max_num_seqs
+        return min(max(256, 4 * self.max_num_seqs), free)
 
     def changed(self, options: Mapping[str, Any]) -> "EngineConfig":
         """This config with some fields replaced."""

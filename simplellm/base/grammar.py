@@ -72,6 +72,19 @@ class Walk:
             self.matcher.consume_tokens(list(new))
         self.check()
 
+    def after(self, token: int, forces: bool) -> "Walk | None":
+        """A walk that has taken ``token``, too, if what follows it is to be sampled.
+
+        None if it may not come here, or if it ends the output, or if the grammar
+        ``forces`` what comes then.
+        """
+        walk = Walk(self.matcher.deep_copy(), self.number)
+        walk.length = self.length + 1
+        took = walk.matcher.try_consume_tokens([token])
+        if took < 1 or walk.matcher.is_stopped() or walk.matcher.is_error():
+            return None
+        return None if forces and walk.forced() else walk
+
     def check(self) -> None:
         """Raise GrammarError if llguidance has given up."""
         if self.matcher.is_error():

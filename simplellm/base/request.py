@@ -69,6 +69,8 @@ class Request:
     first_scheduled_time: float | None = None  # by time.monotonic()
     preemptions: int = 0
     finish_reason: str | None = None
+    # Guesses of its next tokens, which the step under way checks: until then it waits.
+    drafts: Sequence[int] = ()
     last_token_time: float | None = None  # when its latest token came
     # What has to come next by its grammar, whatever is sampled.
     forced: list[int] = field(default_factory=list)

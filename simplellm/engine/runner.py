@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
+from simplellm.base.drafted import Drafted
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.graphs import (
@@ -26,6 +27,7 @@ from simplellm.engine.graphs import (
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
+from simplellm.engine.speculation import accepted, places
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -67,24 +69,28 @@ class Runner:
         max_model_len: int,
     ) -> None:
         self.model, self.pool, self.manager = model, pool, manager
+        self.max_num_seqs = config.max_num_seqs
         # Columns of a block table: a multiple of 16, so that kernels are compiled once.
         self.pages = 16 * -(-max_model_len // (16 * pool.page_size))
         seqs, self.device = config.max_num_seqs, model.device
         groups, tokens = len(pool.windows), config.max_num_batched_tokens
-        size = Batch.size(tokens, seqs + MOST_CHUNKS, self.pages, groups)
+        drafts = config.max_drafts
+        most = seqs + MOST_CHUNKS + drafts
+        size = Batch.size(tokens, most, self.pages, groups)
         # Two on the host: one is written while the other may still be on its way.
         self.staging = [pinned([size], torch.int32, self.device) for _ in range(2)]
-        self.host_output = [pinned([seqs], torch.int32, self.device) for _ in range(2)]
+        rows = seqs + drafts
+        self.host_output = [pinned([rows], torch.int32, self.device) for _ in range(2)]
         self.inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
-        self.output = torch.zeros(seqs, dtype=torch.int32, device=self.device)
+        self.output = torch.zeros(rows, dtype=torch.int32, device=self.device)
         vocab_size = model.config.vocab_size
-        self.logits = torch.zeros(seqs, vocab_size, device=self.device)
+        self.logits = torch.zeros(rows, vocab_size, device=self.device)
         # Of steps with prompts that are captured.
         self.hidden = model.embed_tokens.new_zeros(
             min(tokens, MIXED_SIZES[-1]), model.config.hidden_size
         )
         self.counts = TokenCounts(vocab_size, self.device)
-        self.masks = Masks(vocab_size, seqs, self.device)
+        self.masks = Masks(vocab_size, rows, self.device)
         # Makes all tokens of earlier steps known, as a mask may need them.
         self.drain: Callable[[], None] = lambda: None
         self.turn = 0
@@ -114,9 +120,9 @@ class Runner:
             tokens, most, chunks = shape
             batch = self.view(self.inputs, tokens, most + chunks, self.pages, most)
             batch.pad()
-            return partial(self._replayed, batch, shape)
+            return partial(self.replayed, batch, shape)
 
-        seqs = len(self.output)
+        seqs = self.max_num_seqs
         shapes = [CaptureShape(size, size) for size in decodes]
         shapes += [
             CaptureShape.mixed(size, seqs) for size in mixed if size <= len(self.hidden)
@@ -141,15 +147,15 @@ class Runner:
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
-        requests = [chunk.request for chunk in scheduled if chunk.samples]
-        self.start(scheduled, requests)
-        if any(request.needs_last_token for request in requests):
+        rows = [row for chunk in scheduled if chunk.samples for row in places(chunk)]
+        self.start(scheduled, rows)
+        if any(row.needs_last_token for row in rows):
             self.drain()  # the device computes meanwhile
-        return self.choose(requests)
+        return self.choose(rows)
 
     @torch.inference_mode()
     def start(
-        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request]
+        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request | Drafted]
     ) -> None:
         """Start the forward pass of a step.
 
@@ -165,6 +171,9 @@ class Runner:
         )
         graph = self._graph(scheduled) or self._mixed(real)
         tokens, most, chunks = real if graph is None else graph.shape
+        # A sequence samples once. Where drafts are checked there are more samples, and
+        # so more sequences, of no length.
+        chunks += sum(len(chunk.request.drafts) for chunk in scheduled)
         shape = tokens, most + chunks, self._pages(scheduled), most
         self.turn ^= 1
         staging = self.staging[self.turn]
@@ -189,7 +198,7 @@ class Runner:
             last = hidden[batch.samples[:count]] if fewer else hidden
             self.output[:count] = self.model.head(last, self.logits[:count])
 
-    def _replayed(self, batch: Batch, shape: CaptureShape) -> None:
+    def replayed(self, batch: Batch, shape: CaptureShape) -> None:
         """What the graph of a step does.
 
         All decodes sample. How many of a step with prompts do is not known yet, so that
@@ -220,6 +229,7 @@ class Runner:
             tokens += request.tokens[start : start + length]
             if tokens[-1] == UNKNOWN:
                 tokens[-1] = -1 - self.previous[request.number]
+            tokens += chunk.request.drafts
             positions += range(start, start + length)
             table = self.manager.tables[request.number]
             tables = zip(batch.groups, table.groups, table.first, strict=True)
@@ -233,8 +243,11 @@ class Runner:
         batch.lengths[rows] = [chunk.start + chunk.length for chunk in scheduled]
         batch.queries[1 + rows] = counts
         np.cumsum(batch.queries, out=batch.queries, dtype=np.int32)
-        samples = batch.queries[1 + rows[[chunk.samples for chunk in scheduled]]] - 1
-        batch.samples[: len(samples)] = samples
+        ends = batch.queries[1 + rows[[chunk.samples for chunk in scheduled]]]
+        # The last token of each, and those that its drafts follow.
+        wanted = [1 + len(chunk.request.drafts) for chunk in scheduled if chunk.samples]
+        index = np.arange(sum(wanted)) - np.repeat(np.cumsum(wanted), wanted)
+        batch.samples[: len(index)] = np.repeat(ends, wanted) + index
         owners = np.repeat(rows, counts)
         for group in batch.groups:
             index = batch.positions[:count] - group.offsets[owners]
@@ -249,8 +262,11 @@ class Runner:
         return -(-ends // self.pool.page_size)
 
     @torch.inference_mode()
-    def choose(self, requests: Sequence[Request]) -> Flight:
-        """Sample a token for each of ``requests``, whose logits are there."""
+    def choose(self, requests: Sequence[Request | Drafted]) -> Flight:
+        """Sample a token for each of ``requests``, whose logits are there.
+
+        Those of one request stand together, the one without drafts first.
+        """
         count = len(requests)
         if count == 0:  # it is waited for all the same: its inputs are reused
             return self._fetch(requests, Sampled(self.output[:0]))
@@ -273,7 +289,7 @@ class Runner:
             self.output[:count] = sampled.tokens
         return self._fetch(requests, sampled)
 
-    def _columns_of(self, requests: Sequence[Request]) -> SamplingTensors:
+    def _columns_of(self, requests: Sequence[Request | Drafted]) -> SamplingTensors:
         """The sampling parameters of ``requests``, kept for as long as these stay."""
         numbers = [request.number for request in requests]
         if self._columns is None or self._columns[0] != numbers:
@@ -289,7 +305,7 @@ class Runner:
         self._columns = None
         self.counts.forget()
 
-    def _fetch(self, requests: Sequence[Request], sampled: Sampled) -> Flight:
+    def _fetch(self, requests: Sequence[Request | Drafted], sampled: Sampled) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
         host_output = self.host_output[self.turn][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
@@ -310,6 +326,8 @@ class Runner:
             scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
+            if any(isinstance(row, Drafted) for row in requests):
+                new, scored = accepted(requests, new, scored)
             return StepOutput(new, scored, prompts, late)
 
         return wait

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simplellm.base.request import Request
@@ -36,6 +36,10 @@ class Stats:
     ttft_p99: float | None
     itl: float | None  # inter-token latency, median
     itl_p99: float | None
+    drafts: int = 0  # times that drafts were checked
+    draft_tokens: int = 0  # that were checked
+    # Of these, the right ones, by their place after the last sure token: "1", "2", ...
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
@@ -79,6 +83,8 @@ class Meter:
         recent = list(self.recent)
         seconds = recent[-1][0] - recent[0][0] if recent else 0.0
         generated = sum(count for _, count in recent[1:])
+        speculator = getattr(scheduler, "speculator", None)  # if drafts are checked
+        checked = speculator.counts() if speculator is not None else {}
         return Stats(
             waiting=scheduler.num_waiting,
             running=len(scheduler.running),
@@ -96,4 +102,5 @@ class Meter:
             ttft_p99=quantile(self.ttft, 0.99),
             itl=quantile(self.itl, 0.5),
             itl_p99=quantile(self.itl, 0.99),
+            **checked,
         )

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.grammar import BitmaskFiller
+from simplellm.base.drafted import Drafted
+from simplellm.base.grammar import BitmaskFiller, Walk
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
 from simplellm.sampling.allowed_tokens import AllowedTokens
@@ -24,7 +25,9 @@ from simplellm.sampling.allowed_tokens import AllowedTokens
 FORCING = 128
 
 
-def on_device(allowed: AllowedTokens, request: Request, device: torch.device) -> Tensor:
+def on_device(
+    allowed: AllowedTokens, request: Request | Drafted, device: torch.device
+) -> Tensor:
     """The bits for the next token, int32 [W]: the same tensor while they stay."""
     state = allowed.now(request)
     if allowed.row is None or allowed.state != state:
@@ -76,28 +79,33 @@ class Masks:
         words = -(-self.vocab_size // 32)
         return pinned([self.most, words], torch.int32, self.device)
 
-    def arrange(self, requests: Sequence[Request]) -> Mask | None:
+    def arrange(self, requests: Sequence[Request | Drafted]) -> Mask | None:
         """The mask of a step's rows; None if each of them may get every token.
 
         All tokens so far of each request that `needs_last_token` must be known. A
         request whose grammar leaves it no choice gets what has to come as ``forced``.
         """
         rows: dict[int, Tensor] = {}
-        walking: dict[int, Request] = {}
+        walking: dict[int, tuple[Request | Drafted, Walk]] = {}
+        walk: Walk | None = None  # of the row before
         several = len(requests) <= FORCING
         for index, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
                 continue
-            if (allowed := self.allowed.get(request)) is None:
-                allowed = self.allowed[request] = AllowedTokens(
-                    request, self.vocab_size
-                )
+            owner = request.request if isinstance(request, Drafted) else request
+            if (allowed := self.allowed.get(owner)) is None:
+                allowed = self.allowed[owner] = AllowedTokens(owner, self.vocab_size)
             if allowed.walk is None:
                 rows[index] = on_device(allowed, request, self.device)
                 continue
-            request.forced = allowed.advance(request, several)
-            if not request.forced:
-                walking[index] = request
+            if isinstance(request, Drafted):
+                walk = walk and walk.after(request.drafts[-1], allowed.forces)
+                request.reached = walk is not None
+            else:
+                request.forced = allowed.advance(request, several)
+                walk = None if request.forced else allowed.walk
+            if walk is not None:
+                walking[index] = request, walk
         if not (rows or walking):
             return None
         before = [(index, id(row)) for index, row in self.rows.items()]
@@ -109,13 +117,13 @@ class Masks:
             self.rows = {} if walking else rows
         return self.mask
 
-    def _fill(self, walking: Sequence[Request]) -> Tensor:
+    def _fill(self, walking: Sequence[tuple[Request | Drafted, Walk]]) -> Tensor:
         """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
-        allowed = [self.allowed[request] for request in walking]
-        self.filler.fill([one.walk for one in allowed if one.walk], bits)
-        for row, request, one in zip(bits, walking, allowed, strict=True):
+        self.filler.fill([walk for _, walk in walking], bits)
+        for row, (request, _) in zip(bits, walking, strict=True):
             if request.params.restricts:
-                one.limit(row, request)
+                owner = request.request if isinstance(request, Drafted) else request
+                self.allowed[owner].limit(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from simplellm.base.drafted import Drafted
 from simplellm.base.request import Request
 from simplellm.base.transfer import upload
 
@@ -28,7 +29,7 @@ class TokenCounts:
         self.row_of: dict[int, int] = {}  # the rows of a step, by requests' numbers
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
-    def arrange(self, requests: Sequence[Request]) -> bool:
+    def arrange(self, requests: Sequence[Request | Drafted]) -> bool:
         """Bring the counts into the order of a step's rows; False if none needs any.
 
         A request that was not in the step before is counted anew; all of its tokens are
@@ -40,18 +41,25 @@ class TokenCounts:
             if request.params.penalizes
         }
         row_of = {request.number: row for row, request in penalized.items()}
-        if [*row_of.items()] == [*self.row_of.items()]:
+        # What a step adds to these depends on how many drafts are right.
+        drafting = {r.number for r in penalized.values() if isinstance(r, Drafted)}
+        if not drafting and [*row_of.items()] == [*self.row_of.items()]:
             return bool(row_of)
         counts = [
-            self.counts.get(r.number) or self.count(r) for r in penalized.values()
+            (not isinstance(r, Drafted) and self.counts.get(r.number)) or self.count(r)
+            for r in penalized.values()
         ]
         self.forget()
         if not counts:
             return False
-        self.row_of = row_of
+        self.row_of = {} if drafting else row_of
         self.in_prompt, self.in_output = map(torch.stack, zip(*counts, strict=True))
         rows = zip(self.in_prompt, self.in_output, strict=True)
-        self.counts = dict(zip(row_of, rows, strict=True))
+        self.counts = {
+            request.number: row
+            for request, row in zip(penalized.values(), rows, strict=True)
+            if request.number not in drafting
+        }
         self.rows = upload([*penalized], torch.int64, self.device)  # [P] of B
         params = [request.params for request in penalized.values()]
         self.repetition, self.presence, self.frequency = (
@@ -64,7 +72,7 @@ class TokenCounts:
         )
         return True
 
-    def count(self, request: Request) -> tuple[Tensor, Tensor]:
+    def count(self, request: Request | Drafted) -> tuple[Tensor, Tensor]:
         """Which tokens the prompt has, bool [V], and the output how often, int32."""
         ids = upload(request.tokens, torch.int64, self.device)
         prompt, output = ids.tensor_split([request.num_prompt])

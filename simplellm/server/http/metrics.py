@@ -140,6 +140,12 @@ class ServerMetrics:
             "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "prefix_cache_queries": ("Tokens looked up.", stats.prompt_tokens),
             "prefix_cache_hits": ("Tokens found in the cache.", stats.cached_tokens),
+            "spec_decode_num_drafts": ("Times that drafts were checked.", stats.drafts),
+            "spec_decode_num_draft_tokens": ("Checked drafts.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Drafts that were right.",
+                sum(stats.accepted_tokens.values()),
+            ),
             "request_refused": ("Requests that found the queue full.", stats.refused),
         }
         for name, (about, value) in counts.items():
@@ -153,3 +159,12 @@ class ServerMetrics:
         for reason, count in stats.finished.items():
             ended.add_metric((*self.labels, reason), count)
         yield ended
+        about = "Drafts that were right, by their place."
+        accepted = CounterMetricFamily(
+            f"{PREFIX}spec_decode_num_accepted_tokens_per_pos",
+            about,
+            labels=(*LABELS, "position"),
+        )
+        for place, count in stats.accepted_tokens.items():
+            accepted.add_metric((*self.labels, str(int(place) - 1)), count)
+        yield accepted

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -383,9 +384,8 @@ def added(every: Sequence[Stats]) -> Stats:
     whole: dict[str, Any] = {}
     for name in (spec.name for spec in fields(Stats)):
         values = [value for one in every if (value := getattr(one, name)) is not None]
-        if name == "finished":
-            reasons = {reason for counts in values for reason in counts}
-            whole[name] = {r: sum(c.get(r, 0) for c in values) for r in reasons}
+        if name in ("finished", "accepted_tokens"):
+            whole[name] = dict(sum(map(Counter, values), Counter()))
         elif name.startswith(("ttft", "itl")):
             whole[name] = max(values, default=None)
         else:

@@ -1,0 +1,30 @@
+"""A request and guesses of its next tokens: where else a step samples for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from simplellm.base.request import Request
+
+
+@dataclass(eq=False)
+class Drafted:
+    """A request as it would be if drafts were its next tokens: a place to sample at."""
+
+    request: Request
+    drafts: Sequence[int]  # at least one
+    # False if sampling there means nothing: the grammar doesn't allow the last draft,
+    # or forces what comes after it.
+    reached: bool = True
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens, *self.drafts]
+
+    @property
+    def num_output(self) -> int:
+        return self.request.num_output + len(self.drafts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.request, name)

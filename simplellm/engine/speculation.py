@@ -1,0 +1,307 @@
+"""How many drafts a step checks: those that are worth what they cost.
+
+A draft is a guess of a token that has not been sampled yet. A step computes the last
+token of a request and drafts after it, and samples at each of their places. A draft
+that is the token sampled at its place was right, and the step has given one token more;
+the first wrong one and those after it are dropped. What is sampled is what would have
+been without drafts, whatever they are (Daliri, Musco, Suresh 2024): noise is a function
+of seed, step and token.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from simplellm.base.drafted import Drafted
+from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
+from simplellm.engine.scheduler import ScheduledChunk, Scheduler
+from simplellm.engine.suffix import SuffixDrafter
+
+LONGEST_DRAFT = 16  # tokens, where the number is chosen
+WORTH = 1.02  # a step with drafts gives so many times as many tokens a second, or none
+MEMORY = 0.9  # of earlier guesses, at each new one
+PRIOR = 0.5, 2.0  # the share of right drafts before any was seen, and its weight
+OWN = 4.0  # guesses after which a request's own share counts as much as everybody's
+
+
+class StepCosts:
+    """Seconds that a step of so many tokens takes: measured ones, and between them."""
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self.sizes = sorted(measured)
+        self.seconds: list[float] = []
+        for size in self.sizes:  # more tokens never take less time
+            self.seconds.append(max([measured[size], *self.seconds[-1:]]))
+
+    def __call__(self, tokens: int) -> float:
+        """Beyond the last one as between the last two."""
+        sizes, seconds = self.sizes, self.seconds
+        if len(sizes) == 1 or tokens <= sizes[0]:
+            return seconds[0]
+        right = min(bisect_left(sizes, tokens), len(sizes) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return seconds[left] + slope * (tokens - sizes[left])
+
+
+@dataclass
+class Share:
+    """How many drafts were right, of those whose place was reached."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def learn(self, right: int, tried: int) -> None:
+        """Count some more; what was longer ago counts less."""
+        self.right = MEMORY * self.right + right
+        self.tried = MEMORY * self.tried + tried
+
+    def mixed(self, other: float, weight: float) -> float:
+        """The share, if ``other`` was seen in ``weight`` drafts before."""
+        return (self.right + weight * other) / (self.tried + weight)
+
+
+@dataclass
+class Guesses:
+    """What is guessed of one request, and how often that was right."""
+
+    drafter: SuffixDrafter = field(default_factory=SuffixDrafter)
+    share: Share = field(default_factory=Share)
+    length: int = 0  # of the text that the drafts continue
+    drafts: list[int] = field(default_factory=list)
+    match: int = 0  # the drafter's, of these
+
+
+class Speculator:
+    """Chooses each step's drafts. Plain Python, no tensors.
+
+    ``most`` drafts of a request are checked in a step, always; or, with ``costs``, as
+    many as make it give most tokens a second, and none where nothing is gained.
+    """
+
+    def __init__(self, most: int, costs: StepCosts | None = None) -> None:
+        self.most, self.costs = most, costs
+        self.guesses: WeakKeyDictionary[Request, Guesses] = WeakKeyDictionary()
+        self.shares: dict[int, Share] = {}  # everybody's, by the match's length
+        self.drafts = self.draft_tokens = 0  # that steps have checked
+        self.accepted: Counter[int] = Counter()  # right ones, by their place
+
+    @classmethod
+    def of(
+        cls, number: int | None, time_steps: Callable[[], Mapping[int, float]]
+    ) -> "Speculator":
+        """One with ``number`` drafts; if that is None, ``time_steps`` says the cost."""
+        if number is not None:
+            return cls(number)
+        return cls(LONGEST_DRAFT, StepCosts(time_steps()))
+
+    def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
+        """What may follow ``tokens``, the request's as far as they are known.
+
+        Learns first from what has followed what was guessed before: a draft need not
+        have been checked for that.
+        """
+        guesses = self.guesses.get(request)
+        if guesses is None:
+            guesses = self.guesses[request] = Guesses()
+        if guesses.length == len(tokens):
+            return guesses
+        came = tokens[guesses.length : guesses.length + len(guesses.drafts)]
+        if guesses.drafts and came:
+            pairs = zip(guesses.drafts, came, strict=False)
+            right = next((i for i, (d, t) in enumerate(pairs) if d != t), len(came))
+            tried = min(right + 1, len(came))
+            guesses.share.learn(right, tried)
+            self._everybodys(guesses.match).learn(right, tried)
+        guesses.length = len(tokens)
+        guesses.drafts, guesses.match = guesses.drafter.propose(tokens, self.most)
+        return guesses
+
+    def count(self, checked: int, right: int) -> None:
+        """A step has checked so many drafts of a request, of which these were right."""
+        self.drafts += 1
+        self.draft_tokens += checked
+        self.accepted.update(range(1, right + 1))
+
+    def counts(self) -> dict[str, Any]:
+        """What `Stats` tells of them."""
+        accepted = {str(place): n for place, n in sorted(self.accepted.items())}
+        return {
+            "drafts": self.drafts,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": accepted,
+        }
+
+    def _everybodys(self, match: int) -> Share:
+        return self.shares.setdefault(match.bit_length(), Share())
+
+    def _chance(self, guesses: Guesses) -> float:
+        """How likely a draft is right if those before it are."""
+        return guesses.share.mixed(self._everybodys(guesses.match).mixed(*PRIOR), OWN)
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request should let a step pass until its last token is known.
+
+        Only then drafts can follow it; else it may have the next step at once.
+        """
+        if request.tokens[-1] != UNKNOWN:
+            return False
+        guesses = self._guess(request, request.tokens[:-1])
+        return bool(guesses.drafts) and (
+            self.costs is None or self._chance(guesses) > PRIOR[0]
+        )
+
+    def choose(
+        self, requests: Sequence[Request], computed: int, room: int
+    ) -> list[list[int]]:
+        """The drafts of each of ``requests``, whose next step computes one token.
+
+        At most ``room`` in all. The step computes ``computed`` tokens without them. A
+        request whose last token isn't known gets none.
+        """
+        offers: list[Sequence[int]] = []
+        chances: list[float] = []
+        for request in requests:
+            left = max(request.max_tokens - request.num_output - 1, 0)
+            if left == 0 or request.tokens[-1] == UNKNOWN:
+                offers.append([])
+                chances.append(0.0)
+                continue
+            guesses = self._guess(request, request.tokens)
+            offers.append(guesses.drafts[:left])
+            chances.append(self._chance(guesses))
+        ranked = sorted(
+            (
+                (chance**count, -row)
+                for row, (drafts, chance) in enumerate(
+                    zip(offers, chances, strict=True)
+                )
+                for count in range(1, len(drafts) + 1)
+            ),
+            reverse=True,
+        )
+        counts = [0] * len(offers)
+        for _, row in ranked[: self._worthwhile(ranked, len(requests), computed, room)]:
+            counts[-row] += 1
+        return [[*drafts[:n]] for drafts, n in zip(offers, counts, strict=True)]
+
+    def _worthwhile(
+        self,
+        ranked: Sequence[tuple[float, int]],
+        decodes: int,
+        computed: int,
+        room: int,
+    ) -> int:
+        """How many of the likeliest drafts to check."""
+        most = min(len(ranked), room)
+        if self.costs is None:
+            return most
+        tokens = float(decodes)
+        best, chosen = WORTH * tokens / self.costs(computed), 0
+        for count in range(1, most + 1):
+            tokens += ranked[count - 1][0]
+            if (speed := tokens / self.costs(computed + count)) > best:
+                best, chosen = speed, count
+        return chosen
+
+
+@dataclass(eq=False)
+class SpeculativeScheduler(Scheduler):
+    """A scheduler whose decodes check drafts, as far as there is room.
+
+    A request whose drafts are being checked has no part in the next step: how many
+    tokens it has then isn't known.
+    """
+
+    _: KW_ONLY
+    speculator: Speculator
+    max_drafts: int  # that a step checks
+
+    def _ready(self, request: Request, busy: set[int]) -> bool:
+        """Whether a running request can have a part in the step."""
+        waits = request.drafts or self.speculator.waits(request)
+        return not waits and super()._ready(request, busy)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """What to compute now: decodes without drafts, with them, then prompts.
+
+        Nobody is preempted for a draft.
+        """
+        scheduled = super().schedule()
+        decodes = [c for c in scheduled if c.length == 1 and c.samples]
+        computed = sum(chunk.length for chunk in scheduled)
+        room = min(self.max_num_batched_tokens - computed, self.max_drafts)
+        requests = [chunk.request for chunk in decodes]
+        drafting = {}
+        offers = self.speculator.choose(requests, computed, room) if decodes else []
+        for chunk, drafts in zip(decodes, offers, strict=True):
+            length = 1 + len(drafts)
+            number = chunk.request.number
+            if drafts and self.manager.allocate(number, chunk.start + length):
+                chunk.request.drafts = drafts
+                drafting[number] = chunk._replace(length=length)
+        plain = [c for c in scheduled if c.request.number not in drafting]
+        first = next((i for i, c in enumerate(plain) if c.length > 1), len(plain))
+        return [*plain[:first], *drafting.values(), *plain[first:]]
+
+    def begin(self, scheduled: Sequence[ScheduledChunk]) -> None:
+        """Book a step whose results will come; of drafts, nothing is sure yet."""
+        super().begin([without_drafts(chunk) for chunk in scheduled])
+
+    def commit(
+        self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
+    ) -> list[tuple[Request, Sequence[int]]]:
+        """Book the results of a step: of drafts, the right ones and one token more."""
+        sure = [without_drafts(chunk) for chunk in scheduled]
+        new = super().commit(sure, tokens)
+        sampling = [chunk for chunk in sure if chunk.samples]
+        for chunk, sampled in zip(sampling, tokens, strict=True):
+            request, first = chunk.request, chunk.start + chunk.length
+            drafts, request.drafts = request.drafts, ()
+            if not drafts:
+                continue
+            right = 0 if request.forced else len(sampled) - 1
+            self.speculator.count(len(drafts), right)
+            # Unless it was preempted meanwhile, or has ended.
+            if request.finish_reason is None and request.num_computed_tokens == first:
+                request.num_computed_tokens = first + right
+                self.manager.commit(request.number, request.tokens, first + right)
+                self.manager.truncate(request.number, first + right)
+        return new
+
+
+def without_drafts(chunk: ScheduledChunk) -> ScheduledChunk:
+    """The part of ``chunk`` that computes the request's own tokens."""
+    return chunk._replace(length=chunk.length - len(chunk.request.drafts))
+
+
+def places(chunk: ScheduledChunk) -> list[Request | Drafted]:
+    """Where a step samples for ``chunk``: after its tokens, and after each draft."""
+    request, drafts = chunk.request, chunk.request.drafts
+    ends = range(1, len(drafts) + 1)
+    return [request, *(Drafted(request, drafts[:end]) for end in ends)]
+
+
+def accepted(
+    rows: Sequence[Request | Drafted],
+    tokens: Sequence[list[int]],
+    logprobs: Sequence[list[TokenLogprobs] | None],
+) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
+    """Of each request the tokens that are sure: those up to the first wrong draft.
+
+    A draft is right if it was sampled at its place, after drafts that were right.
+    """
+    new: list[list[int]] = []
+    scored: list[list[TokenLogprobs] | None] = []
+    for row, sampled, scores in zip(rows, tokens, logprobs, strict=True):
+        if not isinstance(row, Drafted):
+            new.append(list(sampled))
+            scored.append(None if scores is None else list(scores))
+        elif row.reached and not row.forced and new[-1] == row.drafts:
+            new[-1] += sampled
+            if scores is not None and scored[-1] is not None:
+                scored[-1] += scores
+    return new, scored

@@ -1,0 +1,164 @@
+"""Drafts: where they come from, how many are checked, and that no text changes."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from models import HELLO
+
+from simplellm import LLM, SamplingParams
+from simplellm.base.request import UNKNOWN, Request
+from simplellm.engine.speculation import Speculator, StepCosts
+from simplellm.engine.suffix import INDEXED_AT_ONCE, SuffixAutomaton, SuffixDrafter
+
+TEXTS = st.lists(st.integers(0, 2), max_size=40)
+
+
+def longest_earlier(text: Sequence[int]) -> int:
+    """Tokens of the longest end of ``text`` that stands earlier in it, by looking."""
+    return max(
+        length
+        for length in range(len(text))
+        if any(
+            text[end - length : end] == text[len(text) - length :]
+            for end in range(length, len(text))
+        )
+    )
+
+
+@given(TEXTS)
+def test_the_longest_end_that_was_there_before_is_found(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for size, token in enumerate(text, 1):
+        automaton.append(token)
+        length, end = automaton.match()
+        assert length == longest_earlier(text[:size])
+        if length:
+            assert length <= end < size
+            assert text[end - length : end] == text[size - length : size]
+    assert len(automaton.next) <= max(2 * len(text), 2)
+
+
+def test_what_followed_last_time_is_guessed() -> None:
+    drafter = SuffixDrafter()
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 1, 2], 5) == ([3, 4], 2)
+    # One token more matches, so one more is guessed; no more than asked for.
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 5) == ([4, 5, 6], 3)
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 1) == ([4], 3)
+    # What it said here came to something else: nothing of that length is there.
+    assert drafter.propose([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 5) == ([], 0)
+
+
+def test_a_long_prompt_is_indexed_in_parts() -> None:
+    drafter, text = SuffixDrafter(), [7, 8, 9] * INDEXED_AT_ONCE
+    assert drafter.propose(text, 2) == drafter.propose(text, 2) == ([], 0)
+    drafts, length = drafter.propose(text, 2)
+    assert drafts == [7, 8] and length == len(text) - 3
+
+
+def test_a_step_costs_what_was_measured() -> None:
+    costs = StepCosts({1: 1.0, 4: 0.9, 8: 5.0})
+    assert [costs(tokens) for tokens in (1, 2, 4, 6, 8, 12)] == [1, 1, 1, 3, 5, 9]
+
+
+def request(tokens: Sequence[int], number: int = 0) -> Request:
+    return Request(list(tokens), max_tokens=1000, number=number)
+
+
+FLAT = {1: 1.0, 512: 1.0}  # a step costs the same, however many tokens it has
+STEEP = {1: 1.0, 512: 512.0}  # each token costs as much as a step of one
+
+
+def test_drafts_that_are_right_are_worth_more_and_more() -> None:
+    speculator = Speculator(8, StepCosts({1: 1.0, 512: 52.1}))  # a tenth for each
+    one = request([1, 2, 3, 4, 5, 6, 7, 8] * 4)
+    lengths = []
+    for token in [1, 2, 3, 4, 5, 6, 7, 8] * 2:
+        (drafts,) = speculator.choose([one], 1, 100)
+        assert drafts == one.tokens[-32:][: len(drafts)]
+        lengths.append(len(drafts))
+        one.tokens.append(token)
+    assert 0 < lengths[0] < lengths[-1] == 8
+
+
+def test_drafts_that_are_never_right_are_not_checked() -> None:
+    speculator = Speculator(8, StepCosts(FLAT))
+    one = request([1, 2, 3] * 9)
+    checked = []
+    for token in range(100, 140):
+        (drafts,) = speculator.choose([one], 1, 100)
+        checked.append(len(drafts))
+        # What was guessed never comes, though the same three tokens come again.
+        one.tokens += [token, 1, 2, 3]
+    assert checked[0] > 0
+    speculator.costs = StepCosts({1: 1.0, 512: 52.1})
+    assert speculator.choose([one], 1, 100) == [[]]
+    # Nor are those of a newcomer: others' experience counts.
+    assert speculator.choose([request([5, 6, 7] * 2 + [1, 5, 6, 7])], 1, 100) == [[]]
+
+
+def test_nothing_is_checked_where_each_token_costs_a_step() -> None:
+    speculator = Speculator(8, StepCosts(STEEP))
+    assert speculator.choose([request([1, 2, 3] * 9)], 1, 100) == [[]]
+
+
+def test_a_number_is_a_number() -> None:
+    speculator = Speculator(3)
+    one, other = request([1, 2, 3] * 9), request([4, 5] * 9, number=1)
+    assert speculator.choose([one, other], 2, 100) == [[1, 2, 3], [4, 5]]
+    assert sum(map(len, speculator.choose([one, other], 2, 4))) == 4  # of a room of 4
+    one.tokens.append(UNKNOWN)
+    assert speculator.choose([one], 1, 100) == [[]]
+    assert speculator.waits(one) and not speculator.waits(other)
+    other.max_tokens = 2  # the second token comes of the step itself
+    assert speculator.choose([other], 1, 100) == [[4]]
+
+
+# The engine's texts
+
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=60),
+    SamplingParams(seed=1, max_tokens=60, logprobs=2),
+    SamplingParams(seed=2, max_tokens=60, frequency_penalty=0.2, min_tokens=20),
+    SamplingParams(seed=3, max_tokens=60, bad_words=["1"], stop=["= 9"]),
+    SamplingParams(seed=4, max_tokens=60, structured_outputs={"regex": "(ab|cde){15}"}),
+    SamplingParams(
+        seed=5,
+        max_tokens=60,
+        repetition_penalty=1.1,
+        structured_outputs={"regex": "(one |two |three ){12}"},
+    ),
+    SamplingParams(seed=6, max_tokens=60, n=2, top_p=0.9, min_p=0.01),
+]
+
+
+def answers(**options: object) -> tuple[list[object], LLM]:
+    """What the embedded model says, and the engine that has said it."""
+    prompt = "Add digit by digit. Add digit by digit. 12 + 34 = 46, 12 + 35 = 47, 12 +"
+    with LLM(device="cpu", **options) as llm:  # type: ignore[arg-type]
+        futures = [llm.generate([prompt], params) for params in ASKED]
+        futures += [llm.chat_future([HELLO], temperature=0, max_tokens=60)]
+        texts: list[object] = []
+        for future in futures:
+            for output in future.result():
+                samples = getattr(output, "choices", [output])
+                texts += [(s.token_ids, s.finish_reason) for s in samples]
+        return texts, llm
+
+
+def test_drafts_change_no_text() -> None:
+    expected, _ = answers()
+    for number in (None, 4):
+        texts, llm = answers(speculative="suffix", num_speculative_tokens=number)
+        assert texts == expected
+        stats = llm.engine.meter.stats(llm.engine.scheduler)  # it is closed
+        accepted = sum(stats.accepted_tokens.values())
+        assert 20 < accepted < stats.draft_tokens
+
+
+def test_wrong_combinations_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 3; expected None"):
+        LLM(device="cpu", num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="speculative is 'eagle'; expected one of"):
+        LLM(device="cpu", speculative="eagle")
