@@ -94,6 +94,6 @@ def directed(folder: Path, steps: Sequence[Step]) -> Iterator[Served]:
                     favor(runner.logits[row], token)
                     runner.output[row] = token
 
-        runner.start = start  # type: ignore[method-assign]
+        runner.start = start  # type: ignore[method-assign, assignment]
         with serving(llm) as served:
             yield served

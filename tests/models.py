@@ -77,11 +77,11 @@ def saying(llm: LLM, *scripts: str | Sequence[int]) -> Iterator[list[list[int]]]
                 favor(runner.logits[row], token)
                 runner.output[row] = token
 
-    runner.start = scripted  # type: ignore[method-assign]
+    runner.start = scripted  # type: ignore[method-assign, assignment]
     try:
         yield ids
     finally:
-        runner.start = start  # type: ignore[method-assign]
+        runner.start = start  # type: ignore[method-assign, assignment]
 
 
 def favor(logits: Tensor, token: int) -> None:

@@ -108,7 +108,7 @@ def test_forced_tokens_take_no_step_of_their_own(
         seen.append(len(scheduled))
         start(scheduled, sampling)
 
-    llm.engine_core.runner.start = watch  # type: ignore[method-assign]
+    llm.engine_core.runner.start = watch  # type: ignore[method-assign, assignment]
     try:
         run(llm, [ask(llm, grammar)])
         quick = len(seen)
