@@ -57,7 +57,7 @@ class Blank(NamedTuple):
     chapter: str  # the stem of its file
     stub: str
     kept: str  # the source of our version, of several cells perhaps
-    module: str  # that our version is exported to, simplellm.model.ops; or ""
+    module: str  # that our version is exported to, simplellm.model.attention; or ""
 
     @property
     def root(self) -> str:

@@ -7,7 +7,7 @@ it. The first lines of a cell may be directives:
     #| blank route          the stub of a blank, a function or a `Class.method`
     #| exercise 4.1         the stub of an exercise
     #| solution route       (part of) the kept version of a blank or an exercise
-    #| export ops           the exporter writes the cell into simplellm/model/ops.py
+    #| export model.rope    the exporter writes the cell into simplellm/model/rope.py
 """
 
 import json
