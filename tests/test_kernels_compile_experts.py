@@ -17,7 +17,14 @@ from kernels_compiler import (
     parameters,
 )
 
-from simplellm.model.kernels import experts, experts_one, head, linear, routing
+from simplellm.model.kernels import (
+    experts,
+    experts_one,
+    fragments,
+    head,
+    linear,
+    routing,
+)
 
 # What a kernel may read before it waits for the kernel ahead: weights, what the step
 # came with, and what a kernel has written that all later ones have waited for.
@@ -74,16 +81,17 @@ def expert_cases():
     for up, back in dict.fromkeys((up, back) for *_, up, back in experts.TILINGS):
         for tiling, rows in ((up, 5760), (back, 2880)):
             interleaved = rows == 5760
-            shape = (128, rows, 2880), interleaved, True, 4, 7.0, 1.702
-            start = experts.experts_launcher(tiling, *shape)
+            half = fragments.Half(rows, 2880, interleaved, 7.0, 1.702, 4, True)
+            start = experts.experts_launcher(tiling, half)
             scores, without = ("", "scores_ptr") if interleaved else ("*fp32", "")
             types = f"*bf16 *i32 *i32 *bf16 {scores} *i32 *i32 *i32 *bf16"
             yield case_of(start, types, without)
 
 
 def one_case(interleaved):
-    shape = (128, 5760 if interleaved else 2880, 2880), interleaved, True, 4, 7.0, 1.702
-    start = experts_one.one_launcher(experts_one.one_tiling(1), *shape)
+    rows = 5760 if interleaved else 2880
+    half = fragments.Half(rows, 2880, interleaved, 7.0, 1.702, 4, True)
+    start = experts_one.one_launcher(experts_one.one_tiling(1), half)
     if interleaved:
         return case_of(start, "*bf16 *i32 *i32 *i32 *bf16 *i32 *bf16", "scores_ptr")
     return case_of(start, "*bf16 *i32 *fp32 *i32 *i32 *bf16 *i32 *fp32")

@@ -22,6 +22,7 @@ from simplellm.model.kernels.experts_one import FEW_TOKENS, experts_one
 from simplellm.model.kernels.fragments import (
     UNSHIFT,
     Fragments,
+    Half,
     activate,
     decode_weights,
 )
@@ -272,30 +273,16 @@ def tilings(tokens: int, experts: int, top_k: int) -> tuple[Tiling, Tiling]:
 
 
 @cache
-def experts_launcher(
-    tiling: Tiling,
-    shape: tuple[int, int, int],
-    interleaved: bool,
-    ptx: bool,
-    top_k: int,
-    limit: float,
-    alpha: float,
-) -> Launcher:
-    """For a weight of this shape, [E, N, K]."""
+def experts_launcher(tiling: Tiling, half: Half) -> Launcher:
+    """For one half of the experts in this tiling."""
     return launcher(
         experts_kernel,
-        LIMIT=limit,
-        ALPHA=alpha,
-        TOP_K=top_k,
-        N=shape[1],
-        K=shape[2],
+        **half._asdict(),
         BLOCK_N=tiling.rows,
         BLOCK_T=tiling.tokens,
         WIDTHS=tiling.widths,
         UNROLL=tiling.unroll,
         STAGES=tiling.stages,
-        INTERLEAVED=interleaved,
-        PTX=ptx,
         num_warps=tiling.warps,
     )
 
@@ -339,10 +326,7 @@ def multiply_pairs(
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
     ptx = x.is_cuda and x.dtype == torch.bfloat16
-    start = experts_launcher(
-        *(tiling, weight.shape, weight.interleaved, ptx),
-        *(mlp.top_k, mlp.limit, mlp.alpha),
-    )
+    start = experts_launcher(tiling, Half.of(weight, mlp, ptx))
     start(
         (-(-weight.shape[1] // tiling.rows), dispatch.blocks.shape[0], 1),
         *(x, weight.words, weight.scales, bias, scores, *dispatch, out),

@@ -27,6 +27,7 @@ from simplellm.model.kernels.fragments import (
     MINUS_ZERO,
     SHIFT,
     Fragments,
+    Half,
     activate,
     high,
     low,
@@ -338,26 +339,12 @@ def one_tiling(tokens: int) -> OneTiling:
 
 
 @cache
-def one_launcher(
-    tiling: OneTiling,
-    shape: tuple[int, int, int],
-    interleaved: bool,
-    ptx: bool,
-    top_k: int,
-    limit: float,
-    alpha: float,
-) -> Launcher:
-    """For a weight of this shape, [E, N, K]."""
+def one_launcher(tiling: OneTiling, half: Half) -> Launcher:
+    """For one half of the experts in this tiling."""
     return launcher(
         experts_one_kernel,
-        LIMIT=limit,
-        ALPHA=alpha,
-        TOP_K=top_k,
-        N=shape[1],
-        K=shape[2],
+        **half._asdict(),
         WARPS=tiling.warps,
-        INTERLEAVED=interleaved,
-        PTX=ptx,
         num_warps=tiling.warps,
         maxnreg=tiling.registers,
     )
@@ -410,10 +397,7 @@ def multiply_one(
     tiling: OneTiling,
 ) -> None:
     """One half of the experts: fill ``out``, interleaved if ``weight`` is."""
-    start = one_launcher(
-        *(tiling, weight.shape, weight.interleaved, x.is_cuda),
-        *(mlp.top_k, mlp.limit, mlp.alpha),
-    )
+    start = one_launcher(tiling, Half.of(weight, mlp, x.is_cuda))
     start(
         (tiling.programs, ids.numel(), 1),
         *(x, ids, scores, weight.words, weight.scales, bias, num_tokens, out),

@@ -11,7 +11,7 @@ a warp.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -141,6 +141,24 @@ class Fragments:
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The weight [E, N, K] as ordinary numbers, rows in their first order."""
         return unpack(self).dequantize(dtype)
+
+
+class Half(NamedTuple):
+    """What the kernels of one half of the experts are compiled for, in any tiling."""
+
+    N: int
+    K: int
+    INTERLEAVED: bool
+    LIMIT: float
+    ALPHA: float
+    TOP_K: int
+    PTX: bool
+
+    @classmethod
+    def of(cls, weight: Fragments, mlp: Experts, ptx: bool) -> "Half":
+        """The half that multiplies with ``weight``; with ``ptx`` it isn't emulated."""
+        sizes = *weight.shape[1:], weight.interleaved
+        return cls(*sizes, mlp.limit, mlp.alpha, mlp.top_k, ptx)
 
 
 def repack(weight: MXFP4, interleaved: bool) -> Fragments:
