@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from bookbuild.check import SUMMARY_LINK, check_html, parse
 from bookbuild.execute import BookError
 from cells import CHAPTER, PAGES
 
+AT_ONCE = 2  # pages whose cells are executed
 NO_MDBOOK = 69  # EX_UNAVAILABLE of sysexits.h
 FONTS = Path(__file__).parent / "bookbuild/fonts"
 PAGE_LINK = re.compile(r"(?<!!)\]\((?P<page>[\w-]+)\.md")
@@ -58,11 +60,16 @@ def build(root: Path) -> int:
     chapters, book = root / "chapters", root / "book"
     summary = (chapters / "SUMMARY.md").read_text(encoding="utf-8")
     names = SUMMARY_LINK.findall(summary)
+    sources = {}
     for name in names:
         chapter = chapters / f"{name}.md"
         if not chapter.is_file():
             raise BookError(f"SUMMARY.md lists {name}.md, but there is no such file")
-        outputs(root, name, chapter.read_text(encoding="utf-8"))
+        sources[name] = chapter.read_text(encoding="utf-8")
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # each page has a process of its own
+        pages = [pool.submit(outputs, root, *page) for page in sources.items()]
+        for future in pages:
+            future.result()
     shutil.rmtree(root / ".cache/book/images", ignore_errors=True)
     # `python` in book.toml is this one, whatever the shell would find.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
