@@ -109,32 +109,51 @@ def times(chapters: Iterable[Path]) -> str:
 MODEL, ENGINE = (5, 4, 6), (7, 8, 9)  # chapters, in the order of the shorter paths
 
 
+def hours(found: Sequence[Minutes]) -> int:
+    """To read and to write, and an hour for the first page."""
+    sums = total(found)
+    return 1 + round((sums.read + sums.write) / 60)
+
+
+def ways(numbered: Sequence[Minutes]) -> tuple[list[Minutes], list[Minutes]]:
+    """The chapters of a weekend and those of a week."""
+    weekend = [numbered[n - 1] for n in MODEL]
+    return weekend, [*weekend, *(numbered[n - 1] for n in ENGINE)]
+
+
+def begin(chapters: Iterable[Path]) -> str:
+    """Where to begin, and the hours of a weekend, of a week and of all."""
+    numbered = [m for m in minutes(chapters) if m.is_numbered]
+    weekend, week = ways(numbered)
+    text = (
+        "Begin with `make lab`: it opens your workbook at its first page, and there "
+        f"you write. A weekend, about {hours(weekend)} hours, is enough for the model; "
+        f"a week, {hours(week)} hours, for an engine that serves many; all of it "
+        f"takes about {hours(numbered)}."
+    )
+    return fill(text, 88, **WRAPPING)
+
+
 def paths(chapters: Iterable[Path]) -> str:
     """Ways through the course, and the hours that they take."""
     numbered = [m for m in minutes(chapters) if m.is_numbered]
-
-    def hours(found: Sequence[Minutes]) -> int:
-        """To read and to write, and an hour for the first page."""
-        sums = total(found)
-        return 1 + round((sums.read + sums.write) / 60)
 
     def links(numbers: Sequence[int]) -> str:
         files = [numbered[n - 1].link.partition("]")[2] for n in numbers]
         *some, last = (f"[{n}]{file}" for n, file in zip(numbers, files, strict=True))
         return f"chapters {', '.join(some)} and {last}"
 
-    weekend = [numbered[n - 1] for n in MODEL]
-    week = [numbered[n - 1] for n in (*MODEL, *ENGINE)]
+    weekend, week = ways(numbered)
     every = total(numbered)
     lines = (
         f"**A weekend, about {hours(weekend)} hours:** this page, then {links(MODEL)}. "
         "They are the model, and at the end text comes from functions of yours.",
         f"**A week, about {hours(week)} hours:** then {links(ENGINE)}. Now many "
         "requests share the model, as in any engine that serves.",
-        f"**All of it, about {hours(numbered)} hours**, and {every.exercises // 60} "
-        f"more for {every.tasks} exercises: chapters 1 to 3 when you want to know "
-        "where tokens and weights come from, 10 to 12 when you want to know the GPU. "
-        "Whoever doesn't write kernels may leave out 11 and 12.",
+        f"**All of it, about {hours(numbered)} hours**, and "
+        f"{round(every.exercises / 60)} more for {every.tasks} exercises: chapters 1 "
+        "to 3 when you want to know where tokens and weights come from, 10 to 12 when "
+        "you want to know the GPU. If you don't write kernels, leave out 11 and 12.",
     )
     return "\n".join(
         fill(line, 88, initial_indent="- ", subsequent_indent="  ", **WRAPPING)
@@ -356,7 +375,6 @@ def ran(figures: Path) -> str:
 def filled() -> dict[Path, str]:
     """Each page with its tables and its marked numbers computed again."""
     chapters, figures = chapter_files(ROOT / "chapters"), ROOT / "figures"
-    reach = headline.reach(figures)
     measured = {}
     for place, section in (("speed", headline.section), ("load", headline.load)):
         headers, rows, below = section(figures)
@@ -366,7 +384,6 @@ def filled() -> dict[Path, str]:
         "chapters/index.md": {
             "times": times(chapters),
             "paths": paths(chapters),
-            "reach": reach,
         },
         "chapters/models.md": {
             "evaluation": evaluation(read(figures, "evaluation")),
@@ -376,7 +393,11 @@ def filled() -> dict[Path, str]:
             "clients": clients(figures),
         },
         "chapters/speed.md": {"measurements": measurements(figures), **measured},
-        "README.md": {"reach": reach, "ran": ran(figures)},
+        "README.md": {
+            "begin": begin(chapters),
+            "reach": headline.reach(figures),
+            "ran": ran(figures),
+        },
     }
     pages = [ROOT / "README.md", *sorted((ROOT / "chapters").glob("*.md"))]
     texts = {page: page.read_text("utf-8") for page in pages}
