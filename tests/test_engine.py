@@ -257,7 +257,7 @@ def test_a_step_may_land_several_tokens(model: Model, right: Recompute) -> None:
 
     def several(scheduled: Sequence[ScheduledChunk]) -> Any:
         output = launch(scheduled)()
-        tokens = [next(script[w.request.number]) for w in scheduled if w.samples]
+        tokens = [next(script[c.request.number]) for c in scheduled if c.samples]
         return lambda: output._replace(tokens=tokens)
 
     engine.runner.launch = several

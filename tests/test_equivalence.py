@@ -168,7 +168,7 @@ class Prophet(Speculator):
         self.alone, self.chance = alone, chance
 
     def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
-        guesses = self.guesses.setdefault(request, Guesses())
+        guesses = self.guesses.setdefault(request, Guesses(self.drafter()))
         if guesses.length == len(tokens):
             return guesses
         prompt = tokens[: request.num_prompt]

@@ -116,6 +116,18 @@ def test_a_number_is_a_number() -> None:
     assert speculator.choose([other], 1, 100) == [[4]]
 
 
+def test_a_drafter_of_another_kind_has_its_drafts_checked() -> None:
+    class Counting:
+        def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+            return [tokens[-1] + step for step in range(1, most + 1)], 0
+
+    speculator = Speculator(3, drafter=Counting)
+    assert speculator.choose([request([5]), request([8])], 2, 100) == [
+        [6, 7, 8],
+        [9, 10, 11],
+    ]
+
+
 # The engine's texts
 
 ASKED = [

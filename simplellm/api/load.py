@@ -253,9 +253,8 @@ def build_engine(model: Model, config: EngineConfig) -> Engine:
     if config.speculative is None:
         scheduler = Scheduler(manager, **rules)
     else:
-        speculator = Speculator.of(
-            config.num_speculative_tokens, partial(time_steps, runner)
-        )
+        number, timed = config.num_speculative_tokens, partial(time_steps, runner)
+        speculator = Speculator.of(config.speculative, number, timed)
         rules |= {"speculator": speculator, "max_drafts": config.max_drafts}
         scheduler = SpeculativeScheduler(manager, **rules)
     overlap = config.overlap and model.device.type == "cuda"

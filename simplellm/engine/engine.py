@@ -131,13 +131,13 @@ class Engine(EngineBase):
             self.runner.forget()
             number = error.number if isinstance(error, GrammarError) else None
             alone = len(scheduled) == 1
-            blamed = [w for w in scheduled if alone or w.request.number == number]
+            blamed = [c for c in scheduled if alone or c.request.number == number]
             for chunk in blamed:
                 why = failure("the step of this request failed", error)
                 self.end(chunk.request, "error", why)
             for group in [scheduled] if blamed else [[chunk] for chunk in scheduled]:
                 # Some have ended, if not now, then with a flight.
-                if remaining := [w for w in group if w.request.finish_reason is None]:
+                if remaining := [c for c in group if c.request.finish_reason is None]:
                     self.launch(remaining)
                     self.collect(self.depth)
             return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from simplellm.base.config import EngineConfig
-from simplellm.base.drafted import Drafted
+from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.base.transfer import fetch, pinned, upload
 from simplellm.engine.graphs import (
@@ -27,7 +27,7 @@ from simplellm.engine.graphs import (
 from simplellm.engine.page_manager import PageManager
 from simplellm.engine.sampler import Sampled, SamplingTensors, TokenCounts, sample
 from simplellm.engine.scheduler import ScheduledChunk
-from simplellm.engine.speculation import accepted, places
+from simplellm.engine.speculation import accepted, sample_positions
 from simplellm.model.batch import Batch
 from simplellm.model.kv_pool import KVPool
 from simplellm.model.model import Model
@@ -41,7 +41,7 @@ from simplellm.sampling.masks import Masks
 
 
 class StepOutput(NamedTuple):
-    """What a step gave each work that samples, in their order."""
+    """What a step gave each chunk that samples, in their order."""
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None]
@@ -147,7 +147,7 @@ class Runner:
 
     def launch(self, scheduled: Sequence[ScheduledChunk]) -> Flight:
         """Start to compute ``scheduled``, and to sample from what comes out."""
-        rows = [row for chunk in scheduled if chunk.samples for row in places(chunk)]
+        rows = [row for chunk in scheduled for row in sample_positions(chunk)]
         self.start(scheduled, rows)
         if any(row.needs_last_token for row in rows):
             self.drain()  # the device computes meanwhile
@@ -155,7 +155,7 @@ class Runner:
 
     @torch.inference_mode()
     def start(
-        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[Request | Drafted]
+        self, scheduled: Sequence[ScheduledChunk], sampling: Sequence[SamplePosition]
     ) -> None:
         """Start the forward pass of a step.
 
@@ -165,7 +165,7 @@ class Runner:
         """
         self.pool.copy(self.manager.take_copies())
         rows = len(scheduled)
-        decodes = next((n for n, w in enumerate(scheduled) if w.length > 1), rows)
+        decodes = next((n for n, c in enumerate(scheduled) if c.length > 1), rows)
         real = CaptureShape(
             sum(chunk.length for chunk in scheduled), decodes, rows - decodes
         )
@@ -262,7 +262,7 @@ class Runner:
         return -(-ends // self.pool.page_size)
 
     @torch.inference_mode()
-    def choose(self, requests: Sequence[Request | Drafted]) -> Flight:
+    def choose(self, requests: Sequence[SamplePosition]) -> Flight:
         """Sample a token for each of ``requests``, whose logits are there.
 
         Those of one request stand together, the one without drafts first.
@@ -289,7 +289,7 @@ class Runner:
             self.output[:count] = sampled.tokens
         return self._fetch(requests, sampled)
 
-    def _columns_of(self, requests: Sequence[Request | Drafted]) -> SamplingTensors:
+    def _columns_of(self, requests: Sequence[SamplePosition]) -> SamplingTensors:
         """The sampling parameters of ``requests``, kept for as long as these stay."""
         numbers = [request.number for request in requests]
         if self._columns is None or self._columns[0] != numbers:
@@ -305,7 +305,7 @@ class Runner:
         self._columns = None
         self.counts.forget()
 
-    def _fetch(self, requests: Sequence[Request | Drafted], sampled: Sampled) -> Flight:
+    def _fetch(self, requests: Sequence[SamplePosition], sampled: Sampled) -> Flight:
         """Let the sampled tokens, and logprobs if there are any, come to the host."""
         host_output = self.host_output[self.turn][: len(requests)]
         host_output.copy_(sampled.tokens, non_blocking=True)
@@ -326,7 +326,7 @@ class Runner:
             scored = token_logprobs(counts, tokens, logprobs, full)
             prompts = [(p.request, p.first, prompt_entries(p)) for p in scores]
             new = [f or [t] for f, t in zip(forced, tokens, strict=True)]
-            if any(isinstance(row, Drafted) for row in requests):
+            if any(isinstance(row, DraftPosition) for row in requests):
                 new, scored = accepted(requests, new, scored)
             return StepOutput(new, scored, prompts, late)
 

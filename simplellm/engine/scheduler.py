@@ -187,7 +187,7 @@ class Scheduler(RequestQueues):
     def commit(
         self, scheduled: Sequence[ScheduledChunk], tokens: Sequence[Sequence[int]]
     ) -> list[tuple[Request, Sequence[int]]]:
-        """Book the results of a step: the ``tokens`` of each work that samples.
+        """Book the results of a step: the ``tokens`` of each chunk that samples.
 
         There is one, or several if a grammar forced them, or if a draft was right about
         what follows; then no later step of this request may have begun. Returns the

@@ -12,19 +12,38 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from simplellm.base.drafted import Drafted
+from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.request import UNKNOWN, Request, TokenLogprobs
 from simplellm.engine.scheduler import ScheduledChunk, Scheduler
 from simplellm.engine.suffix import SuffixDrafter
 
 LONGEST_DRAFT = 16  # tokens, where the number is chosen
-WORTH = 1.02  # a step with drafts gives so many times as many tokens a second, or none
-MEMORY = 0.9  # of earlier guesses, at each new one
-PRIOR = 0.5, 2.0  # the share of right drafts before any was seen, and its weight
-OWN = 4.0  # guesses after which a request's own share counts as much as everybody's
+MIN_SPEEDUP = 1.02  # in tokens a second, or a step checks no drafts
+DECAY = 0.9  # of earlier drafts' weight, at each new guess
+PRIOR_RATE = 0.5  # of acceptance, before any draft was checked
+PRIOR_WEIGHT = 2.0  # in drafts
+OWN_WEIGHT = (
+    4.0  # drafts after which a request's own rate counts as much as all others'
+)
+
+
+class Drafter(Protocol):
+    """Guesses how one request goes on. Each request has one of its own."""
+
+    def propose(self, tokens: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Up to ``most`` tokens that may follow ``tokens``, and how sure they are.
+
+        ``tokens`` are the request's prompt and output, and begin with those of the
+        last call. It is called between two steps, which wait for it. Drafts that are
+        equally sure share what is known of others' acceptance; `SuffixDrafter` tells
+        the length of its match.
+        """
+
+
+DRAFTERS: dict[Literal["suffix"], Callable[[], Drafter]] = {"suffix": SuffixDrafter}
 
 
 class StepCosts:
@@ -48,19 +67,19 @@ class StepCosts:
 
 
 @dataclass
-class Share:
-    """How many drafts were right, of those whose place was reached."""
+class AcceptanceRate:
+    """The share of drafts that were right, of those that came after right ones."""
 
     right: float = 0.0
     tried: float = 0.0
 
     def learn(self, right: int, tried: int) -> None:
         """Count some more; what was longer ago counts less."""
-        self.right = MEMORY * self.right + right
-        self.tried = MEMORY * self.tried + tried
+        self.right = DECAY * self.right + right
+        self.tried = DECAY * self.tried + tried
 
     def mixed(self, other: float, weight: float) -> float:
-        """The share, if ``other`` was seen in ``weight`` drafts before."""
+        """The rate, if ``other`` was seen in ``weight`` drafts before."""
         return (self.right + weight * other) / (self.tried + weight)
 
 
@@ -68,11 +87,11 @@ class Share:
 class Guesses:
     """What is guessed of one request, and how often that was right."""
 
-    drafter: SuffixDrafter = field(default_factory=SuffixDrafter)
-    share: Share = field(default_factory=Share)
+    drafter: Drafter
+    rate: AcceptanceRate = field(default_factory=AcceptanceRate)
     length: int = 0  # of the text that the drafts continue
     drafts: list[int] = field(default_factory=list)
-    match: int = 0  # the drafter's, of these
+    sure: int = 0  # as the drafter says of these
 
 
 class Speculator:
@@ -82,21 +101,30 @@ class Speculator:
     many as make it give most tokens a second, and none where nothing is gained.
     """
 
-    def __init__(self, most: int, costs: StepCosts | None = None) -> None:
-        self.most, self.costs = most, costs
+    def __init__(
+        self,
+        most: int,
+        costs: StepCosts | None = None,
+        drafter: Callable[[], Drafter] = SuffixDrafter,
+    ) -> None:
+        self.most, self.costs, self.drafter = most, costs, drafter
         self.guesses: WeakKeyDictionary[Request, Guesses] = WeakKeyDictionary()
-        self.shares: dict[int, Share] = {}  # everybody's, by the match's length
+        self.rates: dict[int, AcceptanceRate] = {}  # all requests', by how sure
         self.drafts = self.draft_tokens = 0  # that steps have checked
         self.accepted: Counter[int] = Counter()  # right ones, by their place
 
     @classmethod
     def of(
-        cls, number: int | None, time_steps: Callable[[], Mapping[int, float]]
+        cls,
+        name: Literal["suffix"],
+        number: int | None,
+        time_steps: Callable[[], Mapping[int, float]],
     ) -> "Speculator":
-        """One with ``number`` drafts; if that is None, ``time_steps`` says the cost."""
+        """A speculator of ``number`` drafts; None: by the costs of ``time_steps``."""
+        drafter = DRAFTERS[name]
         if number is not None:
-            return cls(number)
-        return cls(LONGEST_DRAFT, StepCosts(time_steps()))
+            return cls(number, drafter=drafter)
+        return cls(LONGEST_DRAFT, StepCosts(time_steps()), drafter)
 
     def _guess(self, request: Request, tokens: Sequence[int]) -> Guesses:
         """What may follow ``tokens``, the request's as far as they are known.
@@ -106,7 +134,7 @@ class Speculator:
         """
         guesses = self.guesses.get(request)
         if guesses is None:
-            guesses = self.guesses[request] = Guesses()
+            guesses = self.guesses[request] = Guesses(self.drafter())
         if guesses.length == len(tokens):
             return guesses
         came = tokens[guesses.length : guesses.length + len(guesses.drafts)]
@@ -114,10 +142,10 @@ class Speculator:
             pairs = zip(guesses.drafts, came, strict=False)
             right = next((i for i, (d, t) in enumerate(pairs) if d != t), len(came))
             tried = min(right + 1, len(came))
-            guesses.share.learn(right, tried)
-            self._everybodys(guesses.match).learn(right, tried)
+            guesses.rate.learn(right, tried)
+            self._shared_rate(guesses.sure).learn(right, tried)
         guesses.length = len(tokens)
-        guesses.drafts, guesses.match = guesses.drafter.propose(tokens, self.most)
+        guesses.drafts, guesses.sure = guesses.drafter.propose(tokens, self.most)
         return guesses
 
     def count(self, checked: int, right: int) -> None:
@@ -135,12 +163,13 @@ class Speculator:
             "accepted_tokens": accepted,
         }
 
-    def _everybodys(self, match: int) -> Share:
-        return self.shares.setdefault(match.bit_length(), Share())
+    def _shared_rate(self, sure: int) -> AcceptanceRate:
+        return self.rates.setdefault(sure.bit_length(), AcceptanceRate())
 
     def _chance(self, guesses: Guesses) -> float:
         """How likely a draft is right if those before it are."""
-        return guesses.share.mixed(self._everybodys(guesses.match).mixed(*PRIOR), OWN)
+        shared = self._shared_rate(guesses.sure).mixed(PRIOR_RATE, PRIOR_WEIGHT)
+        return guesses.rate.mixed(shared, OWN_WEIGHT)
 
     def waits(self, request: Request) -> bool:
         """Whether a request should let a step pass until its last token is known.
@@ -151,7 +180,7 @@ class Speculator:
             return False
         guesses = self._guess(request, request.tokens[:-1])
         return bool(guesses.drafts) and (
-            self.costs is None or self._chance(guesses) > PRIOR[0]
+            self.costs is None or self._chance(guesses) > PRIOR_RATE
         )
 
     def choose(
@@ -200,7 +229,7 @@ class Speculator:
         if self.costs is None:
             return most
         tokens = float(decodes)
-        best, chosen = WORTH * tokens / self.costs(computed), 0
+        best, chosen = MIN_SPEEDUP * tokens / self.costs(computed), 0
         for count in range(1, most + 1):
             tokens += ranked[count - 1][0]
             if (speed := tokens / self.costs(computed + count)) > best:
@@ -278,15 +307,17 @@ def without_drafts(chunk: ScheduledChunk) -> ScheduledChunk:
     return chunk._replace(length=chunk.length - len(chunk.request.drafts))
 
 
-def places(chunk: ScheduledChunk) -> list[Request | Drafted]:
+def sample_positions(chunk: ScheduledChunk) -> list[SamplePosition]:
     """Where a step samples for ``chunk``: after its tokens, and after each draft."""
+    if not chunk.samples:
+        return []
     request, drafts = chunk.request, chunk.request.drafts
     ends = range(1, len(drafts) + 1)
-    return [request, *(Drafted(request, drafts[:end]) for end in ends)]
+    return [request, *(DraftPosition(request, drafts[:end]) for end in ends)]
 
 
 def accepted(
-    rows: Sequence[Request | Drafted],
+    rows: Sequence[SamplePosition],
     tokens: Sequence[list[int]],
     logprobs: Sequence[list[TokenLogprobs] | None],
 ) -> tuple[list[list[int]], list[list[TokenLogprobs] | None]]:
@@ -297,10 +328,10 @@ def accepted(
     new: list[list[int]] = []
     scored: list[list[TokenLogprobs] | None] = []
     for row, sampled, scores in zip(rows, tokens, logprobs, strict=True):
-        if not isinstance(row, Drafted):
+        if not isinstance(row, DraftPosition):
             new.append(list(sampled))
             scored.append(None if scores is None else list(scores))
-        elif row.reached and not row.forced and new[-1] == row.drafts:
+        elif row.valid and not row.forced and new[-1] == row.drafts:
             new[-1] += sampled
             if scores is not None and scored[-1] is not None:
                 scored[-1] += scores

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from simplellm.base.drafted import Drafted
+from simplellm.base.draft_position import SamplePosition
 from simplellm.base.request import Request
 from simplellm.text.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ class AllowedTokens:
         # Tokens that the grammar forces next, and the request has not been given yet.
         self.coming: list[int] = []
 
-    def completed(self, request: Request | Drafted) -> frozenset[int]:
+    def completed(self, request: SamplePosition) -> frozenset[int]:
         """The tokens that would complete a bad word of several tokens."""
         tokens, longest = request.tokens, request.num_output
         if (begun := self.bad_words.get(tokens[-1])) is None:
@@ -109,12 +109,12 @@ class AllowedTokens:
         count = request.max_tokens - request.num_output if several else 1
         return self.coming[:count]
 
-    def now(self, request: Request | Drafted) -> tuple[bool, Collection[int]]:
+    def now(self, request: SamplePosition) -> tuple[bool, Collection[int]]:
         """What `bits` depend on."""
         early = request.num_output < request.params.min_tokens
         return early, self.completed(request)
 
-    def limit(self, bits: Bits, request: Request | Drafted) -> None:
+    def limit(self, bits: Bits, request: SamplePosition) -> None:
         """Clear in ``bits``, the grammar's, what else the request may not get.
 
         Unless that would leave no token.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from simplellm.base.drafted import Drafted
+from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.grammar import BitmaskFiller, Walk
 from simplellm.base.request import Request
 from simplellm.base.transfer import pinned, upload
@@ -26,7 +26,7 @@ FORCING = 128
 
 
 def on_device(
-    allowed: AllowedTokens, request: Request | Drafted, device: torch.device
+    allowed: AllowedTokens, request: SamplePosition, device: torch.device
 ) -> Tensor:
     """The bits for the next token, int32 [W]: the same tensor while they stay."""
     state = allowed.now(request)
@@ -79,28 +79,28 @@ class Masks:
         words = -(-self.vocab_size // 32)
         return pinned([self.most, words], torch.int32, self.device)
 
-    def arrange(self, requests: Sequence[Request | Drafted]) -> Mask | None:
+    def arrange(self, requests: Sequence[SamplePosition]) -> Mask | None:
         """The mask of a step's rows; None if each of them may get every token.
 
         All tokens so far of each request that `needs_last_token` must be known. A
         request whose grammar leaves it no choice gets what has to come as ``forced``.
         """
         rows: dict[int, Tensor] = {}
-        walking: dict[int, tuple[Request | Drafted, Walk]] = {}
+        walking: dict[int, tuple[SamplePosition, Walk]] = {}
         walk: Walk | None = None  # of the row before
         several = len(requests) <= FORCING
         for index, request in enumerate(requests):
             if not request.restricted or request.finish_reason is not None:
                 continue
-            owner = request.request if isinstance(request, Drafted) else request
+            owner = request.request if isinstance(request, DraftPosition) else request
             if (allowed := self.allowed.get(owner)) is None:
                 allowed = self.allowed[owner] = AllowedTokens(owner, self.vocab_size)
             if allowed.walk is None:
                 rows[index] = on_device(allowed, request, self.device)
                 continue
-            if isinstance(request, Drafted):
+            if isinstance(request, DraftPosition):
                 walk = walk and walk.after(request.drafts[-1], allowed.forces)
-                request.reached = walk is not None
+                request.valid = walk is not None
             else:
                 request.forced = allowed.advance(request, several)
                 walk = None if request.forced else allowed.walk
@@ -117,13 +117,15 @@ class Masks:
             self.rows = {} if walking else rows
         return self.mask
 
-    def _fill(self, walking: Sequence[tuple[Request | Drafted, Walk]]) -> Tensor:
+    def _fill(self, walking: Sequence[tuple[SamplePosition, Walk]]) -> Tensor:
         """The bits that grammars leave, int32 [len(walking), W]."""
         staging = self.staging[: len(walking)]
         bits = staging.numpy().view(np.uint32)
         self.filler.fill([walk for _, walk in walking], bits)
         for row, (request, _) in zip(bits, walking, strict=True):
             if request.params.restricts:
-                owner = request.request if isinstance(request, Drafted) else request
+                owner = (
+                    request.request if isinstance(request, DraftPosition) else request
+                )
                 self.allowed[owner].limit(row, request)
         return staging.to(self.device, non_blocking=True, copy=True)

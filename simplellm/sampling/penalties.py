@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from simplellm.base.drafted import Drafted
-from simplellm.base.request import Request
+from simplellm.base.draft_position import DraftPosition, SamplePosition
 from simplellm.base.transfer import upload
 
 
@@ -29,7 +28,7 @@ class TokenCounts:
         self.row_of: dict[int, int] = {}  # the rows of a step, by requests' numbers
         self.counts: dict[int, tuple[Tensor, Tensor]] = {}  # their counts, by the same
 
-    def arrange(self, requests: Sequence[Request | Drafted]) -> bool:
+    def arrange(self, requests: Sequence[SamplePosition]) -> bool:
         """Bring the counts into the order of a step's rows; False if none needs any.
 
         A request that was not in the step before is counted anew; all of its tokens are
@@ -42,11 +41,14 @@ class TokenCounts:
         }
         row_of = {request.number: row for row, request in penalized.items()}
         # What a step adds to these depends on how many drafts are right.
-        drafting = {r.number for r in penalized.values() if isinstance(r, Drafted)}
+        drafting = {
+            r.number for r in penalized.values() if isinstance(r, DraftPosition)
+        }
         if not drafting and [*row_of.items()] == [*self.row_of.items()]:
             return bool(row_of)
         counts = [
-            (not isinstance(r, Drafted) and self.counts.get(r.number)) or self.count(r)
+            (not isinstance(r, DraftPosition) and self.counts.get(r.number))
+            or self.count(r)
             for r in penalized.values()
         ]
         self.forget()
@@ -72,7 +74,7 @@ class TokenCounts:
         )
         return True
 
-    def count(self, request: Request | Drafted) -> tuple[Tensor, Tensor]:
+    def count(self, request: SamplePosition) -> tuple[Tensor, Tensor]:
         """Which tokens the prompt has, bool [V], and the output how often, int32."""
         ids = upload(request.tokens, torch.int64, self.device)
         prompt, output = ids.tensor_split([request.num_prompt])

@@ -9,14 +9,14 @@ from simplellm.base.request import Request
 
 
 @dataclass(eq=False)
-class Drafted:
+class DraftPosition:
     """A request as it would be if drafts were its next tokens: a place to sample at."""
 
     request: Request
     drafts: Sequence[int]  # at least one
-    # False if sampling there means nothing: the grammar doesn't allow the last draft,
-    # or forces what comes after it.
-    reached: bool = True
+    # False if a token sampled there means nothing: the grammar doesn't allow the last
+    # draft, or forces what comes after it.
+    valid: bool = True
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -28,3 +28,6 @@ class Drafted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.request, name)
+
+
+SamplePosition = Request | DraftPosition
