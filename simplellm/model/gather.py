@@ -7,7 +7,7 @@ import numpy as np
 from numpy import ndarray
 from torch import Tensor
 
-READ = 4096  # positions up to which decodes are read together
+READ = 4096  # positions at most that decodes read together, to bound the copy
 
 
 class GatherPlan(NamedTuple):
@@ -19,9 +19,10 @@ class GatherPlan(NamedTuple):
 
 
 def bucket_by_length(lengths: ndarray) -> Iterator[ndarray]:
-    """The rows of ``lengths`` [B] in batches, so that padding at most doubles one.
+    """The rows of ``lengths`` [B] in batches of similar length.
 
-    Rows of no length, which are padding, are in none of them.
+    Padding at most doubles a row, or fills it up to 64. A batch of several rows reads
+    at most READ positions. Rows of no length, which are padding, are in none of them.
     """
     order = np.argsort(lengths, kind="stable")
     order = order[lengths[order] > 0]

@@ -1,7 +1,6 @@
 """Chapter 7: the KV cache."""
 
 import random
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -295,43 +294,34 @@ def check_7_1(outweighs):
         )
 
 
-def check_7_2(ring_contents):
-    """A ring filled by hand, then one after too many tokens to loop over."""
-    for size in (1, 4, 128):
-        for count in (0, 1, 3, 4, 5, 127, 128, 129, 300, 400):
-            ring = [-1] * size
-            for position in range(count):
-                ring[position % size] = position
-            found = list(ring_contents(size, count))
-            assert len(found) == size, f"a ring of {size} places, not {len(found)}"
-            assert min(found) >= -1, "a place that was never written holds -1"
-            assert found == ring, (
-                f"{count} tokens in a ring of {size}: place 0 holds {ring[0]}, the "
-                f"last {ring[-1]}; yours begins {found[:4]} and ends {found[-4:]}"
-            )
-    huge = 10**12 + 5
-    found = few_lines(lambda: list(ring_contents(4, huge)))
-    expected = [huge - 1 - (huge - 1 - place) % 4 for place in range(4)]
-    assert found == expected, f"after {huge:,} tokens a ring of 4 holds {expected}"
-
-
-def few_lines(function, most=10_000):
-    """What ``function`` returns, if it gets by with so many lines of Python."""
-    count, before = 0, sys.gettrace()
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        assert count < most, "a loop over the tokens; with many of them it never ends"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return function()
-    except MemoryError:
-        raise AssertionError("a list of the tokens; many do not fit") from None
-    finally:
-        sys.settrace(before)
+def check_7_2(owner_of):
+    """Every slot of pools whose pages are dealt out at random."""
+    rng = random.Random(7)
+    for size in (1, 4, 16):
+        pages = rng.sample(range(14), 12)
+        tables = [pages[:5], pages[5:6], pages[6:9], pages[9:]]
+        offsets = [0, 0, 3 * size, size]
+        spare = [2 * size, 0, size - 1, 1]  # room that is not written yet
+        lengths = [
+            offset + len(table) * size - unwritten
+            for table, offset, unwritten in zip(tables, offsets, spare, strict=True)
+        ]
+        expected = {}
+        for row, table in enumerate(tables):
+            for position in range(offsets[row], lengths[row]):
+                page = table[(position - offsets[row]) // size]
+                expected[page * size + position % size] = row, position
+        for slot in range(14 * size):
+            given = [list(table) for table in tables], list(offsets), list(lengths)
+            found = owner_of(slot, *given, size)
+            told = f"slot {slot}, pages of {size}, tables {tables}, offsets {offsets}"
+            right = expected.get(slot)
+            if right is None:
+                assert found is None, (
+                    f"{told}, lengths {lengths}: no sequence has written there, so the "
+                    f"answer is None, not {found!r}"
+                )
+            assert found == right, f"{told}: {right} lies there, not {found!r}"
 
 
 def check_7_3(most_taken_back):

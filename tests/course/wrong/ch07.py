@@ -191,18 +191,23 @@ def one_sequence(config, weight_bytes, sequences):
     return tokens
 
 
-@wrong("7.2", "never ends")
-def loops_over_the_tokens(size, count):
-    ring = [-1] * size
-    for position in range(count):
-        ring[position % size] = position
-    return ring
+@wrong("7.2", "lies there")
+def from_position_0(slot, tables, offsets, lengths, page_size):
+    page, row = divmod(slot, page_size)
+    for sequence, pages in enumerate(tables):
+        if page in pages:
+            position = pages.index(page) * page_size + row
+            return (sequence, position) if position < lengths[sequence] else None
+    return None
 
 
-@wrong("7.2", "holds -1")
-def negative_positions(size, count):
-    last = count - 1
-    return [last - (last - place) % size for place in range(size)]
+@wrong("7.2", "has written there")
+def whatever_the_length(slot, tables, offsets, lengths, page_size):
+    page, row = divmod(slot, page_size)
+    for sequence, pages in enumerate(tables):
+        if page in pages:
+            return sequence, offsets[sequence] + pages.index(page) * page_size + row
+    return None
 
 
 @wrong("7.3", "was overwritten")
